@@ -1,0 +1,10 @@
+"""Deep Gradient Compression and GaussianK-SGD for unmodified Horovod.
+
+This module imports no framework. ``dgc_horovod.torch`` is the PyTorch adapter.
+"""
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.schedule import WarmupSchedule
+
+__all__ = ["DGCConfig", "WarmupSchedule", "__version__"]
+__version__ = "0.1.0"

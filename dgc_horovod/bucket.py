@@ -1,0 +1,122 @@
+"""Which tensor goes into which bucket, at which offset, and which tensors stay dense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from dgc_horovod.config import DGCConfig
+
+_COLLECTIVE_LIMIT = 2**31 - 1  # bytes of an allgather output: its counts are C ints
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the layout needs to know of a parameter. `boundary` keeps tensors of different values apart."""
+
+    name: str
+    shape: tuple[int, ...]
+    boundary: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter inside a bucket: elements ``start`` to ``start + numel``."""
+
+    name: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat run of parameters exchanged as one message."""
+
+    index: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        last = self.segments[-1]
+        return last.start + last.numel
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of a bucket from which `k` elements are selected together."""
+
+    start: int
+    numel: int
+    k: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The buckets of a model, and the names that are exchanged densely."""
+
+    buckets: tuple[Bucket, ...]
+    dense: tuple[str, ...]
+
+
+def stays_dense(spec: TensorSpec, config: DGCConfig) -> bool:
+    """Whether a tensor takes the dense path: 1-D (bias, norm) or smaller than ``min_numel``."""
+    return spec.numel < config.min_numel or (len(spec.shape) < 2 and not config.compress_1d)
+
+
+def plan(specs: Sequence[TensorSpec], config: DGCConfig) -> BucketLayout:
+    """Cut a model into buckets of at most ``bucket_bytes`` of fp32 gradient.
+
+    The last parameter comes first: backward reaches it first, so the first bucket is the first to be
+    ready. A tensor larger than a bucket has one of its own. A pure function: every rank gets the same.
+
+    Args:
+        specs: the parameters in the model's order.
+        config: ``bucket_bytes``, ``min_numel`` and ``compress_1d`` are used.
+    """
+    groups: list[list[TensorSpec]] = []
+    filled = 0
+    for spec in reversed([s for s in specs if not stays_dense(s, config)]):
+        fits = groups and groups[-1][0].boundary == spec.boundary and filled + 4 * spec.numel <= config.bucket_bytes
+        if not fits:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += 4 * spec.numel
+    dense = tuple(spec.name for spec in specs if stays_dense(spec, config))
+    return BucketLayout(tuple(_bucket(i, group) for i, group in enumerate(groups)), dense)
+
+
+def _bucket(index: int, specs: Sequence[TensorSpec]) -> Bucket:
+    segments, start = [], 0
+    for spec in specs:
+        segments.append(Segment(spec.name, start, spec.numel))
+        start += spec.numel
+    return Bucket(index, tuple(segments))
+
+
+def count_for(numel: int, density: float) -> int:
+    """``k = max(1, ceil(density * numel))``, with the density taken as it is written in decimal."""
+    return min(numel, max(1, math.ceil(Decimal(repr(float(density))) * numel)))
+
+
+def spans(bucket: Bucket, scope: str, density: float) -> tuple[Span, ...]:
+    """The runs from which elements are selected together: the whole bucket, or each of its tensors."""
+    if scope == "bucket":
+        return (Span(0, bucket.numel, count_for(bucket.numel, density)),)
+    return tuple(Span(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)
+
+
+def sends_scattered(numel: int, capacity: int, element_bits: int, workers: int) -> bool:
+    """Whether a dense allreduce of the scattered selection is cheaper than an allgather of packets.
+
+    An allgather brings ``workers * capacity`` coded elements to every rank, a ring allreduce of fp32
+    passes ``2 * numel``: ``N*k*b > 64*n`` bits. Also true where the allgather's output would be too long.
+    """
+    gathered = workers * capacity * element_bits
+    return gathered > 64 * numel or gathered // 8 > _COLLECTIVE_LIMIT

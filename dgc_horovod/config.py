@@ -1,0 +1,132 @@
+"""What a user can set: one frozen record, validated once, the same for every framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.schedule import WarmupSchedule
+
+RULES = ("exact", "sampled", "gaussian", "random", "threshold")
+SCOPES = ("bucket", "tensor")
+VALUES = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class DGCConfig:
+    """Settings of one compressed optimizer. Unlisted names and values out of range raise ConfigError.
+
+    Args:
+        density: fraction of elements sent each step, in (0, 1]; lower sends less and waits longer.
+        rule: what selects them: exact (top-k), sampled (threshold from a 1% sample), gaussian (threshold
+            from mean and deviation), random, threshold (everything at or above a fixed magnitude).
+        scope: "bucket": the largest of a whole bucket; "tensor": the largest of each tensor, as in the papers.
+        momentum_correction: accumulate momentum locally, before selection (DGC section 3.1). For SGD the
+            momentum, for Adam and AdamW the local Adam direction; other optimizers have no such form.
+        factor_masking: clear the momentum where an element was sent (DGC section 3.2).
+        clip_norm: L2 norm c at which the averaged whole-model gradient would be clipped, > 0; each rank
+            clips its own to sqrt(N)*c before it enters the momentum. None: no clipping.
+        warmup: density warm-up, or None.
+        values: number format of sent values: fp32, fp16 or bf16; what rounding drops stays in the residual.
+        threshold: magnitude for rule "threshold", > 0.
+        max_density: most that rule "threshold" may send, in (0, 1]; it fixes the packet's size.
+        min_numel: tensors with fewer elements are exchanged densely, >= 1.
+        compress_1d: whether 1-D tensors (bias, norm) are compressed too; they are few and sensitive.
+        bucket_bytes: gradient bytes (fp32) that share one message, >= 1; smaller starts earlier, more messages.
+        seed: of the rules that draw at random, >= 0.
+    """
+
+    density: float = 0.001
+    rule: str = "exact"
+    scope: str = "bucket"
+    momentum_correction: bool = True
+    factor_masking: bool = True
+    clip_norm: float | None = None
+    warmup: WarmupSchedule | None = None
+    values: str = "fp32"
+    threshold: float | None = None
+    max_density: float = 0.01
+    min_numel: int = 1024
+    compress_1d: bool = False
+    bucket_bytes: int = 32 * 2**20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fraction("density", self.density)
+        _check_fraction("max_density", self.max_density)
+        _check_choice("rule", self.rule, RULES)
+        _check_choice("scope", self.scope, SCOPES)
+        _check_choice("values", self.values, VALUES)
+        for name in ("momentum_correction", "factor_masking", "compress_1d"):
+            _check_type(name, getattr(self, name), bool, "True or False")
+        for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0)):
+            _check_whole(name, getattr(self, name), least)
+        _check_positive("clip_norm", self.clip_norm)
+        _check_positive("threshold", self.threshold)
+        if self.warmup is not None:
+            _check_type("warmup", self.warmup, WarmupSchedule, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000), or None")
+        if (self.rule == "threshold") != (self.threshold is not None):
+            raise ConfigError(
+                f"rule={self.rule!r} with threshold={self.threshold}: a threshold goes with rule='threshold' and "
+                "only with it; e.g. Compression.threshold(0.01, max_density=0.02)"
+            )
+        if self.rule == "threshold" and self.warmup is not None:
+            raise ConfigError("warmup has no meaning with rule='threshold', whose density is not set; drop one of them")
+
+    @property
+    def final_density(self) -> float:
+        """Density after the warm-up, which also fixes the packet's capacity."""
+        return self.max_density if self.rule == "threshold" else self.density
+
+    def replace(self, **changes: Any) -> DGCConfig:
+        """A copy with `changes`; a name that is no field raises ConfigError with the nearest one."""
+        check_field_names(changes)
+        return dataclasses.replace(self, **changes)
+
+
+FIELD_NAMES = tuple(field.name for field in dataclasses.fields(DGCConfig))
+
+
+def check_field_names(names: Any) -> None:
+    """Raise ConfigError for the first of `names` that is no field of DGCConfig."""
+    for name in names:
+        if name not in FIELD_NAMES:
+            nearest = difflib.get_close_matches(str(name), FIELD_NAMES, n=1)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise ConfigError(f"unknown setting {name!r}; {hint}allowed: {', '.join(FIELD_NAMES)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _check_fraction(name: str, value: Any) -> None:
+    if not _is_number(value) or not 0 < value <= 1:
+        hint = f"; for {value:g}x compression pass {name}={1 / value:g}" if _is_number(value) and value > 1 else ""
+        raise ConfigError(f"{name} must be in (0, 1], got {value!r}{hint}")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        nearest = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
+def _check_type(name: str, value: Any, kind: type, allowed: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if value is not None and not (_is_number(value) and 0 < value < math.inf):
+        raise ConfigError(f"{name} must be a positive finite number or None, got {value!r}")

@@ -1,0 +1,31 @@
+"""The errors a user of dgc_horovod can meet. Each message says what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+
+class DGCError(Exception):
+    """Base of every error raised by dgc_horovod."""
+
+
+class ConfigError(DGCError, ValueError):
+    """A setting is out of its range, unknown, or does not fit the others."""
+
+
+class BackendUnavailable(DGCError, RuntimeError):
+    """A kernel backend was asked for by name and cannot be used here."""
+
+
+class RankMismatch(DGCError, RuntimeError):
+    """The ranks of a job disagree: different model, config, version or step. Raised on every rank."""
+
+
+class CorruptPacket(DGCError, RuntimeError):
+    """A received packet is not what its sender must have written. Raised before anything is changed."""
+
+
+class CollectiveTimeout(DGCError, RuntimeError):
+    """A collective did not finish within DGC_TIMEOUT seconds: another rank is gone or did not join it."""
+
+
+class UnsupportedUse(DGCError, RuntimeError):
+    """A combination that would train wrongly, or silently uncompressed, if it were let through."""

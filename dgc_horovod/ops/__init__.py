@@ -1,0 +1,1 @@
+"""Kernels: the contract (`schema`), its readable truth (`reference`), and the backends."""

@@ -1,0 +1,98 @@
+"""Warm-up: training step (or epoch) -> density. Pure functions; the clock belongs to the caller."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dgc_horovod.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WarmupSchedule:
+    """Exponential density warm-up: ``first_density * factor**stage`` until the final density is reached.
+
+    DGC, section 3.3: sparsity 75%, 93.75%, 98.4375%, 99.6%, then 99.9%. The warm-up is divided into as
+    many equal stages as the geometric row has members above the final density (four for 0.001), so
+    ``WarmupSchedule(epochs=4)`` lowers the density once an epoch, as in the paper.
+
+    Args:
+        steps: length in optimizer steps, >= 1. Give either this or `epochs`.
+        epochs: length in epochs, > 0. The epoch is computed from `steps_per_epoch` where that is given,
+            otherwise observed (``DistributedSampler.set_epoch``, ``optimizer.set_epoch``).
+        steps_per_epoch: optimizer steps in an epoch, >= 1; only with `epochs`.
+        first_density: density of the first stage, in (0, 1].
+        factor: from one stage to the next, in (0, 1).
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    steps_per_epoch: int | None = None
+    first_density: float = 0.25
+    factor: float = 0.25
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(
+                f"WarmupSchedule takes either steps or epochs, got steps={self.steps} and epochs={self.epochs}; "
+                "e.g. WarmupSchedule(epochs=4, steps_per_epoch=390)"
+            )
+        for name in ("steps", "epochs", "steps_per_epoch"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"WarmupSchedule: {name} must be positive, got {value}; for no warm-up pass warmup=None")
+        if self.steps_per_epoch is not None and self.epochs is None:
+            raise ConfigError("WarmupSchedule: steps_per_epoch goes with epochs, not with steps; drop it or give epochs")
+        if not 0 < self.first_density <= 1:
+            raise ConfigError(f"WarmupSchedule: first_density must be in (0, 1], got {self.first_density}")
+        if not 0 < self.factor < 1:
+            raise ConfigError(f"WarmupSchedule: factor must be in (0, 1), got {self.factor}")
+
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether the epoch must come from outside, because the step alone does not give it."""
+        return self.epochs is not None and self.steps_per_epoch is None
+
+    def stages(self, final_density: float) -> int:
+        """How many densities of the geometric row lie above `final_density` (0: nothing to warm up)."""
+        if self.first_density <= final_density:
+            return 0
+        return math.ceil(math.log(final_density / self.first_density) / math.log(self.factor) - 1e-9)
+
+    def fraction_done(self, step: int, epoch: int | None) -> float:
+        """How much of the warm-up lies behind `step`: 0 at its start, >= 1 after its end."""
+        if self.steps is not None:
+            return step / self.steps
+        assert self.epochs is not None
+        if self.steps_per_epoch is not None:
+            return (step // self.steps_per_epoch) / self.epochs
+        if epoch is None:
+            raise ConfigError(
+                "the warm-up is given in epochs but the epoch is not known: pass steps_per_epoch to WarmupSchedule, "
+                "or call DistributedSampler.set_epoch / optimizer.set_epoch before the first step of each epoch, "
+                "or give the warm-up in steps"
+            )
+        return epoch / self.epochs
+
+
+def density_at(final_density: float, warmup: WarmupSchedule | None, step: int, epoch: int | None = None) -> float:
+    """Density of optimizer step `step` (from 0).
+
+    Args:
+        final_density: density after the warm-up, in (0, 1].
+        warmup: the schedule, or None for no warm-up.
+        step: optimizer steps finished so far, >= 0.
+        epoch: current epoch from 0, where it is known from outside.
+
+    Returns:
+        A density in [final_density, 1].
+
+    Raises:
+        ConfigError: the schedule needs an epoch and `epoch` is None.
+    """
+    if warmup is None:
+        return final_density
+    done, stages = warmup.fraction_done(step, epoch), warmup.stages(final_density)
+    if done >= 1 or stages == 0:
+        return final_density
+    return max(final_density, warmup.first_density * warmup.factor ** int(done * stages))

@@ -1,0 +1,75 @@
+"""The ranks compare what they are about to do, once, before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from dgc_horovod.errors import RankMismatch
+from dgc_horovod.torch.collectives import Collectives
+
+_DIGEST_BYTES = 8
+_made_before: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def digest(text: str) -> bytes:
+    """A short fingerprint of `text`."""
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def unique_tag(names: str) -> str:
+    """Prefix for an optimizer's collectives: equal on all ranks, different for each optimizer of a process.
+
+    Optimizers over the same parameter names are numbered in the order in which they are made, which is the
+    same on every rank; optimizers over other names do not disturb the count.
+    """
+    base = digest(names).hex()[:6]
+    return f"{base}.{next(_made_before[base])}"
+
+
+def check_agreement(collectives: Collectives, fields: Mapping[str, str]) -> None:
+    """Raise the same RankMismatch on every rank if the ranks differ in any of `fields`.
+
+    One allgather of one digest per field; only on a difference, which all ranks see, a second exchange
+    brings the texts.
+
+    Args:
+        collectives: of the optimizer.
+        fields: name -> text, the same names in the same order on every rank of one version.
+    """
+    if collectives.workers == 1:
+        return
+    own = np.frombuffer(b"".join(digest(text) for text in fields.values()), np.uint8).copy()
+    gathered = collectives.wait(collectives.allgather(torch.from_numpy(own), "agreement")).numpy()
+    if gathered.size == collectives.workers * own.size and (gathered.reshape(-1, own.size) == own).all():
+        return
+    texts: list[dict[str, str]] = hvd.allgather_object(
+        dict(fields), name=f"dgc.{collectives.tag}.disagreement", process_set=collectives.process_set
+    )
+    raise RankMismatch("\n".join(_describe(texts)))
+
+
+def _describe(texts: list[dict[str, str]]) -> list[str]:
+    lines = ["the ranks disagree, so training would diverge; every rank stops here:"]
+    for field, expected in texts[0].items():
+        for rank, theirs in enumerate(texts):
+            if theirs.get(field) != expected:
+                ours, other = _first_difference(expected, str(theirs.get(field)))
+                lines.append(f"  {field}: rank 0 has {ours}, rank {rank} has {other}")
+    lines.append("give every rank the same model, optimizer, compression and dgc_horovod version")
+    return lines
+
+
+def _first_difference(a: str, b: str) -> tuple[str, str]:
+    """The first entries in which two newline-separated lists differ, or the texts if they have one entry."""
+    left, right = a.split("\n"), b.split("\n")
+    for x, y in zip(left, right, strict=False):
+        if x != y:
+            return x, y
+    return f"{len(left)} entries", f"{len(right)} entries"

@@ -1,0 +1,99 @@
+"""Horovod's collectives with a deadline, a byte count, and a short cut for a single process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import horovod.torch as hvd
+import torch
+
+from dgc_horovod import envvars
+from dgc_horovod.errors import CollectiveTimeout
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 1e-3  # seconds between two polls; Horovod's own cycle is 1 ms
+
+
+@dataclass
+class Traffic:
+    """Bytes this rank hands to collectives and receives from them, counted as for ring algorithms."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way; `handle` is None where there was nobody to talk to."""
+
+    handle: int | None
+    result: torch.Tensor
+    name: str
+
+
+class Collectives:
+    """The exchanges of one optimizer on one process set.
+
+    Args:
+        process_set: Horovod's; N is its size.
+        tag: prefix of every name; names are fixed over the run, so that Horovod's cache always hits.
+    """
+
+    def __init__(self, process_set: hvd.ProcessSet, tag: str) -> None:
+        self.process_set, self.tag = process_set, tag
+        self.workers: int = process_set.size()
+        self.rank: int = process_set.rank()
+        self.traffic = Traffic()
+        self._timeout = envvars.timeout_seconds()
+
+    def allgather(self, packet: torch.Tensor, name: str) -> Pending:
+        """Start an allgather of equally long uint8 vectors; the result holds them in rank order."""
+        self.traffic.sent += packet.nbytes
+        self.traffic.received += (self.workers - 1) * packet.nbytes
+        full_name = f"dgc.{self.tag}.{name}"
+        if self.workers == 1:
+            return Pending(None, packet, full_name)
+        return Pending(hvd.allgather_async(packet, name=full_name, process_set=self.process_set), packet, full_name)
+
+    def allreduce(
+        self, tensor: torch.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
+    ) -> Pending:
+        """Start an allreduce in place."""
+        self.traffic.sent += tensor.nbytes
+        self.traffic.received += ring_received(tensor.nbytes, self.workers)
+        full_name = f"dgc.{self.tag}.{name}"
+        if self.workers == 1:
+            return Pending(None, tensor, full_name)
+        handle = hvd.allreduce_async_(
+            tensor,
+            name=full_name,
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=self.process_set,
+        )
+        return Pending(handle, tensor, full_name)
+
+    def wait(self, pending: Pending) -> torch.Tensor:
+        """The result of a collective.
+
+        Raises:
+            CollectiveTimeout: it did not finish within DGC_TIMEOUT seconds.
+        """
+        if pending.handle is None:
+            return pending.result
+        deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
+        while not hvd.poll(pending.handle):
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(
+                    f"rank {self.rank} of {self.workers} waited {self._timeout:g} s for {pending.name}: another rank "
+                    f"has stopped, is in hvd.join(), or did not take this step. {envvars.TIMEOUT.name} sets the limit"
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        return hvd.synchronize(pending.handle)
+
+
+def ring_received(nbytes: int, workers: int) -> int:
+    """Bytes each rank receives in a ring allreduce of `nbytes`: ``2*(N-1)/N`` of them."""
+    return 2 * (workers - 1) * nbytes // workers

@@ -1,0 +1,307 @@
+"""One optimizer's gradients: gathered into buckets as they become ready, exchanged, handed back."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from dgc_horovod.bucket import Bucket, TensorSpec, plan
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.engine import BucketEngine, Feed
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.ops import registry
+from dgc_horovod.schedule import density_at
+from dgc_horovod.torch.collectives import Collectives, Pending, ring_received
+
+Parameter = torch.Tensor
+
+
+@dataclass(frozen=True)
+class ReduceSettings:
+    """Horovod's arguments that decide how ranks are combined."""
+
+    op: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+
+
+@dataclass
+class _BucketStep:
+    """A bucket, its parameters in segment order, and how far this step has come."""
+
+    engine: BucketEngine
+    parameters: tuple[Parameter, ...]
+    gradients: dict[Parameter, torch.Tensor] = field(default_factory=dict)
+    feeds: dict[Parameter, Feed] = field(default_factory=dict)
+    pending: Pending | None = None
+    finite: bool | None = None  # None until the ranks' messages are back
+
+    @property
+    def complete(self) -> bool:
+        return len(self.gradients) == len(self.parameters)
+
+
+class GradientExchange:
+    """Everything between ``p.grad`` of one rank and ``p.grad`` of all.
+
+    Args:
+        parameters: name -> parameter, in the model's order; only those that require a gradient.
+        boundaries: parameter -> number; tensors of different numbers never share a bucket.
+        config: the compression.
+        collectives: of this optimizer.
+        settings: Horovod's arguments.
+        loss_scale: gives the factor by which the loss, hence every gradient, is multiplied at present.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        boundaries: Mapping[Parameter, int],
+        config: DGCConfig,
+        collectives: Collectives,
+        settings: ReduceSettings,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self.config, self.collectives, self.settings = config, collectives, settings
+        self.names = {p: name for name, p in parameters.items()}
+        self.epoch: int | None = None
+        self.steps = 0
+        self._loss_scale = loss_scale
+        self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
+        specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
+        self.layout = plan(specs, config)
+        self._runs = [self._make_run(bucket, parameters) for bucket in self.layout.buckets]
+        self._place = {p: (run, i) for run in self._runs for i, p in enumerate(run.parameters)}
+        self.dense = tuple(parameters[name] for name in self.layout.dense)
+        self._dense_gradients: dict[Parameter, torch.Tensor] = {}
+        self._dense_pending: dict[Parameter, Pending] = {}
+        self._dense_results: dict[Parameter, torch.Tensor] = {}
+        self._selected = 0
+
+    def _make_run(self, bucket: Bucket, parameters: Mapping[str, Parameter]) -> _BucketStep:
+        members = tuple(parameters[segment.name] for segment in bucket.segments)
+        kernels = registry.choose(str(members[0].device))
+        engine = BucketEngine(bucket, self.config, kernels, self.collectives.rank, self.collectives.workers)
+        return _BucketStep(engine, members)
+
+    @property
+    def compressed(self) -> list[Parameter]:
+        """Parameters on the sparse path."""
+        return list(self._place)
+
+    # -- gradients in
+
+    def submit(self, p: Parameter, feed: Callable[[], Feed], decay: float = 0.0) -> Callable[[], torch.Tensor]:
+        """Take ``p.grad``; start the exchange of its bucket if it is the last one in.
+
+        Args:
+            p: a parameter with a gradient.
+            feed: how it enters the residual; asked for on the sparse path only.
+            decay: weight decay to add to the gradient first (Adam's coupled form).
+
+        Returns:
+            A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
+        """
+        gradient = self._gradient(p)
+        with self._lock:
+            if p not in self._place:
+                self._dense_gradients[p] = gradient
+                if self.config.clip_norm is None:
+                    self._launch_dense(p, 1.0)
+            else:
+                if decay:
+                    gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
+                run, _ = self._place[p]
+                run.gradients[p], run.feeds[p] = gradient, feed()
+                if run.complete and self.config.clip_norm is None:
+                    self._launch(run, 1.0)
+            if self.config.clip_norm is not None and self._all_submitted:
+                self._launch_everything_clipped()
+        return lambda: self._result(p)
+
+    def _gradient(self, p: Parameter) -> torch.Tensor:
+        grad = p.grad
+        assert grad is not None
+        if grad.is_sparse:
+            if not self.settings.sparse_as_dense:
+                raise UnsupportedUse(
+                    f"the gradient of {self.names[p]!r} is sparse; pass sparse_as_dense=True to compress it like the "
+                    "others, or build the embedding with sparse=False"
+                )
+            grad = grad.to_dense()
+        grad = grad.detach()
+        return grad if p not in self._place else grad.reshape(-1).to(torch.float32)
+
+    @property
+    def _all_submitted(self) -> bool:
+        return len(self._dense_gradients) == len(self.dense) and all(run.complete for run in self._runs)
+
+    # -- exchange
+
+    def _launch(self, run: _BucketStep, clip: float) -> None:
+        engine, order = run.engine, run.parameters
+        density = density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
+        scale = clip / self._loss_scale()
+        message = engine.compress(
+            [_as_array(run.gradients[p], engine.kernels.array_kind) for p in order],
+            [run.feeds[p] for p in order],
+            [scale] * len(order),
+            self.steps,
+            density,
+        )
+        self._selected += message.count
+        payload, name = torch.from_numpy(message.payload), f"bucket{engine.bucket.index}"
+        if message.scattered:
+            run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
+        else:
+            run.pending = self.collectives.allgather(payload, name)
+
+    def _launch_dense(self, p: Parameter, clip: float) -> None:
+        gradient = self._dense_gradients[p]
+        if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
+            gradient = gradient.float()
+        gradient = gradient.contiguous() if clip == 1.0 else gradient * clip
+        factor = self.settings.gradient_predivide_factor
+        pre, post = (1 / factor, factor) if self.settings.op == hvd.Average else (1.0, 1.0)
+        name = f"dense.{self.names[p]}"
+        self._dense_pending[p] = self.collectives.allreduce(gradient, name, self.settings.op, pre, post)
+
+    def _launch_everything_clipped(self) -> None:
+        clip = self._clip_factor()
+        for run in self._runs:
+            self._launch(run, clip)
+        for p in self.dense:
+            self._launch_dense(p, clip)
+
+    def _clip_factor(self) -> float:
+        """DGC 3.1, local gradient clipping: the factor that brings this rank's whole gradient to its limit.
+
+        The paper's ``c * N**-0.5`` is for a gradient already divided by N; Horovod's p.grad is the mean over
+        the rank's own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). Buckets that are
+        not finite enter as zero, so they count as zero here.
+        """
+        assert self.config.clip_norm is not None
+        squares = 0.0
+        for run in self._runs:
+            kernels = run.engine.kernels
+            parts = [kernels.sums(_as_array(run.gradients[p], kernels.array_kind))[1] for p in run.parameters]
+            squares += sum(parts) if math.isfinite(sum(parts)) else 0.0
+        for p in self.dense:
+            part = float(torch.linalg.vector_norm(self._dense_gradients[p].double())) ** 2
+            squares += part if math.isfinite(part) else 0.0
+        root = math.sqrt(self.collectives.workers)
+        limit = self.config.clip_norm * (root if self.settings.op == hvd.Average else 1 / root)
+        norm = math.sqrt(squares) / self._loss_scale()
+        return limit / norm if norm > limit else 1.0
+
+    # -- gradients out
+
+    def _mean_scale(self) -> float:
+        return 1 / self.collectives.workers if self.settings.op == hvd.Average else 1.0
+
+    def _result(self, p: Parameter) -> torch.Tensor:
+        assert p.grad is not None
+        if p not in self._place:
+            if p not in self._dense_results:
+                self._dense_results[p] = self.collectives.wait(self._dense_pending[p])
+            return self._dense_results[p].view(p.shape).to(p.grad.dtype)
+        run, _ = self._place[p]
+        if run.finite is None:
+            assert run.pending is not None
+            run.finite = run.engine.receive(self.collectives.wait(run.pending).numpy())
+            run.engine.fill_update(self._mean_scale() * self._loss_scale())
+        return self._view(p).to(p.grad.dtype)
+
+    def _view(self, p: Parameter) -> torch.Tensor:
+        run, i = self._place[p]
+        segment = run.engine.bucket.segments[i]
+        update = run.engine.update[segment.start : segment.start + segment.numel]
+        return torch.as_tensor(update).view(p.shape)
+
+    def finish(self) -> bool:
+        """Close the step after every result has been taken; returns whether it may be applied.
+
+        If a gradient was not finite on any rank, every rank takes back what it had sent, and every
+        ``p.grad`` is filled with NaN, so that a GradScaler skips the step too (DESIGN decision 8).
+        """
+        finite = all(run.finite for run in self._runs) and _all_finite(self._dense_results.values())
+        if not finite:
+            for run in self._runs:
+                run.engine.restore()
+            for p in self.names:
+                if p.grad is not None and not p.grad.is_sparse:
+                    p.grad.fill_(math.nan)
+        self.steps += 1
+        self._clear()
+        return finite
+
+    def _clear(self) -> None:
+        for run in self._runs:
+            run.gradients.clear()
+            run.feeds.clear()
+            run.pending = run.finite = None
+        self._dense_gradients.clear()
+        self._dense_pending.clear()
+        self._dense_results.clear()
+
+    def abandon_step(self) -> None:
+        """Forget gradients of a step that will not be finished (a checkpoint was loaded)."""
+        self._clear()
+
+    def refill(self, p: Parameter) -> None:
+        """Put the unscaled update of the finished step into ``p.grad`` again (sparse path)."""
+        run, i = self._place[p]
+        if i == 0:
+            run.engine.fill_update(self._mean_scale())
+        if p.grad is not None and not p.grad.is_sparse:
+            view = self._view(p)
+            if p.grad.data_ptr() != view.data_ptr():
+                p.grad.copy_(view)
+
+    def load_moments(self, p: Parameter, moments: Sequence[torch.Tensor]) -> None:
+        """Take over Adam's moments of `p` from a stock checkpoint."""
+        run, i = self._place[p]
+        segment = run.engine.bucket.segments[i]
+        for ours, theirs in zip(run.engine.adam_moments(), moments, strict=True):
+            here = ours[segment.start : segment.start + segment.numel]
+            torch.as_tensor(here).copy_(theirs.detach().reshape(-1))
+
+    def stats(self) -> dict[str, int]:
+        """Cumulative counts of this rank: see ``DistributedOptimizer.compression_stats``."""
+        numel = sum(p.numel() for p in self.names)
+        return {
+            "steps": self.steps,
+            "elements": self.steps * sum(p.numel() for p in self._place),
+            "selected": self._selected,
+            "bytes_sent": self.collectives.traffic.sent,
+            "bytes_received": self.collectives.traffic.received,
+            "bytes_dense": self.steps * 4 * numel,
+            "bytes_dense_received": self.steps * ring_received(4 * numel, self.collectives.workers),
+        }
+
+
+def _as_array(gradient: torch.Tensor, kind: str) -> Any:
+    return gradient.numpy() if kind == "numpy" else gradient
+
+
+def _all_finite(tensors: Any) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+def state_arrays(exchange: GradientExchange) -> dict[str, dict[str, np.ndarray]]:
+    """u and v of every compressed parameter on this rank, by name: what tests and tools look at."""
+    arrays = {}
+    for run in exchange._runs:
+        engine = run.engine
+        for segment in engine.bucket.segments:
+            here = slice(segment.start, segment.start + segment.numel)
+            u = np.zeros(segment.numel, np.float32) if engine.u is None else engine.kernels.to_host(engine.u[here])
+            arrays[segment.name] = {"u": u.copy(), "v": engine.kernels.to_host(engine.v[here]).copy()}
+    return arrays

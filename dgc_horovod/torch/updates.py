@@ -1,0 +1,198 @@
+"""How an optimizer's arithmetic is split: what enters the residual before the exchange, what is applied after.
+
+The exchange brings ``mean(s)`` into ``p.grad``. For plain error feedback the user's optimizer takes it as
+a gradient. For SGD with momentum the momentum has already been applied, locally: what is left of the
+optimizer for that tensor is linear in the weights (decay) and is applied here, beside ``mean(s)``. For
+Adam the direction has been formed locally, and what is left is the plain step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.engine import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.errors import UnsupportedUse
+
+_log = logging.getLogger("dgc_horovod")
+
+Group = dict[str, Any]
+Parameter = torch.Tensor
+
+
+class PlainUpdate:
+    """Error feedback alone: the gradient enters the residual, the user's optimizer takes what comes back."""
+
+    def prepare(self, optimizer: torch.optim.Optimizer, compressed: Iterable[Parameter]) -> None:
+        """Called once after wrapping: make the optimizer's state what every rank needs it to be."""
+
+    def feed(self, p: Parameter, group: Group, state: dict[str, Any]) -> Feed:
+        """How this step's gradient of `p` enters the residual."""
+        return ResidualFeed()
+
+    def decay_before(self, group: Group) -> float:
+        """Weight decay that belongs to the gradient itself, added before everything else."""
+        return 0.0
+
+    def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
+        """Apply one exchanged step: `own_step` runs the user's optimizer on every ``p.grad`` there is."""
+        own_step()
+
+    def adopt_state(self, p: Parameter, state: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Moments found in the optimizer's state (a stock checkpoint) that the engine takes over."""
+        return None
+
+
+class _SplitUpdate(PlainUpdate):
+    """The user's optimizer steps the dense-path tensors only; compressed ones are applied by `apply`."""
+
+    def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
+        held = {p: p.grad for p in compressed}
+        for p in compressed:
+            p.grad = None
+        try:
+            own_step()
+        finally:
+            for p, grad in held.items():
+                p.grad = grad
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                update = held.get(p)
+                if update is not None:
+                    self.apply(p, update, group, optimizer.state[p])
+
+
+class SGDUpdate(_SplitUpdate):
+    """SGD: the engine's u carries the local gradient, ``momentum_buffer`` b what is the same on every rank.
+
+    ``b = m*b + wd*w;  w -= lr*(b + mean(s))``, with Nesterov ``w -= lr*(wd*w + m*b + mean(s))``. By
+    linearity u and b together are the stock buffer, so a stock checkpoint's buffer loads into b exactly.
+    """
+
+    def prepare(self, optimizer: torch.optim.Optimizer, compressed: Iterable[Parameter]) -> None:
+        sparse_path = set(compressed)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state = optimizer.state[p]  # an entry per parameter: never empty, or broadcasting it takes a step
+                needed = group["momentum"] and (group["weight_decay"] or p not in sparse_path)
+                if needed and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+
+    def feed(self, p: Parameter, group: Group, state: dict[str, Any]) -> Feed:
+        return MomentumFeed(float(group["momentum"]), bool(group["nesterov"]))
+
+    def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
+        lr = float(group["lr"])
+        shared = self._shared_part(p, group, state)
+        p.add_(update, alpha=lr if group["maximize"] else -lr)
+        if shared is not None:
+            p.add_(shared, alpha=-lr)
+
+    def _shared_part(self, p: Parameter, group: Group, state: dict[str, Any]) -> torch.Tensor | None:
+        """What stock SGD would apply for a zero gradient: decay and its momentum. Advances b."""
+        m, decay = float(group["momentum"]), float(group["weight_decay"])
+        buffer = state.get("momentum_buffer") if m else None
+        if decay and m and buffer is None:
+            buffer = state["momentum_buffer"] = torch.zeros_like(p)
+        pull = p * decay if decay else None
+        if buffer is None:
+            return pull
+        buffer.mul_(m)
+        if pull is not None:
+            buffer.add_(pull)
+        if not group["nesterov"]:
+            return buffer
+        ahead = buffer * m
+        return ahead if pull is None else ahead.add_(pull)
+
+
+class AdamUpdate(_SplitUpdate):
+    """Adam, AdamW: each rank's own Adam direction enters the residual; ``w -= lr*mean(s)`` after the exchange."""
+
+    def __init__(self) -> None:
+        self._steps: dict[Parameter, int] = {}
+
+    def prepare(self, optimizer: torch.optim.Optimizer, compressed: Iterable[Parameter]) -> None:
+        sparse_path = set(compressed)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state = optimizer.state[p]
+                if not state and p not in sparse_path:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+
+    def feed(self, p: Parameter, group: Group, state: dict[str, Any]) -> Feed:
+        self._steps[p] = self._steps.get(p, 0) + 1
+        b1, b2 = group["betas"]
+        return AdamFeed((float(b1), float(b2)), float(group["eps"]), self._steps[p])
+
+    def decay_before(self, group: Group) -> float:
+        return 0.0 if _decoupled(group) else float(group["weight_decay"])
+
+    def adopt_state(self, p: Parameter, state: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if "exp_avg" not in state:
+            return None
+        self._steps[p] = int(state["step"])
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        state.clear()
+        return moments
+
+    def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
+        lr = float(group["lr"])
+        if _decoupled(group) and group["weight_decay"]:
+            p.mul_(1 - lr * group["weight_decay"])
+        p.add_(update, alpha=lr if group["maximize"] else -lr)
+
+
+def _decoupled(group: Group) -> bool:
+    return bool(group.get("decoupled_weight_decay"))
+
+
+def _keeps_step_of(optimizer: torch.optim.Optimizer, stock: type[torch.optim.Optimizer]) -> bool:
+    """Whether `optimizer` is a `stock` whose arithmetic has not been overridden."""
+    return isinstance(optimizer, stock) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(stock.step)
+
+
+def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainUpdate:
+    """The split that fits `optimizer`; plain error feedback where momentum correction has no form.
+
+    Raises:
+        UnsupportedUse: an option of the optimizer that the split would get wrong.
+    """
+    if not config.momentum_correction:
+        return PlainUpdate()
+    if _keeps_step_of(optimizer, torch.optim.SGD):
+        _refuse(optimizer, lambda g: g["momentum"] and g["dampening"], "SGD's dampening", "dampening=0")
+        return SGDUpdate()
+    if _keeps_step_of(optimizer, torch.optim.AdamW) or _keeps_step_of(optimizer, torch.optim.Adam):
+        _refuse(optimizer, lambda g: g["amsgrad"], "Adam's amsgrad", "amsgrad=False")
+        _refuse(
+            optimizer,
+            lambda g: g["maximize"] and g["weight_decay"] and not _decoupled(g),
+            "Adam's maximize together with coupled weight decay",
+            "AdamW",
+        )
+        return AdamUpdate()
+    _log.warning(
+        "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
+        "may cost quality (docs/algorithm.md)",
+        type(optimizer).__name__,
+    )
+    return PlainUpdate()
+
+
+def _refuse(optimizer: torch.optim.Optimizer, bad: Callable[[Group], Any], what: str, instead: str) -> None:
+    if any(bad(group) for group in optimizer.param_groups):
+        raise UnsupportedUse(
+            f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
+            "correction such as Compression.topk(...)"
+        )
