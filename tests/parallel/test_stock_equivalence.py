@@ -1,0 +1,45 @@
+"""At density 1, masking off, values fp32: stock Horovod to 1e-5, for every argument. And not by accident."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = ["sgd_options", "arguments", "frozen_half_way", "adamw", "sparse_embedding"]
+SAME = 1e-5
+
+
+@pytest.fixture(scope="module", params=[("gloo", 2), ("gloo", 3), pytest.param(("mpi", 2), marks=pytest.mark.mpi)], ids=str)
+def ranks(request):
+    controller, workers = request.param
+    return run_ranks(workers, [f"stock.{case}" for case in CASES], controller)
+
+
+def test_every_sgd_option(ranks):
+    found = dict(ranks[0]["stock.sgd_options"])
+    assert found.pop("wrong on purpose") > 1e-3, "a compressed run equals a dense one: it was silently dense"
+    assert {name: value for name, value in found.items() if not value <= SAME} == {}
+
+
+def test_every_argument_of_the_signature(ranks):
+    found = dict(ranks[0]["stock.arguments"])
+    assert found.pop("sum is not mean") > 1e-3
+    assert {name: value for name, value in found.items() if not value <= SAME} == {}
+
+
+def test_parameter_frozen_half_way(ranks):
+    found = ranks[0]["stock.frozen_half_way"]
+    assert found["distance"] <= SAME
+    assert found["norm at 79"] < 1e-3 * found["norm at 9"], "momentum and residual do not drain"
+
+
+def test_adam_is_the_average_of_local_directions(ranks):
+    assert {name: value for name, value in ranks[0]["stock.adamw"].items() if not value <= SAME} == {}
+
+
+def test_sparse_gradients(ranks):
+    found = ranks[0]["stock.sparse_embedding"]
+    assert found["distance"] <= SAME
+    assert "sparse_as_dense=True" in found["error"]
