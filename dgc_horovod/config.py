@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,9 @@ class DGCConfig:
         _check_positive("clip_norm", self.clip_norm)
         _check_positive("threshold", self.threshold)
         if self.warmup is not None:
-            _check_type("warmup", self.warmup, WarmupSchedule, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000), or None")
+            _check_type(
+                "warmup", self.warmup, WarmupSchedule, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000), or None"
+            )
         if (self.rule == "threshold") != (self.threshold is not None):
             raise ConfigError(
                 f"rule={self.rule!r} with threshold={self.threshold}: a threshold goes with rule='threshold' and "
@@ -101,7 +104,7 @@ def check_field_names(names: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _check_fraction(name: str, value: Any) -> None:
@@ -123,7 +126,7 @@ def _check_type(name: str, value: Any, kind: type, allowed: str) -> None:
 
 
 def _check_whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 

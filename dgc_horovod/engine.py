@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from dgc_horovod.bucket import Bucket, sends_scattered, spans
+from dgc_horovod.bucket import Bucket, Span, sends_scattered, spans
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import RankMismatch
 from dgc_horovod.ops.schema import Array, Kernels
@@ -113,7 +114,7 @@ class BucketEngine:
     # -- sending
 
     def compress(
-        self, gradients: Sequence[Array], feeds: Sequence[Feed], scales: Sequence[float], step: int, density: float
+        self, gradients: Sequence[Array], feeds: Sequence[Feed], scale: float, step: int, density: float
     ) -> Message:
         """Take in one step's gradients and select, encode and subtract what is sent.
 
@@ -123,7 +124,7 @@ class BucketEngine:
         Args:
             gradients: one flat float32 Array per segment, in the bucket's order; read only.
             feeds: how each enters the residual.
-            scales: factor of each gradient (clipping, loss scale), > 0.
+            scale: factor of the gradients (clipping, loss scale), > 0.
             step: schedule step, equal on all ranks.
             density: of this step, in (0, 1].
 
@@ -132,7 +133,7 @@ class BucketEngine:
         """
         self._step = step
         finite = all(self.kernels.all_finite(g) for g in gradients)
-        for segment, gradient, feed, scale in zip(self.bucket.segments, gradients, feeds, scales, strict=True):
+        for segment, gradient, feed in zip(self.bucket.segments, gradients, feeds, strict=True):
             self._accumulate(segment.start, gradient if finite else self.kernels.new(segment.numel), feed, scale)
         runs = spans(self.bucket, self.config.scope, density)
         self._format = PacketFormat(
@@ -147,9 +148,7 @@ class BucketEngine:
         v = self.v[here]
         if isinstance(feed, AdamFeed):
             first, second = self.adam_moments()
-            self.kernels.accumulate_adam(
-                first[here], second[here], v, gradient, scale, feed.betas, feed.eps, feed.step
-            )
+            self.kernels.accumulate_adam(first[here], second[here], v, gradient, scale, feed.betas, feed.eps, feed.step)
         elif isinstance(feed, MomentumFeed) and (feed.momentum or self.u is not None):
             if self.u is None:
                 self.u = self.kernels.new(self.bucket.numel)
@@ -163,10 +162,10 @@ class BucketEngine:
             self.moments = self.kernels.new(self.bucket.numel), self.kernels.new(self.bucket.numel)
         return self.moments
 
-    def _select(self, runs: Sequence) -> np.ndarray:
+    def _select(self, runs: Sequence[Span]) -> np.ndarray:
         chosen = []
         for number, run in enumerate(runs):
-            context = SelectionContext(lambda number=number: self._generator(number), self.config.threshold)
+            context = SelectionContext(partial(self._generator, number), self.config.threshold)
             x = self.v[run.start : run.start + run.numel]
             chosen.append(select(self.config.rule, self.kernels, x, run.k, context) + run.start)
         return np.concatenate(chosen)

@@ -42,5 +42,7 @@ def timeout_seconds() -> float:
     except ValueError:
         seconds = float("nan")
     if not seconds > 0:
-        raise ConfigError(f"{TIMEOUT.name} must be a positive number of seconds, got {text!r}; default {TIMEOUT.default}")
+        raise ConfigError(
+            f"{TIMEOUT.name} must be a positive number of seconds, got {text!r}; default {TIMEOUT.default}"
+        )
     return seconds

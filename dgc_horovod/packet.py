@@ -191,7 +191,8 @@ class PacketFormat:
         count, flags = int(header["count"]), int(header["flags"])
         if count > self.capacity or flags & ~FLAG_NONFINITE:
             raise CorruptPacket(
-                f"bucket {self.bucket}: the packet of rank {rank} says count {count} (at most {self.capacity}), flags {flags}"
+                f"bucket {self.bucket}: the packet of rank {rank} says count {count} (at most {self.capacity}), "
+                f"flags {flags}"
             )
         try:
             positions = INDEX_CODECS[self.indices].decode(packet[HEADER.itemsize : self._values_at], count, self.numel)

@@ -40,9 +40,13 @@ class WarmupSchedule:
         for name in ("steps", "epochs", "steps_per_epoch"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"WarmupSchedule: {name} must be positive, got {value}; for no warm-up pass warmup=None")
+                raise ConfigError(
+                    f"WarmupSchedule: {name} must be positive, got {value}; for no warm-up pass warmup=None"
+                )
         if self.steps_per_epoch is not None and self.epochs is None:
-            raise ConfigError("WarmupSchedule: steps_per_epoch goes with epochs, not with steps; drop it or give epochs")
+            raise ConfigError(
+                "WarmupSchedule: steps_per_epoch goes with epochs, not with steps; drop it or give epochs"
+            )
         if not 0 < self.first_density <= 1:
             raise ConfigError(f"WarmupSchedule: first_density must be in (0, 1], got {self.first_density}")
         if not 0 < self.factor < 1:

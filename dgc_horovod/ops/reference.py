@@ -13,9 +13,9 @@ def _scaled(g: np.ndarray, scale: float) -> np.ndarray:
 
 def _tree_sum(x: np.ndarray) -> float:
     """Sum of float64 `x` in the order that `Kernels.sums` fixes."""
-    rows = np.zeros(-(-x.size // CHUNK) * CHUNK)
-    rows[: x.size] = x
-    rows = rows.reshape(-1, CHUNK // LANES, LANES)
+    filled = np.zeros(-(-x.size // CHUNK) * CHUNK)
+    filled[: x.size] = x
+    rows = filled.reshape(-1, CHUNK // LANES, LANES)
     while rows.shape[1] > 1:
         rows = rows[:, 0::2] + rows[:, 1::2]
     lanes = rows[:, 0]

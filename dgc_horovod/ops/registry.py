@@ -48,7 +48,9 @@ def _create_reference(device: str) -> Kernels:
 
 BACKENDS = (
     Backend("torch_eager", _torch_missing, _create_torch_eager),
-    Backend("reference", lambda device: "" if device == "cpu" else f"NumPy cannot hold {device} tensors", _create_reference),
+    Backend(
+        "reference", lambda device: "" if device == "cpu" else f"NumPy cannot hold {device} tensors", _create_reference
+    ),
 )
 
 
@@ -63,7 +65,7 @@ def choose(device: str) -> Kernels:
     names = [backend.name for backend in BACKENDS]
     if wanted != "auto" and wanted not in names:
         raise ConfigError(f"{envvars.BACKEND.name} must be one of auto, {', '.join(names)}, got {wanted!r}")
-    reasons = []
+    reasons: list[str] = []
     for backend in BACKENDS:
         if wanted not in ("auto", backend.name):
             continue
@@ -72,4 +74,6 @@ def choose(device: str) -> Kernels:
             _log.debug("kernels on %s: %s%s", device, backend.name, f" ({'; '.join(reasons)})" if reasons else "")
             return backend.create(device)
         reasons.append(f"{backend.name}: {reason}")
-    raise BackendUnavailable(f"no kernels for {device} ({'; '.join(reasons)}); unset {envvars.BACKEND.name} or install torch")
+    raise BackendUnavailable(
+        f"no kernels for {device} ({'; '.join(reasons)}); unset {envvars.BACKEND.name} or install torch"
+    )

@@ -55,7 +55,15 @@ class Kernels(Protocol):
         """
 
     def accumulate_adam(
-        self, first: Array, second: Array, v: Array, g: Array, scale: float, betas: tuple[float, float], eps: float, step: int
+        self,
+        first: Array,
+        second: Array,
+        v: Array,
+        g: Array,
+        scale: float,
+        betas: tuple[float, float],
+        eps: float,
+        step: int,
     ) -> None:
         """Adam's direction on the local gradient, added to v.
 

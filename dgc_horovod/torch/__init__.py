@@ -13,7 +13,14 @@ except ImportError as error:
     ) from error
 from horovod.torch.optimizer import _DistributedOptimizer
 
-_NEEDED = ("_allreduce_grad_async", "_make_hook", "_register_hooks", "synchronize", "skip_synchronize", "load_state_dict")
+_NEEDED = (
+    "_allreduce_grad_async",
+    "_make_hook",
+    "_register_hooks",
+    "synchronize",
+    "skip_synchronize",
+    "load_state_dict",
+)
 if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, name)]:
     raise ImportError(
         f"Horovod {horovod.__version__} is not laid out as 0.28.1 is (its optimizer lacks {', '.join(_missing)}); "

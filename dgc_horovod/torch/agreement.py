@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-
-import horovod.torch as hvd
-import numpy as np
-import torch
 
 from dgc_horovod.errors import RankMismatch
 from dgc_horovod.torch.collectives import Collectives
@@ -40,19 +37,17 @@ def check_agreement(collectives: Collectives, fields: Mapping[str, str]) -> None
     brings the texts.
 
     Args:
-        collectives: of the optimizer.
+        collectives: of the process set, under a tag that does not depend on `fields`.
         fields: name -> text, the same names in the same order on every rank of one version.
     """
     if collectives.workers == 1:
         return
-    own = np.frombuffer(b"".join(digest(text) for text in fields.values()), np.uint8).copy()
-    gathered = collectives.wait(collectives.allgather(torch.from_numpy(own), "agreement")).numpy()
-    if gathered.size == collectives.workers * own.size and (gathered.reshape(-1, own.size) == own).all():
+    own = b"".join(digest(text) for text in fields.values())
+    gathered = collectives.gather_bytes(own, "agreement")
+    if all(theirs == own for theirs in gathered):
         return
-    texts: list[dict[str, str]] = hvd.allgather_object(
-        dict(fields), name=f"dgc.{collectives.tag}.disagreement", process_set=collectives.process_set
-    )
-    raise RankMismatch("\n".join(_describe(texts)))
+    texts = collectives.gather_bytes(json.dumps(dict(fields)).encode(), "disagreement")
+    raise RankMismatch("\n".join(_describe([json.loads(text) for text in texts])))
 
 
 def _describe(texts: list[dict[str, str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -47,13 +48,22 @@ class Collectives:
         self._timeout = envvars.timeout_seconds()
 
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
-        """Start an allgather of equally long uint8 vectors; the result holds them in rank order."""
+        """Start an allgather of vectors; the result holds them in rank order."""
         self.traffic.sent += packet.nbytes
         self.traffic.received += (self.workers - 1) * packet.nbytes
         full_name = f"dgc.{self.tag}.{name}"
         if self.workers == 1:
             return Pending(None, packet, full_name)
         return Pending(hvd.allgather_async(packet, name=full_name, process_set=self.process_set), packet, full_name)
+
+    def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
+        """The `data` of every rank, of any length, in rank order. Blocks; two collectives."""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        lengths = torch.tensor([len(data)], dtype=torch.int64)
+        sizes = self.wait(self.allgather(lengths, f"{name}.lengths")).tolist()
+        everything = bytes(self.wait(self.allgather(own, name)).tolist())
+        ends = list(itertools.accumulate(sizes))
+        return [everything[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def allreduce(
         self, tensor: torch.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0

@@ -16,7 +16,7 @@ class EpochListener(Protocol):
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
-_originals: dict[type, Any] = {}
+_originals: dict[Any, Any] = {}
 
 
 def observe(listener: EpochListener) -> None:

@@ -19,17 +19,9 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops import registry
 from dgc_horovod.schedule import density_at
 from dgc_horovod.torch.collectives import Collectives, Pending, ring_received
+from dgc_horovod.torch.dense_path import DensePath, ReduceSettings
 
 Parameter = torch.Tensor
-
-
-@dataclass(frozen=True)
-class ReduceSettings:
-    """Horovod's arguments that decide how ranks are combined."""
-
-    op: int
-    gradient_predivide_factor: float
-    sparse_as_dense: bool
 
 
 @dataclass
@@ -79,10 +71,8 @@ class GradientExchange:
         self.layout = plan(specs, config)
         self._runs = [self._make_run(bucket, parameters) for bucket in self.layout.buckets]
         self._place = {p: (run, i) for run in self._runs for i, p in enumerate(run.parameters)}
-        self.dense = tuple(parameters[name] for name in self.layout.dense)
-        self._dense_gradients: dict[Parameter, torch.Tensor] = {}
-        self._dense_pending: dict[Parameter, Pending] = {}
-        self._dense_results: dict[Parameter, torch.Tensor] = {}
+        dense = {parameters[name]: name for name in self.layout.dense}
+        self._dense_path = DensePath(dense, collectives, settings)
         self._selected = 0
 
     def _make_run(self, bucket: Bucket, parameters: Mapping[str, Parameter]) -> _BucketStep:
@@ -92,39 +82,53 @@ class GradientExchange:
         return _BucketStep(engine, members)
 
     @property
+    def dense(self) -> list[Parameter]:
+        """Parameters on the dense path."""
+        return list(self._dense_path.names)
+
+    @property
     def compressed(self) -> list[Parameter]:
         """Parameters on the sparse path."""
         return list(self._place)
 
     # -- gradients in
 
-    def submit(self, p: Parameter, feed: Callable[[], Feed], decay: float = 0.0) -> Callable[[], torch.Tensor]:
-        """Take ``p.grad``; start the exchange of its bucket if it is the last one in.
+    def is_compressed(self, p: Parameter) -> bool:
+        """Whether `p` is on the sparse path."""
+        return p in self._place
+
+    def submit(self, p: Parameter, feed: Feed, decay: float = 0.0) -> Callable[[], torch.Tensor]:
+        """Take the gradient of a compressed tensor; start its bucket's exchange if it is the last one in.
 
         Args:
             p: a parameter with a gradient.
-            feed: how it enters the residual; asked for on the sparse path only.
+            feed: how it enters the residual.
             decay: weight decay to add to the gradient first (Adam's coupled form).
 
         Returns:
             A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
         """
-        gradient = self._gradient(p)
+        gradient = self._gradient(p).reshape(-1).to(torch.float32)
+        if decay:
+            gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
+        run, _ = self._place[p]
         with self._lock:
-            if p not in self._place:
-                self._dense_gradients[p] = gradient
-                if self.config.clip_norm is None:
-                    self._launch_dense(p, 1.0)
-            else:
-                if decay:
-                    gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
-                run, _ = self._place[p]
-                run.gradients[p], run.feeds[p] = gradient, feed()
-                if run.complete and self.config.clip_norm is None:
-                    self._launch(run, 1.0)
-            if self.config.clip_norm is not None and self._all_submitted:
-                self._launch_everything_clipped()
+            run.gradients[p], run.feeds[p] = gradient, feed
+            if self.config.clip_norm is not None:
+                self._launch_if_all_submitted()
+            elif run.complete:
+                self._launch(run, 1.0)
         return lambda: self._result(p)
+
+    def submit_dense(self, p: Parameter) -> Callable[[], torch.Tensor]:
+        """Take the gradient of a dense-path tensor and start its exchange; returns as `submit` does."""
+        with self._lock:
+            self._dense_path.gradients[p] = self._gradient(p)
+            if self.config.clip_norm is not None:
+                self._launch_if_all_submitted()
+            else:
+                self._dense_path.launch(p)
+        return lambda: self._dense_path.result(p)
 
     def _gradient(self, p: Parameter) -> torch.Tensor:
         grad = p.grad
@@ -136,23 +140,17 @@ class GradientExchange:
                     "others, or build the embedding with sparse=False"
                 )
             grad = grad.to_dense()
-        grad = grad.detach()
-        return grad if p not in self._place else grad.reshape(-1).to(torch.float32)
-
-    @property
-    def _all_submitted(self) -> bool:
-        return len(self._dense_gradients) == len(self.dense) and all(run.complete for run in self._runs)
+        return grad.detach()
 
     # -- exchange
 
     def _launch(self, run: _BucketStep, clip: float) -> None:
         engine, order = run.engine, run.parameters
         density = density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
-        scale = clip / self._loss_scale()
         message = engine.compress(
             [_as_array(run.gradients[p], engine.kernels.array_kind) for p in order],
             [run.feeds[p] for p in order],
-            [scale] * len(order),
+            clip / self._loss_scale(),
             self.steps,
             density,
         )
@@ -163,22 +161,15 @@ class GradientExchange:
         else:
             run.pending = self.collectives.allgather(payload, name)
 
-    def _launch_dense(self, p: Parameter, clip: float) -> None:
-        gradient = self._dense_gradients[p]
-        if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
-            gradient = gradient.float()
-        gradient = gradient.contiguous() if clip == 1.0 else gradient * clip
-        factor = self.settings.gradient_predivide_factor
-        pre, post = (1 / factor, factor) if self.settings.op == hvd.Average else (1.0, 1.0)
-        name = f"dense.{self.names[p]}"
-        self._dense_pending[p] = self.collectives.allreduce(gradient, name, self.settings.op, pre, post)
-
-    def _launch_everything_clipped(self) -> None:
+    def _launch_if_all_submitted(self) -> None:
+        """With clipping: the norm needs every gradient, so everything starts with the last one."""
+        if not (self._dense_path.complete and all(run.complete for run in self._runs)):
+            return
         clip = self._clip_factor()
         for run in self._runs:
             self._launch(run, clip)
         for p in self.dense:
-            self._launch_dense(p, clip)
+            self._dense_path.launch(p, clip)
 
     def _clip_factor(self) -> float:
         """DGC 3.1, local gradient clipping: the factor that brings this rank's whole gradient to its limit.
@@ -193,9 +184,7 @@ class GradientExchange:
             kernels = run.engine.kernels
             parts = [kernels.sums(_as_array(run.gradients[p], kernels.array_kind))[1] for p in run.parameters]
             squares += sum(parts) if math.isfinite(sum(parts)) else 0.0
-        for p in self.dense:
-            part = float(torch.linalg.vector_norm(self._dense_gradients[p].double())) ** 2
-            squares += part if math.isfinite(part) else 0.0
+        squares += self._dense_path.squared_norm()
         root = math.sqrt(self.collectives.workers)
         limit = self.config.clip_norm * (root if self.settings.op == hvd.Average else 1 / root)
         norm = math.sqrt(squares) / self._loss_scale()
@@ -208,10 +197,6 @@ class GradientExchange:
 
     def _result(self, p: Parameter) -> torch.Tensor:
         assert p.grad is not None
-        if p not in self._place:
-            if p not in self._dense_results:
-                self._dense_results[p] = self.collectives.wait(self._dense_pending[p])
-            return self._dense_results[p].view(p.shape).to(p.grad.dtype)
         run, _ = self._place[p]
         if run.finite is None:
             assert run.pending is not None
@@ -231,7 +216,7 @@ class GradientExchange:
         If a gradient was not finite on any rank, every rank takes back what it had sent, and every
         ``p.grad`` is filled with NaN, so that a GradScaler skips the step too (DESIGN decision 8).
         """
-        finite = all(run.finite for run in self._runs) and _all_finite(self._dense_results.values())
+        finite = all(run.finite for run in self._runs) and self._dense_path.finite
         if not finite:
             for run in self._runs:
                 run.engine.restore()
@@ -239,21 +224,16 @@ class GradientExchange:
                 if p.grad is not None and not p.grad.is_sparse:
                     p.grad.fill_(math.nan)
         self.steps += 1
-        self._clear()
+        self.forget_step()
         return finite
 
-    def _clear(self) -> None:
+    def forget_step(self) -> None:
+        """Drop the gradients of the step; u and v stay as they are."""
         for run in self._runs:
             run.gradients.clear()
             run.feeds.clear()
             run.pending = run.finite = None
-        self._dense_gradients.clear()
-        self._dense_pending.clear()
-        self._dense_results.clear()
-
-    def abandon_step(self) -> None:
-        """Forget gradients of a step that will not be finished (a checkpoint was loaded)."""
-        self._clear()
+        self._dense_path.clear()
 
     def refill(self, p: Parameter) -> None:
         """Put the unscaled update of the finished step into ``p.grad`` again (sparse path)."""
@@ -289,10 +269,6 @@ class GradientExchange:
 
 def _as_array(gradient: torch.Tensor, kind: str) -> Any:
     return gradient.numpy() if kind == "numpy" else gradient
-
-
-def _all_finite(tensors: Any) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in tensors)
 
 
 def state_arrays(exchange: GradientExchange) -> dict[str, dict[str, np.ndarray]]:

@@ -31,7 +31,7 @@ class PlainUpdate:
     def prepare(self, optimizer: torch.optim.Optimizer, compressed: Iterable[Parameter]) -> None:
         """Called once after wrapping: make the optimizer's state what every rank needs it to be."""
 
-    def feed(self, p: Parameter, group: Group, state: dict[str, Any]) -> Feed:
+    def feed(self, p: Parameter, group: Group) -> Feed:
         """How this step's gradient of `p` enters the residual."""
         return ResidualFeed()
 
@@ -87,7 +87,7 @@ class SGDUpdate(_SplitUpdate):
                 if needed and state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(p)
 
-    def feed(self, p: Parameter, group: Group, state: dict[str, Any]) -> Feed:
+    def feed(self, p: Parameter, group: Group) -> Feed:
         return MomentumFeed(float(group["momentum"]), bool(group["nesterov"]))
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class AdamUpdate(_SplitUpdate):
                     state["step"] = torch.tensor(0.0)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
 
-    def feed(self, p: Parameter, group: Group, state: dict[str, Any]) -> Feed:
+    def feed(self, p: Parameter, group: Group) -> Feed:
         self._steps[p] = self._steps.get(p, 0) + 1
         b1, b2 = group["betas"]
         return AdamFeed((float(b1), float(b2)), float(group["eps"]), self._steps[p])

@@ -47,7 +47,9 @@ def run_ranks(
         environment: more environment variables.
     """
     if controller not in built_controllers():
-        pytest.skip(f"this Horovod was built without {controller}; install a system MPI and run scripts/build_horovod --force")
+        pytest.skip(
+            f"this Horovod was built without {controller}; install a system MPI and run scripts/build_horovod --force"
+        )
     with tempfile.TemporaryDirectory(prefix="dgc-ranks-") as folder:
         command = ["horovodrun", f"--{controller}", "-np", str(workers), *launcher_flags]
         if controller == "mpi":
@@ -57,7 +59,7 @@ def run_ranks(
         files = [Path(folder) / f"{rank}.json" for rank in range(workers)]
         if not all(file.exists() for file in files):
             missing = [rank for rank, file in enumerate(files) if not file.exists()]
-            pytest.fail(f"ranks {missing} of {workers} left no result for {cases}; their output:\n{log[-6000:]}")
+            pytest.fail(f"ranks {missing} of {workers} left no result for {cases}; their output:\n{_of_ranks(log)}")
         return [json.loads(file.read_text()) for file in files]
 
 
@@ -81,6 +83,11 @@ def _run(command: list[str], timeout: float, environment: dict[str, str]) -> str
         except BaseException:
             _kill_tree(process.pid)
             raise
+
+
+def _of_ranks(log: str) -> str:
+    """What the ranks themselves printed, without the launcher's own noise."""
+    return "\n".join(line for line in log.splitlines() if line.startswith("["))[-6000:]
 
 
 def _kill_tree(pid: int) -> None:

@@ -11,7 +11,9 @@ CASES = ["sgd_options", "arguments", "frozen_half_way", "adamw", "sparse_embeddi
 SAME = 1e-5
 
 
-@pytest.fixture(scope="module", params=[("gloo", 2), ("gloo", 3), pytest.param(("mpi", 2), marks=pytest.mark.mpi)], ids=str)
+@pytest.fixture(
+    scope="module", params=[("gloo", 2), ("gloo", 3), pytest.param(("mpi", 2), marks=pytest.mark.mpi)], ids=str
+)
 def ranks(request):
     controller, workers = request.param
     return run_ranks(workers, [f"stock.{case}" for case in CASES], controller)

@@ -99,7 +99,9 @@ def two_optimizers() -> dict[str, Any]:
     hvd.init()
     models = [smooth_model(seed) for seed in (0, 1)]
     optimizers = [
-        DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9), m.named_parameters(), Compression.dgc(0.01))
+        DistributedOptimizer(
+            torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9), m.named_parameters(), Compression.dgc(0.01)
+        )
         for m in models
     ]
     for x, y in batches(20, hvd.rank()):

@@ -84,7 +84,9 @@ def sgd_options() -> dict[str, float]:
             _sgd(), _ours(compression=everything(scope="tensor", compress_1d=True, bucket_bytes=4096)), _stock()
         ),
         "compression none": _compare(_sgd(), _ours(compression=Compression.none), _stock()),
-        "compression fp16": _compare(_sgd(), _ours(compression=Compression.fp16), _stock(compression=hvd.Compression.fp16)),
+        "compression fp16": _compare(
+            _sgd(), _ours(compression=Compression.fp16), _stock(compression=hvd.Compression.fp16)
+        ),
         "topk preset": _compare(_sgd(weight_decay=1e-2), _ours(compression=Compression.topk(1.0)), _stock()),
         "wrong on purpose": _compare(_sgd(), _ours(compression=Compression.dgc(0.01)), _stock()),
     }
@@ -145,7 +147,9 @@ def adamw() -> dict[str, float]:
 
 def _local_adam(kind: Any, **options: Any) -> float:
     model = smooth_model()
-    optimizer = DistributedOptimizer(kind(model.parameters(), lr=3e-3, **options), model.named_parameters(), everything())
+    optimizer = DistributedOptimizer(
+        kind(model.parameters(), lr=3e-3, **options), model.named_parameters(), everything()
+    )
     train(model, optimizer, steps=20)
 
     expected = smooth_model()

@@ -1,0 +1,77 @@
+"""Tensors that are not compressed (bias, norm, small ones): an allreduce each, which Horovod fuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import horovod.torch as hvd
+import torch
+
+from dgc_horovod.torch.collectives import Collectives, Pending
+
+Parameter = torch.Tensor
+
+
+@dataclass(frozen=True)
+class ReduceSettings:
+    """Horovod's arguments that decide how ranks are combined."""
+
+    op: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+
+
+class DensePath:
+    """The dense tensors of one optimizer, and how far this step has come.
+
+    Args:
+        names: parameter -> name.
+        collectives: of the optimizer.
+        settings: Horovod's arguments.
+    """
+
+    def __init__(self, names: Mapping[Parameter, str], collectives: Collectives, settings: ReduceSettings) -> None:
+        self.names, self.collectives, self.settings = names, collectives, settings
+        self.gradients: dict[Parameter, torch.Tensor] = {}
+        self._pending: dict[Parameter, Pending] = {}
+        self._results: dict[Parameter, torch.Tensor] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor's gradient is here."""
+        return len(self.gradients) == len(self.names)
+
+    def squared_norm(self) -> float:
+        """Sum of squares of all gradients; a tensor that is not finite counts as zero."""
+        parts = [float(self.gradients[p].double().square().sum()) for p in self.names]
+        return sum(part for part in parts if math.isfinite(part))
+
+    def launch(self, p: Parameter, clip: float = 1.0) -> None:
+        """Start the allreduce of ``clip * gradient``."""
+        gradient = self.gradients[p]
+        if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
+            gradient = gradient.float()
+        gradient = gradient.contiguous() if clip == 1.0 else gradient * clip
+        factor = self.settings.gradient_predivide_factor
+        pre, post = (1 / factor, factor) if self.settings.op == hvd.Average else (1.0, 1.0)
+        self._pending[p] = self.collectives.allreduce(gradient, f"dense.{self.names[p]}", self.settings.op, pre, post)
+
+    def result(self, p: Parameter) -> torch.Tensor:
+        """Wait for the allreduce; what belongs into ``p.grad``, in its dtype."""
+        assert p.grad is not None
+        if p not in self._results:
+            self._results[p] = self.collectives.wait(self._pending[p])
+        return self._results[p].view(p.shape).to(p.grad.dtype)
+
+    @property
+    def finite(self) -> bool:
+        """Whether every result of this step is finite; the same on every rank."""
+        return all(bool(torch.isfinite(result).all()) for result in self._results.values())
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.gradients.clear()
+        self._pending.clear()
+        self._results.clear()

@@ -1,0 +1,239 @@
+"""The methods that make an optimizer compress, put in place of Horovod's by ``optimizer._adopt``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from horovod.torch.optimizer import _DistributedOptimizer
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.torch import epochs
+from dgc_horovod.torch.agreement import check_agreement, unique_tag
+from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_same_choice
+from dgc_horovod.torch.collectives import Collectives
+from dgc_horovod.torch.dense_path import ReduceSettings
+from dgc_horovod.torch.exchange import GradientExchange
+from dgc_horovod.torch.updates import PlainUpdate
+
+_log = logging.getLogger("dgc_horovod")
+
+
+class CompressedMethods:
+    """The methods that replace Horovod's in the class made by ``optimizer._adopt``. Never instantiated itself."""
+
+    _dgc: GradientExchange
+    _dgc_update: PlainUpdate
+
+    def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
+        """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
+        self._dgc_update, self._dgc_scaler = update, grad_scaler
+        self._dgc_may_apply = True
+        self._dgc_versions: dict[torch.Tensor, int] = {}  # of p.grad right after synchronize
+        self._dgc_kept: dict[torch.Tensor, torch.Tensor] = {}  # dense-path results, kept if clip_norm is set
+        self._dgc_told: set[str] = set()
+        if getattr(self, "_step_supports_amp_scaling", False):
+            self._step_supports_amp_scaling = False  # a fused step would unscale the dense path only
+        if not self.process_set.included():
+            return
+        parameters = {self._parameter_names[p]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
+        check_same_choice("dgc", self.process_set)
+        check_agreement(Collectives(self.process_set, "start"), agreed_fields(self, parameters, config))
+        collectives = Collectives(self.process_set, unique_tag("\n".join(parameters)))
+        self._dgc = GradientExchange(
+            parameters,
+            boundaries(self, parameters),
+            config,
+            collectives,
+            ReduceSettings(self.op, self.gradient_predivide_factor, self.sparse_as_dense),
+            _scale_of(grad_scaler),
+        )
+        self._groups = None  # their only use here is as bucket boundaries
+        update.prepare(self, self._dgc.compressed)
+        if config.warmup is not None and config.warmup.needs_epoch:
+            epochs.observe(self._dgc)
+        self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
+        self._register_hooks()
+        if collectives.rank == 0:
+            _describe(self._dgc)
+
+    def _register_hooks(self: Any) -> None:
+        # The hook must not keep the optimizer alive: a script may wrap the same model again.
+        weak = weakref.ref(self)
+
+        def ready(p: torch.Tensor) -> None:
+            optimizer = weak()
+            if optimizer is not None:
+                optimizer._make_hook(p)()
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self._requires_update.add(p)
+                    self._grad_accs.append(p.register_post_accumulate_grad_hook(ready))
+
+    def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
+        """Called by Horovod's hook or synchronize when the gradient of `p` is to be exchanged."""
+        if p.grad is None:  # unused in this step; another rank may have used it
+            p.grad = torch.zeros_like(p)
+        group, state = self.param_groups[self._dgc_group_of[p]], self.state
+        if not self._dgc.is_compressed(p):
+            return self._dgc.submit_dense(p), None
+        moments = self._dgc_update.adopt_state(p, state[p])
+        if moments is not None:
+            self._dgc.load_moments(p, moments)
+        return self._dgc.submit(p, self._dgc_update.feed(p, group), self._dgc_update.decay_before(group)), None
+
+    def synchronize(self: Any) -> None:
+        """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank."""
+        _DistributedOptimizer.synchronize(self)
+        if not self.process_set.included():
+            return
+        self._check_nothing_unfrozen()
+        self._dgc_kept = {}
+        if self._dgc.config.clip_norm is not None:
+            scale = _scale_of(self._dgc_scaler)()
+            self._dgc_kept = {p: p.grad / scale for p in self._dgc.dense}
+        self._dgc_may_apply = self._dgc.finish()
+        self._dgc_versions = {p: p.grad._version for p in self._dgc.names}
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronize unless that is done or skipped, then apply the optimizer.
+
+        A step in which any rank's gradient was not finite is applied on no rank. A closure is evaluated
+        first, so that its gradients are the ones exchanged.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        own_step = super(type(self), self).step  # type: ignore[misc]
+        if not self.process_set.included():
+            own_step()
+            return loss
+        if self._should_synchronize and (self._handles or not self._synchronized):
+            self.synchronize()
+        self._synchronized = False
+        if not self._dgc_may_apply:
+            self._tell_once("nonfinite", "a gradient was not finite on some rank; that step is applied on no rank")
+            return loss
+        self._check_untouched()
+        self._dgc_update.step(self, self._dgc.compressed, own_step)
+        return loss
+
+    def _check_nothing_unfrozen(self: Any) -> None:
+        """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p not in self._requires_update:
+                    raise UnsupportedUse(
+                        f"{self._parameter_names[p]!r} did not require a gradient when the optimizer was wrapped and "
+                        "does now; wrap the optimizer while it does, and freeze it afterwards"
+                    )
+
+    def _check_untouched(self: Any) -> None:
+        """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
+        expected = 1 if self._dgc_scaler is not None and self._dgc_scaler.is_enabled() else 0  # unscale_
+        touched = [p for p, version in self._dgc_versions.items() if _version(p) - version > expected]
+        clip_norm = self._dgc.config.clip_norm
+        if touched and clip_norm is not None and math.isclose(_norm(self._dgc.names), clip_norm, rel_tol=1e-3):
+            # Clipped to the very norm that each rank has already kept to: put back what was cut off.
+            for p in self._dgc.compressed:
+                self._dgc.refill(p)
+            for p, grad in self._dgc_kept.items():
+                p.grad.copy_(grad)
+        elif touched:
+            self._tell_once(
+                "clipping",
+                "p.grad was changed between synchronize() and step(). After compression it is an update that arrives "
+                "in bursts, and what is clipped off it is lost; pass clip_norm=c to the compression instead. If it was "
+                "GradScaler.unscale_, pass grad_scaler= to DistributedOptimizer",
+            )
+
+    def _tell_once(self: Any, key: str, text: str) -> None:
+        if key not in self._dgc_told and self._dgc.collectives.rank == 0:
+            self._dgc_told.add(key)
+            _log.warning("dgc_horovod: %s", text)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """As torch's, and an error between backward and step, while gradients are being exchanged."""
+        if self._handles:
+            raise UnsupportedUse(
+                "optimizer.zero_grad() was called after backward() but before step() or synchronize(); the gradients "
+                "are being exchanged. Call it after step(), or before backward()"
+            )
+        super(type(self), self).zero_grad(set_to_none)  # type: ignore[misc]
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """As torch's; a stock checkpoint's momentum and moments are taken over. A step under way is dropped."""
+        _DistributedOptimizer.load_state_dict(self, state_dict)
+        if self.process_set.included():
+            self._dgc.forget_step()
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """Raises UnsupportedUse: the ranks have agreed on the buckets."""
+        raise UnsupportedUse(
+            "add_param_group after wrapping: the ranks have already agreed on names and buckets; add the group to the "
+            "optimizer first, then wrap it"
+        )
+
+    def set_epoch(self: Any, epoch: int) -> None:
+        """Tell the warm-up which epoch (from 0) it is, where no DistributedSampler does."""
+        if self.process_set.included():
+            self._dgc.epoch = epoch
+
+    def compression_stats(self: Any) -> dict[str, int]:
+        """What this rank has exchanged since it was wrapped.
+
+        Returns:
+            ``steps``; ``elements`` and ``selected`` of the sparse path; ``bytes_sent`` and ``bytes_received``:
+            everything handed to and received from collectives, dense path and headers included;
+            ``bytes_dense`` and ``bytes_dense_received``: the same for an fp32 ring allreduce of every gradient.
+        """
+        return self._dgc.stats() if self.process_set.included() else {}
+
+
+def _scale_of(grad_scaler: Any) -> Callable[[], float]:
+    if grad_scaler is None:
+        return lambda: 1.0
+    return lambda: float(grad_scaler.get_scale())
+
+
+def _norm(parameters: Iterable[torch.Tensor]) -> float:
+    parts = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    return float(torch.linalg.vector_norm(torch.stack(parts)))
+
+
+def _version(p: torch.Tensor) -> int:
+    return p.grad._version if p.grad is not None else 0
+
+
+def _describe(exchange: GradientExchange) -> None:
+    """What is compressed and what is not, and the one recommendation."""
+    config, layout = exchange.config, exchange.layout
+    numel = sum(bucket.numel for bucket in layout.buckets)
+    _log.info(
+        "dgc_horovod: %s at density %g: %d tensors (%d elements) in %d buckets; %d tensors (%d elements) dense: %s",
+        config.rule,
+        config.final_density,
+        len(exchange.compressed),
+        numel,
+        len(layout.buckets),
+        len(exchange.dense),
+        sum(p.numel() for p in exchange.dense),
+        ", ".join(layout.dense),
+    )
+    if not layout.buckets:
+        _log.warning(
+            "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
+        )
+    elif config.momentum_correction and config.warmup is None and config.density < 0.01:
+        _log.warning(
+            "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
+            "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...)"
+        )

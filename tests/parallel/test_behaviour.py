@@ -1,0 +1,177 @@
+"""Training scripts' habits, loss scaling, clipping, bad input and disagreement, on real ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.helpers import hand_table
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = [
+    "hand_tables", "loss_scaling", "clipping", "script_habits", "epochs_observed", "disagreements", "low_precision",
+    "larger_batch_identity",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def ranks(request):
+    return run_ranks(2, [f"behaviour.{case}" for case in CASES], request.param)
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("momentum", hand_table.MOMENTUM_TABLE), ("nesterov", hand_table.NESTEROV_TABLE), ("nan", hand_table.NAN_TABLE)],
+)
+def test_hand_computed_steps(ranks, name, table):
+    for step, row in enumerate(table):
+        for rank in (0, 1):
+            found = ranks[rank]["behaviour.hand_tables"][name][step]
+            assert found["u"] == row["u"][rank], (step, rank)
+            assert found["v"] == row["v"][rank], (step, rank)
+            if row["mean"] is None:
+                assert found["grad"] == [None] * 6 and found["moved"] == [0] * 6
+            else:
+                assert found["grad"] == row["mean"] and found["moved"] == row["mean"]
+
+
+def test_loss_scaling(ranks):
+    found = [rank["behaviour.loss_scaling"] for rank in ranks]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
+    for result in found:
+        assert all(result[key] for key in ("same bits", "scale grew", "scale fell", "finite", "finite weights")), result
+
+
+def test_clipping(ranks):
+    found = ranks[0]["behaviour.clipping"]
+    assert found["harmless"] and found["loose clip"] and found["clip acts"] > 1e-3
+    assert len(found["warnings"]) == 1 and "clip_norm" in found["warnings"][0]
+
+
+def test_script_habits(ranks):
+    found = [rank["behaviour.script_habits"] for rank in ranks]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
+    assert found[0]["broadcast moved weights"] == 0
+    assert found[0]["lr"] == pytest.approx(0.005) and found[0]["momentum shown"] == 0.9 and found[0]["is SGD"]
+    assert found[0]["stock momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("wrap twice", "already wrapped"),
+        ("add_param_group", "before wrapping|first, then wrap"),
+        ("adasum", "Average or hvd.Sum"),
+        ("duplicate names", "repeated names: a"),
+        ("missing names", "no name in named_parameters"),
+        ("not called", r"Compression.dgc\(density=0.001\)"),
+        ("dampening", "dampening=0"),
+        ("zero_grad between", "before step"),
+        ("stock given ours", "dgc_horovod.torch import DistributedOptimizer.*dgcrun"),
+        ("epoch unknown", "steps_per_epoch"),
+        ("unfrozen later", "'0.weight' did not require a gradient"),
+    ],
+)
+def test_error_messages(ranks, case, words):
+    import re
+
+    for rank in ranks:
+        assert re.search(words, rank["behaviour.script_habits"]["errors"][case]), rank
+
+
+def test_epoch_is_observed(ranks):
+    found = [rank["behaviour.epochs_observed"] for rank in ranks]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
+    assert found[0]["densities"] == pytest.approx([0.25, 0.0625, 0.015625, 0.01], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("density", "config.density: rank 0 has 0.01, rank 1 has 0.02"),
+        ("rule", "config.rule: rank 0 has 'gaussian', rank 1 has 'exact'"),
+        ("compression", "compression: rank 0 has dgc, rank 1 has NoneCompressor"),
+        ("shapes", "shapes: rank 0 has 0.weight (65, 32), rank 1 has 0.weight (64, 32)"),
+        ("names", "names: rank 0 has 0.weight, rank 1 has other.0.weight"),
+        ("tensor count", "tensor count: rank 0 has 4, rank 1 has 2"),
+        ("passes", "backward_passes_per_step: rank 0 has 1, rank 1 has 2"),
+        ("epoch", "is the epoch the same everywhere"),
+    ],
+)
+def test_ranks_that_disagree_all_raise_the_same(ranks, case, words):
+    texts = [rank["behaviour.disagreements"][case] for rank in ranks]
+    for text in texts:
+        assert text.startswith("RankMismatch:") and words in text, text
+    if case != "epoch":
+        assert texts[0] == texts[1]
+
+
+def test_low_precision(ranks):
+    found = [rank["behaviour.low_precision"] for rank in ranks]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
+    assert found[0]["dtypes"] == ["torch.bfloat16"] and found[0]["state dtypes"] == ["float32"]
+
+
+def test_larger_batch_identity(ranks):
+    assert ranks[0]["behaviour.larger_batch_identity"]["distance"] < 1e-6
+
+
+def test_missing_rank_is_an_error_not_a_hang():
+    ranks = run_ranks(2, ["behaviour.missing_rank"], timeout=90, environment={"DGC_TIMEOUT": "3"})
+    found = ranks[0]["behaviour.missing_rank"]
+    assert found["error"].startswith("CollectiveTimeout: rank 0 of 2 waited 3 s for dgc."), found
+    assert found["seconds"] < 7
+
+
+def test_half_density_sends_no_more_than_dense_on_four_ranks():
+    ranks = run_ranks(4, ["behaviour.half_density_bytes"])
+    found = [rank["behaviour.half_density_bytes"] for rank in ranks]
+    assert len({result["fingerprint"] for result in found}) == 1
+    headers = 8 * found[0]["steps"] + 400  # flag and step of each bucket, and the ranks' agreement once
+    assert found[0]["bytes_sent"] <= found[0]["bytes_dense"] + headers
+    assert found[0]["bytes_received"] <= found[0]["bytes_dense_received"] + 3 * headers
+
+
+def test_single_process_is_the_same_mathematics():
+    (rank,) = run_ranks(1, ["behaviour.single_process"])
+    found = rank["behaviour.single_process"]
+    assert found["size"] == 1 and found["received"] == 0
+    assert found["distance"] < 1e-6
+    assert found["losses"][1] < 0.7 * found["losses"][0]
+
+
+def test_process_set_subset():
+    ranks = run_ranks(3, ["groups_of_ranks.process_set_subset"])
+    found = [rank["groups_of_ranks.process_set_subset"] for rank in ranks]
+    assert all(result["distance"] < 1e-5 for result in found)
+    assert found[0]["fingerprint"] == found[1]["fingerprint"] != found[2]["fingerprint"]
+    assert found[0]["stats"]["steps"] == 20 and found[2]["stats"] == {}
+
+
+def test_exchange_starts_before_backward_ends(tmp_path):
+    timeline = tmp_path / "timeline.json"
+    run_ranks(2, ["groups_of_ranks.overlap"], launcher_flags=("--timeline-filename", str(timeline)))
+    text = timeline.read_text().rstrip().rstrip(",")
+    events = json.loads(text if text.endswith("]") else text + "]")
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}
+    started: dict[str, list[int]] = {}
+    for event in events:
+        if event.get("ph") == "B" and str(event.get("name", "")).startswith("NEGOTIATE_"):
+            started.setdefault(names[event["pid"]].rsplit(".", 1)[-1], []).append(event["ts"])
+    assert len(started["bucket0"]) == 3
+    for step in range(3):
+        buckets_before = sum(started[f"bucket{i}"][step] < started["backward_ended"][step] for i in range(8))
+        assert buckets_before >= 6, f"step {step}: only {buckets_before} of 8 buckets started during backward"
+
+
+@pytest.mark.mpi
+def test_sub_communicator_through_mpi4py():
+    pytest.importorskip("mpi4py", reason="extra [mpi] is not installed")
+    ranks = run_ranks(3, ["groups_of_ranks.sub_communicator"], "mpi")
+    inside = [rank["groups_of_ranks.sub_communicator"] for rank in ranks]
+    assert [result["inside"] for result in inside] == [True, True, False]
+    for result in inside[:2]:
+        assert result["size"] == 2
+        assert all(result[key] for key in ("u", "v", "update", "packets", "replicas")), result

@@ -1,0 +1,98 @@
+"""DGCConfig, WarmupSchedule and the presets: what is accepted, what is refused, in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from dgc_horovod import DGCConfig, WarmupSchedule
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.schedule import density_at
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"density": 0}, r"density must be in \(0, 1\], got 0"),
+        ({"density": -1}, r"density must be in \(0, 1\], got -1"),
+        ({"density": 1000}, r"got 1000; for 1000x compression pass density=0.001"),
+        ({"density": float("nan")}, r"density must be in \(0, 1\], got nan"),
+        ({"density": "0.1"}, r"density must be in \(0, 1\], got '0.1'"),
+        ({"rule": "exakt"}, r"rule must be one of exact, sampled, .*, got 'exakt'; did you mean 'exact'\?"),
+        ({"scope": "layer"}, "scope must be one of bucket, tensor"),
+        ({"values": "int8"}, "values must be one of fp32, fp16, bf16"),
+        ({"clip_norm": 0}, "clip_norm must be a positive finite number or None, got 0"),
+        ({"clip_norm": float("inf")}, "clip_norm must be a positive finite number"),
+        ({"min_numel": 0}, "min_numel must be a whole number >= 1, got 0"),
+        ({"bucket_bytes": 1.5}, "bucket_bytes must be a whole number >= 1, got 1.5"),
+        ({"momentum_correction": "yes"}, "momentum_correction must be True or False"),
+        ({"warmup": 4}, r"warmup must be a WarmupSchedule"),
+        ({"threshold": 0.1}, "a threshold goes with rule='threshold'"),
+        ({"rule": "threshold"}, "a threshold goes with rule='threshold'"),
+        ({"rule": "threshold", "threshold": 1.0, "warmup": WarmupSchedule(steps=3)}, "warmup has no meaning"),
+    ],
+)
+def test_bad_fields(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        DGCConfig(**fields)
+
+
+def test_unknown_field_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown setting 'densty'; did you mean 'density'\?"):
+        DGCConfig().replace(densty=0.1)
+
+
+def test_config_is_frozen_and_comparable():
+    assert DGCConfig(density=0.01) == DGCConfig().replace(density=0.01) != DGCConfig()
+    with pytest.raises(AttributeError):
+        DGCConfig().density = 0.5
+
+
+def test_numpy_numbers_are_numbers():
+    np = pytest.importorskip("numpy")
+    assert DGCConfig(density=np.float32(0.25), min_numel=np.int64(7)).min_numel == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "either steps or epochs"),
+        ({"steps": 5, "epochs": 1}, "either steps or epochs"),
+        ({"steps": 0}, "steps must be positive"),
+        ({"epochs": -1}, "epochs must be positive"),
+        ({"steps": 5, "steps_per_epoch": 2}, "steps_per_epoch goes with epochs"),
+        ({"steps": 5, "first_density": 0}, "first_density must be in"),
+        ({"steps": 5, "factor": 1}, "factor must be in"),
+    ],
+)
+def test_bad_schedules(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        WarmupSchedule(**arguments)
+
+
+def test_warmup_is_the_papers_row():
+    """Sparsity 75, 93.75, 98.4375, 99.6, then 99.9 per cent, one an epoch."""
+    schedule = WarmupSchedule(epochs=4, steps_per_epoch=10)
+    found = [density_at(0.001, schedule, step) for step in range(0, 60, 10)]
+    assert found == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
+    assert density_at(0.001, schedule, 9) == 0.25 and density_at(0.001, schedule, 10) == 0.0625
+
+
+@pytest.mark.parametrize(
+    ("final", "expected"),
+    [(0.01, [0.25, 0.0625, 0.015625, 0.01]), (0.25, [0.25] * 4), (0.5, [0.5] * 4), (0.2, [0.25, 0.25, 0.25, 0.2])],
+)
+def test_warmup_to_other_densities(final, expected):
+    schedule = WarmupSchedule(steps=12)
+    assert [density_at(final, schedule, step) for step in (0, 4, 8, 12)] == expected
+
+
+def test_warmup_by_observed_epoch():
+    schedule = WarmupSchedule(epochs=2)
+    assert schedule.needs_epoch and not WarmupSchedule(steps=3).needs_epoch
+    assert [density_at(0.01, schedule, 999, epoch) for epoch in (0, 1, 2)] == [0.25, 0.0625, 0.01]
+    with pytest.raises(ConfigError, match="the epoch is not known"):
+        density_at(0.01, schedule, 0, None)
+
+
+def test_no_warmup():
+    assert density_at(0.3, None, 0) == 0.3

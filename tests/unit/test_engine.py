@@ -1,0 +1,269 @@
+"""The engine's laws: conservation, masking, restore, the hand-computed table; every rule on every backend.
+
+Several ranks are several engines here, and what they exchange is handed over in memory: this tests the
+arithmetic. The same table runs on real Horovod ranks in tests/parallel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.bucket import Bucket, Segment, TensorSpec, plan
+from dgc_horovod.engine import AdamFeed, BucketEngine, MomentumFeed, ResidualFeed
+from dgc_horovod.errors import CorruptPacket, RankMismatch
+from dgc_horovod.selection import RULES
+from tests.helpers import hand_table
+from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
+
+FEEDS = {"residual": ResidualFeed(), "momentum": MomentumFeed(0.9), "nesterov": MomentumFeed(0.9, True)}
+
+
+def make_config(rule="exact", **fields):
+    extra = {"threshold": 0.5, "max_density": fields.get("density", 0.1)} if rule == "threshold" else {}
+    return DGCConfig(**{"rule": rule, "density": 0.1, "min_numel": 1, "compress_1d": True, **extra, **fields})
+
+
+def make_bucket(*sizes):
+    (bucket,) = plan([TensorSpec(f"p{i}", (n,)) for i, n in enumerate(sizes)], make_config()).buckets
+    return bucket
+
+
+def make_engines(config, kernels, workers, *sizes):
+    return [BucketEngine(make_bucket(*sizes), config, kernels, rank, workers) for rank in range(workers)]
+
+
+def split(kernels, engine, g):
+    return [as_array(kernels, g[s.start : s.start + s.numel]) for s in engine.bucket.segments]
+
+
+def exchange(engines, gradients, feed, step, density):
+    """One step of all ranks; returns what each sent, and whether all gradients were finite."""
+    messages = []
+    for engine, g in zip(engines, gradients, strict=True):
+        parts = split(engine.kernels, engine, g)
+        messages.append(engine.compress(parts, [feed] * len(parts), 1.0, step, density))
+    payloads = [message.payload for message in messages]
+    combined = sum(payloads) if messages[0].scattered else np.concatenate(payloads)
+    finite = {engine.receive(combined.copy()) for engine in engines}
+    assert len(finite) == 1
+    return messages, finite.pop()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rule=st.sampled_from(sorted(RULES)),
+    backend=st.sampled_from(BACKENDS),
+    feed=st.sampled_from(sorted(FEEDS)),
+    kind=st.sampled_from(sorted(DATA)),
+    sizes=st.lists(st.sampled_from([1, 2, 63, 100, 4097]), min_size=1, max_size=3),
+    density=st.sampled_from([0.001, 0.05, 0.6, 1.0]),
+    scope=st.sampled_from(["bucket", "tensor"]),
+    workers=st.sampled_from([1, 2, 3, 8]),
+    seed=st.integers(0, 1000),
+)
+def test_conservation_and_equal_replicas(rule, backend, feed, kind, sizes, density, scope, workers, seed):
+    """v_old + accumulated == sent + v_new, bit for bit in fp32, at every one of 12 steps."""
+    config = make_config(rule, density=density, scope=scope)
+    engines = make_engines(config, backend, workers, *sizes)
+    numel = sum(sizes)
+    shadow = [[np.zeros(numel, np.float32), np.zeros(numel, np.float32)] for _ in engines]
+    for step in range(12):
+        gradients = [DATA[kind](numel, 100 * seed + 10 * step + rank) for rank in range(workers)]
+        messages, finite = exchange(engines, gradients, FEEDS[feed], step, density)
+        assert finite
+        total = np.zeros(numel, np.float32)
+        for rank, engine in enumerate(engines):
+            u, v = shadow[rank]
+            reference_accumulate(u, v, gradients[rank], FEEDS[feed])
+            kept = as_numpy(backend, engine.v)
+            sent = v - kept
+            touched = np.flatnonzero(sent)
+            assert (v == sent + kept).all()
+            assert (kept[touched] == 0).all(), "something was sent in part"
+            assert touched.size == messages[rank].count
+            v[:] = kept
+            u[touched] = 0
+            if engine.u is not None:
+                assert (as_numpy(backend, engine.u) == u).all(), "masking"
+            total = total + sent * np.float32(1 / workers)
+        updates = [as_numpy(backend, engine.fill_update(1 / workers)).copy() for engine in engines]
+        assert all((update == updates[0]).all() for update in updates)
+        largest = max(float(np.abs(g).max()) for g in gradients) * 20  # terms may cancel
+        np.testing.assert_allclose(updates[0], total, rtol=3e-6, atol=3e-7 * largest + 1e-42)
+
+
+def reference_accumulate(u, v, g, feed):
+    """DESIGN section 2, written out once more."""
+    if isinstance(feed, ResidualFeed):
+        v += g
+        return
+    m = np.float32(feed.momentum)
+    u *= m
+    u += g
+    v += g + 0 if feed.nesterov else u
+    if feed.nesterov:
+        v += m * u
+
+
+@pytest.mark.parametrize("values", ["fp16", "bf16"])
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+def test_quantisation_error_stays_in_the_residual(kernels, values):
+    (engine,) = make_engines(make_config(values=values), kernels, 1, 1000)
+    rng = np.random.default_rng(0)
+    owed = np.zeros(1000, np.float64)
+    arrived = np.zeros(1000, np.float64)
+    for step in range(50):
+        g = (rng.standard_normal(1000) * 1e3).astype(np.float32)
+        exchange([engine], [g], ResidualFeed(), step, 0.1)
+        owed += g
+        arrived += as_numpy(kernels, engine.fill_update(1.0))
+    left = as_numpy(kernels, engine.v)
+    sent_exactly = np.count_nonzero(left == 0)
+    assert sent_exactly < 500, "nothing was rounded: fp32 went out as " + values
+    np.testing.assert_allclose(arrived + left, owed, rtol=1e-5, atol=1e-2)
+
+
+def test_fp16_overflow_is_sent_later(kernels=BACKENDS[0]):
+    (engine,) = make_engines(make_config(values="fp16", density=1.0), kernels, 1, 4)
+    g = np.array([1e5, 0, 0, 0], np.float32)
+    exchange([engine], [g], ResidualFeed(), 0, 1.0)
+    assert engine.fill_update(1.0)[0] == 65504 and engine.v[0] == np.float32(1e5) - np.float32(65504)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    ("gradients", "table", "nesterov"),
+    [
+        (hand_table.GRADIENTS, hand_table.MOMENTUM_TABLE, False),
+        (hand_table.GRADIENTS, hand_table.NESTEROV_TABLE, True),
+        (hand_table.GRADIENTS_WITH_NAN, hand_table.NAN_TABLE, False),
+    ],
+    ids=["momentum", "nesterov", "nan"],
+)
+def test_hand_computed_table(kernels, gradients, table, nesterov):
+    engines = make_engines(make_config(), kernels, 2, 6)
+    feed = MomentumFeed(hand_table.MOMENTUM, nesterov)
+    for step, row in enumerate(table):
+        arrays = [np.array(g, np.float32) for g in gradients[step]]
+        _, finite = exchange(engines, arrays, feed, step, hand_table.DENSITY)
+        assert finite == (row["mean"] is not None)
+        for rank, engine in enumerate(engines):
+            packet_sent = dict(zip(*(x.tolist() for x in engine._contributions[rank]), strict=True))
+            assert packet_sent == row["sent"][rank]
+            if finite:
+                assert as_numpy(kernels, engine.fill_update(0.5)).tolist() == row["mean"]
+            else:
+                engine.restore()
+            assert as_numpy(kernels, engine.v).tolist() == row["v"][rank]
+            assert as_numpy(kernels, engine.u).tolist() == row["u"][rank]
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+def test_restore_is_bit_exact(kernels):
+    (engine,) = make_engines(make_config(values="bf16"), kernels, 1, 500, 300)
+    (twin,) = make_engines(make_config(values="bf16"), kernels, 1, 500, 300)
+    for step in range(5):
+        g = DATA["log-normal scaled"](800, step)
+        exchange([engine], [g], MomentumFeed(0.9), step, 0.1)
+        if step < 4:
+            exchange([twin], [g], MomentumFeed(0.9), step, 0.1)
+    engine.restore()
+    reference = [as_numpy(kernels, twin.u).copy(), as_numpy(kernels, twin.v).copy()]
+    reference_accumulate(*reference, g, MomentumFeed(0.9))
+    assert (as_numpy(kernels, engine.u) == reference[0]).all()
+    assert (as_numpy(kernels, engine.v) == reference[1]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("workers", [2, 8])
+def test_nothing_that_is_not_finite_enters(bad, workers):
+    """On the bad rank the bucket enters as g = 0; all ranks see the flag, by packet or by scattered sum."""
+    density = 0.5 if workers == 8 else 0.1
+    engines = make_engines(make_config(density=density), BACKENDS[0], workers, 40)
+    g = [DATA["normal"](40, rank) for rank in range(workers)]
+    messages, finite = exchange(engines, g, MomentumFeed(0.9), 0, density)
+    assert finite and messages[0].scattered == (workers == 8)
+    before = [(e.u.copy(), e.v.copy()) for e in engines]
+    g[1][3] = bad
+    _, finite = exchange(engines, g, MomentumFeed(0.9), 1, density)
+    assert not finite
+    for rank, engine in enumerate(engines):
+        engine.restore()
+        u, v = before[rank]
+        reference_accumulate(u, v, g[rank] if rank != 1 else np.zeros(40, np.float32), MomentumFeed(0.9))
+        assert (engine.u == u).all() and (engine.v == v).all()
+
+
+def test_momentum_that_starts_later():
+    """With momentum 0 no u is kept; when a schedule raises it, u starts from there as torch's buffer does."""
+    (engine,) = make_engines(make_config(density=1.0, factor_masking=False), BACKENDS[0], 1, 8)
+    g = DATA["normal"](8, 0)
+    exchange([engine], [g], MomentumFeed(0.0), 0, 1.0)
+    assert engine.u is None
+    for step, expected in ((1, g), (2, g + np.float32(0.5) * g)):
+        exchange([engine], [g], MomentumFeed(0.5), step, 1.0)
+        assert (engine.fill_update(1.0) == expected).all()
+    exchange([engine], [g], MomentumFeed(0.0), 3, 1.0)
+    assert (engine.fill_update(1.0) == g).all()
+
+
+def test_adam_direction_is_torchs():
+    torch = pytest.importorskip("torch")
+    w = torch.nn.Parameter(torch.zeros(50))
+    adam = torch.optim.Adam([w], lr=1.0, betas=(0.8, 0.99), eps=1e-6)
+    (engine,) = make_engines(make_config(density=1.0), BACKENDS[1], 1, 50)
+    for step in range(5):
+        g = DATA["normal"](50, step)
+        before = w.detach().clone()
+        w.grad = torch.from_numpy(g)
+        adam.step()
+        exchange([engine], [g], AdamFeed((0.8, 0.99), 1e-6, step + 1), step, 1.0)
+        np.testing.assert_allclose(engine.fill_update(1.0).numpy(), (before - w.detach()).numpy(), rtol=2e-5, atol=1e-6)
+
+
+def test_scale_and_random_source():
+    (engine,) = make_engines(make_config("random"), BACKENDS[0], 1, 100)
+    g = DATA["normal"](100, 0)
+    parts = [g.copy()]
+    first = engine.compress(parts, [ResidualFeed()], 0.25, 0, 0.1)
+    assert (parts[0] == g).all(), "the gradient was written to"
+    one = engine._sent.positions.tolist()
+    (same,) = make_engines(make_config("random"), BACKENDS[1], 1, 100)
+    same.compress([as_array(BACKENDS[1], g)], [ResidualFeed()], 0.25, 0, 0.1)
+    assert same._sent.positions.tolist() == one, "the draw depends on the backend"
+    assert first.count == 10
+    engine.restore()
+    assert (engine.v == g * np.float32(0.25)).all()
+
+
+def test_messages_that_do_not_fit_change_nothing():
+    engines = make_engines(make_config(), BACKENDS[0], 2, 100)
+    g = DATA["normal"](100, 0)
+    a = engines[0].compress([g], [ResidualFeed()], 1.0, 0, 0.1).payload.copy()
+    b = engines[1].compress([g], [ResidualFeed()], 1.0, 1, 0.1).payload.copy()
+    with pytest.raises(RankMismatch, match="rank 1 sent a packet with step 1, here it is 0"):
+        engines[0].receive(np.concatenate([a, b]))
+    with pytest.raises(RankMismatch, match="different densities"):
+        engines[0].receive(a)
+    b[50] ^= 1
+    with pytest.raises(CorruptPacket, match="packet of rank 1 is damaged"):
+        engines[0].receive(np.concatenate([a, b]))
+    assert not engines[0].update.any()
+    scattered = make_engines(make_config(density=0.5), BACKENDS[0], 4, 100)
+    summed = sum(e.compress([g], [ResidualFeed()], 1.0, 3 + (i == 2), 0.5).payload for i, e in enumerate(scattered))
+    with pytest.raises(RankMismatch, match="different steps"):
+        scattered[0].receive(summed)
+
+
+def test_a_bucket_is_one_message_whatever_its_tensors():
+    bucket = Bucket(0, (Segment("a", 0, 60), Segment("b", 60, 40)))
+    engine = BucketEngine(bucket, make_config(), BACKENDS[0], 0, 2)
+    sizes = set()
+    for step in range(5):
+        g = DATA["normal"](100, step)
+        sizes.add(engine.compress([g[:60], g[60:]], [ResidualFeed()] * 2, 1.0, step, 0.1).payload.size)
+    assert sizes == {36 + 8 * 10}

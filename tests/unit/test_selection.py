@@ -1,0 +1,126 @@
+"""The rules: how many they select, which, and that position plays no part."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from dgc_horovod.selection import RULES, SelectionContext, select
+from dgc_horovod.selection.base import accepted_counts
+from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, as_array
+
+SIZES = [1, 2, 63, 100, 4097]
+DENSITIES = [0.001, 0.01, 0.1, 0.5]
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda kernels: kernels.name)
+def kernels(request):
+    return request.param
+
+
+def context(seed=0, threshold=None):
+    return SelectionContext(lambda: np.random.default_rng(seed), threshold)
+
+
+def chosen(rule, kernels, x, k, seed=0, threshold=1e-45):
+    positions = select(rule, kernels, as_array(kernels, x), k, context(seed, threshold))
+    assert (np.diff(positions) > 0).all(), "positions are not ascending and unique"
+    assert (x[positions] != 0).all(), "a zero was sent"
+    return positions
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("rule", RULES)
+def test_bounds_of_k(rule, kernels, kind, numel):
+    x = DATA[kind](numel, 5)
+    nonzero = np.count_nonzero(x)
+    for density in DENSITIES:
+        k = max(1, math.ceil(density * numel))
+        count = chosen(rule, kernels, x, k).size
+        if rule in ("exact", "random"):
+            assert count == min(k, nonzero)
+        else:
+            least = k - 1 if k < 10 else math.ceil(0.8 * k)
+            assert min(least, nonzero) <= count <= k
+        assert count > 0 or nonzero == 0, "nothing sent although there is something"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_density_one_sends_everything(rule, kernels):
+    x = DATA["ties"](1000, 0)
+    assert (chosen(rule, kernels, x, 1000) == np.flatnonzero(x)).all()
+
+
+@pytest.mark.parametrize("rule", ["gaussian", "sampled"])
+def test_threshold_rules_hold_their_bounds_on_residual_fed_data(rule, kernels):
+    """Error feedback thins the tail: where the published loop sends nothing, or seventy times k."""
+    rng = np.random.default_rng(1)
+    numel, k = 20_000, 40
+    for scales in (np.ones(numel), rng.lognormal(0, 1, numel)):
+        u, v = np.zeros(numel), np.zeros(numel)
+        inside = total = 0
+        for _ in range(120):
+            u = 0.9 * u + rng.standard_normal(numel) * scales
+            v += u
+            positions = chosen(rule, kernels, v.astype(np.float32), k)
+            assert 2 * k / 3 <= positions.size <= k
+            inside += 0.8 * k <= positions.size
+            total += 1
+            u[positions] = v[positions] = 0
+        assert inside >= 0.99 * total
+
+
+@pytest.mark.parametrize("kind", CONTINUOUS)
+@pytest.mark.parametrize("rule", ["gaussian", "sampled"])
+def test_threshold_rules_take_the_largest(rule, kernels, kind):
+    """What they send is exactly the top of what they send: no smaller element before a larger one."""
+    x = DATA[kind](50_000, 2)
+    positions = chosen(rule, kernels, x, 500)
+    exact = set(chosen("exact", kernels, x, positions.size).tolist())
+    assert set(positions.tolist()) == exact
+
+
+def test_exact_is_exact_above_the_size_where_it_samples(kernels):
+    for kind in DATA:
+        x = DATA[kind](200_003, 4)
+        for k in (1, 200, 20_000, 199_999):
+            order = np.lexsort((np.arange(x.size), -np.abs(x)))[: min(k, np.count_nonzero(x))]
+            assert (chosen("exact", kernels, x, k) == np.sort(order)).all(), (kind, k)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_positional_bias(rule, kernels):
+    """On iid data every position is equally likely: chi-square over 64 positions, k = 8, 2,000 draws."""
+    rng = np.random.default_rng(7)
+    draws, numel, k = 2000, 64, 8
+    counts = np.zeros(numel)
+    for seed in range(draws):
+        x = rng.standard_normal(numel).astype(np.float32)
+        counts[chosen(rule, kernels, x, k, seed=seed, threshold=1.6)] += 1
+    expected = counts.sum() / numel
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    # 63 degrees of freedom: mean 63, deviation 11.2; drawing without replacement only narrows it
+    assert chi_square < 63 + 4 * 11.2, f"{rule}: {chi_square}"
+    halves = counts[:32].sum() / counts.sum()
+    assert abs(halves - 0.5) < 4 * 0.5 / math.sqrt(counts.sum())
+
+
+def test_random_draws_anew_each_time_and_is_reproducible(kernels):
+    x = DATA["normal"](1000, 0)
+    first, again, other = (chosen("random", kernels, x, 50, seed=s).tolist() for s in (1, 1, 2))
+    assert first == again != other
+
+
+def test_fixed_threshold(kernels):
+    x = np.array([0.5, -2, 1, 3, -1, 0], np.float32)
+    assert chosen("threshold", kernels, x, 6, threshold=1.0).tolist() == [1, 2, 3, 4]
+    assert chosen("threshold", kernels, x, 3, threshold=1.0).tolist() == [1, 2, 3], "the overflow goes by size"
+    assert chosen("threshold", kernels, x, 6, threshold=9.0).tolist() == []
+
+
+def test_accepted_counts():
+    assert accepted_counts(1) == (1, 2) and accepted_counts(9) == (8, 10)
+    assert accepted_counts(10) == (8, 12) and accepted_counts(1000) == (800, 1250)

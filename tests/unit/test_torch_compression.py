@@ -1,0 +1,79 @@
+"""The presets, as the README's table gives them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("horovod.torch", reason="Horovod is not built for torch here; run scripts/build_horovod")
+
+import horovod.torch as hvd
+import torch
+from horovod.torch.compression import Compressor
+
+from dgc_horovod import DGCConfig, WarmupSchedule
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch.compression import PRESETS, config_of
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_presets():
+    for name, fields in PRESETS.items():
+        call = getattr(Compression, name)
+        compression = call(0.5) if name == "threshold" else call()
+        assert isinstance(compression, Compressor)
+        assert {field: getattr(compression.config, field) for field in fields} == fields
+    assert Compression.topk().config == DGCConfig(momentum_correction=False, factor_masking=False)
+    assert Compression.dgc().config == DGCConfig() and Compression.dgc().config.density == 0.001
+    assert Compression.threshold(0.5, max_density=0.2).config.final_density == 0.2
+
+
+def test_readme_table_is_the_presets():
+    rows = dict(re.findall(r"^\| `\.(\w+)\(.*?\)` \| (.*?) \|", README.read_text(), re.M))
+    assert rows.keys() == PRESETS.keys()
+    for name, cell in rows.items():
+        said = dict(re.findall(r"`(\w+)=(\w+)`", cell))
+        assert said == {k: str(v) for k, v in PRESETS[name].items()}, name
+
+
+def test_every_preset_takes_every_field():
+    schedule = WarmupSchedule(steps=10)
+    config = Compression.dgc(
+        0.01, rule="gaussian", values="bf16", clip_norm=2.0, warmup=schedule, scope="tensor"
+    ).config
+    assert (config.rule, config.values, config.clip_norm, config.warmup, config.scope) == (
+        "gaussian",
+        "bf16",
+        2.0,
+        schedule,
+        "tensor",
+    )
+    with pytest.raises(ConfigError, match="did you mean 'clip_norm'"):
+        Compression.topk(0.01, clip_nrm=2.0)
+    with pytest.raises(ConfigError, match="density must be in"):
+        Compression.gaussian(1000)
+
+
+def test_horovods_own_are_horovods_own():
+    assert Compression.none is hvd.Compression.none and Compression.fp16 is hvd.Compression.fp16
+    assert config_of(Compression.none) is None
+    assert config_of(DGCConfig(density=0.5)).density == 0.5
+
+
+def test_given_to_something_else_it_raises():
+    for method in ("compress", "decompress"):
+        with pytest.raises(UnsupportedUse, match="dgcrun"):
+            getattr(Compression.dgc(), method)(torch.zeros(1), *([None] if method == "decompress" else []))
+
+
+def test_signature_is_horovods():
+    ours, theirs = (inspect.signature(f).parameters for f in (DistributedOptimizer, hvd.DistributedOptimizer))
+    shared = list(ours)[: len(theirs)]
+    assert shared == list(theirs)
+    assert [ours[name].default for name in shared] == [theirs[name].default for name in shared]
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
