@@ -1,4 +1,4 @@
-"""Every ``DGC_*`` environment variable, once. No other file of the package reads ``os.environ``."""
+"""Every environment variable that is read, once. No other file of the package reads ``os.environ``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ BACKEND = EnvironmentVariable(
     "DGC_BACKEND", "auto", "kernels: auto, torch_eager (torch operations), reference (NumPy; CPU only, slow)"
 )
 ALL = (TIMEOUT, BACKEND)
+
+
+def horovod_elastic() -> bool:
+    """Whether this process was started by Horovod's elastic launcher."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def horovod_autotune() -> bool:
+    """Whether Horovod tunes its own parameters, the response cache among them."""
+    return os.environ.get("HOROVOD_AUTOTUNE") == "1"
 
 
 def timeout_seconds() -> float:

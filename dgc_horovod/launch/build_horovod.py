@@ -44,6 +44,8 @@ BUILD_SETTINGS = re.compile(r"HOROVOD_(WITH|GPU|CPU_OPERATIONS|CUDA|ROCM|NCCL|CC
 AFTER_PROJECT = """\
 set(CMAKE_CXX14_STANDARD_COMPILE_OPTION "-std=c++17")
 set(CMAKE_CXX14_EXTENSION_COMPILE_OPTION "-std=gnu++17")
+# The wheel is used in other environments too: each must find its own pip-installed MPI, in lib/.
+set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")
 # XLA operations are off by default in Horovod; their one source no longer compiles.
 function(add_library name)
   set(sources ${ARGN})
@@ -123,10 +125,9 @@ class Build:
         parts = [f"horovod-{HOROVOD_VERSION}", f"py{sys.version_info[0]}.{sys.version_info[1]}"]
         parts += [f"{name}-{version}" for name, version in sorted(self.frameworks.items())]
         parts += ["mpi" if self.mpi else "nompi", *(["cuda"] if self.cuda else [])]
-        mpi_version = command_output(self.mpi, "--showme:version") if self.mpi else ""
         options = sorted(f"{k}={v}" for k, v in os.environ.items() if BUILD_SETTINGS.match(k))
         compiler = command_output(os.environ.get("CXX", "g++"), "-dumpfullversion")
-        fingerprint = "\n".join([*options, mpi_version, compiler, os.uname().machine, AFTER_PROJECT])
+        fingerprint = "\n".join([*options, mpi_version(self.mpi), compiler, os.uname().machine, AFTER_PROJECT])
         return "-".join([*parts, hashlib.sha256(fingerprint.encode()).hexdigest()[:8]])
 
     def simpler(self) -> Build | None:
@@ -139,6 +140,12 @@ class Build:
 def find_mpi() -> str | None:
     """Path of the MPI C++ compiler wrapper that the build would use, or None."""
     return shutil.which("mpicxx") if shutil.which("mpirun") else None
+
+
+def mpi_version(mpicxx: str | None) -> str:
+    """Version of this MPI, without the folder that stands in the same line; '' for none."""
+    found = re.search(r"\d+(\.\d+)+", command_output(mpicxx, "--showme:version")) if mpicxx else None
+    return found[0] if found else ""
 
 
 def find_cuda() -> bool:

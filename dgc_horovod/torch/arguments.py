@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common.util import split_list
 
-from dgc_horovod import __version__
+from dgc_horovod import __version__, envvars
 from dgc_horovod.config import FIELD_NAMES, DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.agreement import check_agreement
@@ -59,6 +59,11 @@ def check_arguments(optimizer: torch.optim.Optimizer, op: int, predivide: float,
     """Raise ConfigError or UnsupportedUse for what compression cannot do."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if envvars.horovod_elastic():
+        raise UnsupportedUse(
+            "compression does not work under Horovod Elastic yet: residuals would not survive a change of ranks; "
+            "launch with a fixed -np, or use compression=Compression.none"
+        )
     if op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse(
             "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "

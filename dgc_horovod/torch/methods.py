@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch import epochs
@@ -228,6 +229,10 @@ def _describe(exchange: GradientExchange) -> None:
         sum(p.numel() for p in exchange.dense),
         ", ".join(layout.dense),
     )
+    if envvars.horovod_autotune():
+        _log.warning(
+            "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
+        )
     if not layout.buckets:
         _log.warning(
             "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel

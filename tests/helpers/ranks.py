@@ -6,6 +6,7 @@ A launch that outlives its timeout, or loses a rank, is killed with all its chil
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
 
 
+@functools.cache
 def built_controllers() -> set[str]:
     """Which of "gloo" and "mpi" this Horovod can launch with."""
     code = "import horovod.torch as h; print('gloo' * h.gloo_built(), 'mpi' * h.mpi_built())"

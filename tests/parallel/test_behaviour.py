@@ -71,6 +71,7 @@ def test_script_habits(ranks):
         ("zero_grad between", "before step"),
         ("stock given ours", "dgc_horovod.torch import DistributedOptimizer.*dgcrun"),
         ("epoch unknown", "steps_per_epoch"),
+        ("elastic", "fixed -np"),
         ("unfrozen later", "'0.weight' did not require a gradient"),
     ],
 )
@@ -160,8 +161,9 @@ def test_exchange_starts_before_backward_ends(tmp_path):
     for event in events:
         if event.get("ph") == "B" and str(event.get("name", "")).startswith("NEGOTIATE_"):
             started.setdefault(names[event["pid"]].rsplit(".", 1)[-1], []).append(event["ts"])
-    assert len(started["bucket0"]) == 3
-    for step in range(3):
+    steps = min(len(times) for times in started.values())
+    assert steps >= 1, "the timeline holds no whole step"
+    for step in range(steps):
         buckets_before = sum(started[f"bucket{i}"][step] < started["backward_ended"][step] for i in range(8))
         assert buckets_before >= 6, f"step {step}: only {buckets_before} of 8 buckets started during backward"
 

@@ -259,6 +259,26 @@ def test_messages_that_do_not_fit_change_nothing():
         scattered[0].receive(summed)
 
 
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_nothing_is_read_from_output_buffers(kernels, rule):
+    """Poisoned outputs (NaN in the update, 0xFF in the packet) change nothing that comes out."""
+    clean, poisoned = (
+        make_engines(make_config(rule), kernels, 1, 300)[0],
+        make_engines(make_config(rule), kernels, 1, 300)[0],
+    )
+    for step in range(3):
+        g = DATA["normal"](300, step)
+        outputs = []
+        for engine in (clean, poisoned):
+            if engine is poisoned:
+                engine._payload.fill(0xFF)
+                engine.update = as_array(kernels, np.full(300, np.nan, np.float32))
+            messages, _ = exchange([engine], [g], MomentumFeed(0.9), step, 0.1)
+            outputs.append((messages[0].payload.tobytes(), as_numpy(kernels, engine.fill_update(1.0)).tobytes()))
+        assert outputs[0] == outputs[1]
+
+
 def test_a_bucket_is_one_message_whatever_its_tensors():
     bucket = Bucket(0, (Segment("a", 0, 60), Segment("b", 60, 40)))
     engine = BucketEngine(bucket, make_config(), BACKENDS[0], 0, 2)

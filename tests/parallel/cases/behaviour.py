@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,7 @@ def script_habits() -> dict[str, Any]:
         "zero_grad between": _error(lambda: _zero_grad_between(model)),
         "stock given ours": _error(lambda: _stock_given_ours()),
         "epoch unknown": _error(lambda: _epoch_unknown()),
+        "elastic": _error(lambda: _under_elastic(model)),
         "unfrozen later": _error(lambda: _unfrozen_later()),
     }
     return results
@@ -218,6 +220,14 @@ def _epoch_unknown() -> None:
     model = smooth_model()
     compression = Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2))
     train(model, DistributedOptimizer(_sgd(model), model.named_parameters(), compression), 1)
+
+
+def _under_elastic(model: nn.Module) -> None:
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
 
 
 def _unfrozen_later() -> None:

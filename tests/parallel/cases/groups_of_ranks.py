@@ -50,6 +50,7 @@ def overlap() -> None:
         model(torch.randn(256, 400)).pow(2).mean().backward()
         hvd.allreduce(torch.zeros(1), name="backward_ended")
         optimizer.step()
+    hvd.shutdown()  # closes the timeline
 
 
 def sub_communicator() -> dict[str, Any]:

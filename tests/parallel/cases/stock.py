@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,55 @@ def arguments() -> dict[str, float]:
         "groups=list": _compare(_sgd(), model_groups(_ours), model_groups(_stock)),
         "sum is not mean": _compare(_sgd(lr=0.02), _ours(), _stock(op=hvd.Sum)),
     }
+
+
+def resumed_from_stock() -> dict[str, float]:
+    """Ten steps of stock Horovod, then ten more from its state: with stock, with ours loaded, with ours wrapped."""
+    hvd.init()
+    results = {}
+    for name, make in {"SGD": _sgd(weight_decay=1e-2, nesterov=True), "SGD without decay": _sgd()}.items():
+        model = smooth_model()
+        optimizer = _stock()(make(model), model)
+        train(model, optimizer, 10)
+        start, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, 10)
+        for way in ("loaded", "wrapped"):
+            again = smooth_model()
+            again.load_state_dict(start)
+            own = make(again)
+            if way == "wrapped":
+                own.load_state_dict(copy.deepcopy(state))
+            resumed = _ours()(own, again)
+            if way == "loaded":
+                resumed.load_state_dict(copy.deepcopy(state))
+            train(again, resumed, 10)
+            results[f"{name}, {way}"] = distance(weights(model), weights(again))
+    return results
+
+
+def adam_from_stock() -> dict[str, float]:
+    """One rank's stock Adam state, loaded: the engine takes over moments and step count."""
+    hvd.init()
+    model = smooth_model()
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    same_data = list(batches(20, rank=0))
+
+    def steps(model: nn.Module, optimizer: Any, data: list[Any]) -> None:
+        for x, y in data:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    steps(model, adam, same_data[:10])
+    again = smooth_model()
+    again.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed = DistributedOptimizer(
+        torch.optim.AdamW(again.parameters(), lr=3e-3), again.named_parameters(), everything()
+    )
+    resumed.load_state_dict(copy.deepcopy(adam.state_dict()))
+    steps(model, adam, same_data[10:])
+    steps(again, resumed, same_data[10:])
+    return {"distance": distance(weights(model), weights(again))}
 
 
 def frozen_half_way() -> dict[str, float]:
