@@ -1,0 +1,153 @@
+"""What a setting does to quality, on the examples, on real Horovod ranks: ``python -m benchmarks.settings STUDY``.
+
+Prints a table, writes ``benchmarks/results/settings-STUDY.json``, and puts the table between the markers
+``<!-- STUDY: begin -->`` and ``<!-- STUDY: end -->`` of the study's page in docs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN_TIMEOUT_SECONDS = 600
+LSTM_CLIP = 0.1  # the LSTM example's own --clip-norm
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table: what it is called, which example on how many ranks, with which options."""
+
+    name: str
+    example: str
+    ranks: int
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Rows that are compared with each other, and the page that shows them."""
+
+    page: str
+    caption: str
+    variants: tuple[Variant, ...]
+
+
+def _clip(factor: float) -> tuple[str, ...]:
+    return ("--compression", "dgc", "--clip-norm", str(LSTM_CLIP * factor))
+
+
+STUDIES = {
+    "scope": Study(
+        "docs/design.md",
+        "The examples on 2 ranks, their default settings",
+        tuple(
+            Variant(f"{example}, {name}", f"torch_{example}.py", 2, options)
+            for example in ("digits", "lstm")
+            for name, options in (
+                ("dense", ("--compression", "none")),
+                ("per tensor", ("--compression", "dgc", "--scope", "tensor")),
+                ("whole bucket", ("--compression", "dgc", "--scope", "bucket")),
+            )
+        ),
+    ),
+    "clip-rule": Study(
+        "docs/differences-from-the-papers.md",
+        "The LSTM example on 4 ranks, c = 0.1, everything else at its default",
+        (
+            Variant("dense, clipped at c", "torch_lstm.py", 4, ("--compression", "none")),
+            Variant("each rank clipped at sqrt(N)*c (ours)", "torch_lstm.py", 4, _clip(1)),
+            Variant("at c", "torch_lstm.py", 4, _clip(1 / math.sqrt(4))),
+            Variant("at c/sqrt(N) (the paper's letter)", "torch_lstm.py", 4, _clip(1 / 4)),
+        ),
+    ),
+}
+
+
+def run(variant: Variant, seed: int) -> dict[str, Any]:
+    """Train once; the example's RESULT line."""
+    command = ["horovodrun", "--gloo", "-np", str(variant.ranks), sys.executable, f"examples/{variant.example}"]
+    result = subprocess.run(
+        [*command, *variant.options, "--seed", str(seed)],
+        cwd=ROOT,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_SECONDS,
+    )
+    found = re.search(r"RESULT (\{.*\})", result.stdout)
+    if result.returncode or not found:
+        sys.exit(
+            f"{variant.name}, seed {seed}: exit {result.returncode}\n{result.stdout[-3000:]}{result.stderr[-3000:]}"
+        )
+    return json.loads(found[1])
+
+
+def table(study: Study, rows: dict[str, list[dict[str, Any]]]) -> str:
+    """Mean and deviation over the seeds, and the sent ratio, as Markdown."""
+    lines = ["| | quality | less sent |", "|---|---|---|"]
+    for name, results in rows.items():
+        values = [result["quality"] for result in results]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        accuracy = results[0]["quality_name"] == "accuracy"
+        quality = (
+            f"{100 * statistics.mean(values):.2f} ± {100 * spread:.2f} %"
+            if accuracy
+            else f"{statistics.mean(values):.3f} ± {spread:.3f} {results[0]['quality_name']}"
+        )
+        lines.append(f"| {name} | {quality} | {statistics.mean(r['ratio'] for r in results):.0f}× |")
+    seeds = len(next(iter(rows.values())))
+    return "\n".join([*lines, "", f"{study.caption}; mean ± sd over {seeds} seeds."])
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, for the JSON."""
+    versions = {name: importlib.metadata.version(name) for name in ("dgc-horovod", "horovod", "torch", "numpy")}
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": str(os.cpu_count()),
+    }
+
+
+def write_into_page(study_name: str, page: Path, text: str) -> None:
+    """Replace what stands between the study's markers."""
+    begin, end = f"<!-- {study_name}: begin -->", f"<!-- {study_name}: end -->"
+    command = f"`python -m benchmarks.settings {study_name}`"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    page.write_text(pattern.sub(lambda _: f"{begin}\n{text} Made by {command}.\n{end}", page.read_text()))
+
+
+def main() -> None:
+    """Run a study."""
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.settings", description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each variant (default: %(default)s)")
+    args = parser.parse_args()
+    study = STUDIES[args.study]
+    rows: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in study.variants}
+    for seed, variant in tqdm([(s, v) for s in range(args.seeds) for v in study.variants], unit="run"):
+        rows[variant.name].append(run(variant, seed))
+    text = table(study, rows)
+    print(text)
+    results = ROOT / "benchmarks" / "results" / f"settings-{args.study}.json"
+    results.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    write_into_page(args.study, ROOT / study.page, text)
+
+
+if __name__ == "__main__":
+    main()
