@@ -79,6 +79,15 @@ class DGCConfig:
             )
         if self.rule == "threshold" and self.warmup is not None:
             raise ConfigError("warmup has no meaning with rule='threshold', whose density is not set; drop one of them")
+        self._normalise()
+
+    def _normalise(self) -> None:
+        """Plain Python numbers, so that equal settings of two ranks also look equal."""
+        for name in ("density", "max_density", "clip_norm", "threshold"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
+        for name in ("min_numel", "bucket_bytes", "seed"):
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def final_density(self) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
 from dgc_horovod.errors import ConfigError
 
@@ -21,7 +23,8 @@ class WarmupSchedule:
         epochs: length in epochs, > 0. The epoch is computed from `steps_per_epoch` where that is given,
             otherwise observed (``DistributedSampler.set_epoch``, ``optimizer.set_epoch``).
         steps_per_epoch: optimizer steps in an epoch, >= 1; only with `epochs`.
-        first_density: density of the first stage, in (0, 1].
+            Where the epoch is observed instead, the density changes at the start of an epoch only.
+        first_density: density of the first stage, in (0, 1]; a final density at or above it needs no warm-up.
         factor: from one stage to the next, in (0, 1).
     """
 
@@ -37,20 +40,22 @@ class WarmupSchedule:
                 f"WarmupSchedule takes either steps or epochs, got steps={self.steps} and epochs={self.epochs}; "
                 "e.g. WarmupSchedule(epochs=4, steps_per_epoch=390)"
             )
-        for name in ("steps", "epochs", "steps_per_epoch"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
+        whole: tuple[Any, str] = (numbers.Integral, "a whole number")
+        real: tuple[Any, str] = (numbers.Real, "a number")
+        for name, (kind, what) in {"steps": whole, "steps_per_epoch": whole, "epochs": real}.items():
+            value: Any = getattr(self, name)
+            if value is not None and not (isinstance(value, kind) and not isinstance(value, bool) and value > 0):
                 raise ConfigError(
-                    f"WarmupSchedule: {name} must be positive, got {value}; for no warm-up pass warmup=None"
+                    f"WarmupSchedule: {name} must be {what} above 0, got {value!r}; for no warm-up pass warmup=None"
                 )
         if self.steps_per_epoch is not None and self.epochs is None:
             raise ConfigError(
                 "WarmupSchedule: steps_per_epoch goes with epochs, not with steps; drop it or give epochs"
             )
-        if not 0 < self.first_density <= 1:
-            raise ConfigError(f"WarmupSchedule: first_density must be in (0, 1], got {self.first_density}")
-        if not 0 < self.factor < 1:
-            raise ConfigError(f"WarmupSchedule: factor must be in (0, 1), got {self.factor}")
+        if not (isinstance(self.first_density, numbers.Real) and 0 < self.first_density <= 1):
+            raise ConfigError(f"WarmupSchedule: first_density must be in (0, 1], got {self.first_density!r}")
+        if not (isinstance(self.factor, numbers.Real) and 0 < self.factor < 1):
+            raise ConfigError(f"WarmupSchedule: factor must be in (0, 1), got {self.factor!r}")
 
     @property
     def needs_epoch(self) -> bool:
@@ -69,7 +74,7 @@ class WarmupSchedule:
             return step / self.steps
         assert self.epochs is not None
         if self.steps_per_epoch is not None:
-            return (step // self.steps_per_epoch) / self.epochs
+            return step / self.steps_per_epoch / self.epochs
         if epoch is None:
             raise ConfigError(
                 "the warm-up is given in epochs but the epoch is not known: pass steps_per_epoch to WarmupSchedule, "

@@ -22,6 +22,8 @@ def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> li
         ConfigError: names are repeated or missing.
         UnsupportedUse: the optimizer is already wrapped.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if hasattr(optimizer, "_requires_update"):
         raise UnsupportedUse(
             "this optimizer is already wrapped by a DistributedOptimizer; wrap the torch optimizer itself"
@@ -55,10 +57,8 @@ def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> li
     return named
 
 
-def check_arguments(optimizer: torch.optim.Optimizer, op: int, predivide: float, passes: int) -> None:
+def check_arguments(op: int, predivide: float, passes: int) -> None:
     """Raise ConfigError or UnsupportedUse for what compression cannot do."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if envvars.horovod_elastic():
         raise UnsupportedUse(
             "compression does not work under Horovod Elastic yet: residuals would not survive a change of ranks; "

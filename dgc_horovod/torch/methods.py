@@ -35,7 +35,7 @@ class CompressedMethods:
         """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
         self._dgc_update, self._dgc_scaler = update, grad_scaler
         self._dgc_may_apply = True
-        self._dgc_versions: dict[torch.Tensor, int] = {}  # of p.grad right after synchronize
+        self._dgc_versions: dict[torch.Tensor, int] = {}  # of p.grad when last seen: taken, or synchronized
         self._dgc_kept: dict[torch.Tensor, torch.Tensor] = {}  # dense-path results, kept if clip_norm is set
         self._dgc_told: set[str] = set()
         if getattr(self, "_step_supports_amp_scaling", False):
@@ -85,6 +85,7 @@ class CompressedMethods:
         group, state = self.param_groups[self._dgc_group_of[p]], self.state
         if not self._dgc.is_compressed(p):
             return self._dgc.submit_dense(p), None
+        self._dgc_versions[p] = _version(p)
         moments = self._dgc_update.adopt_state(p, state[p])
         if moments is not None:
             self._dgc.load_moments(p, moments)
@@ -92,6 +93,12 @@ class CompressedMethods:
 
     def synchronize(self: Any) -> None:
         """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank."""
+        if self.process_set.included() and any(_version(p) != seen for p, seen in self._dgc_versions.items()):
+            self._tell_once(
+                "too late",
+                "p.grad was changed between backward() and synchronize(), when it had been taken already; the change "
+                "has no effect. To clip, pass clip_norm=c to the compression",
+            )
         _DistributedOptimizer.synchronize(self)
         if not self.process_set.included():
             return
@@ -120,10 +127,11 @@ class CompressedMethods:
         if self._should_synchronize and (self._handles or not self._synchronized):
             self.synchronize()
         self._synchronized = False
+        versions, self._dgc_versions = self._dgc_versions, {}
         if not self._dgc_may_apply:
             self._tell_once("nonfinite", "a gradient was not finite on some rank; that step is applied on no rank")
             return loss
-        self._check_untouched()
+        self._check_untouched(versions)
         self._dgc_update.step(self, self._dgc.compressed, own_step)
         return loss
 
@@ -137,10 +145,10 @@ class CompressedMethods:
                         "does now; wrap the optimizer while it does, and freeze it afterwards"
                     )
 
-    def _check_untouched(self: Any) -> None:
+    def _check_untouched(self: Any, versions: dict[torch.Tensor, int]) -> None:
         """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
         expected = 1 if self._dgc_scaler is not None and self._dgc_scaler.is_enabled() else 0  # unscale_
-        touched = [p for p, version in self._dgc_versions.items() if _version(p) - version > expected]
+        touched = any(_version(p) - seen > expected for p, seen in versions.items())
         clip_norm = self._dgc.config.clip_norm
         if touched and clip_norm is not None and math.isclose(_norm(self._dgc.names), clip_norm, rel_tol=1e-3):
             # Clipped to the very norm that each rank has already kept to: put back what was cut off.

@@ -48,6 +48,7 @@ def test_clipping(ranks):
     found = ranks[0]["behaviour.clipping"]
     assert found["harmless"] and found["loose clip"] and found["clip acts"] > 1e-3
     assert len(found["warnings"]) == 1 and "clip_norm" in found["warnings"][0]
+    assert len(found["too late"]) == 1
 
 
 def test_script_habits(ranks):
@@ -71,6 +72,8 @@ def test_script_habits(ranks):
         ("zero_grad between", "before step"),
         ("stock given ours", "dgc_horovod.torch import DistributedOptimizer.*dgcrun"),
         ("epoch unknown", "steps_per_epoch"),
+        ("arguments swapped", "second argument is named_parameters"),
+        ("model for optimizer", "must be a torch.optim.Optimizer, got Sequential"),
         ("elastic", "fixed -np"),
         ("unfrozen later", "'0.weight' did not require a gradient"),
     ],

@@ -49,7 +49,8 @@ def test_config_is_frozen_and_comparable():
 
 def test_numpy_numbers_are_numbers():
     np = pytest.importorskip("numpy")
-    assert DGCConfig(density=np.float32(0.25), min_numel=np.int64(7)).min_numel == 7
+    config = DGCConfig(density=np.float32(0.25), min_numel=np.int64(7), clip_norm=1)
+    assert repr(config) == repr(DGCConfig(density=0.25, min_numel=7, clip_norm=1.0)), "ranks would seem to disagree"
 
 
 @pytest.mark.parametrize(
@@ -57,11 +58,15 @@ def test_numpy_numbers_are_numbers():
     [
         ({}, "either steps or epochs"),
         ({"steps": 5, "epochs": 1}, "either steps or epochs"),
-        ({"steps": 0}, "steps must be positive"),
-        ({"epochs": -1}, "epochs must be positive"),
+        ({"steps": 0}, "steps must be a whole number"),
+        ({"epochs": -1}, "epochs must be a number"),
         ({"steps": 5, "steps_per_epoch": 2}, "steps_per_epoch goes with epochs"),
         ({"steps": 5, "first_density": 0}, "first_density must be in"),
         ({"steps": 5, "factor": 1}, "factor must be in"),
+        ({"steps": 5, "first_density": "a"}, "first_density must be in"),
+        ({"steps": 1.5}, "steps must be a whole number above 0, got 1.5"),
+        ({"steps": True}, "steps must be a whole number above 0, got True"),
+        ({"epochs": "4"}, "epochs must be a number above 0, got '4'"),
     ],
 )
 def test_bad_schedules(arguments, words):
@@ -75,6 +80,18 @@ def test_warmup_is_the_papers_row():
     found = [density_at(0.001, schedule, step) for step in range(0, 60, 10)]
     assert found == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
     assert density_at(0.001, schedule, 9) == 0.25 and density_at(0.001, schedule, 10) == 0.0625
+
+
+def test_warmup_shorter_than_its_row_of_densities():
+    """A warm-up of one epoch passes through every density, not through the first alone."""
+    schedule = WarmupSchedule(epochs=1, steps_per_epoch=8)
+    assert [density_at(0.001, schedule, step) for step in (0, 2, 4, 6, 8)] == [
+        0.25,
+        0.0625,
+        0.015625,
+        0.00390625,
+        0.001,
+    ]
 
 
 @pytest.mark.parametrize(

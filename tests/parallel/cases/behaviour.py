@@ -124,6 +124,14 @@ def clipping() -> dict[str, Any]:
     handler.texts.clear()
     run(ours(), True)
     results["warnings"] = [text for text in handler.texts if "clip_norm" in text]
+    handler.texts.clear()
+    model = smooth_model()
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), ours())
+    x, y = next(iter(batches(1, hvd.rank())))
+    F.mse_loss(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    results["too late"] = [text for text in handler.texts if "no effect" in text]
     logging.getLogger("dgc_horovod").removeHandler(handler)
     return results
 
@@ -178,6 +186,8 @@ def script_habits() -> dict[str, Any]:
         "zero_grad between": _error(lambda: _zero_grad_between(model)),
         "stock given ours": _error(lambda: _stock_given_ours()),
         "epoch unknown": _error(lambda: _epoch_unknown()),
+        "arguments swapped": _error(lambda: DistributedOptimizer(_sgd(model), Compression.dgc())),
+        "model for optimizer": _error(lambda: DistributedOptimizer(model, model.named_parameters(), Compression.dgc())),
         "elastic": _error(lambda: _under_elastic(model)),
         "unfrozen later": _error(lambda: _unfrozen_later()),
     }

@@ -1,0 +1,156 @@
+"""What the examples share and a reader may skip: arguments, learning rate, progress bar, the last line.
+
+The two lines that matter, the import and ``DistributedOptimizer(...)``, are in each example itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from dgc_horovod.config import SCOPES
+
+UNCOMPRESSED = ("none", "fp16")  # Horovod's own; the other choices keep a residual and take a density
+CHOICES = (*UNCOMPRESSED, "dgc", "topk", "gaussian", "random")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults behind every option, and a width that fits a screen."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=110)
+
+
+def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The options of all examples, with the example's own defaults (``clip_norm`` only where it is given)."""
+
+    def fraction(text: str) -> float:
+        value = float(text)
+        if not 0 < value <= 1:
+            raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+        return value
+
+    def positive(text: str) -> float:
+        value = float(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        return value
+
+    def count(text: str) -> int:
+        value = int(text)
+        if value < 0:
+            raise argparse.ArgumentTypeError(f"{text} is negative")
+        return value
+
+    def some(text: str) -> int:
+        if count(text) == 0:
+            raise argparse.ArgumentTypeError("at least 1 is needed")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
+    add = parser.add_argument
+    add("--compression", choices=CHOICES, default="dgc", help="what is sent each step")
+    add("--scope", choices=SCOPES, default="bucket", help="what the elements are selected from together")
+    add("--density", type=fraction, metavar="D", help="fraction of elements sent, in (0, 1]")
+    add("--epochs", type=some, metavar="E", help="passes over the data")
+    add("--batch-size", type=some, metavar="B", help="samples per rank and step")
+    add("--lr", type=positive, metavar="LR", help="highest learning rate; falls to 0 along a cosine")
+    add("--lr-warmup-epochs", type=count, metavar="E", help="learning rate rises linearly over these epochs")
+    add("--warmup-epochs", type=count, metavar="E", help="density falls from 0.25 to D over these epochs; 0: D at once")
+    if "clip_norm" in defaults:
+        add("--clip-norm", type=positive, metavar="C", help="L2 norm at which the averaged gradient is clipped")
+    add("--seed", type=count, default=0, metavar="S", help="of initial weights and of the order of the samples")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def learning_rate(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[int], float]:
+    """Step -> factor on ``args.lr``, for ``LambdaLR``: a linear warm-up, then a cosine to 0."""
+    warmup, total = args.lr_warmup_epochs * steps_per_epoch, args.epochs * steps_per_epoch
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+    return factor
+
+
+class Progress:
+    """A bar on rank 0, advanced once an epoch: tqdm's where it is installed, otherwise a line an epoch."""
+
+    def __init__(self, epochs: int) -> None:
+        self._bar, self._epoch, self._epochs = None, 0, epochs
+        if hvd.rank() == 0:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=epochs, unit="epoch", ncols=80)
+
+    def advance(self, loss: float) -> None:
+        """One epoch is over; `loss` is its last training loss on this rank."""
+        self._epoch += 1
+        if self._bar is not None:
+            self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            self._bar.update()
+            if self._epoch == self._epochs:
+                self._bar.close()
+        elif hvd.rank() == 0:
+            print(f"epoch {self._epoch}/{self._epochs}: loss {loss:.3f}", file=sys.stderr, flush=True)
+
+
+def mean_over_ranks(value: float) -> float:
+    """The average of a metric of which every rank has one part, all of the same size."""
+    return float(hvd.allreduce(torch.tensor(value), name="metric"))
+
+
+def traffic(optimizer: Any, compression: str, steps: int) -> dict[str, int]:
+    """Bytes that this rank sent and received, and what dense fp32 would have cost.
+
+    Stock Horovod keeps no count, so for ``none`` and ``fp16`` it is arithmetic: each gradient handed to
+    allreduce once a step, of which a ring passes 2(N-1)/N through every rank.
+    """
+    if compression not in UNCOMPRESSED:
+        stats = optimizer.compression_stats()
+        return {key: stats[key] for key in ("bytes_sent", "bytes_dense", "bytes_received", "bytes_dense_received")}
+    elements = steps * sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    sent = elements * (2 if compression == "fp16" else 4)
+    ring = 2 * (hvd.size() - 1) / hvd.size()
+    return {
+        "bytes_sent": sent,
+        "bytes_dense": 4 * elements,
+        "bytes_received": int(ring * sent),
+        "bytes_dense_received": int(ring * 4 * elements),
+    }
+
+
+def report(args: argparse.Namespace, quality_name: str, quality: float, seconds: float, sent: dict[str, int]) -> None:
+    """Print, on rank 0, one sentence for people and one ``RESULT`` line for programs."""
+    if hvd.rank() != 0:
+        return
+    ratio = sent["bytes_dense"] / sent["bytes_sent"]
+    shown = f"{quality:.1%}" if quality_name == "accuracy" else f"{quality:.3f}"
+    name = "accuracy" if quality_name == "accuracy" else f"validation loss ({quality_name})"
+    print(
+        f"{args.compression}: {name} {shown}, sent {sent['bytes_sent'] / 1e6:.1f} MB per rank, dense fp32 would have "
+        f"sent {sent['bytes_dense'] / 1e6:.0f} MB: {ratio:.{0 if ratio >= 10 else 1}f}x less"
+    )
+    result = {
+        "compression": args.compression,
+        "quality_name": quality_name,
+        "quality": quality,
+        "epochs": args.epochs,
+        "seconds": round(seconds, 2),
+        **sent,
+        "ratio": ratio,
+        "received_ratio": sent["bytes_dense_received"] / max(1, sent["bytes_received"]),  # 0 on a single rank
+    }
+    print("RESULT", json.dumps(result), flush=True)
