@@ -1,7 +1,8 @@
 """What a setting does to quality, on the examples, on real Horovod ranks: ``python -m benchmarks.settings STUDY``.
 
-Prints a table, writes ``benchmarks/results/settings-STUDY.json``, and puts the table between the markers
-``<!-- STUDY: begin -->`` and ``<!-- STUDY: end -->`` of the study's page in docs/.
+Prints a table and puts it between the markers ``<!-- STUDY: begin -->`` and ``<!-- STUDY: end -->`` of the
+study's page. Every run is kept in ``benchmarks/results/settings.json``: studies share runs, and a study that was
+stopped goes on where it was; remove the file to measure anew.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "settings.json"
 RUN_TIMEOUT_SECONDS = 600
 LSTM_CLIP = 0.1  # the LSTM example's own --clip-norm
 
@@ -48,18 +50,31 @@ def _clip(factor: float) -> tuple[str, ...]:
     return ("--compression", "dgc", "--clip-norm", str(LSTM_CLIP * factor))
 
 
+def _examples(*choices: tuple[str, tuple[str, ...]]) -> tuple[Variant, ...]:
+    return tuple(
+        Variant(f"{example}, {name}", f"torch_{example}.py", 2, options)
+        for example in ("digits", "lstm")
+        for name, options in choices
+    )
+
+
+def _plain(name: str) -> tuple[str, tuple[str, ...]]:
+    return name, ("--compression", name)
+
+
 STUDIES = {
+    "examples": Study(
+        "examples/README.md",
+        "2 ranks, the examples' default settings",
+        _examples(*map(_plain, ("none", "fp16", "dgc", "topk", "gaussian", "random"))),
+    ),
     "scope": Study(
         "docs/design.md",
         "The examples on 2 ranks, their default settings",
-        tuple(
-            Variant(f"{example}, {name}", f"torch_{example}.py", 2, options)
-            for example in ("digits", "lstm")
-            for name, options in (
-                ("dense", ("--compression", "none")),
-                ("per tensor", ("--compression", "dgc", "--scope", "tensor")),
-                ("whole bucket", ("--compression", "dgc", "--scope", "bucket")),
-            )
+        _examples(
+            ("dense", ("--compression", "none")),
+            ("largest of the bucket", ("--compression", "dgc")),
+            ("largest of each tensor", ("--compression", "dgc", "--scope", "tensor")),
         ),
     ),
     "clip-rule": Study(
@@ -76,7 +91,18 @@ STUDIES = {
 
 
 def run(variant: Variant, seed: int) -> dict[str, Any]:
-    """Train once; the example's RESULT line."""
+    """The example's RESULT line: from the file of results, or by training now."""
+    key = " ".join([variant.example, f"-np {variant.ranks}", *variant.options, f"--seed {seed}"])
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if key not in kept:
+        kept[key] = {**train(variant, seed), "environment": environment()}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    return kept[key]
+
+
+def train(variant: Variant, seed: int) -> dict[str, Any]:
+    """Launch the example and read its last line."""
     command = ["horovodrun", "--gloo", "-np", str(variant.ranks), sys.executable, f"examples/{variant.example}"]
     result = subprocess.run(
         [*command, *variant.options, "--seed", str(seed)],
@@ -88,9 +114,8 @@ def run(variant: Variant, seed: int) -> dict[str, Any]:
     )
     found = re.search(r"RESULT (\{.*\})", result.stdout)
     if result.returncode or not found:
-        sys.exit(
-            f"{variant.name}, seed {seed}: exit {result.returncode}\n{result.stdout[-3000:]}{result.stderr[-3000:]}"
-        )
+        output = f"{result.stdout[-3000:]}{result.stderr[-3000:]}"
+        sys.exit(f"{variant.name}, seed {seed}: exit {result.returncode}\n{output}")
     return json.loads(found[1])
 
 
@@ -144,8 +169,6 @@ def main() -> None:
         rows[variant.name].append(run(variant, seed))
     text = table(study, rows)
     print(text)
-    results = ROOT / "benchmarks" / "results" / f"settings-{args.study}.json"
-    results.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
     write_into_page(args.study, ROOT / study.page, text)
 
 
