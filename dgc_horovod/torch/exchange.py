@@ -214,7 +214,7 @@ class GradientExchange:
         """Close the step after every result has been taken; returns whether it may be applied.
 
         If a gradient was not finite on any rank, every rank takes back what it had sent, and every
-        ``p.grad`` is filled with NaN, so that a GradScaler skips the step too (DESIGN decision 8).
+        ``p.grad`` is filled with NaN, so that a GradScaler skips the step too (docs/algorithm.md, law 5).
         """
         finite = all(run.finite for run in self._runs) and self._dense_path.finite
         if not finite:

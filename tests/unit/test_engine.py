@@ -97,7 +97,7 @@ def test_conservation_and_equal_replicas(rule, backend, feed, kind, sizes, densi
 
 
 def reference_accumulate(u, v, g, feed):
-    """DESIGN section 2, written out once more."""
+    """The equations of docs/algorithm.md, written out once more."""
     if isinstance(feed, ResidualFeed):
         v += g
         return
