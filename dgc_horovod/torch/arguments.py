@@ -75,6 +75,16 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
         raise ConfigError(f"backward_passes_per_step must be >= 1, got {passes}")
 
 
+def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
+    """Raise UnsupportedUse for a parameter that cannot be exchanged at all."""
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise UnsupportedUse(
+                f"{name!r} is complex, which neither Horovod nor the compression can exchange; make its real view "
+                "(torch.view_as_real) the parameter"
+            )
+
+
 def check_same_choice(compression: Any, process_set: hvd.ProcessSet) -> None:
     """Stop every rank if some compress and others do not: their collectives would never meet."""
     if process_set.included():

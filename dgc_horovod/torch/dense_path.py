@@ -37,6 +37,7 @@ class DensePath:
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._pending: dict[Parameter, Pending] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
+        self._kept: dict[Parameter, torch.Tensor] = {}
 
     @property
     def complete(self) -> bool:
@@ -69,6 +70,16 @@ class DensePath:
     def finite(self) -> bool:
         """Whether every result of this step is finite; the same on every rank."""
         return all(bool(torch.isfinite(result).all()) for result in self._results.values())
+
+    def keep(self, scale: float) -> None:
+        """Copy the results times `scale`, for `put_back`."""
+        self._kept = {p: p.grad * scale for p in self.names if p.grad is not None and not p.grad.is_sparse}
+
+    def put_back(self) -> None:
+        """Give every ``p.grad`` what `keep` copied."""
+        for p, result in self._kept.items():
+            if p.grad is not None:
+                p.grad.copy_(result)
 
     def clear(self) -> None:
         """Forget the step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class GradientExchange:
         dense = {parameters[name]: name for name in self.layout.dense}
         self._dense_path = DensePath(dense, collectives, settings)
         self._selected = 0
+        self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
 
     def _make_run(self, bucket: Bucket, parameters: Mapping[str, Parameter]) -> _BucketStep:
         members = tuple(parameters[segment.name] for segment in bucket.segments)
@@ -223,6 +224,9 @@ class GradientExchange:
             for p in self.names:
                 if p.grad is not None and not p.grad.is_sparse:
                     p.grad.fill_(math.nan)
+        elif self.config.clip_norm is not None:
+            self._norm = _norm(self.names)
+            self._dense_path.keep(1 / self._loss_scale())
         self.steps += 1
         self.forget_step()
         return finite
@@ -235,15 +239,27 @@ class GradientExchange:
             run.pending = run.finite = None
         self._dense_path.clear()
 
-    def refill(self, p: Parameter) -> None:
-        """Put the unscaled update of the finished step into ``p.grad`` again (sparse path)."""
-        run, i = self._place[p]
-        if i == 0:
-            run.engine.fill_update(self._mean_scale())
-        if p.grad is not None and not p.grad.is_sparse:
-            view = self._view(p)
-            if p.grad.data_ptr() != view.data_ptr():
-                p.grad.copy_(view)
+    def undo_clipping(self) -> bool:
+        """Put back what a script's own clipping to ``clip_norm`` cut off the updates of the finished step.
+
+        Each rank has kept to that norm before, and an update arrives in bursts: cutting it once more would
+        lose gradient. The unscaled updates are computed anew from what was received.
+
+        Returns:
+            Whether the change was such a clipping, or changed nothing.
+        """
+        if self.config.clip_norm is None:
+            return False
+        norm, before = _norm(self.names), self._norm / self._loss_scale()
+        if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
+            for run in self._runs:
+                run.engine.fill_update(self._mean_scale())
+            for p in self._place:
+                if p.grad is not None and not p.grad.is_sparse and p.grad.data_ptr() != self._view(p).data_ptr():
+                    p.grad.copy_(self._view(p))
+            self._dense_path.put_back()
+            return True
+        return math.isclose(norm, before, rel_tol=1e-6)
 
     def load_moments(self, p: Parameter, moments: Sequence[torch.Tensor]) -> None:
         """Take over Adam's moments of `p` from a stock checkpoint."""
@@ -265,6 +281,13 @@ class GradientExchange:
             "bytes_dense": self.steps * 4 * numel,
             "bytes_dense_received": self.steps * ring_received(4 * numel, self.collectives.workers),
         }
+
+
+def _norm(parameters: Iterable[Parameter]) -> float:
+    """L2 norm of every dense ``p.grad`` together."""
+    grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    parts = [torch.linalg.vector_norm(grad).float() for grad in grads]
+    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
 
 
 def _as_array(gradient: torch.Tensor, kind: str) -> Any:

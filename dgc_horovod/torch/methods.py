@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
-from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch import epochs
 from dgc_horovod.torch.agreement import check_agreement, unique_tag
-from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_same_choice
+from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
 from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.exchange import GradientExchange
+from dgc_horovod.torch.report import CLIPPED_UPDATE, LATE_CHANGE, NOT_FINITE, describe
 from dgc_horovod.torch.updates import PlainUpdate
+from dgc_horovod.torch.watch import GradientWatch
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -35,14 +35,14 @@ class CompressedMethods:
         """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
         self._dgc_update, self._dgc_scaler = update, grad_scaler
         self._dgc_may_apply = True
-        self._dgc_versions: dict[torch.Tensor, int] = {}  # of p.grad when last seen: taken, or synchronized
-        self._dgc_kept: dict[torch.Tensor, torch.Tensor] = {}  # dense-path results, kept if clip_norm is set
+        self._dgc_watch = GradientWatch()
         self._dgc_told: set[str] = set()
         if getattr(self, "_step_supports_amp_scaling", False):
             self._step_supports_amp_scaling = False  # a fused step would unscale the dense path only
         if not self.process_set.included():
             return
         parameters = {self._parameter_names[p]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
+        check_parameters(parameters)
         check_same_choice("dgc", self.process_set)
         check_agreement(Collectives(self.process_set, "start"), agreed_fields(self, parameters, config))
         collectives = Collectives(self.process_set, unique_tag("\n".join(parameters)))
@@ -61,7 +61,7 @@ class CompressedMethods:
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
         if collectives.rank == 0:
-            _describe(self._dgc)
+            describe(self._dgc)
 
     def _register_hooks(self: Any) -> None:
         # The hook must not keep the optimizer alive: a script may wrap the same model again.
@@ -77,38 +77,48 @@ class CompressedMethods:
                 if p.requires_grad:
                     self._requires_update.add(p)
                     self._grad_accs.append(p.register_post_accumulate_grad_hook(ready))
+        weakref.finalize(self, _remove, self._grad_accs)
 
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
         """Called by Horovod's hook or synchronize when the gradient of `p` is to be exchanged."""
         if p.grad is None:  # unused in this step; another rank may have used it
             p.grad = torch.zeros_like(p)
-        group, state = self.param_groups[self._dgc_group_of[p]], self.state
+        self._synchronized = False
+        self._dgc_watch.taken(p)
         if not self._dgc.is_compressed(p):
             return self._dgc.submit_dense(p), None
-        self._dgc_versions[p] = _version(p)
+        group, state = self.param_groups[self._dgc_group_of[p]], self.state
         moments = self._dgc_update.adopt_state(p, state[p])
         if moments is not None:
             self._dgc.load_moments(p, moments)
         return self._dgc.submit(p, self._dgc_update.feed(p, group), self._dgc_update.decay_before(group)), None
 
     def synchronize(self: Any) -> None:
-        """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank."""
-        if self.process_set.included() and any(_version(p) != seen for p, seen in self._dgc_versions.items()):
-            self._tell_once(
-                "too late",
-                "p.grad was changed between backward() and synchronize(), when it had been taken already; the change "
-                "has no effect. To clip, pass clip_norm=c to the compression",
-            )
-        _DistributedOptimizer.synchronize(self)
+        """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank.
+
+        Once done, another call before the next backward pass does nothing.
+        """
         if not self.process_set.included():
+            return _DistributedOptimizer.synchronize(self)
+        if not self._handles and self._nothing_new():
             return
+        if self._dgc_watch.changed_since_taken():
+            self._tell_once("late change", LATE_CHANGE)
+        _DistributedOptimizer.synchronize(self)
         self._check_nothing_unfrozen()
-        self._dgc_kept = {}
-        if self._dgc.config.clip_norm is not None:
-            scale = _scale_of(self._dgc_scaler)()
-            self._dgc_kept = {p: p.grad / scale for p in self._dgc.dense}
         self._dgc_may_apply = self._dgc.finish()
-        self._dgc_versions = {p: p.grad._version for p in self._dgc.names}
+        self._dgc_watch.synchronized(self._dgc.names)
+
+    def _nothing_new(self: Any) -> bool:
+        """Whether what stands in ``p.grad`` is an update already: to exchange it again would compress it twice."""
+        if self._synchronized:
+            return all(p.grad is not None for p in self._dgc.names)
+        if self._dgc_watch.unchanged_since_applied():
+            raise UnsupportedUse(
+                "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still "
+                "holds the update that has been applied. Call backward() first"
+            )
+        return False
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronize unless that is done or skipped, then apply the optimizer.
@@ -124,15 +134,15 @@ class CompressedMethods:
         if not self.process_set.included():
             own_step()
             return loss
-        if self._should_synchronize and (self._handles or not self._synchronized):
+        if self._should_synchronize:
             self.synchronize()
         self._synchronized = False
-        versions, self._dgc_versions = self._dgc_versions, {}
         if not self._dgc_may_apply:
-            self._tell_once("nonfinite", "a gradient was not finite on some rank; that step is applied on no rank")
+            self._tell_once("not finite", NOT_FINITE)
             return loss
-        self._check_untouched(versions)
+        self._check_untouched()
         self._dgc_update.step(self, self._dgc.compressed, own_step)
+        self._dgc_watch.applied(self._dgc.names)
         return loss
 
     def _check_nothing_unfrozen(self: Any) -> None:
@@ -145,24 +155,11 @@ class CompressedMethods:
                         "does now; wrap the optimizer while it does, and freeze it afterwards"
                     )
 
-    def _check_untouched(self: Any, versions: dict[torch.Tensor, int]) -> None:
+    def _check_untouched(self: Any) -> None:
         """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
-        expected = 1 if self._dgc_scaler is not None and self._dgc_scaler.is_enabled() else 0  # unscale_
-        touched = any(_version(p) - seen > expected for p, seen in versions.items())
-        clip_norm = self._dgc.config.clip_norm
-        if touched and clip_norm is not None and math.isclose(_norm(self._dgc.names), clip_norm, rel_tol=1e-3):
-            # Clipped to the very norm that each rank has already kept to: put back what was cut off.
-            for p in self._dgc.compressed:
-                self._dgc.refill(p)
-            for p, grad in self._dgc_kept.items():
-                p.grad.copy_(grad)
-        elif touched:
-            self._tell_once(
-                "clipping",
-                "p.grad was changed between synchronize() and step(). After compression it is an update that arrives "
-                "in bursts, and what is clipped off it is lost; pass clip_norm=c to the compression instead. If it was "
-                "GradScaler.unscale_, pass grad_scaler= to DistributedOptimizer",
-            )
+        unscaled = self._dgc_scaler is not None and self._dgc_scaler.is_enabled()
+        if self._dgc_watch.changed_since_synchronized(expected=1 if unscaled else 0) and not self._dgc.undo_clipping():
+            self._tell_once("clipping", CLIPPED_UPDATE)
 
     def _tell_once(self: Any, key: str, text: str) -> None:
         if key not in self._dgc_told and self._dgc.collectives.rank == 0:
@@ -207,46 +204,12 @@ class CompressedMethods:
         return self._dgc.stats() if self.process_set.included() else {}
 
 
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 def _scale_of(grad_scaler: Any) -> Callable[[], float]:
     if grad_scaler is None:
         return lambda: 1.0
     return lambda: float(grad_scaler.get_scale())
-
-
-def _norm(parameters: Iterable[torch.Tensor]) -> float:
-    parts = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None and not p.grad.is_sparse]
-    return float(torch.linalg.vector_norm(torch.stack(parts)))
-
-
-def _version(p: torch.Tensor) -> int:
-    return p.grad._version if p.grad is not None else 0
-
-
-def _describe(exchange: GradientExchange) -> None:
-    """What is compressed and what is not, and the one recommendation."""
-    config, layout = exchange.config, exchange.layout
-    numel = sum(bucket.numel for bucket in layout.buckets)
-    _log.info(
-        "dgc_horovod: %s at density %g: %d tensors (%d elements) in %d buckets; %d tensors (%d elements) dense: %s",
-        config.rule,
-        config.final_density,
-        len(exchange.compressed),
-        numel,
-        len(layout.buckets),
-        len(exchange.dense),
-        sum(p.numel() for p in exchange.dense),
-        ", ".join(layout.dense),
-    )
-    if envvars.horovod_autotune():
-        _log.warning(
-            "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
-        )
-    if not layout.buckets:
-        _log.warning(
-            "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
-        )
-    elif config.momentum_correction and config.warmup is None and config.density < 0.01:
-        _log.warning(
-            "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
-            "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...)"
-        )

@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 CASES = [
     "hand_tables", "loss_scaling", "clipping", "script_habits", "epochs_observed", "disagreements", "low_precision",
-    "larger_batch_identity",
+    "larger_batch_identity", "synchronize_twice",
 ]  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_loss_scaling(ranks):
 def test_clipping(ranks):
     found = ranks[0]["behaviour.clipping"]
     assert found["harmless"] and found["loose clip"] and found["clip acts"] > 1e-3
-    assert len(found["warnings"]) == 1 and "clip_norm" in found["warnings"][0]
+    assert len(found["warnings"]) == 2, "one without clip_norm, one for another c; none for the same c"
     assert len(found["too late"]) == 1
 
 
@@ -74,6 +74,7 @@ def test_script_habits(ranks):
         ("epoch unknown", "steps_per_epoch"),
         ("arguments swapped", "second argument is named_parameters"),
         ("model for optimizer", "must be a torch.optim.Optimizer, got Sequential"),
+        ("step twice", "no backward pass"),
         ("elastic", "fixed -np"),
         ("unfrozen later", "'0.weight' did not require a gradient"),
     ],
@@ -110,6 +111,11 @@ def test_ranks_that_disagree_all_raise_the_same(ranks, case, words):
         assert text.startswith("RankMismatch:") and words in text, text
     if case != "epoch":
         assert texts[0] == texts[1]
+
+
+def test_synchronize_twice_is_once(ranks):
+    for rank in ranks:
+        assert len(set(rank["behaviour.synchronize_twice"]["fingerprints"])) == 1
 
 
 def test_low_precision(ranks):

@@ -123,6 +123,8 @@ def clipping() -> dict[str, Any]:
     }
     handler.texts.clear()
     run(ours(), True)
+    run(ours(clip_norm=0.5), True)
+    run(ours(clip_norm=50.0), True)
     results["warnings"] = [text for text in handler.texts if "clip_norm" in text]
     handler.texts.clear()
     model = smooth_model()
@@ -188,6 +190,7 @@ def script_habits() -> dict[str, Any]:
         "epoch unknown": _error(lambda: _epoch_unknown()),
         "arguments swapped": _error(lambda: DistributedOptimizer(_sgd(model), Compression.dgc())),
         "model for optimizer": _error(lambda: DistributedOptimizer(model, model.named_parameters(), Compression.dgc())),
+        "step twice": _error(lambda: _step_twice()),
         "elastic": _error(lambda: _under_elastic(model)),
         "unfrozen later": _error(lambda: _unfrozen_later()),
     }
@@ -230,6 +233,30 @@ def _epoch_unknown() -> None:
     model = smooth_model()
     compression = Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2))
     train(model, DistributedOptimizer(_sgd(model), model.named_parameters(), compression), 1)
+
+
+def _step_twice() -> None:
+    model = smooth_model()
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+    train(model, optimizer, 2)
+    optimizer.step()
+
+
+def synchronize_twice() -> dict[str, Any]:
+    """A second synchronize(), or a step() that synchronizes although that is done, changes nothing."""
+    hvd.init()
+    results = []
+    for times in (0, 1, 2):
+        model = smooth_model()
+        optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.02))
+        for x, y in batches(10, hvd.rank()):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for _ in range(times):
+                optimizer.synchronize()
+            optimizer.step()
+        results.append(fingerprint(model))
+    return {"fingerprints": results}
 
 
 def _under_elastic(model: nn.Module) -> None:

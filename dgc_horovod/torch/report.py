@@ -1,0 +1,51 @@
+"""What an optimizer tells the user of itself, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+
+from dgc_horovod import envvars
+from dgc_horovod.torch.exchange import GradientExchange
+
+_log = logging.getLogger("dgc_horovod")
+
+NOT_FINITE = "a gradient was not finite on some rank; that step is applied on no rank"
+LATE_CHANGE = (
+    "p.grad was changed between backward() and synchronize(), when it had been taken already; the change has no "
+    "effect. To clip, pass clip_norm=c to the compression"
+)
+CLIPPED_UPDATE = (
+    "p.grad was changed between synchronize() and step(). After compression it is an update that arrives in bursts, "
+    "and what is clipped off it is lost; pass clip_norm=c to the compression instead. If it was GradScaler.unscale_, "
+    "pass grad_scaler= to DistributedOptimizer"
+)
+
+
+def describe(exchange: GradientExchange) -> None:
+    """What is compressed and what is not, and the one recommendation."""
+    config, layout = exchange.config, exchange.layout
+    numel = sum(bucket.numel for bucket in layout.buckets)
+    _log.info(
+        "dgc_horovod: %s at density %g: %d tensors (%d elements) in %d buckets; %d tensors (%d elements) dense: %s",
+        config.rule,
+        config.final_density,
+        len(exchange.compressed),
+        numel,
+        len(layout.buckets),
+        len(exchange.dense),
+        sum(p.numel() for p in exchange.dense),
+        ", ".join(layout.dense),
+    )
+    if envvars.horovod_autotune():
+        _log.warning(
+            "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
+        )
+    if not layout.buckets:
+        _log.warning(
+            "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
+        )
+    elif config.momentum_correction and config.warmup is None and config.density < 0.01:
+        _log.warning(
+            "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
+            "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...)"
+        )
