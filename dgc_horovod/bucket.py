@@ -112,11 +112,11 @@ def spans(bucket: Bucket, scope: str, density: float) -> tuple[Span, ...]:
     return tuple(Span(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)
 
 
-def sends_scattered(numel: int, capacity: int, element_bits: int, workers: int) -> bool:
+def sends_scattered(numel: int, coded_bytes: int, workers: int) -> bool:
     """Whether a dense allreduce of the scattered selection is cheaper than an allgather of packets.
 
-    An allgather brings ``workers * capacity`` coded elements to every rank, a ring allreduce of fp32
-    passes ``2 * numel``: ``N*k*b > 64*n`` bits. Also true where the allgather's output would be too long.
+    An allgather brings ``workers`` packets of coded elements to every rank, a ring allreduce of fp32 passes
+    ``2 * 4 * numel`` bytes: ``N*k*b > 64*n`` bits. Also true where the allgather's output would be too long.
     """
-    gathered = workers * capacity * element_bits
-    return gathered > 64 * numel or gathered // 8 > _COLLECTIVE_LIMIT
+    gathered = workers * coded_bytes
+    return gathered > 8 * numel or gathered > _COLLECTIVE_LIMIT

@@ -21,7 +21,9 @@ from dgc_horovod.ops.schema import Array, Kernels
 from dgc_horovod.packet import FLAG_NONFINITE, PacketFormat
 from dgc_horovod.selection import SelectionContext, select
 
-_STEP_MARK = 1 << 10  # the scattered exchange sums the step modulo this: exact in fp32 for 16,384 ranks
+# A scattered exchange ends with three sums: of the flags, of the steps modulo 64 and of their squares. Sum and sum of
+# squares both fit only if all steps are equal, and stay exact in fp32 up to 4,096 ranks.
+_STEP_MARK, _MARKS = 64, 3
 
 
 @dataclass(frozen=True)
@@ -116,32 +118,60 @@ class BucketEngine:
     def compress(
         self, gradients: Sequence[Array], feeds: Sequence[Feed], scale: float, step: int, density: float
     ) -> Message:
-        """Take in one step's gradients and select, encode and subtract what is sent.
+        """Take in one step's gradients, then select, encode and subtract what is sent.
 
         If any of them is not finite, the whole bucket enters as g = 0, nothing is sent, and the message
         carries a flag on which every rank takes the step back.
 
         Args:
-            gradients: one flat float32 Array per segment, in the bucket's order; read only.
-            feeds: how each enters the residual.
-            scale: factor of the gradients (clipping, loss scale), > 0.
-            step: schedule step, equal on all ranks.
-            density: of this step, in (0, 1].
+            gradients, feeds, scale: see `accumulate`.
+            step, density: see `send`.
 
         Returns:
             The message. Its payload is reused by the next call.
         """
-        self._step = step
+        finite = self.accumulate(gradients, feeds, scale)
+        return self.send(step, density, finite)
+
+    def accumulate(self, gradients: Sequence[Array], feeds: Sequence[Feed], scale: float) -> bool:
+        """Add one step's gradients to u and v; any number of times before `send`.
+
+        Args:
+            gradients: one flat float32 Array per segment, in the bucket's order; read only.
+            feeds: how each enters the residual.
+            scale: factor of the gradients (clipping, loss scale), > 0.
+
+        Returns:
+            Whether they were finite; if not, g = 0 was taken instead. False also where v has left the range of
+            fp32; then u and v start again from nothing.
+        """
         finite = all(self.kernels.all_finite(g) for g in gradients)
         for segment, gradient, feed in zip(self.bucket.segments, gradients, feeds, strict=True):
             self._accumulate(segment.start, gradient if finite else self.kernels.new(segment.numel), feed, scale)
+        if not self.kernels.all_finite(self.v):  # sums of finite gradients can leave fp32's range
+            self.clear()
+            return False
+        return finite
+
+    def send(self, step: int, density: float, finite: bool = True) -> Message:
+        """Select from v, encode, and subtract what is sent.
+
+        Args:
+            step: schedule step, equal on all ranks.
+            density: of this step, in (0, 1].
+            finite: what `accumulate` returned; if False, nothing is sent and the message is flagged.
+        """
+        self._step = step
         runs = spans(self.bucket, self.config.scope, density)
-        self._format = PacketFormat(
-            self.bucket.index, self.bucket.numel, sum(run.k for run in runs), values=self.config.values
-        )
+        capacity = sum(run.k for run in runs)
+        self._format = PacketFormat(self.bucket.index, self.bucket.numel, capacity, values=self.config.values)
         positions = self._select(runs) if finite else np.empty(0, np.int64)
-        flags = 0 if finite else FLAG_NONFINITE
-        return self._encode(self._format, positions, flags)
+        return self._encode(self._format, positions, 0 if finite else FLAG_NONFINITE)
+
+    def clear(self) -> None:
+        """Empty the residual, the momentum and the moments."""
+        self.kernels.fill_zero(self.v)
+        self.u = self.moments = self._sent = None
 
     def _accumulate(self, start: int, gradient: Array, feed: Feed, scale: float) -> None:
         here = slice(start, start + len(gradient))
@@ -149,7 +179,7 @@ class BucketEngine:
         if isinstance(feed, AdamFeed):
             first, second = self.adam_moments()
             self.kernels.accumulate_adam(first[here], second[here], v, gradient, scale, feed.betas, feed.eps, feed.step)
-        elif isinstance(feed, MomentumFeed) and (feed.momentum or self.u is not None):
+        elif isinstance(feed, MomentumFeed) and feed.momentum:
             if self.u is None:
                 self.u = self.kernels.new(self.bucket.numel)
             self.kernels.accumulate_momentum(self.u[here], v, gradient, scale, feed.momentum, feed.nesterov)
@@ -180,19 +210,23 @@ class BucketEngine:
         if self._payload.size != wire.nbytes:
             self._payload = np.empty(wire.nbytes, np.uint8)
         decoded = wire.encode(positions, values, self._step, flags, self._payload)
+        if not decoded.all():  # rounded to zero: not sent, so not masked either
+            positions, values = positions[decoded != 0], values[decoded != 0]
+            decoded = wire.encode(positions, values, self._step, flags, self._payload)
         masked = self.u is not None and self.config.factor_masking
         self._sent = _Sent(positions, values, self.kernels.take(self.u, positions) if masked else None)
         self.kernels.put(self.v, positions, values - decoded)
         if masked:
             self.kernels.put(self.u, positions, 0.0)
-        if sends_scattered(wire.numel, wire.capacity, wire.element_bits, self.workers):
+        if sends_scattered(wire.numel, wire.coded_bytes, self.workers):
             return Message(self._scatter(positions, decoded, flags), True, positions.size)
         return Message(self._payload, False, positions.size)
 
     def _scatter(self, positions: np.ndarray, values: np.ndarray, flags: int) -> np.ndarray:
-        dense = np.zeros(self.bucket.numel + 2, np.float32)
+        dense = np.zeros(self.bucket.numel + _MARKS, np.float32)
         dense[positions] = values
-        dense[-2:] = flags, self._step % _STEP_MARK
+        mark = self._step % _STEP_MARK
+        dense[-_MARKS:] = flags, mark, mark * mark
         return dense
 
     # -- receiving
@@ -210,13 +244,19 @@ class BucketEngine:
         """
         assert self._format is not None
         if received.dtype == np.float32:
-            flags, steps = received[-2:]
-            if steps != self.workers * (self._step % _STEP_MARK):
+            if received.size != self.bucket.numel + _MARKS:
+                raise RankMismatch(
+                    f"bucket {self.bucket.index}: {received.size} values came back, expected "
+                    f"{self.bucket.numel + _MARKS}"
+                )
+            flags, marks, squares = received[-_MARKS:]
+            mark = self._step % _STEP_MARK
+            if marks != self.workers * mark or squares != self.workers * mark * mark:
                 raise RankMismatch(
                     f"bucket {self.bucket.index}: the ranks are at different steps (here {self._step}); "
                     "all ranks must run the same number of steps"
                 )
-            self._contributions, self._summed = [], received[:-2]
+            self._contributions, self._summed = [], received[:-_MARKS]
             return bool(flags == 0)
         if received.size != self.workers * self._format.nbytes:
             raise RankMismatch(

@@ -42,7 +42,7 @@ def _words(nbytes: int) -> int:
 class Int32Indices:
     """Positions as plain int32: 32 bits each."""
 
-    code, name, bits = 1, "int32", 32
+    code, name = 1, "int32"
 
     def nbytes(self, numel: int, capacity: int) -> int:
         return 4 * capacity
@@ -63,7 +63,6 @@ class FloatValues:
 
     def __init__(self, code: int, name: str, dtype: str) -> None:
         self.code, self.name, self.dtype = code, name, np.dtype(dtype)
-        self.bits = 8 * self.dtype.itemsize
         self._largest = float(np.finfo(self.dtype).max)
 
     def nbytes(self, capacity: int) -> int:
@@ -79,7 +78,7 @@ class FloatValues:
 class BFloat16Values:
     """Values as bfloat16, rounded to nearest even, saturating at its largest finite number."""
 
-    code, name, bits = 3, "bf16", 16
+    code, name = 3, "bf16"
     _LARGEST = np.uint32(0x7F7F0000)
 
     def nbytes(self, capacity: int) -> int:
@@ -119,9 +118,9 @@ class PacketFormat:
     indices: str = "int32"
 
     @property
-    def element_bits(self) -> int:
-        """Wire bits of one selected element."""
-        return INDEX_CODECS[self.indices].bits + VALUE_CODECS[self.values].bits
+    def coded_bytes(self) -> int:
+        """Size of a packet without its header."""
+        return self.nbytes - HEADER.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -21,10 +21,10 @@ def digest(text: str) -> bytes:
 
 
 def unique_tag(names: str) -> str:
-    """Prefix for an optimizer's collectives: equal on all ranks, different for each optimizer of a process.
+    """Prefix for an optimizer's collectives: equal on all its ranks, different for each optimizer of a process.
 
-    Optimizers over the same parameter names are numbered in the order in which they are made, which is the
-    same on every rank; optimizers over other names do not disturb the count.
+    Optimizers over the same `names` (process set and parameters) are numbered in the order in which they are
+    made, which is the same on every rank of the set; optimizers over other names do not disturb the count.
     """
     base = digest(names).hex()[:6]
     return f"{base}.{next(_made_before[base])}"

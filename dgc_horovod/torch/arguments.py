@@ -86,23 +86,31 @@ def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
 
 
 def check_same_choice(compression: Any, process_set: hvd.ProcessSet) -> None:
-    """Stop every rank if some compress and others do not: their collectives would never meet."""
-    if process_set.included():
+    """Stop every rank if some compress and others do not: their collectives would never meet.
+
+    Not under Elastic, where a newcomer makes its optimizer while the others wait for its state.
+    """
+    if process_set.included() and not envvars.horovod_elastic():
         name = compression if isinstance(compression, str) else getattr(compression, "__name__", repr(compression))
         check_agreement(Collectives(process_set, "choice"), {"version": __version__, "compression": name})
 
 
 def agreed_fields(optimizer: Any, parameters: dict[str, torch.Tensor], config: DGCConfig) -> dict[str, str]:
     """What the ranks must have in common, one text each; lists one entry a line."""
+    numbers = boundaries(optimizer, parameters)
+    groups = {name: numbers[p] for name, p in parameters.items()}
     return {
         "optimizer": type(optimizer).__name__,
         "op": str(int(optimizer.op)),
         "backward_passes_per_step": str(optimizer.backward_passes_per_step),
+        "gradient_predivide_factor": str(float(optimizer.gradient_predivide_factor)),
+        "grad_scaler": str(optimizer._dgc_scaler is not None and optimizer._dgc_scaler.is_enabled()),
         "sparse_as_dense": str(optimizer.sparse_as_dense),
         **{f"config.{name}": repr(getattr(config, name)) for name in FIELD_NAMES},
         "tensor count": str(len(parameters)),
         "names": "\n".join(parameters),
         "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
+        "bucket boundaries": "\n".join(f"{name} {number}" for name, number in groups.items()),
         "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
     }
 

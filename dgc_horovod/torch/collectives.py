@@ -97,7 +97,8 @@ class Collectives:
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(
                     f"rank {self.rank} of {self.workers} waited {self._timeout:g} s for {pending.name}: another rank "
-                    f"has stopped, is in hvd.join(), or did not take this step. {envvars.TIMEOUT.name} sets the limit"
+                    "has stopped, is in hvd.join(), did not take this step, or is in another epoch of the warm-up. "
+                    f"{envvars.TIMEOUT.name} sets the limit"
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +20,13 @@ class ReduceSettings:
     op: int
     gradient_predivide_factor: float
     sparse_as_dense: bool
+
+
+def laid_out_as(result: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """`result` in the dtype and memory format of `grad`: fused optimizers walk both in memory order."""
+    if grad.is_sparse or grad.stride() == result.stride():
+        return result.to(grad.dtype)
+    return torch.empty_like(grad).copy_(result)
 
 
 class DensePath:
@@ -44,17 +50,12 @@ class DensePath:
         """Whether every tensor's gradient is here."""
         return len(self.gradients) == len(self.names)
 
-    def squared_norm(self) -> float:
-        """Sum of squares of all gradients; a tensor that is not finite counts as zero."""
-        parts = [float(self.gradients[p].double().square().sum()) for p in self.names]
-        return sum(part for part in parts if math.isfinite(part))
-
     def launch(self, p: Parameter, clip: float = 1.0) -> None:
         """Start the allreduce of ``clip * gradient``."""
         gradient = self.gradients[p]
         if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
             gradient = gradient.float()
-        gradient = gradient.contiguous() if clip == 1.0 else gradient * clip
+        gradient = (gradient if clip == 1.0 else gradient * clip).contiguous()
         factor = self.settings.gradient_predivide_factor
         pre, post = (1 / factor, factor) if self.settings.op == hvd.Average else (1.0, 1.0)
         self._pending[p] = self.collectives.allreduce(gradient, f"dense.{self.names[p]}", self.settings.op, pre, post)
@@ -64,7 +65,7 @@ class DensePath:
         assert p.grad is not None
         if p not in self._results:
             self._results[p] = self.collectives.wait(self._pending[p])
-        return self._results[p].view(p.shape).to(p.grad.dtype)
+        return laid_out_as(self._results[p].view(p.shape), p.grad)
 
     @property
     def finite(self) -> bool:

@@ -16,33 +16,16 @@ class EpochListener(Protocol):
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
-_originals: dict[Any, Any] = {}
 
 
 def observe(listener: EpochListener) -> None:
-    """Set ``listener.epoch`` whenever a sampler is told its epoch, for as long as `listener` lives.
+    """Set ``listener.epoch`` whenever a DistributedSampler is told its epoch, for as long as `listener` lives.
 
-    The samplers' ``set_epoch`` is wrapped while there is a listener; it does what it did before.
+    The sampler's ``set_epoch`` is wrapped at the first call, and does what it did before.
     """
     _listeners.add(listener)
-    for sampler in _sampler_classes():
-        if sampler not in _originals:
-            _originals[sampler] = sampler.set_epoch
-            sampler.set_epoch = _telling(sampler.set_epoch)
-
-
-def stop_observing() -> None:
-    """Give the samplers their own ``set_epoch`` back and forget all listeners."""
-    _listeners.clear()
-    for sampler, original in _originals.items():
-        sampler.set_epoch = original
-    _originals.clear()
-
-
-def _sampler_classes() -> list[Any]:
-    from horovod.torch.elastic.sampler import ElasticSampler
-
-    return [DistributedSampler, ElasticSampler]
+    if not hasattr(DistributedSampler.set_epoch, "__wrapped__"):
+        DistributedSampler.set_epoch = _telling(DistributedSampler.set_epoch)  # type: ignore[method-assign]
 
 
 def _telling(set_epoch: Any) -> Any:

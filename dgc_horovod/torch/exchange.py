@@ -17,9 +17,10 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine, Feed
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops import registry
+from dgc_horovod.ops.schema import Kernels
 from dgc_horovod.schedule import density_at
 from dgc_horovod.torch.collectives import Collectives, Pending, ring_received
-from dgc_horovod.torch.dense_path import DensePath, ReduceSettings
+from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, laid_out_as
 
 Parameter = torch.Tensor
 
@@ -182,14 +183,18 @@ class GradientExchange:
         assert self.config.clip_norm is not None
         squares = 0.0
         for run in self._runs:
-            kernels = run.engine.kernels
-            parts = [kernels.sums(_as_array(run.gradients[p], kernels.array_kind))[1] for p in run.parameters]
-            squares += sum(parts) if math.isfinite(sum(parts)) else 0.0
-        squares += self._dense_path.squared_norm()
+            square = sum(_squared_norm(run.gradients[p], run.engine.kernels) for p in run.parameters)
+            squares += square if math.isfinite(square) else 0.0
+        squares += sum(self._finite_square(p) for p in self.dense)
         root = math.sqrt(self.collectives.workers)
         limit = self.config.clip_norm * (root if self.settings.op == hvd.Average else 1 / root)
         norm = math.sqrt(squares) / self._loss_scale()
         return limit / norm if norm > limit else 1.0
+
+    def _finite_square(self, p: Parameter) -> float:
+        gradient = self._dense_path.gradients[p].reshape(-1).to(torch.float32)
+        square = _squared_norm(gradient, registry.choose(str(p.device)))
+        return square if math.isfinite(square) else 0.0
 
     # -- gradients out
 
@@ -203,7 +208,7 @@ class GradientExchange:
             assert run.pending is not None
             run.finite = run.engine.receive(self.collectives.wait(run.pending).numpy())
             run.engine.fill_update(self._mean_scale() * self._loss_scale())
-        return self._view(p).to(p.grad.dtype)
+        return laid_out_as(self._view(p), p.grad)
 
     def _view(self, p: Parameter) -> torch.Tensor:
         run, i = self._place[p]
@@ -214,25 +219,39 @@ class GradientExchange:
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
 
-        If a gradient was not finite on any rank, every rank takes back what it had sent, and every
-        ``p.grad`` is filled with NaN, so that a GradScaler skips the step too (docs/algorithm.md, law 5).
+        If a gradient was not finite on any rank, or an update is not (in its parameter's dtype), every rank
+        takes back what it had sent, and every ``p.grad`` is filled with NaN, so that a GradScaler skips the step
+        too (docs/algorithm.md, law 5).
         """
-        finite = all(run.finite for run in self._runs) and self._dense_path.finite
+        finite = all(run.finite for run in self._runs) and self._dense_path.finite and self._updates_finite()
         if not finite:
             for run in self._runs:
                 run.engine.restore()
             for p in self.names:
                 if p.grad is not None and not p.grad.is_sparse:
                     p.grad.fill_(math.nan)
+                elif p.grad is not None:
+                    p.grad = torch.full_like(p, math.nan)
         elif self.config.clip_norm is not None:
             self._norm = _norm(self.names)
             self._dense_path.keep(1 / self._loss_scale())
         self.steps += 1
-        self.forget_step()
+        self._forget_step()
         return finite
 
-    def forget_step(self) -> None:
-        """Drop the gradients of the step; u and v stay as they are."""
+    def _updates_finite(self) -> bool:
+        """Whether every update is finite as ``p.grad`` holds it; the same on every rank."""
+        if not all(run.engine.kernels.all_finite(run.engine.update) for run in self._runs):
+            return False
+        narrow = (p.grad for p in self._place if p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16))
+        return all(bool(torch.isfinite(grad).all()) for grad in narrow)
+
+    def clear_state(self) -> None:
+        """Empty u, v and the local moments: the weights are about to be others."""
+        for run in self._runs:
+            run.engine.clear()
+
+    def _forget_step(self) -> None:
         for run in self._runs:
             run.gradients.clear()
             run.feeds.clear()
@@ -288,6 +307,10 @@ def _norm(parameters: Iterable[Parameter]) -> float:
     grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
     parts = [torch.linalg.vector_norm(grad).float() for grad in grads]
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
+
+
+def _squared_norm(gradient: torch.Tensor, kernels: Kernels) -> float:
+    return kernels.sums(_as_array(gradient, kernels.array_kind))[1]
 
 
 def _as_array(gradient: torch.Tensor, kind: str) -> Any:

@@ -18,7 +18,14 @@ from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_paramet
 from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.exchange import GradientExchange
-from dgc_horovod.torch.report import CLIPPED_UPDATE, LATE_CHANGE, NOT_FINITE, describe
+from dgc_horovod.torch.report import (
+    CLIPPED_UPDATE,
+    LATE_CHANGE,
+    NOT_FINITE,
+    SCALER_NOT_PASSED,
+    UNSCALED_TOO_EARLY,
+    describe,
+)
 from dgc_horovod.torch.updates import PlainUpdate
 from dgc_horovod.torch.watch import GradientWatch
 
@@ -37,15 +44,14 @@ class CompressedMethods:
         self._dgc_may_apply = True
         self._dgc_watch = GradientWatch()
         self._dgc_told: set[str] = set()
-        if getattr(self, "_step_supports_amp_scaling", False):
-            self._step_supports_amp_scaling = False  # a fused step would unscale the dense path only
         if not self.process_set.included():
             return
         parameters = {self._parameter_names[p]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
         check_parameters(parameters)
         check_same_choice("dgc", self.process_set)
         check_agreement(Collectives(self.process_set, "start"), agreed_fields(self, parameters, config))
-        collectives = Collectives(self.process_set, unique_tag("\n".join(parameters)))
+        names = "\n".join([f"process set {self.process_set.process_set_id}", *parameters])
+        collectives = Collectives(self.process_set, unique_tag(names))
         self._dgc = GradientExchange(
             parameters,
             boundaries(self, parameters),
@@ -55,13 +61,21 @@ class CompressedMethods:
             _scale_of(grad_scaler),
         )
         self._groups = None  # their only use here is as bucket boundaries
-        update.prepare(self, self._dgc.compressed)
+        update.prepare(self)
         if config.warmup is not None and config.warmup.needs_epoch:
             epochs.observe(self._dgc)
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
         if collectives.rank == 0:
             describe(self._dgc)
+
+    @property
+    def _step_supports_amp_scaling(self: Any) -> bool:
+        # GradScaler.step asks for this just before it calls step(), so here its use is noticed. Never True: a fused
+        # step would unscale the dense path only.
+        if self._dgc_scaler is None and self.process_set.included():
+            raise UnsupportedUse(SCALER_NOT_PASSED)
+        return False
 
     def _register_hooks(self: Any) -> None:
         # The hook must not keep the optimizer alive: a script may wrap the same model again.
@@ -102,6 +116,8 @@ class CompressedMethods:
             return _DistributedOptimizer.synchronize(self)
         if not self._handles and self._nothing_new():
             return
+        if _already_unscaled(self._dgc_scaler, self):
+            raise UnsupportedUse(UNSCALED_TOO_EARLY)
         if self._dgc_watch.changed_since_taken():
             self._tell_once("late change", LATE_CHANGE)
         _DistributedOptimizer.synchronize(self)
@@ -130,9 +146,8 @@ class CompressedMethods:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own_step = super(type(self), self).step  # type: ignore[misc]
         if not self.process_set.included():
-            own_step()
+            super(type(self), self).step()  # type: ignore[misc]
             return loss
         if self._should_synchronize:
             self.synchronize()
@@ -141,9 +156,16 @@ class CompressedMethods:
             self._tell_once("not finite", NOT_FINITE)
             return loss
         self._check_untouched()
-        self._dgc_update.step(self, self._dgc.compressed, own_step)
+        # torch's own wrapper runs the step hooks, once, around everything that the step does
+        torch.optim.Optimizer.profile_hook_step(self._apply)(self)
         self._dgc_watch.applied(self._dgc.names)
         return loss
+
+    def _apply(self: Any, _: Any) -> None:
+        own_step: Any = super(type(self), self).step.__func__  # type: ignore[misc]
+        if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
+            own_step = own_step.__wrapped__
+        self._dgc_update.step(self, self._dgc.compressed, lambda: own_step(self))
 
     def _check_nothing_unfrozen(self: Any) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
@@ -157,8 +179,7 @@ class CompressedMethods:
 
     def _check_untouched(self: Any) -> None:
         """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
-        unscaled = self._dgc_scaler is not None and self._dgc_scaler.is_enabled()
-        if self._dgc_watch.changed_since_synchronized(expected=1 if unscaled else 0) and not self._dgc.undo_clipping():
+        if self._dgc_watch.changed_since_synchronized() and not self._dgc.undo_clipping():
             self._tell_once("clipping", CLIPPED_UPDATE)
 
     def _tell_once(self: Any, key: str, text: str) -> None:
@@ -173,13 +194,19 @@ class CompressedMethods:
                 "optimizer.zero_grad() was called after backward() but before step() or synchronize(); the gradients "
                 "are being exchanged. Call it after step(), or before backward()"
             )
+        self._synchronized = False
         super(type(self), self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """As torch's; a stock checkpoint's momentum and moments are taken over. A step under way is dropped."""
+        """As torch's; a stock checkpoint's momentum and moments are taken over, and u and v start empty."""
+        if self._handles:
+            raise UnsupportedUse(
+                "load_state_dict() between backward() and step(): gradients are being exchanged; call it after step()"
+            )
         _DistributedOptimizer.load_state_dict(self, state_dict)
         if self.process_set.included():
-            self._dgc.forget_step()
+            self._dgc.clear_state()
+            self._dgc_update.prepare(self)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Raises UnsupportedUse: the ranks have agreed on the buckets."""
@@ -207,6 +234,12 @@ class CompressedMethods:
 def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
+
+
+def _already_unscaled(scaler: Any, optimizer: Any) -> bool:
+    states = getattr(scaler, "_per_optimizer_states", {})
+    stage = states[id(optimizer)].get("stage") if id(optimizer) in states else None
+    return getattr(stage, "name", "") == "UNSCALED"
 
 
 def _scale_of(grad_scaler: Any) -> Callable[[], float]:

@@ -9,33 +9,49 @@ from dgc_horovod.torch.exchange import GradientExchange
 
 _log = logging.getLogger("dgc_horovod")
 
+
+def _make_visible() -> None:
+    """Show INFO on stderr, unless the program has set up logging itself."""
+    if not _log.handlers and not logging.getLogger().handlers:
+        _log.addHandler(logging.StreamHandler())
+        _log.setLevel(logging.INFO)
+
+
 NOT_FINITE = "a gradient was not finite on some rank; that step is applied on no rank"
 LATE_CHANGE = (
     "p.grad was changed between backward() and synchronize(), when it had been taken already; the change has no "
     "effect. To clip, pass clip_norm=c to the compression"
 )
+UNSCALED_TOO_EARLY = (
+    "GradScaler.unscale_ or step() ran before the gradients were synchronized. Call optimizer.synchronize() before "
+    "scaler.unscale_(optimizer) and scaler.step(optimizer), the latter inside `with optimizer.skip_synchronize():`"
+)
+SCALER_NOT_PASSED = (
+    "a GradScaler drives this optimizer, which does not know its scale, so residuals of different scales would be "
+    "added up; pass grad_scaler=scaler to DistributedOptimizer"
+)
 CLIPPED_UPDATE = (
     "p.grad was changed between synchronize() and step(). After compression it is an update that arrives in bursts, "
-    "and what is clipped off it is lost; pass clip_norm=c to the compression instead. If it was GradScaler.unscale_, "
-    "pass grad_scaler= to DistributedOptimizer"
+    "and what is clipped off it is lost; pass clip_norm=c to the compression instead"
 )
 
 
 def describe(exchange: GradientExchange) -> None:
     """What is compressed and what is not, and the one recommendation."""
+    _make_visible()
     config, layout = exchange.config, exchange.layout
     numel = sum(bucket.numel for bucket in layout.buckets)
+    dense = sum(p.numel() for p in exchange.dense)
     _log.info(
-        "dgc_horovod: %s at density %g: %d tensors (%d elements) in %d buckets; %d tensors (%d elements) dense: %s",
+        "dgc_horovod: %s, density %g: %d tensors compressed in %d buckets; %d with %.2g%% of all elements stay dense",
         config.rule,
         config.final_density,
         len(exchange.compressed),
-        numel,
         len(layout.buckets),
         len(exchange.dense),
-        sum(p.numel() for p in exchange.dense),
-        ", ".join(layout.dense),
+        100 * dense / max(1, dense + numel),
     )
+    _log.debug("dgc_horovod: dense: %s", ", ".join(layout.dense))
     if envvars.horovod_autotune():
         _log.warning(
             "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"

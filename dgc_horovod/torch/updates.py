@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ Parameter = torch.Tensor
 class PlainUpdate:
     """Error feedback alone: the gradient enters the residual, the user's optimizer takes what comes back."""
 
-    def prepare(self, optimizer: torch.optim.Optimizer, compressed: Iterable[Parameter]) -> None:
-        """Called once after wrapping: make the optimizer's state what every rank needs it to be."""
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after wrapping and after loading a state."""
+        fill_state(optimizer)
 
     def feed(self, p: Parameter, group: Group) -> Feed:
         """How this step's gradient of `p` enters the residual."""
@@ -78,16 +79,9 @@ class SGDUpdate(_SplitUpdate):
     linearity u and b together are the stock buffer, so a stock checkpoint's buffer loads into b exactly.
     """
 
-    def prepare(self, optimizer: torch.optim.Optimizer, compressed: Iterable[Parameter]) -> None:
-        sparse_path = set(compressed)
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                state = optimizer.state[p]  # an entry per parameter: never empty, or broadcasting it takes a step
-                needed = group["momentum"] and (group["weight_decay"] or p not in sparse_path)
-                if needed and state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-
     def feed(self, p: Parameter, group: Group) -> Feed:
+        if group["momentum"] and group["dampening"]:
+            raise UnsupportedUse(_refusal("SGD's dampening", "dampening=0"))
         return MomentumFeed(float(group["momentum"]), bool(group["nesterov"]))
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
@@ -106,6 +100,9 @@ class SGDUpdate(_SplitUpdate):
         pull = p * decay if decay else None
         if buffer is None:
             return pull
+        if pull is None and not buffer.any():  # the zeros of `prepare`: with no decay they stay zeros
+            state["momentum_buffer"] = None
+            return None
         buffer.mul_(m)
         if pull is not None:
             buffer.add_(pull)
@@ -118,17 +115,12 @@ class SGDUpdate(_SplitUpdate):
 class AdamUpdate(_SplitUpdate):
     """Adam, AdamW: each rank's own Adam direction enters the residual; ``w -= lr*mean(s)`` after the exchange."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoupled: bool) -> None:
+        self._adamw = decoupled
         self._steps: dict[Parameter, int] = {}
 
-    def prepare(self, optimizer: torch.optim.Optimizer, compressed: Iterable[Parameter]) -> None:
-        sparse_path = set(compressed)
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                state = optimizer.state[p]
-                if not state and p not in sparse_path:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    def _decoupled(self, group: Group) -> bool:
+        return self._adamw or bool(group.get("decoupled_weight_decay"))
 
     def feed(self, p: Parameter, group: Group) -> Feed:
         self._steps[p] = self._steps.get(p, 0) + 1
@@ -136,7 +128,7 @@ class AdamUpdate(_SplitUpdate):
         return AdamFeed((float(b1), float(b2)), float(group["eps"]), self._steps[p])
 
     def decay_before(self, group: Group) -> float:
-        return 0.0 if _decoupled(group) else float(group["weight_decay"])
+        return 0.0 if self._decoupled(group) else float(group["weight_decay"])
 
     def adopt_state(self, p: Parameter, state: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
         if "exp_avg" not in state:
@@ -148,18 +140,35 @@ class AdamUpdate(_SplitUpdate):
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
         lr = float(group["lr"])
-        if _decoupled(group) and group["weight_decay"]:
+        if self._decoupled(group) and group["weight_decay"]:
             p.mul_(1 - lr * group["weight_decay"])
         p.add_(update, alpha=lr if group["maximize"] else -lr)
-
-
-def _decoupled(group: Group) -> bool:
-    return bool(group.get("decoupled_weight_decay"))
 
 
 def _keeps_step_of(optimizer: torch.optim.Optimizer, stock: type[torch.optim.Optimizer]) -> bool:
     """Whether `optimizer` is a `stock` whose arithmetic has not been overridden."""
     return isinstance(optimizer, stock) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(stock.step)
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
+
+    With an empty state Horovod's ``broadcast_optimizer_state`` takes a real step; and where one rank alone
+    has loaded a checkpoint, the ranks would broadcast different entries and never meet.
+    """
+    sgd = _keeps_step_of(optimizer, torch.optim.SGD)
+    adam = _keeps_step_of(optimizer, torch.optim.Adam) or _keeps_step_of(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups if sgd or adam else []:
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            state = optimizer.state[p]
+            if sgd and group["momentum"] and not group["dampening"] and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            elif adam and not group["amsgrad"] and not state:
+                on_device = group.get("capturable") or group.get("fused")
+                state["step"] = torch.zeros((), device=p.device if on_device else None)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
 
 
 def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainUpdate:
@@ -174,14 +183,15 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
         _refuse(optimizer, lambda g: g["momentum"] and g["dampening"], "SGD's dampening", "dampening=0")
         return SGDUpdate()
     if _keeps_step_of(optimizer, torch.optim.AdamW) or _keeps_step_of(optimizer, torch.optim.Adam):
+        update = AdamUpdate(isinstance(optimizer, torch.optim.AdamW))
         _refuse(optimizer, lambda g: g["amsgrad"], "Adam's amsgrad", "amsgrad=False")
         _refuse(
             optimizer,
-            lambda g: g["maximize"] and g["weight_decay"] and not _decoupled(g),
+            lambda g: g["maximize"] and g["weight_decay"] and not update._decoupled(g),
             "Adam's maximize together with coupled weight decay",
             "AdamW",
         )
-        return AdamUpdate()
+        return update
     _log.warning(
         "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
         "may cost quality (docs/algorithm.md)",
@@ -192,7 +202,11 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
 
 def _refuse(optimizer: torch.optim.Optimizer, bad: Callable[[Group], Any], what: str, instead: str) -> None:
     if any(bad(group) for group in optimizer.param_groups):
-        raise UnsupportedUse(
-            f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
-            "correction such as Compression.topk(...)"
-        )
+        raise UnsupportedUse(_refusal(what, instead))
+
+
+def _refusal(what: str, instead: str) -> str:
+    return (
+        f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
+        "correction such as Compression.topk(...)"
+    )

@@ -39,9 +39,9 @@ class GradientWatch:
         """Whether a gradient was changed after the exchange had taken it: the change has no effect."""
         return any(_version(p) != seen for p, seen in self._taken.items())
 
-    def changed_since_synchronized(self, expected: int) -> bool:
-        """Whether an update was written to more than `expected` times since synchronize."""
-        return any(_version(p) - seen > expected for p, seen in self._synchronized.items())
+    def changed_since_synchronized(self) -> bool:
+        """Whether an update was changed since synchronize; a GradScaler's unscale_ does not count as a change."""
+        return any(_version(p) != seen for p, seen in self._synchronized.items())
 
     def unchanged_since_applied(self) -> bool:
         """Whether every ``p.grad`` is still the update that has been applied."""

@@ -12,7 +12,8 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 CASES = [
     "hand_tables", "loss_scaling", "clipping", "script_habits", "epochs_observed", "disagreements", "low_precision",
-    "larger_batch_identity", "synchronize_twice",
+    "larger_batch_identity", "synchronize_twice", "cast_after_wrapping", "channels_last_clipped", "resume_on_rank_zero",
+    "step_hooks", "half_overflow",
 ]  # fmt: skip
 
 
@@ -75,6 +76,9 @@ def test_script_habits(ranks):
         ("arguments swapped", "second argument is named_parameters"),
         ("model for optimizer", "must be a torch.optim.Optimizer, got Sequential"),
         ("step twice", "no backward pass"),
+        ("unscaled too early", r"optimizer.synchronize\(\) before scaler.unscale_"),
+        ("scaler not passed", "pass grad_scaler=scaler"),
+        ("loaded too early", "call it after step"),
         ("elastic", "fixed -np"),
         ("unfrozen later", "'0.weight' did not require a gradient"),
     ],
@@ -97,6 +101,8 @@ def test_epoch_is_observed(ranks):
     [
         ("density", "config.density: rank 0 has 0.01, rank 1 has 0.02"),
         ("rule", "config.rule: rank 0 has 'gaussian', rank 1 has 'exact'"),
+        ("scaler", "grad_scaler: rank 0 has True, rank 1 has False"),
+        ("groups", "bucket boundaries: rank 0 has"),
         ("compression", "compression: rank 0 has dgc, rank 1 has NoneCompressor"),
         ("shapes", "shapes: rank 0 has 0.weight (65, 32), rank 1 has 0.weight (64, 32)"),
         ("names", "names: rank 0 has 0.weight, rank 1 has other.0.weight"),
@@ -122,6 +128,28 @@ def test_low_precision(ranks):
     found = [rank["behaviour.low_precision"] for rank in ranks]
     assert found[0]["fingerprint"] == found[1]["fingerprint"]
     assert found[0]["dtypes"] == ["torch.bfloat16"] and found[0]["state dtypes"] == ["float32"]
+    assert found[0]["fp32 shadow"] == [True, True]
+
+
+@pytest.mark.parametrize("case", ["cast_after_wrapping", "channels_last_clipped"])
+def test_dtypes_and_layouts(ranks, case):
+    found = [rank[f"behaviour.{case}"] for rank in ranks]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
+    assert found[0].get("in flight", 1) > 0, "the hooks no longer fire"
+
+
+def test_step_hooks_see_the_whole_step_once(ranks):
+    found = ranks[0]["behaviour.step_hooks"]
+    assert found["distance"] < 1e-5 and found["calls"] == [True] * 10
+
+
+def test_half_precision_overflow_is_skipped(ranks):
+    assert all(value for rank in ranks for value in rank["behaviour.half_overflow"].values())
+
+
+def test_rank_zero_alone_resumes_from_a_stock_checkpoint(ranks):
+    for rank in ranks:
+        assert all(distance <= 5e-5 for distance in rank["behaviour.resume_on_rank_zero"].values()), rank
 
 
 def test_larger_batch_identity(ranks):
@@ -139,7 +167,7 @@ def test_half_density_sends_no_more_than_dense_on_four_ranks():
     ranks = run_ranks(4, ["behaviour.half_density_bytes"])
     found = [rank["behaviour.half_density_bytes"] for rank in ranks]
     assert len({result["fingerprint"] for result in found}) == 1
-    headers = 8 * found[0]["steps"] + 400  # flag and step of each bucket, and the ranks' agreement once
+    headers = 12 * found[0]["steps"]  # flag and step of the one bucket
     assert found[0]["bytes_sent"] <= found[0]["bytes_dense"] + headers
     assert found[0]["bytes_received"] <= found[0]["bytes_dense_received"] + 3 * headers
 
@@ -158,6 +186,11 @@ def test_process_set_subset():
     assert all(result["distance"] < 1e-5 for result in found)
     assert found[0]["fingerprint"] == found[1]["fingerprint"] != found[2]["fingerprint"]
     assert found[0]["stats"]["steps"] == 20 and found[2]["stats"] == {}
+
+
+def test_overlapping_process_sets():
+    ranks = run_ranks(3, ["behaviour.overlapping_process_sets"])
+    assert len({rank["behaviour.overlapping_process_sets"]["fingerprint"] for rank in ranks}) == 1
 
 
 def test_exchange_starts_before_backward_ends(tmp_path):

@@ -26,10 +26,14 @@ def test_replicas_identical_after_50_steps_of_every_rule(controller, workers):
         assert stats["bytes_sent"] < 0.6 * stats["bytes_dense"], f"{name}: {stats}"
 
 
-@pytest.mark.parametrize(("controller", "workers"), [("gloo", 3), pytest.param("mpi", 2, marks=pytest.mark.mpi)])
+@pytest.mark.parametrize(("controller", "workers"), LAUNCHES)
 def test_arrival_order_unused_parameters_and_a_second_optimizer(controller, workers):
     cases = ["replicas.arrival_order", "replicas.unused_parameters", "replicas.two_optimizers"]
-    ranks = run_ranks(workers, cases, controller)
+    ranks = run_ranks(workers, [*cases, "replicas.large_bucket"], controller)
+    for rule in ("exact", "sampled", "gaussian"):
+        runs = [rank["replicas.large_bucket"][rule] for rank in ranks]
+        assert len({run["fingerprint"] for run in runs}) == 1, rule
+        assert all(0.8 * 0.005 <= run["density"] <= 0.00501 for run in runs), rule
     for case in cases:
         assert len({str(rank[case]["fingerprint"]) for rank in ranks}) == 1, case
     orders = [rank["replicas.arrival_order"]["order"] for rank in ranks]

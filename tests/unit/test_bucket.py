@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.bucket import TensorSpec, count_for, plan, sends_scattered, spans
+from dgc_horovod.packet import PacketFormat
 
 SHAPES = st.lists(
     st.one_of(st.tuples(st.integers(1, 50), st.integers(1, 50)), st.tuples(st.integers(1, 3000))), max_size=12
@@ -49,7 +50,11 @@ def test_k_is_the_ceiling_of_the_decimal_product():
 
 def test_scattered_exchange_where_an_allgather_costs_more():
     """N*k*b > 64*n bits: never at 0.1%, at density 0.5 from N = 3, at 0.25 from N = 5."""
-    assert not sends_scattered(10**6, 1000, 64, 500)
-    assert [sends_scattered(1000, 500, 64, n) for n in (2, 3)] == [False, True]
-    assert [sends_scattered(1000, 250, 64, n) for n in (4, 5)] == [False, True]
-    assert sends_scattered(2**30, 2**25, 64, 16), "an allgather's output stays below 2**31 bytes"
+
+    def packet(capacity):
+        return PacketFormat(0, 10**6, capacity).coded_bytes
+
+    assert not sends_scattered(10**6, packet(1000), 500)
+    assert [sends_scattered(10**6, packet(500_000), n) for n in (2, 3)] == [False, True]
+    assert [sends_scattered(10**6, packet(250_000), n) for n in (4, 5)] == [False, True]
+    assert sends_scattered(2**30, 2**28, 8), "an allgather's output stays below 2**31 bytes"

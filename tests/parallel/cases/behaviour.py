@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -191,6 +192,9 @@ def script_habits() -> dict[str, Any]:
         "arguments swapped": _error(lambda: DistributedOptimizer(_sgd(model), Compression.dgc())),
         "model for optimizer": _error(lambda: DistributedOptimizer(model, model.named_parameters(), Compression.dgc())),
         "step twice": _error(lambda: _step_twice()),
+        "unscaled too early": _error(lambda: _scaler_without_synchronize()),
+        "scaler not passed": _error(lambda: _scaler_without_synchronize(passed=False)),
+        "loaded too early": _error(lambda: _load_between()),
         "elastic": _error(lambda: _under_elastic(model)),
         "unfrozen later": _error(lambda: _unfrozen_later()),
     }
@@ -259,6 +263,27 @@ def synchronize_twice() -> dict[str, Any]:
     return {"fingerprints": results}
 
 
+def _scaler_without_synchronize(passed: bool = True) -> None:
+    model = smooth_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    given = {"grad_scaler": scaler} if passed else {}
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1), **given)
+    x, y = next(iter(batches(1, hvd.rank())))
+    scaler.scale(F.mse_loss(model(x), y)).backward()
+    scaler.step(optimizer)
+
+
+def _load_between() -> None:
+    model = smooth_model()
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+    x, y = next(iter(batches(1, hvd.rank())))
+    F.mse_loss(model(x), y).backward()
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        optimizer.step()
+
+
 def _under_elastic(model: nn.Module) -> None:
     os.environ["HOROVOD_ELASTIC"] = "1"
     try:
@@ -312,6 +337,12 @@ def disagreements() -> dict[str, str]:
     return {
         "density": _error(lambda: wrap(smooth_model(), Compression.dgc(0.02 if last else 0.01))),
         "rule": _error(lambda: wrap(smooth_model(), Compression.topk(0.01) if last else Compression.gaussian(0.01))),
+        "scaler": _error(
+            lambda: wrap(
+                smooth_model(), Compression.dgc(0.01), grad_scaler=None if last else torch.amp.GradScaler("cpu")
+            )
+        ),
+        "groups": _error(lambda: wrap(smooth_model(), Compression.dgc(0.01), num_groups=2 if last else 3)),
         "compression": _error(lambda: wrap(smooth_model(), Compression.none if last else Compression.dgc(0.01))),
         "shapes": _error(lambda: wrap(small, Compression.dgc(0.01))),
         "names": _error(lambda: DistributedOptimizer(_sgd(holder), renamed, Compression.dgc(0.01))),
@@ -357,10 +388,151 @@ def low_precision() -> dict[str, Any]:
     arrays = state_arrays(optimizer._dgc)
     dtypes = sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None})
     return {
+        "fp32 shadow": [_follows_shadow(dtype) for dtype in (torch.float16, torch.bfloat16)],
         "fingerprint": fingerprint(model.float()),
         "dtypes": dtypes,
         "state dtypes": sorted({str(a.dtype) for d in arrays.values() for a in d.values()}),
     }
+
+
+def _follows_shadow(dtype: torch.dtype) -> bool:
+    """u and v equal those computed in fp32 from the low-precision gradients, bit for bit, wherever nothing was sent."""
+    w = nn.Parameter(torch.zeros(40, 50, dtype=dtype))
+    sgd = torch.optim.SGD([w], lr=1e-3, momentum=0.9)
+    optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.dgc(0.01))
+    u = v = torch.zeros(w.numel())
+    generator = torch.Generator().manual_seed(hvd.rank())
+    same = True
+    for _ in range(8):
+        optimizer.zero_grad()
+        (w * torch.randn(40, 50, generator=generator).to(dtype)).sum().backward()
+        u = u * 0.9 + w.grad.flatten().float()
+        v = v + u
+        optimizer.step()
+        arrays = {name: torch.from_numpy(a) for name, a in state_arrays(optimizer._dgc)["w"].items()}
+        kept = arrays["v"] != 0
+        same &= bool((arrays["v"][kept] == v[kept]).all() and (arrays["u"][kept] == u[kept]).all())
+        same &= int((~kept).sum()) == 20
+        u, v = u * kept, v * kept
+    return same
+
+
+def cast_after_wrapping() -> dict[str, Any]:
+    """``model.double()`` after wrapping: the hooks still fire, the replicas stay equal."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+    model.double()
+    for x, y in batches(5, hvd.rank()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x.double()), y.double()).backward()
+        in_flight = len(optimizer._handles)
+        optimizer.step()
+    return {"fingerprint": fingerprint(model), "in flight": in_flight}
+
+
+def channels_last_clipped() -> dict[str, Any]:
+    """Convolution weights in channels_last, dense path and compressed, with a clip that acts."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 3)).to(memory_format=torch.channels_last)
+    optimizer = DistributedOptimizer(
+        _sgd(model), model.named_parameters(), Compression.dgc(0.05, clip_norm=1e-3, min_numel=1000)
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+        model(x.to(memory_format=torch.channels_last)).pow(2).sum().backward()
+        optimizer.step()
+    return {"fingerprint": fingerprint(model)}
+
+
+def resume_on_rank_zero() -> dict[str, Any]:
+    """Horovod's idiom: rank 0 alone loads a stock checkpoint, then everything is broadcast."""
+    hvd.init()
+    results = {}
+    for name, kind, options in (("SGD", torch.optim.SGD, {"momentum": 0.9}), ("AdamW", torch.optim.AdamW, {})):
+        model = smooth_model()
+        stock = kind(model.parameters(), lr=0.01, **options)
+        x, y = next(iter(batches(1, rank=0)))
+        F.mse_loss(model(x), y).backward()
+        stock.step()
+        again = smooth_model()
+        optimizer = DistributedOptimizer(
+            kind(again.parameters(), lr=0.01, **options),
+            again.named_parameters(),
+            Compression.dgc(1.0, factor_masking=False, min_numel=1),
+        )
+        if hvd.rank() == 0:
+            again.load_state_dict(model.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(stock.state_dict()))
+        hvd.broadcast_parameters(again.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        for own, m in ((stock, model), (optimizer, again)):
+            own.zero_grad()
+            F.mse_loss(m(x), y).backward()  # the same batch on every rank: stock needs no exchange
+            own.step()
+        results[name] = distance(weights(model), weights(again))
+    return results
+
+
+def step_hooks() -> dict[str, Any]:
+    """A post hook that clamps the weights sees the whole step, once; a pre hook sees every gradient."""
+    hvd.init()
+    results, calls = [], []
+    for ours in (False, True):
+        model = smooth_model()
+        sgd = _sgd(model)
+        if ours:
+            compression = Compression.dgc(1.0, factor_masking=False, min_numel=1)
+            sgd = DistributedOptimizer(sgd, model.named_parameters(), compression)
+            sgd.register_step_pre_hook(lambda o, a, k: calls.append(all(p.grad is not None for p in o._dgc.names)))
+        sgd.register_step_post_hook(_clamp)
+        data = batches(10, hvd.rank())
+        for x, y in data:
+            sgd.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if not ours:
+                for p in model.parameters():
+                    p.grad = hvd.allreduce(p.grad)
+            sgd.step()
+        results.append(weights(model))
+    return {"distance": distance(*results), "calls": calls}
+
+
+def _clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data.clamp_(-0.05, 0.05)
+
+
+def half_overflow() -> dict[str, Any]:
+    """fp16 weights whose update leaves fp16's range: the step is applied on no rank, nothing is lost."""
+    hvd.init()
+    w = nn.Parameter(torch.zeros(40, 50, dtype=torch.float16))
+    optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1e-3), [("w", w)], Compression.topk(0.01))
+    for _ in range(30):
+        optimizer.zero_grad()
+        (w * 6e3).sum().backward()
+        optimizer.step()
+    arrays = state_arrays(optimizer._dgc)["w"]
+    return {
+        "weights finite": bool(torch.isfinite(w).all()),
+        "v finite": bool(torch.isfinite(torch.from_numpy(arrays["v"])).all()),
+    }
+
+
+def overlapping_process_sets() -> dict[str, Any]:
+    """An optimizer on ranks 0 and 1, then one on all ranks over the same parameter names."""
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair])
+    model = smooth_model()
+    small = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1), process_set=pair)
+    train(model, small, 2)
+    del small
+    everyone = smooth_model()
+    train(everyone, DistributedOptimizer(_sgd(everyone), everyone.named_parameters(), Compression.dgc(0.1)), 5)
+    return {"fingerprint": fingerprint(everyone)}
 
 
 def larger_batch_identity() -> dict[str, float]:

@@ -1,0 +1,40 @@
+"""The examples run with every choice of compression, and their last line says what it should.
+
+Two epochs each: how good they become is measured by ``python -m benchmarks.settings examples``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOICES = ["none", "fp16", "dgc", "topk", "gaussian", "random"]
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("compression", CHOICES)
+@pytest.mark.parametrize("example", ["torch_digits", "torch_lstm"])
+def test_example(example, compression):
+    command = ["horovodrun", "--gloo", "-np", "2", sys.executable, f"examples/{example}.py", "--epochs", "2"]
+    options = ["--compression", compression, "--warmup-epochs", "0"]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = re.findall(r"RESULT (\{.*\})", done.stdout)
+    assert len(results) == 1, "rank 0 alone reports"
+    result = json.loads(results[0])
+    least, most = {"none": (1, 1), "fp16": (2, 2)}.get(compression, (20, 100))
+    assert least <= result["ratio"] <= most
+    assert result["bytes_dense"] == pytest.approx(result["ratio"] * result["bytes_sent"])
+    if example == "torch_digits":
+        assert 0.05 < result["quality"] <= 1
+    else:
+        assert 1.5 < result["quality"] < 4.7  # log(97) is what a model that knows nothing gets
+    assert re.search(r"epoch", done.stderr), "no progress was shown"
