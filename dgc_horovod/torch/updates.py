@@ -26,11 +26,18 @@ Parameter = torch.Tensor
 
 
 class PlainUpdate:
-    """Error feedback alone: the gradient enters the residual, the user's optimizer takes what comes back."""
+    """Error feedback alone: the gradient enters the residual, the user's optimizer takes what comes back.
+
+    Args:
+        kind: whose arithmetic the user's optimizer has: "sgd", "adam" (AdamW too) or "other".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after wrapping and after loading a state."""
-        fill_state(optimizer)
+        fill_state(optimizer, self.kind)
 
     def feed(self, p: Parameter, group: Group) -> Feed:
         """How this step's gradient of `p` enters the residual."""
@@ -116,6 +123,7 @@ class AdamUpdate(_SplitUpdate):
     """Adam, AdamW: each rank's own Adam direction enters the residual; ``w -= lr*mean(s)`` after the exchange."""
 
     def __init__(self, decoupled: bool) -> None:
+        super().__init__("adam")
         self._adamw = decoupled
         self._steps: dict[Parameter, int] = {}
 
@@ -145,19 +153,21 @@ class AdamUpdate(_SplitUpdate):
         p.add_(update, alpha=lr if group["maximize"] else -lr)
 
 
-def _keeps_step_of(optimizer: torch.optim.Optimizer, stock: type[torch.optim.Optimizer]) -> bool:
-    """Whether `optimizer` is a `stock` whose arithmetic has not been overridden."""
-    return isinstance(optimizer, stock) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(stock.step)
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Whose arithmetic `optimizer`, not yet wrapped, has: a subclass that overrides step() is "other"."""
+    for stock, kind in ((torch.optim.SGD, "sgd"), (torch.optim.AdamW, "adam"), (torch.optim.Adam, "adam")):
+        if isinstance(optimizer, stock) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(stock.step):
+            return kind
+    return "other"
 
 
-def fill_state(optimizer: torch.optim.Optimizer) -> None:
+def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
     """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
 
     With an empty state Horovod's ``broadcast_optimizer_state`` takes a real step; and where one rank alone
     has loaded a checkpoint, the ranks would broadcast different entries and never meet.
     """
-    sgd = _keeps_step_of(optimizer, torch.optim.SGD)
-    adam = _keeps_step_of(optimizer, torch.optim.Adam) or _keeps_step_of(optimizer, torch.optim.AdamW)
+    sgd, adam = kind == "sgd", kind == "adam"
     for group in optimizer.param_groups if sgd or adam else []:
         for p in group["params"]:
             if not p.requires_grad:
@@ -177,12 +187,13 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
     Raises:
         UnsupportedUse: an option of the optimizer that the split would get wrong.
     """
+    kind = _kind(optimizer)
     if not config.momentum_correction:
-        return PlainUpdate()
-    if _keeps_step_of(optimizer, torch.optim.SGD):
+        return PlainUpdate(kind)
+    if kind == "sgd":
         _refuse(optimizer, lambda g: g["momentum"] and g["dampening"], "SGD's dampening", "dampening=0")
-        return SGDUpdate()
-    if _keeps_step_of(optimizer, torch.optim.AdamW) or _keeps_step_of(optimizer, torch.optim.Adam):
+        return SGDUpdate(kind)
+    if kind == "adam":
         update = AdamUpdate(isinstance(optimizer, torch.optim.AdamW))
         _refuse(optimizer, lambda g: g["amsgrad"], "Adam's amsgrad", "amsgrad=False")
         _refuse(
@@ -197,7 +208,7 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
         "may cost quality (docs/algorithm.md)",
         type(optimizer).__name__,
     )
-    return PlainUpdate()
+    return PlainUpdate(kind)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, bad: Callable[[Group], Any], what: str, instead: str) -> None:
