@@ -22,6 +22,11 @@ def smooth_model(seed: int = 0) -> nn.Module:
     )
 
 
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum on all of `model`."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 def batches(steps: int, rank: int, size: int = 16, seed: int = 1) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's shard of a regression task."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)

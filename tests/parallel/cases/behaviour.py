@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import os
-import time
-from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -18,7 +15,7 @@ import torch.nn.functional as F
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from dgc_horovod.torch.exchange import state_arrays
 from tests.helpers import hand_table
-from tests.helpers.training import batches, distance, fingerprint, smooth_model, train, weights
+from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 
 def hand_tables() -> dict[str, Any]:
@@ -129,7 +126,7 @@ def clipping() -> dict[str, Any]:
     results["warnings"] = [text for text in handler.texts if "clip_norm" in text]
     handler.texts.clear()
     model = smooth_model()
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), ours())
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), ours())
     x, y = next(iter(batches(1, hvd.rank())))
     F.mse_loss(model(x), y).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -139,120 +136,13 @@ def clipping() -> dict[str, Any]:
     return results
 
 
-def script_habits() -> dict[str, Any]:
-    """zero_grad with arguments, schedulers, state_dict both ways, broadcast, wrapping again, stock given ours."""
-    hvd.init()
-    model = smooth_model()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
-    optimizer = DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
-    before = weights(model)
-    hvd.broadcast_parameters(model.state_dict(), 0)
-    hvd.broadcast_optimizer_state(optimizer, 0)
-    results: dict[str, Any] = {"broadcast moved weights": distance(before, weights(model))}
-    train(model, optimizer, 10, after_step=_stepper(torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)))
-    results["lr"] = optimizer.param_groups[0]["lr"]
-    results["momentum shown"] = optimizer.param_groups[0]["momentum"]
-    results["is SGD"] = isinstance(optimizer, torch.optim.SGD)
-    for to_none in (False, True):
-        optimizer.zero_grad(set_to_none=to_none)
-    stock = torch.optim.SGD(smooth_model().parameters(), lr=0.1, momentum=0.9)
-    stock.load_state_dict(optimizer.state_dict())
-    results["stock momentum"] = stock.param_groups[0]["momentum"]
-    optimizer.load_state_dict(stock.state_dict())
-    train(model, optimizer, 3)
-    again = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.02), model.named_parameters(), Compression.topk(0.05)
-    )
-    del optimizer
-    train(model, again, 3)
-    results["fingerprint"] = fingerprint(model)
-    results["errors"] = {
-        "wrap twice": _error(lambda: DistributedOptimizer(again, model.named_parameters(), Compression.dgc())),
-        "add_param_group": _error(lambda: again.add_param_group({"params": []})),
-        "adasum": _error(
-            lambda: DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(), op=hvd.Adasum)
-        ),
-        "duplicate names": _error(
-            lambda: DistributedOptimizer(_sgd(model), [("a", p) for p in model.parameters()], Compression.dgc())
-        ),
-        "missing names": _error(
-            lambda: DistributedOptimizer(_sgd(model), list(model.named_parameters())[1:], Compression.dgc())
-        ),
-        "not called": _error(lambda: DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc)),
-        "dampening": _error(
-            lambda: DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
-                model.named_parameters(),
-                Compression.dgc(),
-            )
-        ),
-        "zero_grad between": _error(lambda: _zero_grad_between(model)),
-        "stock given ours": _error(lambda: _stock_given_ours()),
-        "epoch unknown": _error(lambda: _epoch_unknown()),
-        "arguments swapped": _error(lambda: DistributedOptimizer(_sgd(model), Compression.dgc())),
-        "model for optimizer": _error(lambda: DistributedOptimizer(model, model.named_parameters(), Compression.dgc())),
-        "step twice": _error(lambda: _step_twice()),
-        "unscaled too early": _error(lambda: _scaler_without_synchronize()),
-        "scaler not passed": _error(lambda: _scaler_without_synchronize(passed=False)),
-        "loaded too early": _error(lambda: _load_between()),
-        "elastic": _error(lambda: _under_elastic(model)),
-        "unfrozen later": _error(lambda: _unfrozen_later()),
-    }
-    return results
-
-
-def _stepper(scheduler: Any) -> Callable[[int], None]:
-    return lambda step: scheduler.step()
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _error(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _zero_grad_between(model: nn.Module) -> None:
-    model = smooth_model()
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1))
-    x, y = next(iter(batches(1, hvd.rank())))
-    F.mse_loss(model(x), y).backward()
-    try:
-        optimizer.zero_grad()
-    finally:
-        optimizer.step()
-
-
-def _stock_given_ours() -> None:
-    model = smooth_model()
-    train(model, hvd.DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1)), 1)
-
-
-def _epoch_unknown() -> None:
-    model = smooth_model()
-    compression = Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2))
-    train(model, DistributedOptimizer(_sgd(model), model.named_parameters(), compression), 1)
-
-
-def _step_twice() -> None:
-    model = smooth_model()
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1))
-    train(model, optimizer, 2)
-    optimizer.step()
-
-
 def synchronize_twice() -> dict[str, Any]:
     """A second synchronize(), or a step() that synchronizes although that is done, changes nothing."""
     hvd.init()
     results = []
     for times in (0, 1, 2):
         model = smooth_model()
-        optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.02))
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.02))
         for x, y in batches(10, hvd.rank()):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
@@ -263,48 +153,12 @@ def synchronize_twice() -> dict[str, Any]:
     return {"fingerprints": results}
 
 
-def _scaler_without_synchronize(passed: bool = True) -> None:
-    model = smooth_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    given = {"grad_scaler": scaler} if passed else {}
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1), **given)
-    x, y = next(iter(batches(1, hvd.rank())))
-    scaler.scale(F.mse_loss(model(x), y)).backward()
-    scaler.step(optimizer)
-
-
-def _load_between() -> None:
-    model = smooth_model()
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1))
-    x, y = next(iter(batches(1, hvd.rank())))
-    F.mse_loss(model(x), y).backward()
-    try:
-        optimizer.load_state_dict(optimizer.state_dict())
-    finally:
-        optimizer.step()
-
-
-def _under_elastic(model: nn.Module) -> None:
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
-        DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1))
-    finally:
-        del os.environ["HOROVOD_ELASTIC"]
-
-
-def _unfrozen_later() -> None:
-    model = smooth_model()
-    model[0].weight.requires_grad_(False)
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1))
-    train(model, optimizer, 2, before_backward=lambda step: model[0].weight.requires_grad_(step == 1))
-
-
 def epochs_observed() -> dict[str, Any]:
     """A warm-up in epochs follows ``DistributedSampler.set_epoch``."""
     hvd.init()
     model = smooth_model()
     compression = Compression.dgc(0.01, warmup=WarmupSchedule(epochs=3), min_numel=1)
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), compression)
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
     sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=hvd.size(), rank=hvd.rank())
     densities, before = [], 0
     for epoch in range(4):
@@ -316,63 +170,15 @@ def epochs_observed() -> dict[str, Any]:
     return {"densities": densities, "fingerprint": fingerprint(model)}
 
 
-def disagreements() -> dict[str, str]:
-    """Ranks that differ in config, names, shapes, options or epoch: the same error on every rank."""
-    hvd.init()
-    last = hvd.rank() == hvd.size() - 1
-
-    def wrap(model: nn.Module, compression: Any, names: Any = None, **arguments: Any) -> Any:
-        return DistributedOptimizer(_sgd(model), names or model.named_parameters(), compression, **arguments)
-
-    small = nn.Sequential(nn.Linear(32, 64 if last else 65))
-    renamed = [(f"{'other.' if last else ''}{name}", p) for name, p in smooth_model().named_parameters()]
-    holder = nn.ParameterList([p for _, p in renamed])
-
-    def different_epochs() -> None:
-        m = smooth_model()
-        optimizer = wrap(m, Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2)))
-        optimizer.set_epoch(3 if last else 1)
-        train(m, optimizer, 1)
-
-    return {
-        "density": _error(lambda: wrap(smooth_model(), Compression.dgc(0.02 if last else 0.01))),
-        "rule": _error(lambda: wrap(smooth_model(), Compression.topk(0.01) if last else Compression.gaussian(0.01))),
-        "scaler": _error(
-            lambda: wrap(
-                smooth_model(), Compression.dgc(0.01), grad_scaler=None if last else torch.amp.GradScaler("cpu")
-            )
-        ),
-        "groups": _error(lambda: wrap(smooth_model(), Compression.dgc(0.01), num_groups=2 if last else 3)),
-        "compression": _error(lambda: wrap(smooth_model(), Compression.none if last else Compression.dgc(0.01))),
-        "shapes": _error(lambda: wrap(small, Compression.dgc(0.01))),
-        "names": _error(lambda: DistributedOptimizer(_sgd(holder), renamed, Compression.dgc(0.01))),
-        "tensor count": _error(lambda: wrap(smooth_model()[: 2 if last else 4], Compression.dgc(0.01))),
-        "passes": _error(
-            lambda: wrap(smooth_model(), Compression.dgc(0.01), backward_passes_per_step=2 if last else 1)
-        ),
-        "epoch": _error(different_epochs),
-    }
-
-
-def missing_rank() -> dict[str, Any]:
-    """The last rank stays away from a step: the others give up after DGC_TIMEOUT, naming what they waited for."""
-    hvd.init()
-    model = smooth_model()
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.01))
-    train(model, optimizer, 2)
-    start = time.monotonic()
-    if hvd.rank() == hvd.size() - 1:
-        time.sleep(8)
-        return {"error": "", "seconds": 0}
-    error = _error(lambda: train(model, optimizer, 1))
-    return {"error": error, "seconds": time.monotonic() - start}
-
-
 def half_density_bytes() -> dict[str, int]:
     """Bytes at density 0.5, where an allgather of packets would cost more than a dense ring."""
     hvd.init()
     model = smooth_model()
-    train(model, optimizer := DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.5)), 10)
+    train(
+        model,
+        optimizer := DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.5)),
+        10,
+    )
     return {**optimizer.compression_stats(), "fingerprint": fingerprint(model)}
 
 
@@ -380,7 +186,7 @@ def low_precision() -> dict[str, Any]:
     """A bfloat16 model: gradients are accumulated in fp32, p.grad comes back in its own dtype."""
     hvd.init()
     model = smooth_model().bfloat16()
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
     for x, y in batches(10, hvd.rank()):
         optimizer.zero_grad()
         F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
@@ -421,7 +227,7 @@ def cast_after_wrapping() -> dict[str, Any]:
     """``model.double()`` after wrapping: the hooks still fire, the replicas stay equal."""
     hvd.init()
     model = smooth_model()
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
     model.double()
     for x, y in batches(5, hvd.rank()):
         optimizer.zero_grad()
@@ -437,7 +243,7 @@ def channels_last_clipped() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 3)).to(memory_format=torch.channels_last)
     optimizer = DistributedOptimizer(
-        _sgd(model), model.named_parameters(), Compression.dgc(0.05, clip_norm=1e-3, min_numel=1000)
+        momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05, clip_norm=1e-3, min_numel=1000)
     )
     for step in range(3):
         optimizer.zero_grad()
@@ -482,7 +288,7 @@ def step_hooks() -> dict[str, Any]:
     results, calls = [], []
     for ours in (False, True):
         model = smooth_model()
-        sgd = _sgd(model)
+        sgd = momentum_sgd(model)
         if ours:
             compression = Compression.dgc(1.0, factor_masking=False, min_numel=1)
             sgd = DistributedOptimizer(sgd, model.named_parameters(), compression)
@@ -527,11 +333,11 @@ def overlapping_process_sets() -> dict[str, Any]:
     pair = hvd.ProcessSet([0, 1])
     hvd.init(process_sets=[pair])
     model = smooth_model()
-    small = DistributedOptimizer(_sgd(model), model.named_parameters(), Compression.dgc(0.1), process_set=pair)
+    small = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1), process_set=pair)
     train(model, small, 2)
     del small
     everyone = smooth_model()
-    train(everyone, DistributedOptimizer(_sgd(everyone), everyone.named_parameters(), Compression.dgc(0.1)), 5)
+    train(everyone, DistributedOptimizer(momentum_sgd(everyone), everyone.named_parameters(), Compression.dgc(0.1)), 5)
     return {"fingerprint": fingerprint(everyone)}
 
 
@@ -566,9 +372,9 @@ def single_process() -> dict[str, Any]:
     hvd.init()
     model = smooth_model()
     compression = Compression.dgc(1.0, factor_masking=False, min_numel=1)
-    train(model, optimizer := DistributedOptimizer(_sgd(model), model.named_parameters(), compression), 20)
+    train(model, optimizer := DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression), 20)
     plain = smooth_model()
-    train(plain, _sgd(plain), 20)
+    train(plain, momentum_sgd(plain), 20)
     low = smooth_model()
     sgd = torch.optim.SGD(low.parameters(), lr=0.02, momentum=0.9)
     losses = train(low, DistributedOptimizer(sgd, low.named_parameters(), Compression.dgc(0.05)), 60)

@@ -1,0 +1,211 @@
+"""What a script must be told: the messages of everything that is refused, and of ranks that disagree."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
+from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+
+
+def script_habits() -> dict[str, Any]:
+    """zero_grad with arguments, schedulers, state_dict both ways, broadcast, wrapping again, stock given ours."""
+    hvd.init()
+    model = smooth_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
+    before = weights(model)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    results: dict[str, Any] = {"broadcast moved weights": distance(before, weights(model))}
+    train(model, optimizer, 10, after_step=_stepper(torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)))
+    results["lr"] = optimizer.param_groups[0]["lr"]
+    results["momentum shown"] = optimizer.param_groups[0]["momentum"]
+    results["is SGD"] = isinstance(optimizer, torch.optim.SGD)
+    for to_none in (False, True):
+        optimizer.zero_grad(set_to_none=to_none)
+    stock = torch.optim.SGD(smooth_model().parameters(), lr=0.1, momentum=0.9)
+    stock.load_state_dict(optimizer.state_dict())
+    results["stock momentum"] = stock.param_groups[0]["momentum"]
+    optimizer.load_state_dict(stock.state_dict())
+    train(model, optimizer, 3)
+    again = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.02), model.named_parameters(), Compression.topk(0.05)
+    )
+    del optimizer
+    train(model, again, 3)
+    results["fingerprint"] = fingerprint(model)
+    results["errors"] = {
+        "wrap twice": _error(lambda: DistributedOptimizer(again, model.named_parameters(), Compression.dgc())),
+        "add_param_group": _error(lambda: again.add_param_group({"params": []})),
+        "adasum": _error(
+            lambda: DistributedOptimizer(
+                momentum_sgd(model), model.named_parameters(), Compression.dgc(), op=hvd.Adasum
+            )
+        ),
+        "duplicate names": _error(
+            lambda: DistributedOptimizer(momentum_sgd(model), [("a", p) for p in model.parameters()], Compression.dgc())
+        ),
+        "missing names": _error(
+            lambda: DistributedOptimizer(momentum_sgd(model), list(model.named_parameters())[1:], Compression.dgc())
+        ),
+        "not called": _error(
+            lambda: DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc)
+        ),
+        "dampening": _error(
+            lambda: DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
+                model.named_parameters(),
+                Compression.dgc(),
+            )
+        ),
+        "zero_grad between": _error(lambda: _zero_grad_between(model)),
+        "stock given ours": _error(lambda: _stock_given_ours()),
+        "epoch unknown": _error(lambda: _epoch_unknown()),
+        "arguments swapped": _error(lambda: DistributedOptimizer(momentum_sgd(model), Compression.dgc())),
+        "model for optimizer": _error(lambda: DistributedOptimizer(model, model.named_parameters(), Compression.dgc())),
+        "step twice": _error(lambda: _step_twice()),
+        "unscaled too early": _error(lambda: _scaler_without_synchronize()),
+        "scaler not passed": _error(lambda: _scaler_without_synchronize(passed=False)),
+        "loaded too early": _error(lambda: _load_between()),
+        "elastic": _error(lambda: _under_elastic(model)),
+        "unfrozen later": _error(lambda: _unfrozen_later()),
+    }
+    return results
+
+
+def _stepper(scheduler: Any) -> Callable[[int], None]:
+    return lambda step: scheduler.step()
+
+
+def _error(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _zero_grad_between(model: nn.Module) -> None:
+    model = smooth_model()
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+    x, y = next(iter(batches(1, hvd.rank())))
+    F.mse_loss(model(x), y).backward()
+    try:
+        optimizer.zero_grad()
+    finally:
+        optimizer.step()
+
+
+def _stock_given_ours() -> None:
+    model = smooth_model()
+    train(model, hvd.DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1)), 1)
+
+
+def _epoch_unknown() -> None:
+    model = smooth_model()
+    compression = Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2))
+    train(model, DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression), 1)
+
+
+def _step_twice() -> None:
+    model = smooth_model()
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+    train(model, optimizer, 2)
+    optimizer.step()
+
+
+def _scaler_without_synchronize(passed: bool = True) -> None:
+    model = smooth_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    given = {"grad_scaler": scaler} if passed else {}
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1), **given)
+    x, y = next(iter(batches(1, hvd.rank())))
+    scaler.scale(F.mse_loss(model(x), y)).backward()
+    scaler.step(optimizer)
+
+
+def _load_between() -> None:
+    model = smooth_model()
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+    x, y = next(iter(batches(1, hvd.rank())))
+    F.mse_loss(model(x), y).backward()
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        optimizer.step()
+
+
+def _under_elastic(model: nn.Module) -> None:
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
+
+
+def _unfrozen_later() -> None:
+    model = smooth_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+    train(model, optimizer, 2, before_backward=lambda step: model[0].weight.requires_grad_(step == 1))
+
+
+def disagreements() -> dict[str, str]:
+    """Ranks that differ in config, names, shapes, options or epoch: the same error on every rank."""
+    hvd.init()
+    last = hvd.rank() == hvd.size() - 1
+
+    def wrap(model: nn.Module, compression: Any, names: Any = None, **arguments: Any) -> Any:
+        return DistributedOptimizer(momentum_sgd(model), names or model.named_parameters(), compression, **arguments)
+
+    small = nn.Sequential(nn.Linear(32, 64 if last else 65))
+    renamed = [(f"{'other.' if last else ''}{name}", p) for name, p in smooth_model().named_parameters()]
+    holder = nn.ParameterList([p for _, p in renamed])
+
+    def different_epochs() -> None:
+        m = smooth_model()
+        optimizer = wrap(m, Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2)))
+        optimizer.set_epoch(3 if last else 1)
+        train(m, optimizer, 1)
+
+    return {
+        "density": _error(lambda: wrap(smooth_model(), Compression.dgc(0.02 if last else 0.01))),
+        "rule": _error(lambda: wrap(smooth_model(), Compression.topk(0.01) if last else Compression.gaussian(0.01))),
+        "scaler": _error(
+            lambda: wrap(
+                smooth_model(), Compression.dgc(0.01), grad_scaler=None if last else torch.amp.GradScaler("cpu")
+            )
+        ),
+        "groups": _error(lambda: wrap(smooth_model(), Compression.dgc(0.01), num_groups=2 if last else 3)),
+        "compression": _error(lambda: wrap(smooth_model(), Compression.none if last else Compression.dgc(0.01))),
+        "shapes": _error(lambda: wrap(small, Compression.dgc(0.01))),
+        "names": _error(lambda: DistributedOptimizer(momentum_sgd(holder), renamed, Compression.dgc(0.01))),
+        "tensor count": _error(lambda: wrap(smooth_model()[: 2 if last else 4], Compression.dgc(0.01))),
+        "passes": _error(
+            lambda: wrap(smooth_model(), Compression.dgc(0.01), backward_passes_per_step=2 if last else 1)
+        ),
+        "epoch": _error(different_epochs),
+    }
+
+
+def missing_rank() -> dict[str, Any]:
+    """The last rank stays away from a step: the others give up after DGC_TIMEOUT, naming what they waited for."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.01))
+    train(model, optimizer, 2)
+    start = time.monotonic()
+    if hvd.rank() == hvd.size() - 1:
+        time.sleep(8)
+        return {"error": "", "seconds": 0}
+    error = _error(lambda: train(model, optimizer, 1))
+    return {"error": error, "seconds": time.monotonic() - start}
