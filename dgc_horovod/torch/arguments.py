@@ -95,10 +95,10 @@ def check_same_choice(compression: Any, process_set: hvd.ProcessSet) -> None:
         check_agreement(Collectives(process_set, "choice"), {"version": __version__, "compression": name})
 
 
-def agreed_fields(optimizer: Any, parameters: dict[str, torch.Tensor], config: DGCConfig) -> dict[str, str]:
-    """What the ranks must have in common, one text each; lists one entry a line."""
-    numbers = boundaries(optimizer, parameters)
-    groups = {name: numbers[p] for name, p in parameters.items()}
+def agreed_fields(
+    optimizer: Any, parameters: dict[str, torch.Tensor], groups: dict[torch.Tensor, int], config: DGCConfig
+) -> dict[str, str]:
+    """What the ranks must have in common, one text each; lists one entry a line. `groups`: see `boundaries`."""
     return {
         "optimizer": type(optimizer).__name__,
         "op": str(int(optimizer.op)),
@@ -110,7 +110,7 @@ def agreed_fields(optimizer: Any, parameters: dict[str, torch.Tensor], config: D
         "tensor count": str(len(parameters)),
         "names": "\n".join(parameters),
         "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
-        "bucket boundaries": "\n".join(f"{name} {number}" for name, number in groups.items()),
+        "bucket boundaries": "\n".join(f"{name} {groups[p]}" for name, p in parameters.items()),
         "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
     }
 

@@ -70,6 +70,7 @@ class GradientExchange:
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
         self.layout = plan(specs, config)
+        self._kernels: dict[str, Kernels] = {}
         self._runs = [self._make_run(bucket, parameters) for bucket in self.layout.buckets]
         self._place = {p: (run, i) for run in self._runs for i, p in enumerate(run.parameters)}
         dense = {parameters[name]: name for name in self.layout.dense}
@@ -79,9 +80,16 @@ class GradientExchange:
 
     def _make_run(self, bucket: Bucket, parameters: Mapping[str, Parameter]) -> _BucketStep:
         members = tuple(parameters[segment.name] for segment in bucket.segments)
-        kernels = registry.choose(str(members[0].device))
+        kernels = self._kernels_of(members[0])
         engine = BucketEngine(bucket, self.config, kernels, self.collectives.rank, self.collectives.workers)
         return _BucketStep(engine, members)
+
+    def _kernels_of(self, p: Parameter) -> Kernels:
+        """The kernels for the device of `p`, chosen once a device."""
+        device = str(p.device)
+        if device not in self._kernels:
+            self._kernels[device] = registry.choose(device)
+        return self._kernels[device]
 
     @property
     def dense(self) -> list[Parameter]:
@@ -193,7 +201,7 @@ class GradientExchange:
 
     def _finite_square(self, p: Parameter) -> float:
         gradient = self._dense_path.gradients[p].reshape(-1).to(torch.float32)
-        square = _squared_norm(gradient, registry.choose(str(p.device)))
+        square = _squared_norm(gradient, self._kernels_of(p))
         return square if math.isfinite(square) else 0.0
 
     # -- gradients out

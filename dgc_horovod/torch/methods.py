@@ -49,12 +49,13 @@ class CompressedMethods:
         parameters = {self._parameter_names[p]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
         check_parameters(parameters)
         check_same_choice("dgc", self.process_set)
-        check_agreement(Collectives(self.process_set, "start"), agreed_fields(self, parameters, config))
+        groups = boundaries(self, parameters)
+        check_agreement(Collectives(self.process_set, "start"), agreed_fields(self, parameters, groups, config))
         names = "\n".join([f"process set {self.process_set.process_set_id}", *parameters])
         collectives = Collectives(self.process_set, unique_tag(names))
         self._dgc = GradientExchange(
             parameters,
-            boundaries(self, parameters),
+            groups,
             config,
             collectives,
             ReduceSettings(self.op, self.gradient_predivide_factor, self.sparse_as_dense),
