@@ -8,21 +8,19 @@ stopped goes on where it was; remove the file to measure anew.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "settings.json"
+from benchmarks.report import RESULTS, ROOT, environment, write_into_page
+
+KEPT = RESULTS / "settings.json"
 RUN_TIMEOUT_SECONDS = 600
 LSTM_CLIP = 0.1  # the LSTM example's own --clip-norm
 
@@ -62,6 +60,11 @@ def _plain(name: str) -> tuple[str, tuple[str, ...]]:
     return name, ("--compression", name)
 
 
+_VALUES = [
+    (f"{values}, small tensors {dense}", ("--compression", "dgc", "--values", values, "--dense-values", dense))
+    for values, dense in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "8bit"), ("4bit", "8bit"), ("2bit", "8bit"))
+]
+
 STUDIES = {
     "examples": Study(
         "examples/README.md",
@@ -76,6 +79,11 @@ STUDIES = {
             ("largest of the bucket", ("--compression", "dgc")),
             ("largest of each tensor", ("--compression", "dgc", "--scope", "tensor")),
         ),
+    ),
+    "values": Study(
+        "docs/design.md",
+        "The examples on 2 ranks, compression dgc, their default settings",
+        _examples(*_VALUES),
     ),
     "clip-rule": Study(
         "docs/differences-from-the-papers.md",
@@ -93,11 +101,10 @@ STUDIES = {
 def run(variant: Variant, seed: int) -> dict[str, Any]:
     """The example's RESULT line: from the file of results, or by training now."""
     key = " ".join([variant.example, f"-np {variant.ranks}", *variant.options, f"--seed {seed}"])
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if key not in kept:
         kept[key] = {**train(variant, seed), "environment": environment()}
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
     return kept[key]
 
 
@@ -136,25 +143,6 @@ def table(study: Study, rows: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join([*lines, "", f"{study.caption}; mean ± sd over {seeds} seeds."])
 
 
-def environment() -> dict[str, str]:
-    """Versions and machine, for the JSON."""
-    versions = {name: importlib.metadata.version(name) for name in ("dgc-horovod", "horovod", "torch", "numpy")}
-    return {
-        **versions,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": str(os.cpu_count()),
-    }
-
-
-def write_into_page(study_name: str, page: Path, text: str) -> None:
-    """Replace what stands between the study's markers."""
-    begin, end = f"<!-- {study_name}: begin -->", f"<!-- {study_name}: end -->"
-    command = f"`python -m benchmarks.settings {study_name}`"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    page.write_text(pattern.sub(lambda _: f"{begin}\n{text} Made by {command}.\n{end}", page.read_text()))
-
-
 def main() -> None:
     """Run a study."""
     from tqdm import tqdm
@@ -169,7 +157,8 @@ def main() -> None:
         rows[variant.name].append(run(variant, seed))
     text = table(study, rows)
     print(text)
-    write_into_page(args.study, ROOT / study.page, text)
+    made_by = f"Made by `python -m benchmarks.settings {args.study}`."
+    write_into_page(ROOT / study.page, args.study, f"{text} {made_by}")
 
 
 if __name__ == "__main__":

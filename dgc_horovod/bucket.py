@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from dgc_horovod.config import DGCConfig
 
+WHOLE_BUCKET_VALUES = ("bf16", "8bit")
 _COLLECTIVE_LIMIT = 2**31 - 1  # bytes of an allgather output: its counts are C ints
 
 
@@ -36,10 +37,19 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat run of parameters exchanged as one message."""
+    """A flat run of parameters exchanged as one message.
+
+    Args:
+        index: its number among all.
+        segments: its parameters, one after another.
+        whole: every element is sent, none selected: small tensors whose values are coded.
+        values: value codec of a whole bucket.
+    """
 
     index: int
     segments: tuple[Segment, ...]
+    whole: bool = False
+    values: str = ""
 
     @property
     def numel(self) -> int:
@@ -58,18 +68,29 @@ class Span:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The buckets of a model, and the names that are exchanged densely."""
+    """The buckets of a model, and the names of those tensors that are exchanged by allreduce."""
 
     buckets: tuple[Bucket, ...]
     dense: tuple[str, ...]
 
 
 def stays_dense(spec: TensorSpec, config: DGCConfig) -> bool:
-    """Whether a tensor takes the dense path: 1-D (bias, norm) or smaller than ``min_numel``."""
+    """Whether all of a tensor is sent at every step: 1-D (bias, norm) or smaller than ``min_numel``."""
     return spec.numel < config.min_numel or (len(spec.shape) < 2 and not config.compress_1d)
 
 
-def plan(specs: Sequence[TensorSpec], config: DGCConfig) -> BucketLayout:
+def dense_values(config: DGCConfig, workers: int) -> str:
+    """How the dense path travels: "fp32" and "fp16" by allreduce, "bf16" and "8bit" as a whole bucket by allgather.
+
+    "auto" is 8bit up to four workers, where an allgather of bytes brings less than a ring allreduce even of fp16
+    (``N-1`` bytes an element against ``4*(N-1)/N``), and fp32 beyond.
+    """
+    if config.dense_values != "auto":
+        return config.dense_values
+    return "8bit" if workers <= 4 else "fp32"
+
+
+def plan(specs: Sequence[TensorSpec], config: DGCConfig, workers: int = 1) -> BucketLayout:
     """Cut a model into buckets of at most ``bucket_bytes`` of fp32 gradient.
 
     The last parameter comes first: backward reaches it first, so the first bucket is the first to be
@@ -77,19 +98,31 @@ def plan(specs: Sequence[TensorSpec], config: DGCConfig) -> BucketLayout:
 
     Args:
         specs: the parameters in the model's order.
-        config: ``bucket_bytes``, ``min_numel`` and ``compress_1d`` are used.
+        config: ``bucket_bytes``, ``min_numel``, ``compress_1d`` and ``dense_values`` are used.
+        workers: N.
     """
+    groups = _groups([s for s in specs if not stays_dense(s, config)], config.bucket_bytes)
+    buckets = [_bucket(i, group) for i, group in enumerate(groups)]
+    small = [s for s in specs if stays_dense(s, config)]
+    values = dense_values(config, workers)
+    if values in WHOLE_BUCKET_VALUES:
+        for group in _groups(small, config.bucket_bytes):
+            buckets.append(replace(_bucket(len(buckets), group), whole=True, values=values))
+        small = []
+    return BucketLayout(tuple(buckets), tuple(spec.name for spec in small))
+
+
+def _groups(specs: Sequence[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
     groups: list[list[TensorSpec]] = []
     filled = 0
-    for spec in reversed([s for s in specs if not stays_dense(s, config)]):
-        fits = groups and groups[-1][0].boundary == spec.boundary and filled + 4 * spec.numel <= config.bucket_bytes
+    for spec in reversed(specs):
+        fits = groups and groups[-1][0].boundary == spec.boundary and filled + 4 * spec.numel <= most_bytes
         if not fits:
             groups.append([])
             filled = 0
         groups[-1].append(spec)
         filled += 4 * spec.numel
-    dense = tuple(spec.name for spec in specs if stays_dense(spec, config))
-    return BucketLayout(tuple(_bucket(i, group) for i, group in enumerate(groups)), dense)
+    return groups
 
 
 def _bucket(index: int, specs: Sequence[TensorSpec]) -> Bucket:
@@ -107,7 +140,7 @@ def count_for(numel: int, density: float) -> int:
 
 def spans(bucket: Bucket, scope: str, density: float) -> tuple[Span, ...]:
     """The runs from which elements are selected together: the whole bucket, or each of its tensors."""
-    if scope == "bucket":
+    if scope == "bucket" or bucket.whole:
         return (Span(0, bucket.numel, count_for(bucket.numel, density)),)
     return tuple(Span(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)
 

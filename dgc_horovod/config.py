@@ -14,7 +14,8 @@ from dgc_horovod.schedule import WarmupSchedule
 
 RULES = ("exact", "sampled", "gaussian", "random", "threshold")
 SCOPES = ("bucket", "tensor")
-VALUES = ("fp32", "fp16", "bf16")
+VALUES = ("fp32", "fp16", "bf16", "8bit", "4bit", "2bit")
+DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class DGCConfig:
         clip_norm: L2 norm c at which the averaged whole-model gradient would be clipped, > 0; each rank
             clips its own to sqrt(N)*c before it enters the momentum. None: no clipping.
         warmup: density warm-up, or None.
-        values: number format of sent values: fp32, fp16 or bf16; what rounding drops stays in the residual.
+        values: number format of sent values: fp32, fp16, bf16, 8bit, 4bit or 2bit; fewer bits send less, and what
+            rounding drops stays in the residual.
+        dense_values: number format of the tensors that are not compressed (1-D, small): fp32, fp16 by allreduce;
+            bf16, 8bit by allgather, with a residual of their own; auto: 8bit up to 4 workers, fp32 beyond.
         threshold: magnitude for rule "threshold", > 0.
         max_density: most that rule "threshold" may send, in (0, 1]; it fixes the packet's size.
         min_numel: tensors with fewer elements are exchanged densely, >= 1.
@@ -48,7 +52,8 @@ class DGCConfig:
     factor_masking: bool = True
     clip_norm: float | None = None
     warmup: WarmupSchedule | None = None
-    values: str = "fp32"
+    values: str = "bf16"
+    dense_values: str = "auto"
     threshold: float | None = None
     max_density: float = 0.01
     min_numel: int = 1024
@@ -62,6 +67,7 @@ class DGCConfig:
         _check_choice("rule", self.rule, RULES)
         _check_choice("scope", self.scope, SCOPES)
         _check_choice("values", self.values, VALUES)
+        _check_choice("dense_values", self.dense_values, DENSE_VALUES)
         for name in ("momentum_correction", "factor_masking", "compress_1d"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0)):

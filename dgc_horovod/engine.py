@@ -2,13 +2,14 @@
 
 The engine holds what belongs to this rank alone: the residual v and the momentum u (or Adam's moments).
 `BucketEngine.compress` turns a bucket's gradients into one message; whoever owns the communication brings
-back what the ranks sent and hands it to `BucketEngine.receive`, after which `BucketEngine.fill_update` gives
+back what the ranks sent and hands it to `BucketEngine.receive`, after which `BucketEngine.fill` gives
 the aggregated update and `BucketEngine.restore` takes the step back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,48 +18,24 @@ import numpy as np
 from dgc_horovod.bucket import Bucket, Span, sends_scattered, spans
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import RankMismatch
-from dgc_horovod.ops.schema import Array, Kernels
+from dgc_horovod.ops.schema import (
+    NO_ELEMENTS,
+    SPAN,
+    AdamFeed,
+    Array,
+    Elements,
+    Feed,
+    Kernels,
+    MomentumFeed,
+    Seen,
+    State,
+)
 from dgc_horovod.packet import FLAG_NONFINITE, PacketFormat
-from dgc_horovod.selection import SelectionContext, select
+from dgc_horovod.selection import RULES, FloorPredictor, SelectionContext, SpanView, select
 
 # A scattered exchange ends with three sums: of the flags, of the steps modulo 64 and of their squares. Sum and sum of
 # squares both fit only if all steps are equal, and stay exact in fp32 up to 4,096 ranks.
 _STEP_MARK, _MARKS = 64, 3
-
-
-@dataclass(frozen=True)
-class ResidualFeed:
-    """The gradient itself enters the residual: ``v += g`` (TopK-SGD)."""
-
-
-@dataclass(frozen=True)
-class MomentumFeed:
-    """The momentum enters the residual (DGC 3.1): ``u = m*u + g; v += u``, Nesterov ``v += g + m*u``.
-
-    Args:
-        momentum: m in [0, 1), read from the parameter group at every step.
-        nesterov: which of the two forms.
-    """
-
-    momentum: float
-    nesterov: bool = False
-
-
-@dataclass(frozen=True)
-class AdamFeed:
-    """Adam's direction on the local gradient enters the residual.
-
-    Args:
-        betas, eps: as in Adam.
-        step: of this parameter, from 1.
-    """
-
-    betas: tuple[float, float]
-    eps: float
-    step: int
-
-
-Feed = ResidualFeed | MomentumFeed | AdamFeed
 
 
 @dataclass(frozen=True)
@@ -78,11 +55,34 @@ class Message:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What `restore` needs: where something was sent, and what stood there before."""
+    """What `restore` needs: what was sent, as it stood in v, and what stood there in u."""
 
-    positions: np.ndarray
-    v: np.ndarray
-    u: np.ndarray | None
+    elements: Elements
+    masked: np.ndarray | None
+
+
+class _Plan:
+    """What depends on the density alone, and the memory that a step of that density needs."""
+
+    def __init__(self, bucket: Bucket, config: DGCConfig, density: float, workers: int) -> None:
+        self.density = density
+        self.runs: tuple[Span, ...] = spans(bucket, config.scope, density)
+        capacity = sum(run.k for run in self.runs)
+        indices = "every" if bucket.whole else "elias-fano"
+        self.wire = PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
+        self.scattered = sends_scattered(bucket.numel, self.wire.body_bytes, workers)
+        self.predictor = FloorPredictor([r.numel for r in self.runs], [r.k for r in self.runs], config.threshold)
+        self.spans = np.zeros(len(self.runs), SPAN)
+        self.spans["start"] = [run.start for run in self.runs]
+        self.spans["numel"] = [run.numel for run in self.runs]
+        self.payload = np.zeros(self.wire.nbytes, np.uint8)
+        self.decoded = np.empty(capacity, np.float32)
+        self.masked = np.empty(capacity, np.float32)
+        # ranks whose packets are held decoded at once: as many as fit into the memory of one gradient
+        self.held = min(workers, max(1, bucket.numel // (2 * capacity)))
+        self.received = [
+            Elements(np.empty(capacity, np.int32), np.empty(capacity, np.float32)) for _ in range(self.held)
+        ]
 
 
 class BucketEngine:
@@ -95,132 +95,129 @@ class BucketEngine:
         rank: of this worker among `workers`; seeds the rules that draw.
         workers: N, the number of packets that come back.
 
-    Memory: v and the update, 4 bytes an element each; u from the first step with momentum, 4 more
-    (Adam: two moments, 8 more).
+    Memory: v, 4 bytes an element; u from the first step with momentum, 4 more (Adam: two moments, 8 more); for the
+    candidates and packets of a step about 40 bytes for each of the k elements selected.
     """
 
     def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, rank: int, workers: int) -> None:
         self.bucket, self.config, self.kernels = bucket, config, kernels
         self.rank, self.workers = rank, workers
-        self.v: Array = kernels.new(bucket.numel)
-        self.update: Array = kernels.new(bucket.numel)
-        self.u: Array | None = None
-        self.moments: tuple[Array, Array] | None = None
-        self._format: PacketFormat | None = None
-        self._payload = np.empty(0, np.uint8)
-        self._contributions: list[tuple[np.ndarray, np.ndarray]] = []
+        self.state = State(kernels.new(bucket.numel))
+        self.gradients = kernels.gradients(bucket)
+        self._offered = 0
+        self._last_feed: Feed | None = None
+        self._every = np.arange(bucket.numel if bucket.whole else 0, dtype=np.int32)
+        self._plan: _Plan | None = None
+        self._packets: np.ndarray | None = None
+        self._counts: np.ndarray = np.empty(0, np.int64)
         self._summed: np.ndarray | None = None
         self._sent: _Sent | None = None
         self._step = 0
 
     # -- sending
 
-    def compress(
-        self, gradients: Sequence[Array], feeds: Sequence[Feed], scale: float, step: int, density: float
-    ) -> Message:
-        """Take in one step's gradients, then select, encode and subtract what is sent.
-
-        If any of them is not finite, the whole bucket enters as g = 0, nothing is sent, and the message
-        carries a flag on which every rank takes the step back.
+    def offer(self, i: int, gradient: Array, feed: Feed) -> None:
+        """Segment i's gradient is ready.
 
         Args:
-            gradients, feeds, scale: see `accumulate`.
-            step, density: see `send`.
+            i: its number in the bucket.
+            gradient: flat float32 Array; read by `compress`, and must not change before.
+            feed: how it enters the residual.
+        """
+        if feed is not self._last_feed:
+            self._make_state_for(feed)
+        self.gradients.put(i, gradient, feed)
+        self._offered += 1
+
+    def _make_state_for(self, feed: Feed) -> None:
+        self._last_feed = feed
+        if isinstance(feed, MomentumFeed) and feed.momentum and self.state.u is None:
+            self.state.u = self.kernels.new(self.bucket.numel)
+        elif isinstance(feed, AdamFeed):
+            self.adam_moments()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every segment's gradient is here."""
+        return self._offered == len(self.bucket.segments)
+
+    def compress(self, scale: float, step: int, density: float) -> Message:
+        """Take in the gradients that were offered, then select, encode and subtract what is sent.
+
+        Elements of a gradient that are not finite enter as 0. If there are any, or v leaves the range of fp32 (then u
+        and v start again from nothing), nothing is sent, and the message carries a flag on which every rank takes the
+        step back.
+
+        Args:
+            scale: factor of the gradients (clipping, loss scale), > 0.
+            step: schedule step, equal on all ranks.
+            density: of this step, in (0, 1]; 1 for a bucket that is sent whole.
 
         Returns:
             The message. Its payload is reused by the next call.
+
+        Cost: one pass over the bucket (`Kernels.take_in`) while the selection moves slowly, else one read more.
         """
-        finite = self.accumulate(gradients, feeds, scale)
-        return self.send(step, density, finite)
-
-    def accumulate(self, gradients: Sequence[Array], feeds: Sequence[Feed], scale: float) -> bool:
-        """Add one step's gradients to u and v; any number of times before `send`.
-
-        Args:
-            gradients: one flat float32 Array per segment, in the bucket's order; read only.
-            feeds: how each enters the residual.
-            scale: factor of the gradients (clipping, loss scale), > 0.
-
-        Returns:
-            Whether they were finite; if not, g = 0 was taken instead. False also where v has left the range of
-            fp32; then u and v start again from nothing.
-        """
-        finite = all(self.kernels.all_finite(g) for g in gradients)
-        for segment, gradient, feed in zip(self.bucket.segments, gradients, feeds, strict=True):
-            self._accumulate(segment.start, gradient if finite else self.kernels.new(segment.numel), feed, scale)
-        if not self.kernels.all_finite(self.v):  # sums of finite gradients can leave fp32's range
+        plan = self._plan_for(1.0 if self.bucket.whole else density)
+        rule = RULES[self.config.rule]
+        looks = rule.by_size and not self.bucket.whole
+        plan.spans["floor"] = plan.predictor.floors if looks else math.inf
+        moments = rule.moments and not self.bucket.whole
+        self._step, self._offered = step, 0
+        room = plan.predictor.room if looks else 0
+        seen = self.kernels.take_in(self.gradients, self.state, scale, plan.spans, room, moments)
+        if not seen.residual_finite:  # sums of finite gradients can leave fp32's range
             self.clear()
-            return False
-        return finite
+        if not (seen.gradients_finite and seen.residual_finite):
+            return self._send(plan, NO_ELEMENTS, FLAG_NONFINITE)
+        if self.bucket.whole:
+            return self._send(plan, Elements(self._every, self.kernels.to_host(self.state.v).copy()), 0)
+        return self._send(plan, self._select(plan, seen), 0)
 
-    def send(self, step: int, density: float, finite: bool = True) -> Message:
-        """Select from v, encode, and subtract what is sent.
+    def _plan_for(self, density: float) -> _Plan:
+        if self._plan is None or self._plan.density != density:
+            self._plan = _Plan(self.bucket, self.config, density, self.workers)
+        return self._plan
 
-        Args:
-            step: schedule step, equal on all ranks.
-            density: of this step, in (0, 1].
-            finite: what `accumulate` returned; if False, nothing is sent and the message is flagged.
-        """
-        self._step = step
-        runs = spans(self.bucket, self.config.scope, density)
-        capacity = sum(run.k for run in runs)
-        self._format = PacketFormat(self.bucket.index, self.bucket.numel, capacity, values=self.config.values)
-        positions = self._select(runs) if finite else np.empty(0, np.int64)
-        return self._encode(self._format, positions, 0 if finite else FLAG_NONFINITE)
-
-    def clear(self) -> None:
-        """Empty the residual, the momentum and the moments."""
-        self.kernels.fill_zero(self.v)
-        self.u = self.moments = self._sent = None
-
-    def _accumulate(self, start: int, gradient: Array, feed: Feed, scale: float) -> None:
-        here = slice(start, start + len(gradient))
-        v = self.v[here]
-        if isinstance(feed, AdamFeed):
-            first, second = self.adam_moments()
-            self.kernels.accumulate_adam(first[here], second[here], v, gradient, scale, feed.betas, feed.eps, feed.step)
-        elif isinstance(feed, MomentumFeed) and feed.momentum:
-            if self.u is None:
-                self.u = self.kernels.new(self.bucket.numel)
-            self.kernels.accumulate_momentum(self.u[here], v, gradient, scale, feed.momentum, feed.nesterov)
-        else:
-            self.kernels.accumulate_residual(v, gradient, scale)
-
-    def adam_moments(self) -> tuple[Array, Array]:
-        """First and second local moments of the whole bucket, made at first use."""
-        if self.moments is None:
-            self.moments = self.kernels.new(self.bucket.numel), self.kernels.new(self.bucket.numel)
-        return self.moments
-
-    def _select(self, runs: Sequence[Span]) -> np.ndarray:
+    def _select(self, plan: _Plan, seen: Seen) -> Elements:
         chosen = []
-        for number, run in enumerate(runs):
+        for number, run in enumerate(plan.runs):
+            view = self._view(plan, number, seen.candidates)
             context = SelectionContext(partial(self._generator, number), self.config.threshold)
-            x = self.v[run.start : run.start + run.numel]
-            chosen.append(select(self.config.rule, self.kernels, x, run.k, context) + run.start)
-        return np.concatenate(chosen)
+            noted = view.candidates if seen.candidates is not None else seen.noted * run.k / plan.wire.capacity
+            chosen.append(select(self.config.rule, view, run.k, context))
+            plan.predictor.learn(number, chosen[-1].values, noted)
+        if len(chosen) == 1:
+            return chosen[0]
+        return Elements(np.concatenate([c.positions for c in chosen]), np.concatenate([c.values for c in chosen]))
+
+    def _view(self, plan: _Plan, number: int, candidates: Elements | None) -> SpanView:
+        run, noted = plan.runs[number], plan.spans[number]
+        if candidates is not None and len(plan.runs) > 1:
+            low, high = np.searchsorted(candidates.positions, [run.start, run.start + run.numel])
+            candidates = Elements(candidates.positions[low:high], candidates.values[low:high])
+        x = self.state.v[run.start : run.start + run.numel]
+        sums = (float(noted["sum"]), float(noted["squares"])) if RULES[self.config.rule].moments else None
+        return SpanView(self.kernels, x, run.start, candidates, float(noted["floor"]), sums)
 
     def _generator(self, span: int) -> np.random.Generator:
         """Random source that depends on rank, bucket, span and step alone, not on what was drawn before."""
         key = (self.config.seed, self.rank, self.bucket.index, span, self._step)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
-    def _encode(self, wire: PacketFormat, positions: np.ndarray, flags: int) -> Message:
-        values = self.kernels.take(self.v, positions)
-        if self._payload.size != wire.nbytes:
-            self._payload = np.empty(wire.nbytes, np.uint8)
-        decoded = wire.encode(positions, values, self._step, flags, self._payload)
-        if not decoded.all():  # rounded to zero: not sent, so not masked either
-            positions, values = positions[decoded != 0], values[decoded != 0]
-            decoded = wire.encode(positions, values, self._step, flags, self._payload)
-        masked = self.u is not None and self.config.factor_masking
-        self._sent = _Sent(positions, values, self.kernels.take(self.u, positions) if masked else None)
-        self.kernels.put(self.v, positions, values - decoded)
-        if masked:
-            self.kernels.put(self.u, positions, 0.0)
-        if sends_scattered(wire.numel, wire.coded_bytes, self.workers):
-            return Message(self._scatter(positions, decoded, flags), True, positions.size)
-        return Message(self._payload, False, positions.size)
+    def _send(self, plan: _Plan, elements: Elements, flags: int) -> Message:
+        coder, count = self.kernels.coder, elements.values.size
+        decoded = plan.decoded[:count]
+        while plan.wire.encode(coder, *elements, self._step, flags, plan.payload, decoded) and not self.bucket.whole:
+            kept = decoded != 0  # what was rounded to zero is not sent, so it is not masked either
+            elements = Elements(elements.positions[kept], elements.values[kept])
+            decoded = plan.decoded[: elements.values.size]
+        masks = self.state.u is not None and self.config.factor_masking
+        self._sent = _Sent(elements, plan.masked[: elements.values.size] if masks else None)
+        self.kernels.settle(self.state, elements, decoded, self._sent.masked)
+        if plan.scattered:
+            return Message(self._scatter(elements.positions, decoded, flags), True, elements.values.size)
+        return Message(plan.payload, False, elements.values.size)
 
     def _scatter(self, positions: np.ndarray, values: np.ndarray, flags: int) -> np.ndarray:
         dense = np.zeros(self.bucket.numel + _MARKS, np.float32)
@@ -228,6 +225,31 @@ class BucketEngine:
         mark = self._step % _STEP_MARK
         dense[-_MARKS:] = flags, mark, mark * mark
         return dense
+
+    # -- state
+
+    def clear(self) -> None:
+        """Empty the residual, the momentum and the moments."""
+        self.kernels.fill_zero(self.state.v)
+        self.state.u = self.state.moments = self._sent = self._last_feed = None
+        if self._plan is not None:
+            self._plan.predictor.forget()
+
+    def adam_moments(self) -> tuple[Array, Array]:
+        """First and second local moments of the whole bucket, made at first use."""
+        if self.state.moments is None:
+            self.state.moments = self.kernels.new(self.bucket.numel), self.kernels.new(self.bucket.numel)
+        return self.state.moments
+
+    def restore(self) -> None:
+        """Take back what the last `compress` sent: v and u are, bit for bit, as after accumulation."""
+        if self._sent is None:
+            return
+        elements, masked = self._sent.elements, self._sent.masked
+        self.kernels.put(self.state.v, elements)
+        if masked is not None:
+            self.kernels.put(self.state.u, Elements(elements.positions, masked))
+        self._sent = None
 
     # -- receiving
 
@@ -237,61 +259,85 @@ class BucketEngine:
         Nothing is changed yet, so an error leaves the state as it was.
 
         Args:
-            received: the N packets after one another (uint8), or the summed float32 vector.
+            received: the N packets after one another (uint8), or the summed float32 vector; kept until the next call.
 
         Raises:
             CorruptPacket, RankMismatch: on every rank alike, since all see the same bytes.
+
+        Cost: N*k elements decoded.
         """
-        assert self._format is not None
+        assert self._plan is not None
         if received.dtype == np.float32:
-            if received.size != self.bucket.numel + _MARKS:
-                raise RankMismatch(
-                    f"bucket {self.bucket.index}: {received.size} values came back, expected "
-                    f"{self.bucket.numel + _MARKS}"
-                )
-            flags, marks, squares = received[-_MARKS:]
-            mark = self._step % _STEP_MARK
-            if marks != self.workers * mark or squares != self.workers * mark * mark:
-                raise RankMismatch(
-                    f"bucket {self.bucket.index}: the ranks are at different steps (here {self._step}); "
-                    "all ranks must run the same number of steps"
-                )
-            self._contributions, self._summed = [], received[:-_MARKS]
-            return bool(flags == 0)
-        if received.size != self.workers * self._format.nbytes:
+            return self._receive_summed(received)
+        wire = self._plan.wire
+        if received.size != self.workers * wire.nbytes:
             raise RankMismatch(
                 f"bucket {self.bucket.index}: {received.size} bytes came back, expected {self.workers} packets of "
-                f"{self._format.nbytes}; the ranks are at different densities: is the epoch the same everywhere?"
+                f"{wire.nbytes}; the ranks are at different densities: is the epoch the same everywhere?"
             )
-        rows = received.reshape(self.workers, self._format.nbytes)
-        packets = [self._format.decode(row, self._step, rank) for rank, row in enumerate(rows)]
-        self._contributions, self._summed = [(positions, values) for positions, values, _ in packets], None
-        return all(flags == 0 for _, _, flags in packets)
+        self._packets, self._summed = received.reshape(self.workers, wire.nbytes), None
+        self._counts, flags = wire.read_headers(self.kernels.coder, self._packets, self._step)
+        for _ in self._decoded_groups():
+            pass
+        return not flags.any()
 
-    def fill_update(self, scale: float) -> Array:
-        """``update = scale * sum over ranks of what they sent``, added in rank order.
+    def _receive_summed(self, received: np.ndarray) -> bool:
+        if received.size != self.bucket.numel + _MARKS:
+            raise RankMismatch(
+                f"bucket {self.bucket.index}: {received.size} values came back, expected {self.bucket.numel + _MARKS}"
+            )
+        flags, marks, squares = received[-_MARKS:]
+        mark = self._step % _STEP_MARK
+        if marks != self.workers * mark or squares != self.workers * mark * mark:
+            raise RankMismatch(
+                f"bucket {self.bucket.index}: the ranks are at different steps (here {self._step}); "
+                "all ranks must run the same number of steps"
+            )
+        self._packets, self._summed = None, received[:-_MARKS]
+        return bool(flags == 0)
 
-        May be called again until the next `receive`: what came back is kept.
+    def _decoded_groups(self) -> Iterator[list[Elements]]:
+        """What the ranks sent, in rank order, as many ranks at a time as are held decoded."""
+        plan, packets = self._plan, self._packets
+        assert plan is not None and packets is not None
+        for first in range(0, self.workers, plan.held):
+            group = []
+            for room, rank in zip(plan.received, range(first, min(first + plan.held, self.workers)), strict=False):
+                count = int(self._counts[rank])
+                elements = Elements(room.positions[:count], room.values[:count])
+                plan.wire.decode(self.kernels.coder, packets[rank], count, rank, *elements)
+                group.append(elements)
+            yield group
+
+    @property
+    def contributions(self) -> list[Elements]:
+        """What each rank sent, of the last packets received; copies."""
+        return [Elements(e.positions.copy(), e.values.copy()) for group in self._decoded_groups() for e in group]
+
+    def fill(self, targets: Sequence[Array], scale: float) -> bool:
+        """``update = scale * sum over ranks of what they sent``, added in rank order: the same bits on every rank.
+
+        May be called again until the next `receive`.
 
         Args:
+            targets: one flat float32 Array per segment, overwritten.
             scale: 1/N for the mean, 1 for the sum, times the loss scale.
 
         Returns:
-            The update of the whole bucket, the same bits on every rank. Overwritten by the next call.
+            Whether every element is finite.
         """
         if self._summed is not None:
-            self.kernels.copy_scaled(self.update, self.kernels.from_host(self._summed), scale)
-            return self.update
-        self.kernels.fill_zero(self.update)
-        for positions, values in self._contributions:
-            self.kernels.add_at(self.update, positions, values * np.float32(scale))
-        return self.update
+            return self.kernels.fill_summed(targets, self.bucket, self.kernels.from_host(self._summed), scale)
+        finite = True
+        for number, group in enumerate(self._held_groups()):
+            finite = self.kernels.fill(targets, self.bucket, group, scale, fresh=number == 0) and finite
+        return finite
 
-    def restore(self) -> None:
-        """Take back what the last `compress` sent: v and u are, bit for bit, as after accumulation."""
-        if self._sent is None:
-            return
-        self.kernels.put(self.v, self._sent.positions, self._sent.v)
-        if self._sent.u is not None:
-            self.kernels.put(self.u, self._sent.positions, self._sent.u)
-        self._sent = None
+    def _held_groups(self) -> Iterator[list[Elements]]:
+        """As `_decoded_groups`, from what `receive` has left decoded if that was everything."""
+        assert self._plan is not None
+        if self._plan.held < self.workers:
+            yield from self._decoded_groups()
+        else:
+            counts = self._counts.tolist()
+            yield [Elements(e.positions[:n], e.values[:n]) for e, n in zip(self._plan.received, counts, strict=True)]

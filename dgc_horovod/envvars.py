@@ -25,7 +25,9 @@ TIMEOUT = EnvironmentVariable(
     "DGC_TIMEOUT", "120", "seconds a rank waits for a collective before it gives up with CollectiveTimeout"
 )
 BACKEND = EnvironmentVariable(
-    "DGC_BACKEND", "auto", "kernels: auto, torch_eager (torch operations), reference (NumPy; CPU only, slow)"
+    "DGC_BACKEND",
+    "auto",
+    "kernels: auto, native (C++; CPU), torch_eager (torch operations), reference (NumPy; CPU only, slow)",
 )
 ALL = (TIMEOUT, BACKEND)
 

@@ -8,13 +8,17 @@ of elements really sent stands in the header and the rest of the payload is zero
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
+from dgc_horovod.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc_horovod.codecs.indices import EliasFanoIndices
 from dgc_horovod.errors import CorruptPacket, RankMismatch
 
 MAGIC = int.from_bytes(b"DGCp", "little")
-VERSION = 1
+VERSION = 2
 FLAG_NONFINITE = 1
 
 HEADER = np.dtype(
@@ -33,71 +37,7 @@ HEADER = np.dtype(
         ("checksum", "<u4"),
     ]
 )
-
-
-def _words(nbytes: int) -> int:
-    return -(-nbytes // 4) * 4
-
-
-class Int32Indices:
-    """Positions as plain int32: 32 bits each."""
-
-    code, name = 1, "int32"
-
-    def nbytes(self, numel: int, capacity: int) -> int:
-        return 4 * capacity
-
-    def encode(self, positions: np.ndarray, numel: int, out: np.ndarray) -> None:
-        out[: 4 * positions.size].view("<i4")[:] = positions
-
-    def decode(self, data: np.ndarray, count: int, numel: int) -> np.ndarray:
-        """Ascending unique positions in [0, numel), or CorruptPacket."""
-        positions = data[: 4 * count].view("<i4").astype(np.int64)
-        if count and (positions[0] < 0 or positions[-1] >= numel or (np.diff(positions) <= 0).any()):
-            raise CorruptPacket(f"positions are not ascending within [0, {numel})")
-        return positions
-
-
-class FloatValues:
-    """Values as fp32 or fp16; fp16 saturates at +-65504 and the rest stays in the residual."""
-
-    def __init__(self, code: int, name: str, dtype: str) -> None:
-        self.code, self.name, self.dtype = code, name, np.dtype(dtype)
-        self._largest = float(np.finfo(self.dtype).max)
-
-    def nbytes(self, capacity: int) -> int:
-        return self.dtype.itemsize * capacity
-
-    def encode(self, values: np.ndarray, out: np.ndarray) -> None:
-        out[: self.nbytes(values.size)].view(self.dtype)[:] = np.clip(values, -self._largest, self._largest)
-
-    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
-        return data[: self.nbytes(count)].view(self.dtype).astype(np.float32)
-
-
-class BFloat16Values:
-    """Values as bfloat16, rounded to nearest even, saturating at its largest finite number."""
-
-    code, name = 3, "bf16"
-    _LARGEST = np.uint32(0x7F7F0000)
-
-    def nbytes(self, capacity: int) -> int:
-        return 2 * capacity
-
-    def encode(self, values: np.ndarray, out: np.ndarray) -> None:
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        size = np.minimum(bits & np.uint32(0x7FFFFFFF), self._LARGEST)
-        rounded = (size + np.uint32(0x7FFF) + ((size >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        out[: 2 * values.size].view("<u2")[:] = rounded | ((bits >> np.uint32(16)) & np.uint32(0x8000))
-
-    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
-        return (data[: 2 * count].view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-INDEX_CODECS = {codec.name: codec for codec in (Int32Indices(),)}
-VALUE_CODECS = {
-    codec.name: codec for codec in (FloatValues(1, "fp32", "<f4"), FloatValues(2, "fp16", "<f2"), BFloat16Values())
-}
+CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -115,21 +55,35 @@ class PacketFormat:
     numel: int
     capacity: int
     values: str = "fp32"
-    indices: str = "int32"
+    indices: str = "elias-fano"
 
-    @property
-    def coded_bytes(self) -> int:
+    @cached_property
+    def values_at(self) -> int:
+        """Where the values begin in the body, which is what follows the header."""
+        return INDEX_CODECS[self.indices].nbytes(self.numel, self.capacity)
+
+    @cached_property
+    def body_bytes(self) -> int:
         """Size of a packet without its header."""
-        return self.nbytes - HEADER.itemsize
+        return self.values_at + VALUE_CODECS[self.values].nbytes(self.capacity)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of a packet, whatever it carries."""
-        return self._values_at + _words(VALUE_CODECS[self.values].nbytes(self.capacity))
+        return HEADER.itemsize + self.body_bytes
 
-    @property
-    def _values_at(self) -> int:
-        return HEADER.itemsize + _words(INDEX_CODECS[self.indices].nbytes(self.numel, self.capacity))
+    @cached_property
+    def low_bits(self) -> int:
+        """Elias-Fano's parameter, for native coders."""
+        return EliasFanoIndices.low_bits(self.numel, self.capacity)
+
+    @cached_property
+    def _constants(self) -> np.ndarray:
+        """The header of every packet, but for step, flags, count and checksum."""
+        header = np.zeros(1, HEADER)
+        for name, value in self.expected(0).items():
+            header[name] = value
+        return header
 
     def expected(self, step: int) -> dict[str, int]:
         """The header fields in which all packets of one step must agree."""
@@ -145,71 +99,127 @@ class PacketFormat:
             "reserved": 0,
         }
 
-    def encode(self, positions: np.ndarray, values: np.ndarray, step: int, flags: int, out: np.ndarray) -> np.ndarray:
-        """Write a packet into `out`; returns the values as the receivers will decode them.
+    def encode(
+        self,
+        coder: Coder,
+        positions: np.ndarray,
+        values: np.ndarray,
+        step: int,
+        flags: int,
+        out: np.ndarray,
+        decoded: np.ndarray,
+    ) -> int:
+        """Write a packet into `out`, and into `decoded` the values as the receivers will read them.
 
         Args:
-            positions: ascending unique positions, at most `capacity`.
+            coder: writes the body.
+            positions: ascending unique int32 positions, at most `capacity`.
             values: the float32 values there, finite.
             step: schedule step of the sender.
             flags: FLAG_NONFINITE or 0.
             out: `nbytes` uint8, overwritten whole.
+            decoded: float32, room for the values.
+
+        Returns:
+            How many of the decoded values are zero.
         """
         out.fill(0)
-        INDEX_CODECS[self.indices].encode(positions, self.numel, out[HEADER.itemsize : self._values_at])
-        body = out[self._values_at :]
-        VALUE_CODECS[self.values].encode(values, body)
-        header = out[: HEADER.itemsize].view(HEADER)[0]
-        for name, value in self.expected(step).items():
-            header[name] = value
-        header["flags"], header["count"] = flags, positions.size
-        header["checksum"] = checksum(out)
-        return VALUE_CODECS[self.values].decode(body, positions.size)
+        zeros = coder.encode(self, positions, values, out[HEADER.itemsize :], decoded)
+        header = out[: HEADER.itemsize].view(HEADER)
+        header[:] = self._constants
+        header["step"], header["flags"], header["count"] = step % 2**32, flags, positions.size
+        header["checksum"] = coder.checksum(out)
+        return zeros
 
-    def decode(self, packet: np.ndarray, step: int, rank: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Read and check one packet; returns positions, float32 values and flags.
-
-        Args:
-            packet: `nbytes` uint8.
-            step: schedule step of the reader; the sender's must be the same.
-            rank: the sender, for the message.
+    def read_headers(self, coder: Coder, packets: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Check the headers of all ranks' packets, (ranks, nbytes) uint8; returns counts and flags.
 
         Raises:
-            CorruptPacket: magic, checksum, count, positions or values are impossible.
+            CorruptPacket: magic, checksum, count or flags are impossible.
             RankMismatch: the packet is sound, but of another version, bucket, step, size or codec.
         """
-        header = packet[: HEADER.itemsize].view(HEADER)[0]
-        if header["magic"] != MAGIC or header["checksum"] != checksum(packet):
-            raise CorruptPacket(f"bucket {self.bucket}: the packet of rank {rank} is damaged (magic or checksum)")
+        headers = np.ascontiguousarray(packets[:, : HEADER.itemsize]).view(HEADER)[:, 0]
+        sums = np.array([coder.checksum(packet) for packet in packets], np.uint32)
+        damaged = (headers["magic"] != MAGIC) | (headers["checksum"] != sums)
+        for rank in np.flatnonzero(damaged).tolist():
+            raise self._corrupt(rank, "damaged (magic or checksum)")
         for name, ours in self.expected(step).items():
-            if header[name] != ours:
+            for rank in np.flatnonzero(headers[name] != ours).tolist():
                 raise RankMismatch(
-                    f"bucket {self.bucket}: rank {rank} sent a packet with {name} {header[name]}, here it is {ours}; "
-                    "all ranks must run the same version, config, model and number of steps"
+                    f"bucket {self.bucket}: rank {rank} sent a packet with {name} {headers[name][rank]}, here it is "
+                    f"{ours}; all ranks must run the same version, config, model and number of steps"
                 )
-        count, flags = int(header["count"]), int(header["flags"])
-        if count > self.capacity or flags & ~FLAG_NONFINITE:
-            raise CorruptPacket(
-                f"bucket {self.bucket}: the packet of rank {rank} says count {count} (at most {self.capacity}), "
-                f"flags {flags}"
-            )
+        impossible = (headers["count"] > self.capacity) | ((headers["flags"] & ~np.uint16(FLAG_NONFINITE)) != 0)
+        for rank in np.flatnonzero(impossible).tolist():
+            count, flags = headers["count"][rank], headers["flags"][rank]
+            raise self._corrupt(rank, f"impossible: count {count} (at most {self.capacity}), flags {flags}")
+        return headers["count"].astype(np.int64), headers["flags"]
+
+    def decode(
+        self, coder: Coder, packet: np.ndarray, count: int, rank: int, positions: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Read the elements of one packet whose header has been checked.
+
+        Args:
+            coder: reads the body.
+            packet: `nbytes` uint8.
+            count: as its header says.
+            rank: the sender, for the message.
+            positions, values: int32 and float32 of `count` elements, filled in.
+
+        Raises:
+            CorruptPacket: the positions are not ascending within the bucket, or a value is not finite.
+        """
+        if problem := coder.decode(self, packet[HEADER.itemsize :], count, positions, values):
+            raise self._corrupt(rank, f"impossible: {problem}")
+
+    def _corrupt(self, rank: int, what: str) -> CorruptPacket:
+        return CorruptPacket(f"bucket {self.bucket}: the packet of rank {rank} is {what}")
+
+
+class Coder(Protocol):
+    """Writes and reads packets' bodies, byte for byte as `NumpyCoder` does."""
+
+    def encode(
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
+    ) -> int:
+        """Write the elements into a body of zeros; `decoded` gets the values as read back. Returns their zeros."""
+
+    def decode(
+        self, wire: PacketFormat, body: np.ndarray, count: int, positions: np.ndarray, values: np.ndarray
+    ) -> str:
+        """Read `count` elements of a body; returns what is wrong with them, or ""."""
+
+    def checksum(self, packet: np.ndarray) -> int:
+        """Sum of the packet's 32-bit words, each times an odd weight, modulo 2^32, without the checksum's own.
+
+        Odd weights are invertible, so no change of a single word goes unseen; a sum can be taken in any order.
+        """
+
+
+class NumpyCoder:
+    """The coder that is the truth."""
+
+    def encode(
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
+    ) -> int:
+        INDEX_CODECS[wire.indices].encode(positions, wire.numel, wire.capacity, body[: wire.values_at])
+        codec, part = VALUE_CODECS[wire.values], body[wire.values_at :]
+        codec.encode(values, wire.capacity, part)
+        decoded[:] = codec.decode(part, values.size, wire.capacity)
+        return int(values.size - np.count_nonzero(decoded))
+
+    def decode(
+        self, wire: PacketFormat, body: np.ndarray, count: int, positions: np.ndarray, values: np.ndarray
+    ) -> str:
         try:
-            positions = INDEX_CODECS[self.indices].decode(packet[HEADER.itemsize : self._values_at], count, self.numel)
+            positions[:] = INDEX_CODECS[wire.indices].decode(body[: wire.values_at], count, wire.numel, wire.capacity)
+            values[:] = VALUE_CODECS[wire.values].decode(body[wire.values_at :], count, wire.capacity)
         except CorruptPacket as error:
-            raise CorruptPacket(f"bucket {self.bucket}: the packet of rank {rank}: {error}") from None
-        values = VALUE_CODECS[self.values].decode(packet[self._values_at :], count)
-        if not np.isfinite(values).all():
-            raise CorruptPacket(f"bucket {self.bucket}: the packet of rank {rank} holds values that are not finite")
-        return positions, values, flags
+            return str(error)
+        return ""
 
-
-def checksum(packet: np.ndarray) -> int:
-    """Sum of the packet's 32-bit words, each times an odd weight, modulo 2^32, without the checksum's own.
-
-    Odd weights are invertible, so no change of a single word goes unseen; a sum can be taken in any order.
-    """
-    words = packet.view("<u4")
-    weights = np.arange(1, 2 * words.size, 2, dtype=np.uint32)
-    own = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
-    total = int(np.dot(words, weights)) - int(words[own]) * int(weights[own])
-    return total % 2**32
+    def checksum(self, packet: np.ndarray) -> int:
+        words = packet.view("<u4")
+        weights = np.arange(1, 2 * words.size, 2, dtype=np.uint32)
+        return (int(np.dot(words, weights)) - int(words[CHECKSUM_WORD]) * int(weights[CHECKSUM_WORD])) % 2**32

@@ -15,7 +15,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from dgc_horovod.config import SCOPES
+from dgc_horovod.config import DENSE_VALUES, SCOPES, VALUES
 
 UNCOMPRESSED = ("none", "fp16")  # Horovod's own; the other choices keep a residual and take a density
 CHOICES = (*UNCOMPRESSED, "dgc", "topk", "gaussian", "random")
@@ -58,6 +58,8 @@ def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--compression", choices=CHOICES, default="dgc", help="what is sent each step")
     add("--scope", choices=SCOPES, default="bucket", help="what the elements are selected from together")
+    add("--values", choices=VALUES, default="bf16", help="number format of the elements sent")
+    add("--dense-values", choices=DENSE_VALUES, default="auto", help="and of the small tensors that are not compressed")
     add("--density", type=fraction, metavar="D", help="fraction of elements sent, in (0, 1]")
     add("--epochs", type=some, metavar="E", help="passes over the data")
     add("--batch-size", type=some, metavar="B", help="samples per rank and step")
@@ -69,6 +71,11 @@ def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
     add("--seed", type=count, default=0, metavar="S", help="of initial weights and of the order of the samples")
     parser.set_defaults(**defaults)
     return parser
+
+
+def fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the compression that every example lets be chosen."""
+    return {name: getattr(args, name) for name in ("density", "scope", "values", "dense_values")}
 
 
 def learning_rate(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[int], float]:

@@ -86,7 +86,7 @@ def main() -> None:
     compression = getattr(Compression, args.compression)
     if args.compression not in common.UNCOMPRESSED:
         warmup = WarmupSchedule(epochs=args.warmup_epochs) if args.warmup_epochs else None
-        compression = compression(density=args.density, scope=args.scope, warmup=warmup)
+        compression = compression(**common.fields(args), warmup=warmup)
     optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

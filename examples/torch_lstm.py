@@ -97,7 +97,7 @@ def main() -> None:
     compression = getattr(Compression, args.compression)
     if compressed:
         warmup = WarmupSchedule(steps=args.warmup_epochs * STEPS_PER_EPOCH) if args.warmup_epochs else None
-        compression = compression(density=args.density, scope=args.scope, clip_norm=args.clip_norm, warmup=warmup)
+        compression = compression(**common.fields(args), clip_norm=args.clip_norm, warmup=warmup)
     optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

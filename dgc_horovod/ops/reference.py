@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc_horovod.ops.schema import CHUNK, LANES
+from dgc_horovod.ops.composed import ComposedKernels
+from dgc_horovod.ops.schema import CHUNK, LANES, Elements
 
 
 def _scaled(g: np.ndarray, scale: float) -> np.ndarray:
@@ -29,7 +30,7 @@ def _tree_sum(x: np.ndarray) -> float:
     return float(sums[0]) if sums.size else 0.0
 
 
-class ReferenceKernels:
+class ReferenceKernels(ComposedKernels):
     """`schema.Kernels` on NumPy arrays."""
 
     name = "reference"
@@ -41,8 +42,14 @@ class ReferenceKernels:
     def all_finite(self, x: np.ndarray) -> bool:
         return bool(np.isfinite(x).all())
 
+    def zero_unless_finite(self, x: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(x), x, np.float32(0))
+
+    def chunks(self, x: np.ndarray, stride: int) -> np.ndarray:
+        return np.concatenate([x[start : start + CHUNK] for start in range(0, x.size, CHUNK * stride)])
+
     def sums(self, x: np.ndarray) -> tuple[float, float]:
-        wide = x.astype(np.float64)
+        wide = self.zero_unless_finite(x).astype(np.float64)
         return _tree_sum(wide), _tree_sum(wide * wide)
 
     def accumulate_residual(self, v: np.ndarray, g: np.ndarray, scale: float) -> None:
@@ -84,16 +91,16 @@ class ReferenceKernels:
         return int(np.count_nonzero(np.abs(x) >= np.float32(threshold)))
 
     def positions_at_least(self, x: np.ndarray, threshold: float) -> np.ndarray:
-        return np.flatnonzero((np.abs(x) >= np.float32(threshold)) & (x != 0))
+        return np.flatnonzero((np.abs(x) >= np.float32(threshold)) & (x != 0)).astype(np.int32)
 
-    def top_k(self, x: np.ndarray, k: int) -> np.ndarray:
+    def top_positions(self, x: np.ndarray, k: int) -> np.ndarray:
         if k >= np.count_nonzero(x):
-            return np.flatnonzero(x)
+            return self.positions_at_least(x, 0.0)
         size = np.abs(x)
         kth = np.partition(size, x.size - k)[x.size - k]
         above = np.flatnonzero(size > kth)
         ties = np.flatnonzero(size == kth)[: k - above.size]
-        return np.sort(np.concatenate([above, ties]))
+        return np.sort(np.concatenate([above, ties])).astype(np.int32)
 
     def sample(self, x: np.ndarray, start: int, stride: int) -> np.ndarray:
         return np.abs(x[start::stride])
@@ -101,8 +108,8 @@ class ReferenceKernels:
     def take(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return x[positions]
 
-    def put(self, x: np.ndarray, positions: np.ndarray, values: np.ndarray | float) -> None:
-        x[positions] = values
+    def put(self, x: np.ndarray, elements: Elements) -> None:
+        x[elements.positions] = elements.values
 
     def add_at(self, x: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
         x[positions] += values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import BackendUnavailable, ConfigError
+from dgc_horovod.ops import native
 from dgc_horovod.ops.schema import Kernels
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,22 @@ def _torch_missing(device: str) -> str:
     return ""
 
 
+def _native_missing(device: str) -> str:
+    if device != "cpu":
+        return f"it has no kernels for {device} tensors"
+    try:
+        native.load()
+    except BackendUnavailable as error:
+        return str(error)
+    return ""
+
+
+def _create_native(device: str) -> Kernels:
+    from dgc_horovod.ops.native_kernels import NativeKernels
+
+    return NativeKernels()
+
+
 def _create_torch_eager(device: str) -> Kernels:
     from dgc_horovod.ops.torch_eager import TorchEagerKernels
 
@@ -47,11 +65,19 @@ def _create_reference(device: str) -> Kernels:
 
 
 BACKENDS = (
+    Backend("native", _native_missing, _create_native),
     Backend("torch_eager", _torch_missing, _create_torch_eager),
     Backend(
         "reference", lambda device: "" if device == "cpu" else f"NumPy cannot hold {device} tensors", _create_reference
     ),
 )
+
+
+@functools.cache
+def _say_once_that_it_is_slower(name: str, reason: str) -> None:
+    _log.warning(
+        "dgc_horovod: compressing with %s kernels, several times slower than the native ones (%s)", name, reason
+    )
 
 
 def choose(device: str) -> Kernels:
@@ -72,6 +98,8 @@ def choose(device: str) -> Kernels:
         reason = backend.reason_against(device.split(":")[0])
         if not reason:
             _log.debug("kernels on %s: %s%s", device, backend.name, f" ({'; '.join(reasons)})" if reasons else "")
+            if device == "cpu" and wanted == "auto" and reasons:
+                _say_once_that_it_is_slower(backend.name, reasons[0])
             return backend.create(device)
         reasons.append(f"{backend.name}: {reason}")
     raise BackendUnavailable(

@@ -7,15 +7,20 @@ Arithmetic rules, so that backends, instruction sets and thread counts agree exa
 * sums are taken in float64 over the fixed tree described in `Kernels.sums`;
 * denormals are kept (gradual underflow), never flushed.
 
-An ``Array`` is the backend's own flat float32 vector (NumPy array, torch tensor). Positions and the
-values at them cross the contract as NumPy arrays on the host: there are only k of them.
+An ``Array`` is the backend's own flat float32 vector (NumPy array, torch tensor). Positions and the values at them
+cross the contract as NumPy arrays on the host (`Elements`): there are only about k of them.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from dgc_horovod.bucket import Bucket
+from dgc_horovod.packet import Coder
 
 Array = Any
 
@@ -23,83 +28,223 @@ CHUNK = 4096
 LANES = 16
 
 
+@dataclass(frozen=True)
+class ResidualFeed:
+    """The gradient itself enters the residual: ``v += g`` (TopK-SGD)."""
+
+
+@dataclass(frozen=True)
+class MomentumFeed:
+    """The momentum enters the residual (DGC 3.1): ``u = m*u + g; v += u``, Nesterov ``v += g; v += m*u``.
+
+    Args:
+        momentum: m in [0, 1), read from the parameter group at every step.
+        nesterov: which of the two forms.
+    """
+
+    momentum: float
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class AdamFeed:
+    """Adam's direction on the local gradient enters the residual.
+
+    ``first = b1*first + (1-b1)*g; second = b2*second + (1-b2)*g*g;``
+    ``v += (first / (1-b1**step)) / (sqrt(second) / sqrt(1-b2**step) + eps)``.
+
+    Args:
+        betas, eps: as in Adam.
+        step: of this parameter, from 1.
+    """
+
+    betas: tuple[float, float]
+    eps: float
+    step: int
+
+
+Feed = ResidualFeed | MomentumFeed | AdamFeed
+
+
+class Elements(NamedTuple):
+    """Some elements of a bucket: ascending int32 positions, and the float32 values there."""
+
+    positions: np.ndarray
+    values: np.ndarray
+
+
+NO_ELEMENTS = Elements(np.empty(0, np.int32), np.empty(0, np.float32))
+
+
+@dataclass
+class State:
+    """What one rank keeps of a bucket: the residual v, the momentum u, or Adam's two moments; made at first use."""
+
+    v: Array
+    u: Array | None = None
+    moments: tuple[Array, Array] | None = None
+
+
+# A run of a bucket from which elements are selected together, as a pass sees it: what to note, and what it noted. The
+# layout is that of csrc/dgc.h.
+SPAN = np.dtype(
+    [
+        ("start", np.int64),
+        ("numel", np.int64),
+        ("sum", np.float64),
+        ("squares", np.float64),
+        ("floor", np.float32),  # elements of at least this magnitude, which is > 0, are candidates; infinity: none
+        ("unused", np.int32),
+    ]
+)
+
+
+class Gradients(Protocol):
+    """The gradients of one bucket as they become ready, and how each enters the residual."""
+
+    def put(self, i: int, gradient: Array, feed: Feed) -> None:
+        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.take_in`."""
+
+    def squared_norm(self) -> float:
+        """Sum of the squares of all gradients; what is not finite counts as zero. One read of them."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a pass over a bucket saw.
+
+    Args:
+        gradients_finite, residual_finite: whether the gradients were, and v is.
+        noted: how many elements reached their span's floor.
+        candidates: those elements, until the next pass over the bucket; None if there was no room for them.
+    """
+
+    gradients_finite: bool
+    residual_finite: bool
+    noted: int
+    candidates: Elements | None
+
+
 class Kernels(Protocol):
     """One backend on one device. All methods that change an array change it in place."""
 
     name: str
     array_kind: str  # "numpy" or "torch": what an Array is
+    coder: Coder
+
+    # -- arrays
 
     def new(self, numel: int) -> Array:
         """A zero vector of `numel` float32."""
-
-    def all_finite(self, x: Array) -> bool:
-        """Whether `x` holds neither NaN nor infinity. One read of x."""
-
-    def sums(self, x: Array) -> tuple[float, float]:
-        """Sum and sum of squares of `x` in float64, in one fixed order.
-
-        x is cut into chunks of 4,096 (the last one filled with zeros), a chunk into 256 rows of 16
-        lanes. Neighbouring rows are added pairwise until one is left, then the upper half of the lanes
-        is added to the lower until one is left; the chunks' sums are added pairwise, neighbours first,
-        an odd last one with zero. Squares of float32 are exact in float64 and cannot overflow, so the
-        second sum is finite if and only if x is. One read of x.
-        """
-
-    def accumulate_residual(self, v: Array, g: Array, scale: float) -> None:
-        """``v += scale*g`` (TopK-SGD). Reads g, v; writes v."""
-
-    def accumulate_momentum(self, u: Array, v: Array, g: Array, scale: float, momentum: float, nesterov: bool) -> None:
-        """``u = m*u + scale*g``; ``v += u``, or with Nesterov ``v += scale*g; v += m*u`` (DGC 3.1).
-
-        Reads g, u, v; writes u, v: 20 bytes an element.
-        """
-
-    def accumulate_adam(
-        self,
-        first: Array,
-        second: Array,
-        v: Array,
-        g: Array,
-        scale: float,
-        betas: tuple[float, float],
-        eps: float,
-        step: int,
-    ) -> None:
-        """Adam's direction on the local gradient, added to v.
-
-        ``first = b1*first + (1-b1)*g; second = b2*second + (1-b2)*g*g;``
-        ``v += (first / (1-b1**step)) / (sqrt(second) / sqrt(1-b2**step) + eps)``. `step` counts from 1.
-        """
-
-    def count_at_least(self, x: Array, threshold: float) -> int:
-        """How many elements have ``|x| >= threshold``. One read of x."""
-
-    def positions_at_least(self, x: Array, threshold: float) -> np.ndarray:
-        """Ascending int64 positions of the non-zero elements with ``|x| >= threshold``. One read of x."""
-
-    def top_k(self, x: Array, k: int) -> np.ndarray:
-        """Ascending positions of the k largest ``|x|``; ties go to the lower position; zeros never."""
-
-    def sample(self, x: Array, start: int, stride: int) -> np.ndarray:
-        """Magnitudes of ``x[start::stride]``, on the host."""
-
-    def take(self, x: Array, positions: np.ndarray) -> np.ndarray:
-        """The float32 values at `positions`, on the host."""
-
-    def put(self, x: Array, positions: np.ndarray, values: np.ndarray | float) -> None:
-        """``x[positions] = values``."""
-
-    def add_at(self, x: Array, positions: np.ndarray, values: np.ndarray) -> None:
-        """``x[positions] += values``; the positions are unique, so the order does not matter."""
-
-    def fill_zero(self, x: Array) -> None:
-        """``x = 0``."""
-
-    def copy_scaled(self, x: Array, source: Array, scale: float) -> None:
-        """``x = source * scale``."""
 
     def to_host(self, x: Array) -> np.ndarray:
         """`x` as a NumPy array; a view where the memory is the host's."""
 
     def from_host(self, values: np.ndarray) -> Array:
         """A host float32 vector as an Array; a view where the memory is the host's."""
+
+    def fill_zero(self, x: Array) -> None:
+        """``x = 0``."""
+
+    def take(self, x: Array, positions: np.ndarray) -> np.ndarray:
+        """The float32 values at `positions`, on the host."""
+
+    def put(self, x: Array, elements: Elements) -> None:
+        """``x[positions] = values``."""
+
+    # -- the pass over a bucket
+
+    def gradients(self, bucket: Bucket) -> Gradients:
+        """An empty set of gradients for `bucket`."""
+
+    def take_in(self, gradients: Any, state: State, scale: float, spans: np.ndarray, room: int, moments: bool) -> Seen:
+        """Add ``scale * gradient`` of every segment to u and v as its feed says; look at v on the way.
+
+        What is not finite in a gradient enters as 0.
+
+        Args:
+            gradients: of this backend, one of each segment; let go of afterwards.
+            state: v, and u or moments where a feed needs them.
+            scale: > 0.
+            spans: SPAN records in ascending order.
+            room: most candidates wanted.
+            moments: whether to fill in the spans' sum and squares (see `moments`).
+
+        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28.
+        """
+
+    # -- looking at v
+
+    def sums(self, x: Array) -> tuple[float, float]:
+        """Sum and sum of squares of `x` in float64, in one fixed order; what is not finite counts as zero.
+
+        x is cut into chunks of 4,096 (the last one filled with zeros), a chunk into 256 rows of 16
+        lanes. Neighbouring rows are added pairwise until one is left, then the upper half of the lanes
+        is added to the lower until one is left; the chunks' sums are added pairwise, neighbours first,
+        an odd last one with zero. Squares of float32 are exact in float64 and cannot overflow. One read of x.
+        """
+
+    def moments(self, x: Array) -> tuple[float, float]:
+        """`sums` of every `moment_stride`-th chunk of x: a first guess needs no more."""
+
+    def count_at_least(self, x: Array, threshold: float) -> int:
+        """How many elements have ``|x| >= threshold``. One read of x."""
+
+    def at_least(self, x: Array, threshold: float) -> Elements:
+        """The non-zero elements with ``|x| >= threshold``. One read of x."""
+
+    def top_k(self, x: Array, k: int) -> Elements:
+        """The k largest ``|x|``; ties go to the lower position; zeros never. Reads x several times."""
+
+    def sample(self, x: Array, start: int, stride: int) -> np.ndarray:
+        """Magnitudes of ``x[start::stride]``, on the host."""
+
+    # -- among few elements, on the host
+
+    def keep_largest(self, elements: Elements, k: int) -> Elements:
+        """As `top_k`, among `elements`, whose memory is used for the result."""
+
+    def keep_at_least(self, elements: Elements, threshold: float) -> Elements:
+        """As `at_least`, among `elements`, whose memory is used for the result."""
+
+    def kth_largest(self, values: np.ndarray, k: int) -> float:
+        """The k-th largest magnitude of host values, 1 <= k <= size."""
+
+    # -- what was sent leaves, what came back is added
+
+    def settle(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+        """``v = values - decoded`` at the positions; with `masked`, u's values go there and ``u = 0`` (DGC 3.2)."""
+
+    def fill(
+        self, targets: Sequence[Array], bucket: Bucket, contributions: Sequence[Elements], scale: float, fresh: bool
+    ) -> bool:
+        """``update = sum over contributions of values * fp32(scale)``, added in their order.
+
+        Args:
+            targets: one flat float32 Array per segment, written to.
+            bucket: says where each begins.
+            contributions: of ranks, in rank order.
+            scale: 1/N for the mean, 1 for the sum, times the loss scale.
+            fresh: begin with zero; if not, add to what is there.
+
+        Returns:
+            Whether every element is finite.
+
+        Cost: one write of the targets, and N*k additions.
+        """
+
+    def fill_summed(self, targets: Sequence[Array], bucket: Bucket, summed: Array, scale: float) -> bool:
+        """``update = summed * fp32(scale)``; returns whether every element is finite."""
+
+
+def moment_stride(chunks: int) -> int:
+    """Of how many chunks one is looked at for the moments: all of them up to 128, a sixteenth from 1,024 on."""
+    return 1 if chunks < 128 else min(chunks // 64, 16)
+
+
+def moment_numel(numel: int) -> int:
+    """How many of `numel` elements are in the chunks that `Kernels.moments` looks at."""
+    chunks = -(-numel // CHUNK)
+    seen = range(0, chunks, moment_stride(chunks))
+    last_seen = bool(seen) and seen[-1] == chunks - 1
+    return len(seen) * CHUNK - (chunks * CHUNK - numel if last_seen else 0)

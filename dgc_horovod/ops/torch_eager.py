@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dgc_horovod.ops.schema import CHUNK, LANES
+from dgc_horovod.ops.composed import ComposedKernels
+from dgc_horovod.ops.schema import CHUNK, LANES, Elements
 
 _SUM_BLOCK = 256 * CHUNK  # elements widened to float64 at a time: bounds the temporary at 8 MiB
 
@@ -26,6 +27,10 @@ def _chunk_sums(x: torch.Tensor) -> torch.Tensor:
     return lanes[:, 0]
 
 
+def _on_host(positions: torch.Tensor) -> np.ndarray:
+    return positions.to("cpu", torch.int32).numpy()
+
+
 def _pairwise(sums: torch.Tensor) -> float:
     while sums.numel() > 1:
         sums = torch.nn.functional.pad(sums, (0, sums.numel() % 2))
@@ -33,7 +38,7 @@ def _pairwise(sums: torch.Tensor) -> float:
     return float(sums[0]) if sums.numel() else 0.0
 
 
-class TorchEagerKernels:
+class TorchEagerKernels(ComposedKernels):
     """`schema.Kernels` on flat float32 torch tensors of one device."""
 
     name = "torch_eager"
@@ -51,10 +56,16 @@ class TorchEagerKernels:
         low, high = torch.aminmax(x)  # one pass; NaN propagates
         return bool(torch.isfinite(low) & torch.isfinite(high))
 
+    def zero_unless_finite(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.isfinite(x), x, 0.0)
+
+    def chunks(self, x: torch.Tensor, stride: int) -> torch.Tensor:
+        return torch.cat([x[start : start + CHUNK] for start in range(0, x.numel(), CHUNK * stride)])
+
     def sums(self, x: torch.Tensor) -> tuple[float, float]:
         first, second = [], []
         for start in range(0, x.numel(), _SUM_BLOCK):
-            wide = x[start : start + _SUM_BLOCK].double()
+            wide = self.zero_unless_finite(x[start : start + _SUM_BLOCK]).double()
             first.append(_chunk_sums(wide))
             second.append(_chunk_sums(wide * wide))
         if not first:
@@ -104,16 +115,16 @@ class TorchEagerKernels:
 
     def positions_at_least(self, x: torch.Tensor, threshold: float) -> np.ndarray:
         mask = (x.abs() >= threshold).logical_and_(x != 0)
-        return mask.nonzero().view(-1).cpu().numpy()
+        return _on_host(mask.nonzero().view(-1))
 
-    def top_k(self, x: torch.Tensor, k: int) -> np.ndarray:
+    def top_positions(self, x: torch.Tensor, k: int) -> np.ndarray:
         if k >= int(torch.count_nonzero(x)):
-            return x.nonzero().view(-1).cpu().numpy()
+            return _on_host(x.nonzero().view(-1))
         size = x.abs()
         kth = torch.topk(size, k, sorted=False).values.min()
         above = (size > kth).nonzero().view(-1)
         ties = (size == kth).nonzero().view(-1)[: k - above.numel()]
-        return torch.cat([above, ties]).sort().values.cpu().numpy()
+        return _on_host(torch.cat([above, ties]).sort().values)
 
     def sample(self, x: torch.Tensor, start: int, stride: int) -> np.ndarray:
         return x[start::stride].abs().cpu().numpy()
@@ -121,15 +132,15 @@ class TorchEagerKernels:
     def take(self, x: torch.Tensor, positions: np.ndarray) -> np.ndarray:
         return x[self._index(positions)].cpu().numpy()
 
-    def put(self, x: torch.Tensor, positions: np.ndarray, values: np.ndarray | float) -> None:
-        x[self._index(positions)] = torch.as_tensor(values, dtype=torch.float32, device=self.device)
+    def put(self, x: torch.Tensor, elements: Elements) -> None:
+        x[self._index(elements.positions)] = torch.from_numpy(elements.values).to(self.device)
 
     def add_at(self, x: torch.Tensor, positions: np.ndarray, values: np.ndarray) -> None:
         index = self._index(positions)
         x[index] = x[index] + torch.as_tensor(values, device=self.device)
 
     def _index(self, positions: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(positions).to(self.device)
+        return torch.from_numpy(positions).to(self.device, torch.int64)
 
     def fill_zero(self, x: torch.Tensor) -> None:
         x.zero_()

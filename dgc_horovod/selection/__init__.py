@@ -1,34 +1,49 @@
 """Selection rules: which k elements of a residual are sent. One file per rule, one signature.
 
-Every rule returns ascending, unique positions of non-zero elements, never more than k; what is not
-selected stays in the residual. With fewer than k non-zeros all of them are selected.
+Every rule returns non-zero elements, ascending, never more than k; what is not selected stays in the residual. With
+fewer than k non-zeros all of them are selected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
-
-from dgc_horovod.ops.schema import Array, Kernels
+from dgc_horovod.ops.schema import Elements
 from dgc_horovod.selection import exact, fixed, gaussian, random, sampled
 from dgc_horovod.selection.base import SelectionContext
+from dgc_horovod.selection.predict import FloorPredictor
+from dgc_horovod.selection.view import SpanView
 
-Rule = Callable[[Kernels, Array, int, SelectionContext], np.ndarray]
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule, and what it would like the pass over the bucket to note for it.
+
+    Args:
+        select: view, k, context -> elements.
+        by_size: whether it sends the largest, so that candidates help it.
+        moments: whether it looks at mean and deviation.
+    """
+
+    select: Callable[[SpanView, int, SelectionContext], Elements]
+    by_size: bool = True
+    moments: bool = False
+
 
 RULES: dict[str, Rule] = {
-    "exact": exact.select,
-    "sampled": sampled.select,
-    "gaussian": gaussian.select,
-    "random": random.select,
-    "threshold": fixed.select,
+    "exact": Rule(exact.select),
+    "sampled": Rule(sampled.select),
+    "gaussian": Rule(gaussian.select, moments=True),
+    "random": Rule(random.select, by_size=False),
+    "threshold": Rule(fixed.select),
 }
 
-__all__ = ["RULES", "Rule", "SelectionContext", "select"]
+__all__ = ["RULES", "FloorPredictor", "Rule", "SelectionContext", "SpanView", "select"]
 
 
-def select(rule: str, kernels: Kernels, x: Array, k: int, context: SelectionContext) -> np.ndarray:
-    """Positions that `rule` sends of `x`; with ``k >= len(x)`` every rule with a density sends everything."""
-    if k >= len(x) and rule != "threshold":
-        return kernels.positions_at_least(x, 0.0)
-    return RULES[rule](kernels, x, k, context)
+def select(rule: str, view: SpanView, k: int, context: SelectionContext) -> Elements:
+    """What `rule` sends of a span; with ``k >= numel`` every rule with a density sends everything."""
+    if k >= view.numel and rule != "threshold":
+        return view.at_least(0.0, view.numel)
+    return RULES[rule].select(view, k, context)

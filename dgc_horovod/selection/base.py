@@ -1,4 +1,4 @@
-"""What the rules share: their context, the accepted range of a count, the cut to k by size."""
+"""What the rules share: their context, and the accepted range of a count."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-
-from dgc_horovod.ops.schema import Array, Kernels
 
 
 @dataclass(frozen=True)
@@ -25,15 +23,7 @@ class SelectionContext:
 
 
 def accepted_counts(k: int) -> tuple[int, int]:
-    """Least and most candidates that a threshold may collect for k: [0.8 k, 1.25 k], below k = 10 k +- 1."""
+    """Least and most elements that a threshold may leave for k: [0.8 k, 1.25 k], below k = 10 k +- 1."""
     if k < 10:
         return max(1, k - 1), k + 1
     return math.ceil(0.8 * k), math.floor(1.25 * k)
-
-
-def cut_to_k(kernels: Kernels, x: Array, positions: np.ndarray, k: int) -> np.ndarray:
-    """The k largest of the candidates at `positions`: the overflow is chosen by size, never by position."""
-    if positions.size <= k:
-        return positions
-    candidates = kernels.from_host(kernels.take(x, positions))
-    return positions[kernels.top_k(candidates, k)]

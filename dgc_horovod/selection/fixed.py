@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dgc_horovod.ops.schema import Elements
+from dgc_horovod.selection.base import SelectionContext
+from dgc_horovod.selection.view import SpanView
 
-from dgc_horovod.ops.schema import Array, Kernels
-from dgc_horovod.selection.base import SelectionContext, cut_to_k
 
-
-def select(kernels: Kernels, x: Array, k: int, context: SelectionContext) -> np.ndarray:
-    """The elements with ``|x| >= threshold``, the k largest of them if they are more. One read of x."""
+def select(view: SpanView, k: int, context: SelectionContext) -> Elements:
+    """The elements with ``|x| >= threshold``, the k largest of them if they are more."""
     assert context.threshold is not None
-    return cut_to_k(kernels, x, kernels.positions_at_least(x, context.threshold), k)
+    return view.at_least(context.threshold, k)

@@ -12,8 +12,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from dgc_horovod.ops.schema import Array, Kernels
-from dgc_horovod.selection.base import SelectionContext, accepted_counts, cut_to_k
+from dgc_horovod.ops.schema import Elements
+from dgc_horovod.selection.base import SelectionContext, accepted_counts
+from dgc_horovod.selection.view import SpanView
 
 _TRIES = 10
 _NORMAL = NormalDist()
@@ -24,36 +25,38 @@ def two_sided_point(density: float) -> float:
     return _NORMAL.inv_cdf(1 - density / 2)
 
 
-def select(kernels: Kernels, x: Array, k: int, context: SelectionContext) -> np.ndarray:
+def select(view: SpanView, k: int, context: SelectionContext) -> Elements:
     """At most k of the largest ``|x|``, and at least 0.8 k of them.
 
-    Cost: one read of x for the moments, one for each count (about 5), one for the positions.
+    The threshold is ``|mean| + deviation * z`` with z the two-sided point of k/d, then searched for. About five
+    counts, most of them among the candidates.
     """
-    total, squares = kernels.sums(x)
-    if squares == 0:
-        return np.empty(0, np.int64)
-    mean = total / len(x)
-    deviation = math.sqrt(max(squares / len(x) - mean * mean, 0.0))
-    guess = abs(mean) + deviation * two_sided_point(k / len(x))
-    threshold = search_threshold(kernels, x, k, guess)
+    mean, deviation = view.moments()
+    threshold = search_threshold(view, k, abs(mean) + deviation * two_sided_point(k / view.numel))
     if threshold is None:
-        return kernels.top_k(x, k)
-    return cut_to_k(kernels, x, kernels.positions_at_least(x, threshold), k)
+        return view.largest(k)
+    return view.at_least(threshold, k)
 
 
-def search_threshold(kernels: Kernels, x: Array, k: int, guess: float) -> float | None:
+def search_threshold(view: SpanView, k: int, guess: float) -> float | None:
     """A threshold that an accepted count of elements reaches, or None after ten counts.
 
     Between a threshold that too many reach and one that too few reach, the next is found by interpolation
     on log(count), every third time by halving; while nothing bounds it from above, by fitting a
-    Gaussian to the last count.
+    Gaussian to the last count. The floor of the candidates, whose count is known, is the first lower bound.
     """
+
+    def beyond(threshold: float, count: int) -> float:
+        points = two_sided_point(k / view.numel), two_sided_point(min(1.0, count / view.numel))
+        return threshold * 1.01 * points[0] / max(points[1], 0.1)
+
     least, most = accepted_counts(k)
-    low, log_low = 0.0, math.log(len(x))
+    low, count = view.known_low(k)
+    log_low = math.log(count)
     high, log_high = math.inf, 0.0
-    threshold = float(np.float32(guess))
+    threshold = float(np.float32(guess if guess > low else beyond(low, count)))
     for attempt in range(_TRIES):
-        count = kernels.count_at_least(x, threshold)
+        count = view.count_at_least(threshold)
         if least <= count <= most:
             return threshold
         if count > k:
@@ -61,7 +64,7 @@ def search_threshold(kernels: Kernels, x: Array, k: int, guess: float) -> float 
         else:
             high, log_high = threshold, math.log(max(count, 0.5))
         if high == math.inf:
-            threshold *= 1.01 * two_sided_point(k / len(x)) / max(two_sided_point(min(1.0, count / len(x))), 0.1)
+            threshold = beyond(threshold, count)
         else:
             part = (log_low - math.log(k)) / max(log_low - log_high, 1e-9)
             part = 0.5 if attempt % 3 == 2 else min(max(part, 0.1), 0.9)

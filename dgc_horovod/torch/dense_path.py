@@ -1,4 +1,4 @@
-"""Tensors that are not compressed (bias, norm, small ones): an allreduce each, which Horovod fuses."""
+"""Small tensors (bias, norm) that are not sent as a whole bucket: an allreduce each, which Horovod fuses."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ class DensePath:
         names: parameter -> name.
         collectives: of the optimizer.
         settings: Horovod's arguments.
+        half: whether they travel as fp16, as with Horovod's own Compression.fp16.
     """
 
-    def __init__(self, names: Mapping[Parameter, str], collectives: Collectives, settings: ReduceSettings) -> None:
-        self.names, self.collectives, self.settings = names, collectives, settings
+    def __init__(
+        self, names: Mapping[Parameter, str], collectives: Collectives, settings: ReduceSettings, half: bool = False
+    ) -> None:
+        self.names, self.collectives, self.settings, self._half = names, collectives, settings, half
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._pending: dict[Parameter, Pending] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
@@ -56,6 +59,8 @@ class DensePath:
         if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
             gradient = gradient.float()
         gradient = (gradient if clip == 1.0 else gradient * clip).contiguous()
+        if self._half:
+            gradient = gradient.half()
         factor = self.settings.gradient_predivide_factor
         pre, post = (1 / factor, factor) if self.settings.op == hvd.Average else (1.0, 1.0)
         self._pending[p] = self.collectives.allreduce(gradient, f"dense.{self.names[p]}", self.settings.op, pre, post)

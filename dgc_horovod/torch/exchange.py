@@ -14,10 +14,10 @@ import torch
 
 from dgc_horovod.bucket import Bucket, TensorSpec, plan
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.engine import BucketEngine, Feed
+from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops import registry
-from dgc_horovod.ops.schema import Kernels
+from dgc_horovod.ops.schema import Feed, Kernels, ResidualFeed
 from dgc_horovod.schedule import density_at
 from dgc_horovod.torch.collectives import Collectives, Pending, ring_received
 from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, laid_out_as
@@ -31,14 +31,9 @@ class _BucketStep:
 
     engine: BucketEngine
     parameters: tuple[Parameter, ...]
-    gradients: dict[Parameter, torch.Tensor] = field(default_factory=dict)
-    feeds: dict[Parameter, Feed] = field(default_factory=dict)
     pending: Pending | None = None
     finite: bool | None = None  # None until the ranks' messages are back
-
-    @property
-    def complete(self) -> bool:
-        return len(self.gradients) == len(self.parameters)
+    targets: list[torch.Tensor] = field(default_factory=list)  # flat float32 updates, in p.grad's memory if that fits
 
 
 class GradientExchange:
@@ -69,12 +64,12 @@ class GradientExchange:
         self._loss_scale = loss_scale
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
-        self.layout = plan(specs, config)
+        self.layout = plan(specs, config, collectives.workers)
         self._kernels: dict[str, Kernels] = {}
         self._runs = [self._make_run(bucket, parameters) for bucket in self.layout.buckets]
         self._place = {p: (run, i) for run in self._runs for i, p in enumerate(run.parameters)}
         dense = {parameters[name]: name for name in self.layout.dense}
-        self._dense_path = DensePath(dense, collectives, settings)
+        self._dense_path = DensePath(dense, collectives, settings, half=config.dense_values == "fp16")
         self._selected = 0
         self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
 
@@ -93,19 +88,19 @@ class GradientExchange:
 
     @property
     def dense(self) -> list[Parameter]:
-        """Parameters on the dense path."""
-        return list(self._dense_path.names)
+        """Parameters on the dense path: all their elements are exchanged at every step."""
+        return [p for p in self.names if not self.is_compressed(p)]
 
     @property
     def compressed(self) -> list[Parameter]:
         """Parameters on the sparse path."""
-        return list(self._place)
+        return [p for p in self._place if self.is_compressed(p)]
 
     # -- gradients in
 
     def is_compressed(self, p: Parameter) -> bool:
         """Whether `p` is on the sparse path."""
-        return p in self._place
+        return p in self._place and not self._place[p][0].engine.bucket.whole
 
     def submit(self, p: Parameter, feed: Feed, decay: float = 0.0) -> Callable[[], torch.Tensor]:
         """Take the gradient of a compressed tensor; start its bucket's exchange if it is the last one in.
@@ -121,17 +116,19 @@ class GradientExchange:
         gradient = self._gradient(p).reshape(-1).to(torch.float32)
         if decay:
             gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
-        run, _ = self._place[p]
+        run, i = self._place[p]
         with self._lock:
-            run.gradients[p], run.feeds[p] = gradient, feed
+            run.engine.offer(i, _as_array(gradient, run.engine.kernels), feed)
             if self.config.clip_norm is not None:
                 self._launch_if_all_submitted()
-            elif run.complete:
+            elif run.engine.complete:
                 self._launch(run, 1.0)
         return lambda: self._result(p)
 
     def submit_dense(self, p: Parameter) -> Callable[[], torch.Tensor]:
         """Take the gradient of a dense-path tensor and start its exchange; returns as `submit` does."""
+        if p in self._place:
+            return self.submit(p, ResidualFeed())
         with self._lock:
             self._dense_path.gradients[p] = self._gradient(p)
             if self.config.clip_norm is not None:
@@ -155,16 +152,11 @@ class GradientExchange:
     # -- exchange
 
     def _launch(self, run: _BucketStep, clip: float) -> None:
-        engine, order = run.engine, run.parameters
+        engine = run.engine
         density = density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
-        message = engine.compress(
-            [_as_array(run.gradients[p], engine.kernels.array_kind) for p in order],
-            [run.feeds[p] for p in order],
-            clip / self._loss_scale(),
-            self.steps,
-            density,
-        )
-        self._selected += message.count
+        message = engine.compress(clip / self._loss_scale(), self.steps, density)
+        if not engine.bucket.whole:
+            self._selected += message.count
         payload, name = torch.from_numpy(message.payload), f"bucket{engine.bucket.index}"
         if message.scattered:
             run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
@@ -173,36 +165,32 @@ class GradientExchange:
 
     def _launch_if_all_submitted(self) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
-        if not (self._dense_path.complete and all(run.complete for run in self._runs)):
+        if not (self._dense_path.complete and all(run.engine.complete for run in self._runs)):
             return
         clip = self._clip_factor()
         for run in self._runs:
             self._launch(run, clip)
-        for p in self.dense:
+        for p in self._dense_path.names:
             self._dense_path.launch(p, clip)
 
     def _clip_factor(self) -> float:
         """DGC 3.1, local gradient clipping: the factor that brings this rank's whole gradient to its limit.
 
         The paper's ``c * N**-0.5`` is for a gradient already divided by N; Horovod's p.grad is the mean over
-        the rank's own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). Buckets that are
-        not finite enter as zero, so they count as zero here.
+        the rank's own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). What is not finite
+        enters as zero, so it counts as zero here.
         """
         assert self.config.clip_norm is not None
-        squares = 0.0
-        for run in self._runs:
-            square = sum(_squared_norm(run.gradients[p], run.engine.kernels) for p in run.parameters)
-            squares += square if math.isfinite(square) else 0.0
-        squares += sum(self._finite_square(p) for p in self.dense)
+        squares = sum(run.engine.gradients.squared_norm() for run in self._runs)
+        squares += sum(self._square(gradient) for gradient in self._dense_path.gradients.values())
         root = math.sqrt(self.collectives.workers)
         limit = self.config.clip_norm * (root if self.settings.op == hvd.Average else 1 / root)
         norm = math.sqrt(squares) / self._loss_scale()
         return limit / norm if norm > limit else 1.0
 
-    def _finite_square(self, p: Parameter) -> float:
-        gradient = self._dense_path.gradients[p].reshape(-1).to(torch.float32)
-        square = _squared_norm(gradient, self._kernels_of(p))
-        return square if math.isfinite(square) else 0.0
+    def _square(self, gradient: torch.Tensor) -> float:
+        kernels = self._kernels_of(gradient)
+        return kernels.sums(_as_array(gradient.reshape(-1).to(torch.float32), kernels))[1]
 
     # -- gradients out
 
@@ -210,19 +198,19 @@ class GradientExchange:
         return 1 / self.collectives.workers if self.settings.op == hvd.Average else 1.0
 
     def _result(self, p: Parameter) -> torch.Tensor:
-        assert p.grad is not None
-        run, _ = self._place[p]
+        run, i = self._place[p]
         if run.finite is None:
             assert run.pending is not None
-            run.finite = run.engine.receive(self.collectives.wait(run.pending).numpy())
-            run.engine.fill_update(self._mean_scale() * self._loss_scale())
-        return laid_out_as(self._view(p), p.grad)
+            finite = run.engine.receive(self.collectives.wait(run.pending).numpy())
+            run.targets = [_target(q) for q in run.parameters]
+            run.finite = self._fill(run, self._mean_scale() * self._loss_scale()) and finite
+        grad, target = p.grad, run.targets[i]
+        assert grad is not None
+        return grad if _is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
 
-    def _view(self, p: Parameter) -> torch.Tensor:
-        run, i = self._place[p]
-        segment = run.engine.bucket.segments[i]
-        update = run.engine.update[segment.start : segment.start + segment.numel]
-        return torch.as_tensor(update).view(p.shape)
+    def _fill(self, run: _BucketStep, scale: float) -> bool:
+        kernels = run.engine.kernels
+        return run.engine.fill([_as_array(target, kernels) for target in run.targets], scale)
 
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
@@ -248,9 +236,7 @@ class GradientExchange:
         return finite
 
     def _updates_finite(self) -> bool:
-        """Whether every update is finite as ``p.grad`` holds it; the same on every rank."""
-        if not all(run.engine.kernels.all_finite(run.engine.update) for run in self._runs):
-            return False
+        """Whether every update is finite in a narrower dtype of ``p.grad`` too; the same on every rank."""
         narrow = (p.grad for p in self._place if p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16))
         return all(bool(torch.isfinite(grad).all()) for grad in narrow)
 
@@ -261,8 +247,6 @@ class GradientExchange:
 
     def _forget_step(self) -> None:
         for run in self._runs:
-            run.gradients.clear()
-            run.feeds.clear()
             run.pending = run.finite = None
         self._dense_path.clear()
 
@@ -280,10 +264,10 @@ class GradientExchange:
         norm, before = _norm(self.names), self._norm / self._loss_scale()
         if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
             for run in self._runs:
-                run.engine.fill_update(self._mean_scale())
-            for p in self._place:
-                if p.grad is not None and not p.grad.is_sparse and p.grad.data_ptr() != self._view(p).data_ptr():
-                    p.grad.copy_(self._view(p))
+                self._fill(run, self._mean_scale())
+                for p, target in zip(run.parameters, run.targets, strict=True):
+                    if p.grad is not None and not p.grad.is_sparse and not _is_in(target, p.grad):
+                        p.grad.copy_(target.view(p.shape))
             self._dense_path.put_back()
             return True
         return math.isclose(norm, before, rel_tol=1e-6)
@@ -301,7 +285,7 @@ class GradientExchange:
         numel = sum(p.numel() for p in self.names)
         return {
             "steps": self.steps,
-            "elements": self.steps * sum(p.numel() for p in self._place),
+            "elements": self.steps * sum(p.numel() for p in self.compressed),
             "selected": self._selected,
             "bytes_sent": self.collectives.traffic.sent,
             "bytes_received": self.collectives.traffic.received,
@@ -317,12 +301,20 @@ def _norm(parameters: Iterable[Parameter]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
 
 
-def _squared_norm(gradient: torch.Tensor, kernels: Kernels) -> float:
-    return kernels.sums(_as_array(gradient, kernels.array_kind))[1]
+def _as_array(x: torch.Tensor, kernels: Kernels) -> Any:
+    return x.numpy() if kernels.array_kind == "numpy" else x
 
 
-def _as_array(gradient: torch.Tensor, kind: str) -> Any:
-    return gradient.numpy() if kind == "numpy" else gradient
+def _target(p: Parameter) -> torch.Tensor:
+    """Where the update of `p` is put together: in ``p.grad``, or beside it where that has another dtype or layout."""
+    grad = p.grad
+    if grad is not None and not grad.is_sparse and grad.dtype == torch.float32 and grad.is_contiguous():
+        return grad.detach().view(-1)
+    return torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+
+
+def _is_in(target: torch.Tensor, grad: torch.Tensor) -> bool:
+    return not grad.is_sparse and target.data_ptr() == grad.data_ptr() and grad.is_contiguous()
 
 
 def state_arrays(exchange: GradientExchange) -> dict[str, dict[str, np.ndarray]]:
@@ -332,6 +324,7 @@ def state_arrays(exchange: GradientExchange) -> dict[str, dict[str, np.ndarray]]
         engine = run.engine
         for segment in engine.bucket.segments:
             here = slice(segment.start, segment.start + segment.numel)
-            u = np.zeros(segment.numel, np.float32) if engine.u is None else engine.kernels.to_host(engine.u[here])
-            arrays[segment.name] = {"u": u.copy(), "v": engine.kernels.to_host(engine.v[here]).copy()}
+            state, to_host = engine.state, engine.kernels.to_host
+            u = np.zeros(segment.numel, np.float32) if state.u is None else to_host(state.u[here])
+            arrays[segment.name] = {"u": u.copy(), "v": to_host(state.v[here]).copy()}
     return arrays

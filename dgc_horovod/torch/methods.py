@@ -103,7 +103,7 @@ class CompressedMethods:
         if not self._dgc.is_compressed(p):
             return self._dgc.submit_dense(p), None
         group, state = self.param_groups[self._dgc_group_of[p]], self.state
-        moments = self._dgc_update.adopt_state(p, state[p])
+        moments = self._dgc_update.adopt_state(p, group, state[p])
         if moments is not None:
             self._dgc.load_moments(p, moments)
         return self._dgc.submit(p, self._dgc_update.feed(p, group), self._dgc_update.decay_before(group)), None

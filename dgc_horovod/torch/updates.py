@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.engine import AdamFeed, Feed, MomentumFeed, ResidualFeed
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -51,7 +51,9 @@ class PlainUpdate:
         """Apply one exchanged step: `own_step` runs the user's optimizer on every ``p.grad`` there is."""
         own_step()
 
-    def adopt_state(self, p: Parameter, state: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def adopt_state(
+        self, p: Parameter, group: Group, state: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Moments found in the optimizer's state (a stock checkpoint) that the engine takes over."""
         return None
 
@@ -86,6 +88,19 @@ class SGDUpdate(_SplitUpdate):
     linearity u and b together are the stock buffer, so a stock checkpoint's buffer loads into b exactly.
     """
 
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        super().prepare(optimizer)
+        self._placeholders = {p for group in optimizer.param_groups for p in group["params"]}
+
+    def adopt_state(self, p: Parameter, group: Group, state: dict[str, Any]) -> None:
+        """Lets go of the zeros of `prepare` before u takes up memory: without decay b would stay zero."""
+        if p not in self._placeholders:
+            return
+        self._placeholders.discard(p)
+        buffer = state.get("momentum_buffer")
+        if not group["weight_decay"] and buffer is not None and not buffer.any():
+            state["momentum_buffer"] = None
+
     def feed(self, p: Parameter, group: Group) -> Feed:
         if group["momentum"] and group["dampening"]:
             raise UnsupportedUse(_refusal("SGD's dampening", "dampening=0"))
@@ -107,9 +122,6 @@ class SGDUpdate(_SplitUpdate):
         pull = p * decay if decay else None
         if buffer is None:
             return pull
-        if pull is None and not buffer.any():  # the zeros of `prepare`: with no decay they stay zeros
-            state["momentum_buffer"] = None
-            return None
         buffer.mul_(m)
         if pull is not None:
             buffer.add_(pull)
@@ -138,7 +150,9 @@ class AdamUpdate(_SplitUpdate):
     def decay_before(self, group: Group) -> float:
         return 0.0 if self._decoupled(group) else float(group["weight_decay"])
 
-    def adopt_state(self, p: Parameter, state: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def adopt_state(
+        self, p: Parameter, group: Group, state: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if "exp_avg" not in state:
             return None
         self._steps[p] = int(state["step"])

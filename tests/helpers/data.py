@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from dgc_horovod.ops.native_kernels import NativeKernels
 from dgc_horovod.ops.reference import ReferenceKernels
 from dgc_horovod.ops.torch_eager import TorchEagerKernels
 
-BACKENDS: list[Any] = [ReferenceKernels(), TorchEagerKernels("cpu")]
+BACKENDS: list[Any] = [ReferenceKernels(), TorchEagerKernels("cpu"), NativeKernels()]
 
 
 def _drawn(draw: Callable[[np.random.Generator, int], Any]) -> Callable[[int, int], np.ndarray]:

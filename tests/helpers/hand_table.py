@@ -60,20 +60,20 @@ NESTEROV_TABLE = [
     },
 ]
 
-# As MOMENTUM_TABLE, with a NaN in rank 1's gradient of step 2. There that rank takes g = 0 and sends
-# nothing; rank 0 keeps its gradient and gets back what it had sent; nobody applies the step.
+# As MOMENTUM_TABLE, with a NaN in rank 1's gradient of step 2. There that element enters as 0, and the rank sends
+# nothing; rank 0 gets back what it had sent; nobody applies the step.
 NAN_TABLE = [
     MOMENTUM_TABLE[0],
     {
-        "u": ([1, 0, 1.5, 1, 1, 0.5], [0.5, 0, -1.5, 1, 0, 0]),
-        "v": ([1, -2, 2.5, 1, 1, -0.5], [1.5, 0, -4.5, 3, 0, 0]),
+        "u": ([1, 0, 1.5, 1, 1, 0.5], [0.5, 2, -1.5, -1, 0, 2]),
+        "v": ([1, -2, 2.5, 1, 1, -0.5], [1.5, 2, -4.5, 1, 0, 2]),
         "sent": ({1: -2, 2: 2.5}, {}),
         "mean": None,
     },
     {
-        "u": ([0.5, 0, -1.25, 0.5, 0.5, 0], [-2.75, 1, 0, 0, 2, 0]),
-        "v": ([1.5, 0, 1.25, 1.5, 1.5, 0], [-1.25, 1, 0, 0, 2, 0]),
-        "sent": ({1: -2, 5: 3.75}, {2: -5.25, 3: 3.5}),
-        "mean": [0, -1, -2.625, 1.75, 0, 1.875],
+        "u": ([0.5, 0, -1.25, 0.5, 0.5, 0], [-2.75, 0, 0, -0.5, 2, 1]),
+        "v": ([1.5, 0, 1.25, 1.5, 1.5, 0], [-1.25, 0, 0, 0.5, 2, 3]),
+        "sent": ({1: -2, 5: 3.75}, {1: 4, 2: -5.25}),
+        "mean": [0, 1, -2.625, 0, 0, 1.875],
     },
 ]

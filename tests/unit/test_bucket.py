@@ -20,17 +20,23 @@ SHAPES = st.lists(
     st.integers(1, 500),
     st.booleans(),
     st.lists(st.integers(0, 2), min_size=12, max_size=12),
+    st.sampled_from(["auto", "fp32", "bf16"]),
 )
-def test_every_tensor_is_somewhere_once(shapes, bucket_bytes, min_numel, compress_1d, boundaries):
+def test_every_tensor_is_somewhere_once(shapes, bucket_bytes, min_numel, compress_1d, boundaries, dense_values):
     specs = [TensorSpec(f"p{i}", shape, boundaries[i]) for i, shape in enumerate(shapes)]
-    config = DGCConfig(bucket_bytes=bucket_bytes, min_numel=min_numel, compress_1d=compress_1d)
-    layout = plan(specs, config)
+    config = DGCConfig(
+        bucket_bytes=bucket_bytes, min_numel=min_numel, compress_1d=compress_1d, dense_values=dense_values
+    )
+    layout = plan(specs, config, workers=4)
     of = {spec.name: spec for spec in specs}
     placed = [segment.name for bucket in layout.buckets for segment in bucket.segments]
     assert sorted([*placed, *layout.dense]) == sorted(of)
-    assert placed == [spec.name for spec in reversed(specs) if spec.name in placed], "not in backward order"
-    for name in layout.dense:
-        assert of[name].numel < min_numel or (len(of[name].shape) == 1 and not compress_1d)
+    whole = [segment.name for bucket in layout.buckets if bucket.whole for segment in bucket.segments]
+    for kind in (whole, [name for name in placed if name not in whole]):
+        assert kind == [spec.name for spec in reversed(specs) if spec.name in kind], "not in backward order"
+    small = [n for n, s in of.items() if s.numel < min_numel or (len(s.shape) == 1 and not compress_1d)]
+    assert sorted(small) == sorted([*layout.dense, *whole])
+    assert not (layout.dense if dense_values != "fp32" else whole)
     for bucket in layout.buckets:
         assert len({of[segment.name].boundary for segment in bucket.segments}) == 1
         assert 4 * bucket.numel <= bucket_bytes or len(bucket.segments) == 1
@@ -42,6 +48,17 @@ def test_every_tensor_is_somewhere_once(shapes, bucket_bytes, min_numel, compres
             assert all(1 <= run.k <= run.numel for run in runs)
 
 
+def test_how_the_dense_path_travels():
+    """By default in bytes while an allgather of them brings less than an allreduce of fp16: up to 4 workers."""
+    specs = [TensorSpec("bias", (10,)), TensorSpec("weight", (100, 100))]
+    for workers, buckets, dense in ((1, 2, ()), (4, 2, ()), (5, 1, ("bias",))):
+        layout = plan(specs, DGCConfig(), workers)
+        assert (len(layout.buckets), layout.dense) == (buckets, dense)
+    last = plan(specs, DGCConfig(dense_values="bf16"), 99).buckets[-1]
+    assert last.whole and last.values == "bf16" and last.index == 1
+    assert plan(specs, DGCConfig(dense_values="fp16"), 2).dense == ("bias",)
+
+
 def test_k_is_the_ceiling_of_the_decimal_product():
     assert [count_for(n, 0.001) for n in (1, 999, 1000, 1001, 2000)] == [1, 1, 1, 2, 2]
     assert count_for(30, 0.1) == 3  # 0.1 * 30 is 3.0000000000000004 in floating point
@@ -49,10 +66,10 @@ def test_k_is_the_ceiling_of_the_decimal_product():
 
 
 def test_scattered_exchange_where_an_allgather_costs_more():
-    """N*k*b > 64*n bits: never at 0.1%, at density 0.5 from N = 3, at 0.25 from N = 5."""
+    """N*k*b > 64*n bits: never at 0.1%, with int32 and fp32 at density 0.5 from N = 3, at 0.25 from N = 5."""
 
     def packet(capacity):
-        return PacketFormat(0, 10**6, capacity).coded_bytes
+        return PacketFormat(0, 10**6, capacity, "fp32", "int32").body_bytes
 
     assert not sends_scattered(10**6, packet(1000), 500)
     assert [sends_scattered(10**6, packet(500_000), n) for n in (2, 3)] == [False, True]

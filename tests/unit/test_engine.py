@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.bucket import Bucket, Segment, TensorSpec, plan
-from dgc_horovod.engine import AdamFeed, BucketEngine, MomentumFeed, ResidualFeed
+from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, RankMismatch
+from dgc_horovod.ops.schema import AdamFeed, MomentumFeed, ResidualFeed
 from dgc_horovod.selection import RULES
 from tests.helpers import hand_table
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
@@ -24,7 +25,8 @@ FEEDS = {"residual": ResidualFeed(), "momentum": MomentumFeed(0.9), "nesterov": 
 
 def make_config(rule="exact", **fields):
     extra = {"threshold": 0.5, "max_density": fields.get("density", 0.1)} if rule == "threshold" else {}
-    return DGCConfig(**{"rule": rule, "density": 0.1, "min_numel": 1, "compress_1d": True, **extra, **fields})
+    common = {"density": 0.1, "min_numel": 1, "compress_1d": True, "values": "fp32"}
+    return DGCConfig(**{"rule": rule, **common, **extra, **fields})
 
 
 def make_bucket(*sizes):
@@ -40,12 +42,28 @@ def split(kernels, engine, g):
     return [as_array(kernels, g[s.start : s.start + s.numel]) for s in engine.bucket.segments]
 
 
+def offer(engine, g, feed):
+    for i, part in enumerate(split(engine.kernels, engine, g)):
+        engine.offer(i, part, feed)
+    assert engine.complete
+
+
+def update_of(engine, scale=1.0):
+    """The update of the whole bucket, put together in poisoned memory."""
+    kernels = engine.kernels
+    targets = [as_array(kernels, np.full(s.numel, np.nan, np.float32)) for s in engine.bucket.segments]
+    finite = engine.fill(targets, scale)
+    update = np.concatenate([as_numpy(kernels, target) for target in targets])
+    assert finite == np.isfinite(update).all()
+    return update
+
+
 def exchange(engines, gradients, feed, step, density):
     """One step of all ranks; returns what each sent, and whether all gradients were finite."""
     messages = []
     for engine, g in zip(engines, gradients, strict=True):
-        parts = split(engine.kernels, engine, g)
-        messages.append(engine.compress(parts, [feed] * len(parts), 1.0, step, density))
+        offer(engine, g, feed)
+        messages.append(engine.compress(1.0, step, density))
     payloads = [message.payload for message in messages]
     combined = sum(payloads) if messages[0].scattered else np.concatenate(payloads)
     finite = {engine.receive(combined.copy()) for engine in engines}
@@ -79,21 +97,21 @@ def test_conservation_and_equal_replicas(rule, backend, feed, kind, sizes, densi
         for rank, engine in enumerate(engines):
             u, v = shadow[rank]
             reference_accumulate(u, v, gradients[rank], FEEDS[feed])
-            kept = as_numpy(backend, engine.v)
+            kept = as_numpy(backend, engine.state.v)
             sent = v - kept
             touched = np.flatnonzero(sent)
             assert (v == sent + kept).all()
             assert (kept[touched] == 0).all(), "something was sent in part"
             assert touched.size == messages[rank].count
             if not messages[rank].scattered:
-                positions, values = engine._contributions[rank]
+                positions, values = engine.contributions[rank]
                 assert (positions == touched).all() and (values == sent[touched]).all(), "received is not what was sent"
             v[:] = kept
             u[touched] = 0
-            if engine.u is not None:
-                assert (as_numpy(backend, engine.u) == u).all(), "masking"
+            if engine.state.u is not None:
+                assert (as_numpy(backend, engine.state.u) == u).all(), "masking"
             total = total + sent * np.float32(1 / workers)
-        updates = [as_numpy(backend, engine.fill_update(1 / workers)).copy() for engine in engines]
+        updates = [update_of(engine, 1 / workers) for engine in engines]
         assert all((update == updates[0]).all() for update in updates)
         largest = max(float(np.abs(g).max()) for g in gradients) * 20  # terms may cancel
         np.testing.assert_allclose(updates[0], total, rtol=3e-6, atol=3e-7 * largest + 1e-42)
@@ -123,8 +141,8 @@ def test_quantisation_error_stays_in_the_residual(kernels, values):
         g = (rng.standard_normal(1000) * 1e3).astype(np.float32)
         exchange([engine], [g], ResidualFeed(), step, 0.1)
         owed += g
-        arrived += as_numpy(kernels, engine.fill_update(1.0))
-    left = as_numpy(kernels, engine.v)
+        arrived += update_of(engine)
+    left = as_numpy(kernels, engine.state.v)
     sent_exactly = np.count_nonzero(left == 0)
     assert sent_exactly < 500, "nothing was rounded: fp32 went out as " + values
     np.testing.assert_allclose(arrived + left, owed, rtol=1e-5, atol=1e-2)
@@ -138,8 +156,8 @@ def test_overflow_of_the_residual_is_flagged_and_leaves_nothing(kernels):
     for step, (g, expected) in enumerate([(small, True), (huge, False), (small, True)]):
         _, finite = exchange([engine], [g], MomentumFeed(0.9, True), step, 0.1)
         assert finite == expected
-        assert np.isfinite(as_numpy(kernels, engine.v)).all()
-    assert engine.u is not None and np.isfinite(as_numpy(kernels, engine.u)).all()
+        assert np.isfinite(as_numpy(kernels, engine.state.v)).all()
+    assert engine.state.u is not None and np.isfinite(as_numpy(kernels, engine.state.u)).all()
 
 
 def test_what_rounds_to_zero_is_not_sent():
@@ -147,14 +165,14 @@ def test_what_rounds_to_zero_is_not_sent():
     (engine,) = make_engines(make_config(values="fp16", density=1.0), BACKENDS[0], 1, 3)
     messages, _ = exchange([engine], [np.array([1e-9, 0.5, -1e-9], np.float32)], MomentumFeed(0.9), 0, 1.0)
     assert messages[0].count == 1
-    assert engine.u.tolist() == [np.float32(1e-9), 0, np.float32(-1e-9)] == engine.v.tolist()
+    assert engine.state.u.tolist() == [np.float32(1e-9), 0, np.float32(-1e-9)] == engine.state.v.tolist()
 
 
 def test_fp16_overflow_is_sent_later(kernels=BACKENDS[0]):
     (engine,) = make_engines(make_config(values="fp16", density=1.0), kernels, 1, 4)
     g = np.array([1e5, 0, 0, 0], np.float32)
     exchange([engine], [g], ResidualFeed(), 0, 1.0)
-    assert engine.fill_update(1.0)[0] == 65504 and engine.v[0] == np.float32(1e5) - np.float32(65504)
+    assert update_of(engine)[0] == 65504 and engine.state.v[0] == np.float32(1e5) - np.float32(65504)
 
 
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
@@ -175,14 +193,14 @@ def test_hand_computed_table(kernels, gradients, table, nesterov):
         _, finite = exchange(engines, arrays, feed, step, hand_table.DENSITY)
         assert finite == (row["mean"] is not None)
         for rank, engine in enumerate(engines):
-            packet_sent = dict(zip(*(x.tolist() for x in engine._contributions[rank]), strict=True))
+            packet_sent = dict(zip(*(x.tolist() for x in engine.contributions[rank]), strict=True))
             assert packet_sent == row["sent"][rank]
             if finite:
-                assert as_numpy(kernels, engine.fill_update(0.5)).tolist() == row["mean"]
+                assert update_of(engine, 0.5).tolist() == row["mean"]
             else:
                 engine.restore()
-            assert as_numpy(kernels, engine.v).tolist() == row["v"][rank]
-            assert as_numpy(kernels, engine.u).tolist() == row["u"][rank]
+            assert as_numpy(kernels, engine.state.v).tolist() == row["v"][rank]
+            assert as_numpy(kernels, engine.state.u).tolist() == row["u"][rank]
 
 
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
@@ -195,30 +213,30 @@ def test_restore_is_bit_exact(kernels):
         if step < 4:
             exchange([twin], [g], MomentumFeed(0.9), step, 0.1)
     engine.restore()
-    reference = [as_numpy(kernels, twin.u).copy(), as_numpy(kernels, twin.v).copy()]
+    reference = [as_numpy(kernels, twin.state.u).copy(), as_numpy(kernels, twin.state.v).copy()]
     reference_accumulate(*reference, g, MomentumFeed(0.9))
-    assert (as_numpy(kernels, engine.u) == reference[0]).all()
-    assert (as_numpy(kernels, engine.v) == reference[1]).all()
+    assert (as_numpy(kernels, engine.state.u) == reference[0]).all()
+    assert (as_numpy(kernels, engine.state.v) == reference[1]).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("workers", [2, 8])
 def test_nothing_that_is_not_finite_enters(bad, workers):
-    """On the bad rank the bucket enters as g = 0; all ranks see the flag, by packet or by scattered sum."""
+    """On the bad rank such elements enter as 0; all ranks see the flag, by packet or by scattered sum."""
     density = 0.5 if workers == 8 else 0.1
     engines = make_engines(make_config(density=density), BACKENDS[0], workers, 40)
     g = [DATA["normal"](40, rank) for rank in range(workers)]
     messages, finite = exchange(engines, g, MomentumFeed(0.9), 0, density)
     assert finite and messages[0].scattered == (workers == 8)
-    before = [(e.u.copy(), e.v.copy()) for e in engines]
+    before = [(e.state.u.copy(), e.state.v.copy()) for e in engines]
     g[1][3] = bad
     _, finite = exchange(engines, g, MomentumFeed(0.9), 1, density)
     assert not finite
     for rank, engine in enumerate(engines):
         engine.restore()
         u, v = before[rank]
-        reference_accumulate(u, v, g[rank] if rank != 1 else np.zeros(40, np.float32), MomentumFeed(0.9))
-        assert (engine.u == u).all() and (engine.v == v).all()
+        reference_accumulate(u, v, np.where(np.isfinite(g[rank]), g[rank], np.float32(0)), MomentumFeed(0.9))
+        assert (engine.state.u == u).all() and (engine.state.v == v).all()
 
 
 def test_momentum_that_starts_later():
@@ -226,24 +244,15 @@ def test_momentum_that_starts_later():
     (engine,) = make_engines(make_config(density=1.0, factor_masking=False), BACKENDS[0], 1, 8)
     g = DATA["normal"](8, 0)
     exchange([engine], [g], MomentumFeed(0.0), 0, 1.0)
-    assert engine.u is None
+    assert engine.state.u is None
     for step, expected in ((1, g), (2, g + np.float32(0.5) * g)):
         exchange([engine], [g], MomentumFeed(0.5), step, 1.0)
-        assert (engine.fill_update(1.0) == expected).all()
+        assert (update_of(engine) == expected).all()
     exchange([engine], [g], MomentumFeed(0.0), 3, 1.0)
-    assert (engine.fill_update(1.0) == g).all()
-    u = engine.u.copy()
+    assert (update_of(engine) == g).all()
+    u = engine.state.u.copy()
     exchange([engine], [g], MomentumFeed(0.5), 4, 1.0)
-    assert (engine.fill_update(1.0) == g + np.float32(0.5) * u).all(), "at momentum 0 torch leaves its buffer alone"
-
-
-def test_several_gradients_to_one_message():
-    """When an exchange happens is the caller's business: two accumulations, one message."""
-    twice, once = (make_engines(make_config(), BACKENDS[0], 1, 50)[0] for _ in range(2))
-    g = [DATA["normal"](50, seed) for seed in (0, 1)]
-    assert all(twice.accumulate([x], [ResidualFeed()], 1.0) for x in g)
-    once.accumulate([g[0] + g[1]], [ResidualFeed()], 1.0)
-    assert (twice.send(0, 0.1).payload == once.send(0, 0.1).payload).all()
+    assert (update_of(engine) == g + np.float32(0.5) * u).all(), "at momentum 0 torch leaves its buffer alone"
 
 
 def test_adam_direction_is_torchs():
@@ -257,29 +266,33 @@ def test_adam_direction_is_torchs():
         w.grad = torch.from_numpy(g)
         adam.step()
         exchange([engine], [g], AdamFeed((0.8, 0.99), 1e-6, step + 1), step, 1.0)
-        np.testing.assert_allclose(engine.fill_update(1.0).numpy(), (before - w.detach()).numpy(), rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(update_of(engine), (before - w.detach()).numpy(), rtol=2e-5, atol=1e-6)
 
 
 def test_scale_and_random_source():
-    (engine,) = make_engines(make_config("random"), BACKENDS[0], 1, 100)
     g = DATA["normal"](100, 0)
-    parts = [g.copy()]
-    first = engine.compress(parts, [ResidualFeed()], 0.25, 0, 0.1)
-    assert (parts[0] == g).all(), "the gradient was written to"
-    one = engine._sent.positions.tolist()
-    (same,) = make_engines(make_config("random"), BACKENDS[1], 1, 100)
-    same.compress([as_array(BACKENDS[1], g)], [ResidualFeed()], 0.25, 0, 0.1)
-    assert same._sent.positions.tolist() == one, "the draw depends on the backend"
-    assert first.count == 10
-    engine.restore()
-    assert (engine.v == g * np.float32(0.25)).all()
+    drawn = []
+    for kernels in BACKENDS:
+        (engine,) = make_engines(make_config("random"), kernels, 1, 100)
+        gradient = as_array(kernels, g)
+        engine.offer(0, gradient, ResidualFeed())
+        assert engine.compress(0.25, 0, 0.1).count == 10
+        assert (as_numpy(kernels, gradient) == g).all(), "the gradient was written to"
+        drawn.append(engine._sent.elements.positions.tolist())
+        engine.restore()
+        assert (as_numpy(kernels, engine.state.v) == g * np.float32(0.25)).all()
+    assert all(one == drawn[0] for one in drawn), "the draw depends on the backend"
+
+
+def compressed(engine, g, step, density):
+    offer(engine, g, ResidualFeed())
+    return engine.compress(1.0, step, density)
 
 
 def test_messages_that_do_not_fit_change_nothing():
     engines = make_engines(make_config(), BACKENDS[0], 2, 100)
     g = DATA["normal"](100, 0)
-    a = engines[0].compress([g], [ResidualFeed()], 1.0, 0, 0.1).payload.copy()
-    b = engines[1].compress([g], [ResidualFeed()], 1.0, 1, 0.1).payload.copy()
+    a, b = (compressed(engine, g, step, 0.1).payload.copy() for step, engine in enumerate(engines))
     with pytest.raises(RankMismatch, match="rank 1 sent a packet with step 1, here it is 0"):
         engines[0].receive(np.concatenate([a, b]))
     with pytest.raises(RankMismatch, match="different densities"):
@@ -287,13 +300,12 @@ def test_messages_that_do_not_fit_change_nothing():
     b[50] ^= 1
     with pytest.raises(CorruptPacket, match="packet of rank 1 is damaged"):
         engines[0].receive(np.concatenate([a, b]))
-    assert not engines[0].update.any()
     scattered = make_engines(make_config(density=0.5), BACKENDS[0], 4, 100)
     with pytest.raises(RankMismatch, match="values came back"):
-        scattered[0].compress([g], [ResidualFeed()], 1.0, 0, 0.5)
+        compressed(scattered[0], g, 0, 0.5)
         scattered[0].receive(np.zeros(102, np.float32))
     for steps in ((3, 3, 4, 3), (4, 5, 5, 6)):  # in the second the sum alone would look right to the middle ranks
-        messages = [e.compress([g], [ResidualFeed()], 1.0, step, 0.5) for e, step in zip(scattered, steps, strict=True)]
+        messages = [compressed(engine, g, step, 0.5) for engine, step in zip(scattered, steps, strict=True)]
         summed = sum(message.payload for message in messages)
         for engine in scattered:
             with pytest.raises(RankMismatch, match="different steps"):
@@ -303,7 +315,7 @@ def test_messages_that_do_not_fit_change_nothing():
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_nothing_is_read_from_output_buffers(kernels, rule):
-    """Poisoned outputs (NaN in the update, 0xFF in the packet) change nothing that comes out."""
+    """Poisoned outputs (0xFF in the packet, NaN in what is decoded) change nothing that comes out."""
     clean, poisoned = (
         make_engines(make_config(rule), kernels, 1, 300)[0],
         make_engines(make_config(rule), kernels, 1, 300)[0],
@@ -312,11 +324,12 @@ def test_nothing_is_read_from_output_buffers(kernels, rule):
         g = DATA["normal"](300, step)
         outputs = []
         for engine in (clean, poisoned):
-            if engine is poisoned:
-                engine._payload.fill(0xFF)
-                engine.update = as_array(kernels, np.full(300, np.nan, np.float32))
+            if engine is poisoned and engine._plan is not None:
+                engine._plan.payload.fill(0xFF)
+                for memory in (engine._plan.decoded, engine._plan.masked, *(e.values for e in engine._plan.received)):
+                    memory.fill(np.nan)
             messages, _ = exchange([engine], [g], MomentumFeed(0.9), step, 0.1)
-            outputs.append((messages[0].payload.tobytes(), as_numpy(kernels, engine.fill_update(1.0)).tobytes()))
+            outputs.append((messages[0].payload.tobytes(), update_of(engine).tobytes()))
         assert outputs[0] == outputs[1]
 
 
@@ -326,5 +339,5 @@ def test_a_bucket_is_one_message_whatever_its_tensors():
     sizes = set()
     for step in range(5):
         g = DATA["normal"](100, step)
-        sizes.add(engine.compress([g[:60], g[60:]], [ResidualFeed()] * 2, 1.0, step, 0.1).payload.size)
-    assert sizes == {36 + 8 * 10}
+        sizes.add(compressed(engine, g, step, 0.1).payload.size)
+    assert sizes == {36 + 4 + 4 + 4 * 10}

@@ -17,7 +17,7 @@ LAYERS = [  # each may import from itself and from those after it
     ["launch"],
     ["torch", "tensorflow"],
     ["engine"],
-    ["selection", "packet", "bucket", "schedule", "ops"],
+    ["selection", "packet", "codecs", "bucket", "schedule", "ops"],
     ["config", "envvars", "errors"],
 ]
 # config holds a WarmupSchedule; schedule and bucket are pure and below the kernels

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgc_horovod.bucket import Bucket, Segment
 from dgc_horovod.errors import BackendUnavailable, ConfigError
-from dgc_horovod.ops import registry
+from dgc_horovod.ops import native, registry
+from dgc_horovod.ops.native_kernels import NativeKernels
 from dgc_horovod.ops.reference import ReferenceKernels
+from dgc_horovod.ops.schema import CHUNK, SPAN, AdamFeed, Elements, MomentumFeed, ResidualFeed, State, moment_numel
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
 
 REFERENCE = ReferenceKernels()
 SIZES = [1, 2, 63, 100, 4095, 4096, 4097, 70_001]
+FEEDS = [
+    ResidualFeed(),
+    MomentumFeed(0.9),
+    MomentumFeed(0.9, True),
+    AdamFeed((0.9, 0.999), 1e-8, 1),
+    AdamFeed((0.8, 0.99), 1e-6, 50),
+]
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda kernels: kernels.name)
@@ -21,40 +33,29 @@ def kernels(request):
     return request.param
 
 
+def same(a, b):
+    """Elements of two backends, or one list of them, are equal to the bit."""
+    return (a.positions == b.positions).all() and a.values.tobytes() == b.values.tobytes()
+
+
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("kind", DATA)
-def test_reductions_and_selection(kernels, kind, numel):
+def test_looking(kernels, kind, numel):
     x = DATA[kind](numel, 3)
     array = as_array(kernels, x)
     assert kernels.sums(array) == REFERENCE.sums(x)
-    assert kernels.all_finite(array)
+    assert kernels.moments(array) == REFERENCE.moments(x)
     for k in {1, max(1, numel // 100), numel // 2 + 1, numel}:
-        assert (kernels.top_k(array, k) == REFERENCE.top_k(x, k)).all()
+        assert same(kernels.top_k(array, k), REFERENCE.top_k(x, k))
+        few = kernels.at_least(array, 0.0)
+        assert same(kernels.keep_largest(few, k), REFERENCE.top_k(x, k))
+        assert kernels.kth_largest(x, k) == np.sort(np.abs(x))[numel - k]
     for threshold in (0.0, float(np.abs(x).mean()), float(np.abs(x).max())):
         assert kernels.count_at_least(array, threshold) == REFERENCE.count_at_least(x, threshold)
-        assert (kernels.positions_at_least(array, threshold) == REFERENCE.positions_at_least(x, threshold)).all()
+        found = REFERENCE.at_least(x, threshold)
+        assert same(kernels.at_least(array, threshold), found)
+        assert same(kernels.keep_at_least(kernels.at_least(array, 0.0), threshold), found)
     assert (kernels.sample(array, numel // 3, 7) == REFERENCE.sample(x, numel // 3, 7)).all()
-
-
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-10])
-def test_accumulation(kernels, numel, nesterov, scale):
-    rng = np.random.default_rng(numel)
-    start = [rng.standard_normal(numel).astype(np.float32) for _ in range(3)]
-    ours, theirs = [[as_array(kernels, x) for x in start], [x.copy() for x in start]]
-    moments = [as_array(kernels, np.abs(start[0])), as_array(kernels, np.abs(start[1]))]
-    ref_moments = [np.abs(start[0]), np.abs(start[1])]
-    for step in (1, 2, 50):
-        g = rng.standard_normal(numel).astype(np.float32)
-        kernels.accumulate_momentum(ours[0], ours[1], as_array(kernels, g), scale, 0.9, nesterov)
-        REFERENCE.accumulate_momentum(theirs[0], theirs[1], g, scale, 0.9, nesterov)
-        kernels.accumulate_residual(ours[2], as_array(kernels, g), scale)
-        REFERENCE.accumulate_residual(theirs[2], g, scale)
-        kernels.accumulate_adam(*moments, ours[2], as_array(kernels, g), scale, (0.9, 0.999), 1e-8, step)
-        REFERENCE.accumulate_adam(*ref_moments, theirs[2], g, scale, (0.9, 0.999), 1e-8, step)
-    for a, b in zip([*ours, *moments], [*theirs, *ref_moments], strict=True):
-        assert (as_numpy(kernels, a) == b).all()
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**31))
@@ -63,38 +64,184 @@ def test_top_k_by_definition(numel, k, seed):
     x = np.random.default_rng(seed).integers(-3, 4, numel).astype(np.float32)
     order = np.lexsort((np.arange(numel), -np.abs(x)))[: min(k, np.count_nonzero(x))]
     for kernels in BACKENDS:
-        assert kernels.top_k(as_array(kernels, x), min(k, numel)).tolist() == sorted(order.tolist())
+        assert kernels.top_k(as_array(kernels, x), min(k, numel)).positions.tolist() == sorted(order.tolist())
 
 
-def test_sums_are_exact_enough_and_see_what_is_not_finite(kernels):
+def test_sums_count_what_is_not_finite_as_zero(kernels):
     x = np.full(10_000, 3e38, np.float32)
     assert np.isfinite(kernels.sums(as_array(kernels, x))[1])
     for bad in (np.nan, np.inf, -np.inf):
         y = x.copy()
         y[777] = bad
-        assert not np.isfinite(kernels.sums(as_array(kernels, y))[1])
-        assert not kernels.all_finite(as_array(kernels, y))
+        assert kernels.sums(as_array(kernels, y)) == REFERENCE.sums(np.where(np.arange(10_000) == 777, 0, x))
 
 
-def test_put_add_and_scale(kernels):
-    x = as_array(kernels, np.zeros(10, np.float32))
-    positions, values = np.array([1, 4, 9]), np.array([1, 2, 3], np.float32)
-    kernels.put(x, positions, values)
-    kernels.add_at(x, positions, values)
-    assert as_numpy(kernels, x).tolist() == [0, 2, 0, 0, 4, 0, 0, 0, 0, 6]
-    y = kernels.new(10)
-    kernels.copy_scaled(y, x, 0.5)
-    assert kernels.take(y, positions).tolist() == [1, 2, 3]
-    kernels.fill_zero(x)
-    assert not as_numpy(kernels, x).any()
+def test_moments_look_at_a_part_of_a_long_vector():
+    assert [moment_numel(n) for n in (0, 1, 5000, 127 * CHUNK)] == [0, 1, 5000, 127 * CHUNK]
+    assert moment_numel(513 * CHUNK - 1) == 65 * CHUNK - 1 and moment_numel(1600 * CHUNK) == 100 * CHUNK
+    x = np.zeros(600 * CHUNK, np.float32)
+    x[: 7 * CHUNK] = 1
+    for kernels in BACKENDS:
+        assert kernels.moments(as_array(kernels, x)) == (CHUNK, CHUNK)
 
 
-def test_registry(monkeypatch):
-    assert registry.choose("cpu").name == "torch_eager"
+def run_pass(kernels, sizes, feeds, spans, room, moments, scale, seed, bad=()):
+    """Two passes over a bucket of segments of `sizes`; everything that they change or report, on the host."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    bucket = Bucket(0, tuple(Segment(str(i), start, n) for i, (start, n) in enumerate(zip(starts, sizes, strict=True))))
+    rng = np.random.default_rng(seed)
+    vectors = [rng.standard_normal(bucket.numel).astype(np.float32) for _ in range(3)]
+    arrays = [as_array(kernels, x) for x in (*vectors[:2], np.abs(vectors[2]))]
+    state = State(arrays[0], arrays[1])
+    if any(isinstance(feed, AdamFeed) for feed in feeds):
+        state = State(arrays[0], None, (arrays[1], arrays[2]))
+    gradients, outcome = kernels.gradients(bucket), []
+    for step in range(2):
+        g = np.random.default_rng(seed + step).standard_normal(bucket.numel).astype(np.float32)
+        g[list(bad)] = [np.nan, np.inf, -np.inf][: len(bad)]
+        for i, segment in enumerate(bucket.segments):
+            gradients.put(i, as_array(kernels, g[segment.start : segment.start + segment.numel]), feeds[i])
+        outcome.append(gradients.squared_norm())
+        seen = kernels.take_in(gradients, state, scale, spans, room, moments)
+        found = None if seen.candidates is None else [x.tobytes() for x in seen.candidates]
+        outcome.append((seen.gradients_finite, seen.residual_finite, seen.noted, found, spans.tobytes()))
+        outcome.append([as_numpy(kernels, x).tobytes() for x in arrays])
+    return outcome
+
+
+def make_spans(total, cuts, floor):
+    edges = sorted({0, total, *(cut % total for cut in cuts)})
+    spans = np.zeros(len(edges) - 1, SPAN)
+    spans["start"], spans["numel"] = edges[:-1], np.diff(edges)
+    spans["floor"] = [floor if i % 3 < 2 else np.inf for i in range(len(spans))]
+    return spans
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:], ids=lambda k: k.name)
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.one_of(st.integers(1, 70), st.sampled_from([4095, 4096, 4097, 9001])), min_size=1, max_size=5),
+    adam=st.booleans(),
+    cuts=st.lists(st.integers(0, 20_000), max_size=3),
+    floor=st.sampled_from([1e-3, 1.5, 3.0, np.inf]),
+    moments=st.booleans(),
+    scale=st.sampled_from([1.0, 0.3, 2.0**-10]),
+    bad=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_the_pass(backend, sizes, adam, cuts, floor, moments, scale, bad, seed):
+    """u, v, moments, candidates, sums and verdicts, with spans and segments at any offset."""
+    feeds = [FEEDS[(seed + i) % 2 + 3 if adam else (seed + i) % 3] for i in range(len(sizes))]
+    total, spans = sum(sizes), make_spans(sum(sizes), cuts, floor)
+    where = sorted(np.random.default_rng(seed).choice(total, min(bad, total), replace=False).tolist())
+    room = total if seed % 4 else total // 50
+    arguments = (sizes, feeds)
+    rest = (room, moments, scale, seed, where)
+    ours = run_pass(backend, *arguments, spans.copy(), *rest)
+    theirs = run_pass(REFERENCE, *arguments, spans.copy(), *rest)
+    for ours_one, theirs_one in zip(ours, theirs, strict=True):
+        assert ours_one == theirs_one
+    assert ours[1][0] == (not where)
+
+
+def test_settle_put_and_fill(kernels):
+    state = State(as_array(kernels, DATA["normal"](10, 0)), as_array(kernels, np.arange(10, dtype=np.float32)))
+    sent = Elements(np.array([1, 4, 9], np.int32), as_numpy(kernels, state.v)[[1, 4, 9]].copy())
+    decoded, masked = sent.values.astype(np.float16).astype(np.float32), np.full(3, np.nan, np.float32)
+    kernels.settle(state, sent, decoded, masked)
+    assert masked.tolist() == [1, 4, 9] and as_numpy(kernels, state.u).tolist() == [0, 0, 2, 3, 0, 5, 6, 7, 8, 0]
+    assert (as_numpy(kernels, state.v)[sent.positions] == sent.values - decoded).all()
+    kernels.put(state.v, sent)
+    assert (as_numpy(kernels, state.v) == DATA["normal"](10, 0)).all()
+    bucket = Bucket(0, (Segment("a", 0, 4), Segment("b", 4, 6)))
+    targets = [as_array(kernels, np.full(n, np.nan, np.float32)) for n in (4, 6)]
+    other = Elements(np.array([0, 4], np.int32), np.array([8, 1], np.float32))
+    assert kernels.fill(targets, bucket, [sent._replace(values=np.array([2, 4, 6], np.float32)), other], 0.5, True)
+    assert [as_numpy(kernels, t).tolist() for t in targets] == [[4, 1, 0, 0], [2.5, 0, 0, 0, 0, 3]]
+    assert kernels.fill(targets, bucket, [other], 1.0, False)
+    assert [as_numpy(kernels, t).tolist() for t in targets] == [[12, 1, 0, 0], [3.5, 0, 0, 0, 0, 3]]
+    huge = Elements(np.array([5], np.int32), np.array([3e38], np.float32))
+    assert not kernels.fill(targets, bucket, [huge, huge], 1.0, True), "an overflow went unseen"
+    summed = as_array(kernels, np.arange(10, dtype=np.float32))
+    assert kernels.fill_summed(targets, bucket, summed, 0.5)
+    assert [as_numpy(kernels, t).tolist() for t in targets] == [[0, 0.5, 1, 1.5], [2, 2.5, 3, 3.5, 4, 4.5]]
+
+
+@given(st.integers(1, 6), st.integers(0, 10_000))
+def test_fill_adds_in_rank_order(workers, seed):
+    """Sums of many magnitudes, whose bits depend on the order of addition."""
+    rng = np.random.default_rng(seed)
+    numel = int(rng.integers(1, 40_000))
+    bucket = Bucket(0, (Segment("a", 0, numel // 3 + 1), Segment("b", numel // 3 + 1, numel - numel // 3)))
+    ranks = []
+    for _ in range(workers):
+        positions = np.sort(rng.choice(bucket.numel, min(200, bucket.numel), replace=False)).astype(np.int32)
+        ranks.append(
+            Elements(positions, (rng.standard_normal(positions.size) * 10.0 ** rng.integers(-6, 7)).astype("f4"))
+        )
+    expected = np.zeros(bucket.numel, np.float32)
+    for positions, values in ranks:
+        expected[positions] += values * np.float32(1 / workers)
+    for kernels in BACKENDS:
+        targets = [as_array(kernels, np.full(s.numel, np.nan, np.float32)) for s in bucket.segments]
+        kernels.fill(targets, bucket, ranks, 1 / workers, True)
+        assert np.concatenate([as_numpy(kernels, t) for t in targets]).tobytes() == expected.tobytes()
+
+
+def test_instruction_sets_and_threads_agree_to_the_bit():
+    """On a bucket long enough for several threads, with every feed: the same bits as the reference's."""
+    feeds, sizes = FEEDS[:3], [300_001, 17, 500_000]
+    spans = make_spans(sum(sizes), [300_001, 123], 2.5)
+    expected = run_pass(REFERENCE, sizes, feeds, spans.copy(), 100_000, True, 0.3, 1, [5, 300_010])
+    adam = run_pass(REFERENCE, sizes, [FEEDS[3]] * 3, spans.copy(), 100_000, True, 1.0, 1)
+    widest = NativeKernels().instructions
+    tried = []
+    try:
+        for name, threads in itertools.product(("plain", "AVX2", "AVX-512"), (1, 2, 5)):
+            kernels = NativeKernels(threads)
+            if not kernels.use_instructions(name):
+                continue
+            tried.append(name)
+            assert run_pass(kernels, sizes, feeds, spans.copy(), 100_000, True, 0.3, 1, [5, 300_010]) == expected
+            assert run_pass(kernels, sizes, [FEEDS[3]] * 3, spans.copy(), 100_000, True, 1.0, 1) == adam
+    finally:
+        NativeKernels().use_instructions(widest)
+    assert "plain" in tried and not NativeKernels().use_instructions("quantum")
+
+
+def test_native_shares_the_threads_of_torch():
+    """The pool that runs our loops is the OpenMP runtime that torch has loaded, not a second one."""
+    torch = pytest.importorskip("torch")
+    assert NativeKernels().threads == torch.get_num_threads()
+    if "OpenMP" in torch.__config__.parallel_info():
+        assert native.openmp_of_the_process(), "torch has an OpenMP runtime, and it was not found"
+    with open("/proc/self/maps") as maps:
+        pools = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}
+    assert len(pools) <= 1, f"two OpenMP runtimes in one process: {pools}"
+
+
+def test_a_stale_or_broken_library_is_named(tmp_path):
+    with pytest.raises(BackendUnavailable, match="does not load"):
+        native.load(tmp_path / "missing.so")
+
+
+def test_registry(monkeypatch, caplog):
+    assert registry.choose("cpu").name == "native"
     monkeypatch.setenv("DGC_BACKEND", "reference")
     assert registry.choose("cpu").name == "reference"
     with pytest.raises(BackendUnavailable, match="NumPy cannot hold cuda tensors"):
         registry.choose("cuda:0")
+    monkeypatch.setenv("DGC_BACKEND", "native")
+    with pytest.raises(BackendUnavailable, match="no kernels for cuda tensors"):
+        registry.choose("cuda:0")
     monkeypatch.setenv("DGC_BACKEND", "fast")
-    with pytest.raises(ConfigError, match="must be one of auto, torch_eager, reference, got 'fast'"):
+    with pytest.raises(ConfigError, match="must be one of auto, native, torch_eager, reference, got 'fast'"):
         registry.choose("cpu")
+
+
+def test_without_the_library_it_works_and_says_once_that_it_is_slower(monkeypatch, caplog):
+    monkeypatch.setattr(native, "library_path", lambda: None)
+    registry._say_once_that_it_is_slower.cache_clear()
+    assert [registry.choose("cpu").name for _ in range(2)] == ["torch_eager"] * 2
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "several times slower" in said[0] and "was not built" in said[0]

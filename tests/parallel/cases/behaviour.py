@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from dgc_horovod.torch.exchange import state_arrays
 from tests.helpers import hand_table
-from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 
 def hand_tables() -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _follows_shadow(dtype: torch.dtype) -> bool:
     """u and v equal those computed in fp32 from the low-precision gradients, bit for bit, wherever nothing was sent."""
     w = nn.Parameter(torch.zeros(40, 50, dtype=dtype))
     sgd = torch.optim.SGD([w], lr=1e-3, momentum=0.9)
-    optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.dgc(0.01))
+    optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.dgc(0.01, **UNROUNDED))
     u = v = torch.zeros(w.numel())
     generator = torch.Generator().manual_seed(hvd.rank())
     same = True
@@ -267,7 +267,7 @@ def resume_on_rank_zero() -> dict[str, Any]:
         optimizer = DistributedOptimizer(
             kind(again.parameters(), lr=0.01, **options),
             again.named_parameters(),
-            Compression.dgc(1.0, factor_masking=False, min_numel=1),
+            Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED),
         )
         if hvd.rank() == 0:
             again.load_state_dict(model.state_dict())
@@ -290,7 +290,7 @@ def step_hooks() -> dict[str, Any]:
         model = smooth_model()
         sgd = momentum_sgd(model)
         if ours:
-            compression = Compression.dgc(1.0, factor_masking=False, min_numel=1)
+            compression = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
             sgd = DistributedOptimizer(sgd, model.named_parameters(), compression)
             sgd.register_step_pre_hook(lambda o, a, k: calls.append(all(p.grad is not None for p in o._dgc.names)))
         sgd.register_step_post_hook(_clamp)
@@ -346,7 +346,7 @@ def larger_batch_identity() -> dict[str, float]:
     hvd.init()
     period, lr = 4, 0.01
     model = smooth_model()
-    compression = Compression.threshold(1e30, max_density=1.0, compress_1d=True, min_numel=1)
+    compression = Compression.threshold(1e30, max_density=1.0, compress_1d=True, min_numel=1, **UNROUNDED)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters(), compression)
     engines = [run.engine for run in optimizer._dgc._runs]
 
@@ -371,7 +371,7 @@ def single_process() -> dict[str, Any]:
     """With one rank: density 1 is plain torch SGD, a low density trains with momentum, nothing is communicated."""
     hvd.init()
     model = smooth_model()
-    compression = Compression.dgc(1.0, factor_masking=False, min_numel=1)
+    compression = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
     train(model, optimizer := DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression), 20)
     plain = smooth_model()
     train(plain, momentum_sgd(plain), 20)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.exchange import state_arrays
-from tests.helpers.training import distance, fingerprint, smooth_model, train, weights
+from tests.helpers.training import UNROUNDED, distance, fingerprint, smooth_model, train, weights
 
 
 def process_set_subset() -> dict[str, Any]:
@@ -24,7 +24,7 @@ def process_set_subset() -> dict[str, Any]:
         model = smooth_model()
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if ours:
-            compression = Compression.dgc(1.0, factor_masking=False, min_numel=1)
+            compression = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
             optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression, process_set=pair)
         else:
             optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), process_set=pair)
@@ -78,12 +78,22 @@ def sub_communicator() -> dict[str, Any]:
     return results
 
 
+def _positions(payload: np.ndarray, numel: int, k: int) -> list[int]:
+    """Elias-Fano behind a header of 36 bytes: low bits in whole words, then bit (high part + i) for the i-th."""
+    low = int(np.log2(numel / k))
+    words = -(-k * low // 32)
+    bits = np.unpackbits(payload[36 : -4 * k], bitorder="little")
+    highs = np.flatnonzero(bits[32 * words :]) - np.arange(k)
+    lows = bits[: k * low].reshape(k, low) @ (1 << np.arange(low))
+    return (highs * 2**low + lows).tolist()
+
+
 def _check_against_mpi4py(pair: Any) -> dict[str, Any]:
     model = smooth_model()
     momentum, k = 0.9, 50
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and p.numel() >= 1024}
     numel = sum(p.numel() for p in matrices.values())
-    compression = Compression.dgc(k / numel * 0.999)  # the ceiling makes it k
+    compression = Compression.dgc(k / numel * 0.999, **UNROUNDED)  # the ceiling makes it k
     sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
     optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression)
     order = list(reversed(matrices))  # of the only bucket
@@ -107,12 +117,12 @@ def _check_against_mpi4py(pair: Any) -> dict[str, Any]:
         for positions, values in everyone:
             update[positions] += values * np.float32(0.5)
         arrays = state_arrays(optimizer._dgc)
-        payload = optimizer._dgc._runs[0].engine._payload.tobytes()
+        payload = optimizer._dgc._runs[0].engine._plan.payload.copy()
         agreed["u"] &= bool((np.concatenate([arrays[name]["u"] for name in order]) == u).all())
         agreed["v"] &= bool((np.concatenate([arrays[name]["v"] for name in order]) == v).all())
         grads = np.concatenate([matrices[name].grad.numpy().ravel() for name in order])
         agreed["update"] &= bool((grads == update).all())
-        # header of 36 bytes, then k int32 positions, then k fp32 values
-        agreed["packets"] &= payload[36:] == mine[0].tobytes() + mine[1].tobytes()
+        agreed["packets"] &= _positions(payload, numel, k) == mine[0].tolist()
+        agreed["packets"] &= payload[-4 * k :].tobytes() == mine[1].tobytes()
     replicas = pair.allgather(weights(model).numpy().tobytes())
     return {**agreed, "replicas": replicas[0] == replicas[1], "size": hvd.size()}

@@ -12,14 +12,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from tests.helpers.training import batches, distance, smooth_model, train, weights
+from tests.helpers.training import UNROUNDED, batches, distance, smooth_model, train, weights
 
 Wrap = Callable[[torch.optim.Optimizer, nn.Module], Any]
 
 
 def everything(**fields: Any) -> Any:
     """The compression that loses nothing: density 1, no masking, fp32."""
-    return Compression.dgc(1.0, factor_masking=False, min_numel=1, **fields)
+    return Compression.dgc(1.0, factor_masking=False, min_numel=1, **{**UNROUNDED, **fields})
 
 
 def _ours(**arguments: Any) -> Wrap:
@@ -88,7 +88,9 @@ def sgd_options() -> dict[str, float]:
         "compression fp16": _compare(
             _sgd(), _ours(compression=Compression.fp16), _stock(compression=hvd.Compression.fp16)
         ),
-        "topk preset": _compare(_sgd(weight_decay=1e-2), _ours(compression=Compression.topk(1.0)), _stock()),
+        "topk preset": _compare(
+            _sgd(weight_decay=1e-2), _ours(compression=Compression.topk(1.0, **UNROUNDED)), _stock()
+        ),
         "wrong on purpose": _compare(_sgd(), _ours(compression=Compression.dgc(0.01)), _stock()),
     }
 

@@ -1,0 +1,137 @@
+"""What the studies of kernels share: clocks, gradients that have been accumulated, engines over a model's shapes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.bucket import TensorSpec, plan
+from dgc_horovod.engine import BucketEngine, Message
+from dgc_horovod.ops.schema import Kernels, MomentumFeed, ResidualFeed
+
+RUNS, WARM_UP = 9, 3
+MOMENTUM = 0.9
+
+
+def timed(*actions: Callable[[], Any], before: Callable[[], Any] = lambda: None, runs: int = RUNS) -> list[float]:
+    """Median milliseconds of each of `actions`, taken in turns, so that all meet the same noise.
+
+    Args:
+        before: called before every action, not timed: each finds the caches alike.
+        runs: rounds that count, after a warm-up that does not.
+    """
+    seconds: list[list[float]] = [[] for _ in actions]
+    for round_number in range(WARM_UP + runs):
+        for action, record in zip(actions, seconds, strict=True):
+            before()
+            start = time.perf_counter()
+            action()
+            if round_number >= WARM_UP:
+                record.append(time.perf_counter() - start)
+    return [1e3 * statistics.median(record) for record in seconds]
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch, and with it our kernels, on `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Gradients:
+    """Gradients of a model's shapes: every coordinate has its own scale, every step new noise.
+
+    Scales are log-normal over coordinates and over tensors, so what accumulates is far from iid.
+    """
+
+    def __init__(self, numels: Sequence[int], seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self._rng, total = rng, sum(numels)
+        self._noise = rng.standard_normal(total + 2**20, dtype=np.float32)
+        self._scale = np.exp(rng.standard_normal(total, dtype=np.float32))
+        self.flat = np.empty(total, np.float32)
+        ends = np.cumsum(numels).tolist()
+        self.arrays = [self.flat[end - n : end] for n, end in zip(numels, ends, strict=True)]
+        for n, end in zip(numels, ends, strict=True):
+            self._scale[end - n : end] *= np.float32(1e-3 * math.exp(rng.standard_normal()))
+        self.advance()
+
+    def advance(self) -> None:
+        """The next step's gradients, into the same memory."""
+        offset = int(self._rng.integers(2**20))
+        np.multiply(self._noise[offset : offset + self.flat.size], self._scale, out=self.flat)
+
+
+class Model:
+    """The engines of one rank over a model's shapes, and their gradients; what an adapter does, without one."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[str, tuple[int, ...]]], config: DGCConfig, kernels: Kernels, workers: int = 1
+    ) -> None:
+        self.config = config
+        buckets = plan([TensorSpec(name, shape) for name, shape in shapes], config, workers).buckets
+        self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
+        self.gradients = Gradients([s.numel for e in self.engines for s in e.bucket.segments])
+        self.step = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return self.gradients.flat.size
+
+    def compress(self) -> list[Message]:
+        """One step of every bucket."""
+        arrays = iter(self.gradients.arrays)
+        feeds = {False: MomentumFeed(MOMENTUM), True: ResidualFeed()}
+        messages = []
+        for engine in self.engines:
+            for i in range(len(engine.bucket.segments)):
+                engine.offer(i, next(arrays), feeds[engine.bucket.whole])
+            messages.append(engine.compress(1.0, self.step, self.config.final_density))
+        self.step += 1
+        return messages
+
+    def accumulate(self, steps: int) -> None:
+        """Run `steps` steps."""
+        for _ in range(steps):
+            self.compress()
+            self.gradients.advance()
+
+
+class Stream:
+    """The floor of an accumulating step: u and v read and written, g read, nothing selected; 20 bytes an element."""
+
+    _SOURCE = """
+    extern "C" void stream(float* __restrict u, float* __restrict v, const float* __restrict g, long n) {
+        for (long i = 0; i < n; i++) { const float x = u[i] * 0.9f + g[i]; u[i] = x; v[i] += x; }
+    }"""
+
+    def __init__(self, numel: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            source, library = Path(folder, "stream.cpp"), Path(folder, "stream.so")
+            source.write_text(self._SOURCE)
+            flags = ["-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
+            subprocess.run(["c++", *flags, source, "-o", library], check=True)
+            self._stream = ctypes.CDLL(str(library)).stream
+        self._u, self._v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+
+    def run(self, g: np.ndarray) -> None:
+        """Once over `g`."""
+        pointers = [ctypes.c_void_p(x.ctypes.data) for x in (self._u, self._v, g)]
+        self._stream(*pointers, ctypes.c_long(g.size))

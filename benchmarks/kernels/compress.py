@@ -1,0 +1,109 @@
+"""Time of the whole compress: against the floor that memory sets, and against the published flows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.bench import MOMENTUM, Model, Stream, timed, torch_threads
+from benchmarks.peers import FLOWS, PeerFlow
+from benchmarks.report import markdown
+from benchmarks.shapes import SHAPES
+from dgc_horovod import DGCConfig
+from dgc_horovod.ops.native_kernels import NativeKernels
+from dgc_horovod.ops.torch_eager import TorchEagerKernels
+
+STEPS = 50
+TITLE = "compress"
+
+
+def study(quick: bool) -> list[dict[str, Any]]:
+    """A row for each model, rule, instruction set and number of threads."""
+    rows = []
+    for model in ("resnet50",) if quick else tuple(SHAPES):
+        for rule, density in (("exact", 0.001), ("sampled", 0.001), ("gaussian", 0.001), ("exact", 0.01)):
+            rows += _ours(model, rule, density)
+        rows += _peers(model)
+    return rows
+
+
+def _model(name: str, rule: str, density: float) -> Model:
+    model = Model(SHAPES[name](), DGCConfig(rule=rule, density=density), NativeKernels())
+    model.accumulate(STEPS)
+    return model
+
+
+def _ours(name: str, rule: str, density: float) -> list[dict[str, Any]]:
+    model, rows = _model(name, rule, density), []
+    stream, kernels = Stream(model.numel), NativeKernels()
+    widest = kernels.instructions
+    plans = [(instructions, 1) for instructions in ("plain", "AVX2", "AVX-512")] + [(widest, 2)]
+    for instructions, threads in plans if (rule, density) == ("exact", 0.001) else [(widest, 1), (widest, 2)]:
+        if not kernels.use_instructions(instructions):
+            continue
+        try:
+            with torch_threads(threads):
+                floor_run = partial(stream.run, model.gradients.flat)
+                ours, floor = timed(model.compress, floor_run, before=model.gradients.advance)
+        finally:
+            kernels.use_instructions(widest)
+        row = {"model": name, "rule": rule, "density": density, "instructions": instructions, "threads": threads}
+        rows.append({**row, "ms": ours, "floor_ms": floor})
+    return rows
+
+
+def _peers(name: str) -> list[dict[str, Any]]:
+    """The published flows, from the state that ours has after the same steps, on the same gradients."""
+    model, rows = _model(name, "exact", 0.001), []
+    sparse = [engine for engine in model.engines if not engine.bucket.whole]
+    segments = [segment for engine in sparse for segment in engine.bucket.segments]
+    gradients = [torch.from_numpy(g) for g in model.gradients.arrays[: len(segments)]]
+    eager = Model(SHAPES[name](), DGCConfig(), TorchEagerKernels())
+    eager.gradients.arrays = [torch.from_numpy(g) for g in model.gradients.arrays]  # type: ignore[misc]
+    for ours, theirs in zip(model.engines, eager.engines, strict=True):
+        theirs.state.v.copy_(torch.from_numpy(ours.state.v))
+        if ours.state.u is not None:
+            theirs.state.u = torch.from_numpy(ours.state.u.copy())
+    for threads in (1, 2):
+        with torch_threads(threads):
+            for flow in FLOWS:
+                peer = flow([(segment.numel,) for segment in segments], 0.001, MOMENTUM)
+                _give_state(peer, sparse)
+                (ms,) = timed(partial(peer.step, gradients), before=model.gradients.advance, runs=7)
+                rows.append({"model": name, "rule": peer.name, "density": 0.001, "threads": threads, "ms": ms})
+            (ms,) = timed(eager.compress, before=model.gradients.advance, runs=7)
+            rows.append({"model": name, "rule": "ours, torch_eager", "density": 0.001, "threads": threads, "ms": ms})
+    return rows
+
+
+def _give_state(peer: PeerFlow, engines: list[Any]) -> None:
+    i = 0
+    for engine in engines:
+        for segment in engine.bucket.segments:
+            here = slice(segment.start, segment.start + segment.numel)
+            peer.u[i].copy_(torch.from_numpy(engine.state.u[here]))
+            peer.v[i].copy_(torch.from_numpy(engine.state.v[here]))
+            i += 1
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: time, times the floor, and how many times faster the exact rule is than the row."""
+    exact = {
+        (r["model"], r["threads"]): r["ms"]
+        for r in rows
+        if (r["rule"], r["density"]) == ("exact", 0.001) and r["instructions"] == _widest(rows)
+    }
+    lines = []
+    for r in rows:
+        floor = f"{r['ms'] / r['floor_ms']:.2f}×" if r.get("floor_ms") and r["threads"] == 1 else ""
+        against = f"{r['ms'] / exact[r['model'], r['threads']]:.1f}×" if "floor_ms" not in r else ""
+        name = f"{r['model']}, {r['rule']}" + (f" {r['density']:.1%}" if r["density"] != 0.001 else "")
+        lines.append([name, r.get("instructions", ""), r["threads"], f"{r['ms']:.1f}", floor, against])
+    head = ["", "instructions", "threads", "ms", "times the 20-byte loop", "ours (exact) is faster by"]
+    return markdown(head, lines)
+
+
+def _widest(rows: list[dict[str, Any]]) -> str:
+    return next(r["instructions"] for r in rows if r["threads"] == 2 and "instructions" in r)

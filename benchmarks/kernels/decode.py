@@ -1,0 +1,53 @@
+"""Time to check, decode and add up what N workers sent: with N*k it grows, with n only by the zeroing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kernels.bench import Model, timed, torch_threads
+from benchmarks.report import markdown
+from dgc_horovod import DGCConfig
+from dgc_horovod.ops.native_kernels import NativeKernels
+
+TITLE = "decode"
+
+
+def study(quick: bool) -> list[dict[str, Any]]:
+    """N packets of k elements of one bucket of n; the same k from two sizes of n, and two k of the same n."""
+    rows = []
+    for millions, density in ((25, 0.001), (25, 0.004), (100, 0.001)):
+        for workers in (2, 8, 32):
+            rows.append(_row(millions * 10**6, density, workers))
+    return rows
+
+
+def _row(numel: int, density: float, workers: int) -> dict[str, Any]:
+    config = DGCConfig(density=density, bucket_bytes=4 * numel)
+    model = Model([("weight", (1000, numel // 1000))], config, NativeKernels(), workers)
+    (engine,) = model.engines
+    packets = []
+    for _ in range(workers):  # packets of one step that differ: the same rank, over and over
+        model.step = 1
+        packets.append(model.compress()[0].payload.copy())
+        model.gradients.advance()
+    received, targets = np.concatenate(packets), [np.empty(numel, np.float32)]
+    with torch_threads(1):
+        decode, add, zero = timed(
+            lambda: engine.receive(received), lambda: engine.fill(targets, 1 / workers), lambda: targets[0].fill(0)
+        )
+    k = int(density * numel)
+    return {"n": numel, "k": k, "workers": workers, "decode_ms": decode, "add_ms": add, "zeroing_ms": zero}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: the parts, and what is left per element received once the zeroing is taken off."""
+    lines = []
+    for r in rows:
+        beyond = r["decode_ms"] + r["add_ms"] - r["zeroing_ms"]
+        per_element = 1e6 * beyond / (r["workers"] * r["k"])
+        name = f"n = {r['n'] // 10**6} M, k = {r['k']:,}, N = {r['workers']}"
+        times = [f"{r[part]:.1f}" for part in ("decode_ms", "add_ms", "zeroing_ms")]
+        lines.append([name, *times, f"{per_element:.1f}"])
+    return markdown(["", "check, decode ms", "add ms", "zeroing alone ms", "ns an element beyond zeroing"], lines)

@@ -1,0 +1,158 @@
+"""Size of packets: bits a selected element on recorded gradients, and what a whole model sends."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.kernels.bench import MOMENTUM, Model
+from benchmarks.report import markdown
+from benchmarks.shapes import SHAPES, numel
+from dgc_horovod import DGCConfig
+from dgc_horovod.bucket import TensorSpec, plan
+from dgc_horovod.codecs import VALUE_CODECS
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.ops.native_kernels import NativeKernels
+from dgc_horovod.ops.schema import MomentumFeed
+
+TITLE = "wire"
+STEPS, BATCH, WINDOW, WIDTH, SYMBOLS = 40, 16, 32, 896, 128
+
+
+class _Language(nn.Module):
+    """Predicts the next character of Python's own sources: two LSTM layers, 10 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(SYMBOLS, 64)
+        self.lstm = nn.LSTM(64, WIDTH, num_layers=2, batch_first=True)
+        self.output = nn.Linear(WIDTH, SYMBOLS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.lstm(self.embedding(x))[0])
+
+
+def recorded_gradients() -> tuple[list[tuple[str, tuple[int, ...]]], list[list[np.ndarray]]]:
+    """Shapes of the model's matrices, and their gradients in each of the steps of a real training run."""
+    torch.manual_seed(0)
+    source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60])
+    text = torch.frombuffer(bytearray(source), dtype=torch.uint8).long() % SYMBOLS
+    model = _Language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=MOMENTUM)
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+    steps = []
+    for _ in range(STEPS):
+        starts = torch.randint(0, len(text) - WINDOW - 1, (BATCH, 1))
+        windows = text[starts + torch.arange(WINDOW + 1)]
+        loss = cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        steps.append([p.grad.numpy().ravel().copy() for p in reversed(matrices.values()) if p.grad is not None])
+        optimizer.step()
+    return [(name, tuple(p.shape)) for name, p in matrices.items()], steps
+
+
+def study(quick: bool) -> list[dict[str, Any]]:
+    """Bits of every rule, density and value codec; index codecs compared; ratios of whole models."""
+    shapes, steps = recorded_gradients()
+    choices = [("exact", d, v) for d in (0.001, 0.01) for v in VALUE_CODECS]
+    choices += [(rule, d, "bf16") for d in (0.001, 0.01) for rule in ("sampled", "gaussian", "random")]
+    rows = [_bits(shapes, steps, *choice) for choice in choices]
+    rows += [_indices(shapes, steps, density) for density in (0.001, 0.01)]
+    return rows + [_ratio(name, values) for name in SHAPES for values in ("bf16", "4bit")]
+
+
+def _replayed(shapes: Any, steps: Any, config: DGCConfig) -> list[BucketEngine]:
+    layout = plan([TensorSpec(*shape) for shape in shapes], config)
+    engines = [BucketEngine(bucket, config, NativeKernels(), 0, 1) for bucket in layout.buckets]
+    for step, gradients in enumerate(steps):
+        arrays = iter(gradients)
+        for engine in engines:
+            for i in range(len(engine.bucket.segments)):
+                engine.offer(i, next(arrays), MomentumFeed(MOMENTUM))
+            engine.last = engine.compress(1.0, step, config.density)  # type: ignore[attr-defined]
+    return engines
+
+
+def _bits(shapes: Any, steps: Any, rule: str, density: float, values: str) -> dict[str, Any]:
+    engines = _replayed(shapes, steps, DGCConfig(rule=rule, density=density, values=values))
+    nbytes = sum(engine.last.payload.nbytes for engine in engines)  # type: ignore[attr-defined]
+    count = sum(engine.last.count for engine in engines)  # type: ignore[attr-defined]
+    room = sum(engine._plan.wire.capacity for engine in engines)  # type: ignore[union-attr]
+    row = {
+        "study": "bits",
+        "rule": rule,
+        "density": density,
+        "values": values,
+        "numel": sum(e.bucket.numel for e in engines),
+    }
+    return {**row, "bits": 8 * nbytes / count, "padding": 1 - count / room}
+
+
+def _indices(shapes: Any, steps: Any, density: float) -> dict[str, Any]:
+    """Bits an index that other codecs would need for the positions really selected."""
+    engines = _replayed(shapes, steps, DGCConfig(density=density))
+    bits = dict.fromkeys(("Elias-Fano", "Rice", "12 bits in blocks of 4096", "entropy of random positions"), 0.0)
+    total = 0
+    for engine in engines:
+        positions, n = engine._sent.elements.positions.astype(np.int64), engine.bucket.numel  # type: ignore[union-attr]
+        k, gaps = positions.size, np.diff(positions, prepend=-1) - 1
+        total += k
+        bits["Elias-Fano"] += 8 * engine._plan.wire.values_at  # type: ignore[union-attr]
+        bits["Rice"] += min(float((gaps >> r).sum() + k * (1 + r)) for r in range(20))
+        bits["12 bits in blocks of 4096"] += 12 * k + 16 * -(-n // 4096)  # a 16-bit count each
+        p = k / n
+        bits["entropy of random positions"] += -n * (p * np.log2(p) + (1 - p) * np.log2(1 - p))
+    return {"study": "indices", "density": density, **{name: value / total for name, value in bits.items()}}
+
+
+def _ratio(name: str, values: str) -> dict[str, Any]:
+    """Bytes that one rank hands over in a step, everything included, against fp32 dense."""
+    shapes = SHAPES[name]()
+    model = Model(shapes, DGCConfig(values=values, dense_values="8bit"), NativeKernels())
+    model.accumulate(2)
+    sent = sum(message.payload.nbytes for message in model.compress())
+    return {"study": "ratio", "model": name, "values": values, "bytes": sent, "ratio": 4 * numel(shapes) / sent}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: three tables."""
+    bits = [r for r in rows if r["study"] == "bits"]
+    indices = [r for r in rows if r["study"] == "indices"]
+    ratios = [r for r in rows if r["study"] == "ratio"]
+    names = [name for name in indices[0] if name not in ("study", "density")]
+    parts = [
+        markdown(
+            ["bits a selected element", "0.1%", "1%", "padding 0.1%", "padding 1%"],
+            [
+                [
+                    f"{a['rule']}, {a['values']}",
+                    f"{a['bits']:.2f}",
+                    f"{b['bits']:.2f}",
+                    f"{a['padding']:.1%}",
+                    f"{b['padding']:.1%}",
+                ]
+                for a in bits
+                for b in bits
+                if a["density"] == 0.001
+                and b["density"] == 0.01
+                and (a["rule"], a["values"]) == (b["rule"], b["values"])
+            ],
+        ),
+        markdown(
+            ["bits an index", *(f"{r['density']:.1%}" for r in indices)],
+            [[name, *(f"{r[name]:.2f}" for r in indices)] for name in names],
+        ),
+        markdown(
+            ["whole model, 1-D tensors in 8 bits", "bytes a step", "less than fp32"],
+            [[f"{r['model']}, {r['values']}", f"{r['bytes']:,}", f"{r['ratio']:,.0f}×"] for r in ratios],
+        ),
+    ]
+    return "\n\n".join(parts)

@@ -1,0 +1,54 @@
+"""What every benchmark does with its figures: machine and versions beside them, a table, a place in the docs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, for the JSON."""
+    versions = {name: importlib.metadata.version(name) for name in ("dgc-horovod", "horovod", "torch", "numpy")}
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": processor(),
+        "cores": str(os.cpu_count()),
+    }
+
+
+def processor() -> str:
+    """The processor's own name, where Linux knows it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return found[1].strip() if found else platform.processor()
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; the first column is text, the others are right-aligned."""
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def save(name: str, figures: Any) -> None:
+    """Write `figures` with the environment to ``benchmarks/results/<name>.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({"environment": environment(), "figures": figures}, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+def write_into_page(page: Path, marker: str, text: str) -> None:
+    """Replace what stands between ``<!-- marker: begin -->`` and ``<!-- marker: end -->`` of a page."""
+    begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    page.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page.read_text()))

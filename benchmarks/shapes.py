@@ -1,0 +1,93 @@
+"""Parameter shapes of three models, without the models: what a benchmark needs to make gradients of a real layout.
+
+Names, order and shapes are those of torchvision's ResNet-50 and VGG-16, and of an ``nn.LSTM`` language model with
+the sizes of the large network of Zaremba et al. (arXiv 1409.2329).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+_RESNET50_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))  # blocks, inner channels
+_RESNET_EXPANSION = 4  # a bottleneck's outer channels over its inner ones
+_VGG16_STAGES = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # convolutions, channels
+_IMAGENET_CLASSES = 1_000
+_PTB_VOCABULARY = 10_000
+_PTB_HIDDEN = 1_500
+_PTB_LAYERS = 2
+
+
+def numel(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Parameters of all tensors together."""
+    return sum(math.prod(shape) for _, shape in shapes)
+
+
+def resnet50() -> Shapes:
+    """ResNet-50 for ImageNet: 161 tensors, 25,557,032 parameters."""
+    shapes = [*_convolution("conv1", 64, 3, 7), *_normalisation("bn1", 64)]
+    incoming = 64
+    for stage, (blocks, inner) in enumerate(_RESNET50_STAGES, start=1):
+        for block in range(blocks):
+            shapes += _bottleneck(f"layer{stage}.{block}", incoming, inner, shortcut=block == 0)
+            incoming = inner * _RESNET_EXPANSION
+    return [*shapes, *_linear("fc", _IMAGENET_CLASSES, incoming)]
+
+
+def vgg16() -> Shapes:
+    """VGG-16 without batch normalisation, for ImageNet: 32 tensors, 138,357,544 parameters."""
+    shapes: Shapes = []
+    position, incoming = 0, 3  # torchvision numbers every module of the sequence, those without parameters too
+    for convolutions, channels in _VGG16_STAGES:
+        for _ in range(convolutions):
+            name = f"features.{position}"
+            shapes += [*_convolution(name, channels, incoming, 3), (f"{name}.bias", (channels,))]
+            position, incoming = position + 2, channels  # the convolution and its ReLU
+        position += 1  # the pooling
+    shapes += _linear("classifier.0", 4096, incoming * 7 * 7)
+    shapes += _linear("classifier.3", 4096, 4096)
+    return [*shapes, *_linear("classifier.6", _IMAGENET_CLASSES, 4096)]
+
+
+def lstm_ptb() -> Shapes:
+    """The large LSTM for the Penn Treebank, its decoder not tied: 11 tensors, 66,034,000 parameters."""
+    shapes: Shapes = [("encoder.weight", (_PTB_VOCABULARY, _PTB_HIDDEN))]
+    gates = 4 * _PTB_HIDDEN
+    for layer in range(_PTB_LAYERS):
+        shapes += [
+            (f"lstm.weight_ih_l{layer}", (gates, _PTB_HIDDEN)),
+            (f"lstm.weight_hh_l{layer}", (gates, _PTB_HIDDEN)),
+            (f"lstm.bias_ih_l{layer}", (gates,)),
+            (f"lstm.bias_hh_l{layer}", (gates,)),
+        ]
+    return [*shapes, *_linear("decoder", _PTB_VOCABULARY, _PTB_HIDDEN)]
+
+
+def _bottleneck(name: str, incoming: int, inner: int, shortcut: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    outer = inner * _RESNET_EXPANSION
+    yield from _convolution(f"{name}.conv1", inner, incoming, 1)
+    yield from _normalisation(f"{name}.bn1", inner)
+    yield from _convolution(f"{name}.conv2", inner, inner, 3)
+    yield from _normalisation(f"{name}.bn2", inner)
+    yield from _convolution(f"{name}.conv3", outer, inner, 1)
+    yield from _normalisation(f"{name}.bn3", outer)
+    if shortcut:
+        yield from _convolution(f"{name}.downsample.0", outer, incoming, 1)
+        yield from _normalisation(f"{name}.downsample.1", outer)
+
+
+def _convolution(name: str, outgoing: int, incoming: int, size: int) -> Shapes:
+    return [(f"{name}.weight", (outgoing, incoming, size, size))]
+
+
+def _normalisation(name: str, channels: int) -> Shapes:
+    return [(f"{name}.weight", (channels,)), (f"{name}.bias", (channels,))]
+
+
+def _linear(name: str, outgoing: int, incoming: int) -> Shapes:
+    return [(f"{name}.weight", (outgoing, incoming)), (f"{name}.bias", (outgoing,))]
+
+
+SHAPES: dict[str, Callable[[], Shapes]] = {"resnet50": resnet50, "vgg16": vgg16, "lstm-ptb": lstm_ptb}

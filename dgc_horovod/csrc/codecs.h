@@ -1,0 +1,34 @@
+// The codecs of codecs/indices.py and codecs/values.py, byte for byte.
+#pragma once
+#include <string.h>
+
+#include "dgc.h"
+
+namespace dgc {
+
+enum IndexCodec : int32_t { kInt32 = 1, kEliasFano = 2, kEvery = 3 };
+enum ValueCodec : int32_t { kFp32 = 1, kFp16 = 2, kBf16 = 3, k8Bit = 4, k4Bit = 5, k2Bit = 6 };
+
+constexpr int64_t kBlock = 256;  // values that share scales
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline int64_t words(int64_t bits) { return (bits + 31) / 32; }
+
+void encode_indices(const Layout& layout, const int32_t* positions, int64_t count, uint32_t* out);
+void encode_values(const Layout& layout, const float* values, int64_t count, uint8_t* out);
+// False where the data are impossible; what has been written by then is unspecified, and within bounds.
+bool decode_indices(const Layout& layout, const uint32_t* data, int64_t count, int32_t* positions);
+bool decode_values(const Layout& layout, const uint8_t* data, int64_t count, float* values);
+
+}  // namespace dgc

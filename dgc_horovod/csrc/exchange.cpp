@@ -1,0 +1,111 @@
+// What was sent leaves the residual; what came back is added up.
+#include <string.h>
+
+#include <atomic>
+
+#include "dgc.h"
+#include "threads.h"
+
+using namespace dgc;
+
+// v at the positions becomes what is left of it, u (if given) zero; u's old values go to `masked`.
+DGC_API void dgc_settle(float* v, float* u, const int32_t* positions, const float* values, const float* decoded,
+                        int64_t count, float* masked) {
+    constexpr int64_t kAhead = 24;  // the elements are far apart: their cache lines are asked for in time
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t ahead = positions[i + kAhead < count ? i + kAhead : i];
+        __builtin_prefetch(v + ahead, 1);
+        if (u) __builtin_prefetch(u + ahead, 1);
+        v[positions[i]] = values[i] - decoded[i];
+        if (u) {
+            masked[i] = u[positions[i]];
+            u[positions[i]] = 0.0f;
+        }
+    }
+}
+
+DGC_API void dgc_put(float* x, const int32_t* positions, const float* values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) x[positions[i]] = values[i];
+}
+
+namespace {
+
+bool not_finite(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (bits & kInfinity) == kInfinity;
+}
+
+// The first of a contribution's elements at or after `position`.
+int64_t first_from(const Contribution& one, int64_t position) {
+    int64_t low = 0, high = one.count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (one.positions[middle] < position) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+// One block of one target: zeroed if `fresh`, then added to rank by rank while it is in the cache. Returns whether all is
+// finite.
+bool fill_block(const Target& target, int64_t start, int64_t end, const Contribution* ranks, int64_t workers,
+                float scale, bool fresh, int64_t* next) {
+    float* const out = target.out - target.start;
+    if (fresh) memset(out + start, 0, 4 * (end - start));
+    bool finite = true;
+    for (int64_t rank = 0; rank < workers; rank++) {
+        const Contribution& one = ranks[rank];
+        int64_t i = next[rank];
+        for (; i < one.count && one.positions[i] < end; i++) {
+            float& sum = out[one.positions[i]];
+            sum += one.values[i] * scale;
+            finite &= !not_finite(sum);
+        }
+        next[rank] = i;
+    }
+    return finite;
+}
+
+constexpr int64_t kBlock = 1 << 14;
+
+}  // namespace
+
+// See Kernels.fill. `next` has room for one number per rank and thread. Returns whether every element is finite.
+DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contribution* ranks, int64_t workers,
+                         float scale, int32_t fresh, int64_t* next, int64_t threads) {
+    const int64_t numel = targets[num_targets - 1].start + targets[num_targets - 1].numel;
+    const int64_t parts = parts_of(numel, threads);
+    std::atomic<bool> finite{true};
+    in_parts(parts, [&](int64_t part) {
+        const int64_t first = numel * part / parts, last = numel * (part + 1) / parts;
+        int64_t* const mine = next + part * workers;
+        for (int64_t rank = 0; rank < workers; rank++) mine[rank] = first_from(ranks[rank], first);
+        for (int64_t t = 0; t < num_targets; t++) {
+            const Target& target = targets[t];
+            const int64_t begin = target.start > first ? target.start : first;
+            const int64_t stop = target.start + target.numel < last ? target.start + target.numel : last;
+            for (int64_t at = begin; at < stop; at += kBlock) {
+                const int64_t end = at + kBlock < stop ? at + kBlock : stop;
+                if (!fill_block(target, at, end, ranks, workers, scale, fresh != 0, mine)) finite = false;
+            }
+        }
+    });
+    return finite;
+}
+
+// See Kernels.fill_summed. Returns whether every element is finite.
+DGC_API int32_t dgc_fill_summed(const Target* targets, int64_t num_targets, const float* summed, float scale) {
+    bool finite = true;
+    for (int64_t t = 0; t < num_targets; t++) {
+        const Target& target = targets[t];
+        for (int64_t i = 0; i < target.numel; i++) {
+            target.out[i] = summed[target.start + i] * scale;
+            finite &= !not_finite(target.out[i]);
+        }
+    }
+    return finite;
+}

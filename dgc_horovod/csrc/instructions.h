@@ -1,0 +1,38 @@
+// The inner loops, once per instruction set: each of plain.cpp, avx2.cpp and avx512.cpp makes one table of them.
+#pragma once
+#include "dgc.h"
+
+namespace dgc {
+
+// A piece of one segment inside one chunk. u is the momentum or Adam's first moment.
+struct Piece {
+    float *u, *second, *v;
+    const float* gradient;
+    int64_t numel;
+    int32_t position;  // of its first element in the bucket
+    float scale, floor;
+};
+
+// Candidates of one chunk. Room for a vector more than a chunk: whole vectors are written.
+struct Hits {
+    int32_t positions[kChunk + kLanes];
+    float values[kChunk + kLanes];
+    int32_t count;
+};
+
+struct Instructions {
+    const char* name;
+    // Updates u and v with a gradient (kLook: with nothing), notes candidates; returns Bad flags.
+    int32_t (*update)(const Segment& how, const Piece& piece, Hits& hits);
+    int64_t (*count_at_least)(const float* x, int64_t numel, float threshold);
+    // Sum and sum of squares of at most kChunk elements, in the tree's order; what is not finite counts as zero.
+    void (*sums)(const float* x, int64_t numel, double* out);
+};
+
+extern const Instructions kPlain;
+#if defined(__x86_64__)
+extern const Instructions kAvx2, kAvx512;
+#endif
+const Instructions& instructions();
+
+}  // namespace dgc

@@ -1,0 +1,237 @@
+// The bodies of the inner loops. Included by one file per instruction set, which is compiled for it; everything here is
+// local to that file, and nothing of the C++ library is used, so that no such code leaks into the others.
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "instructions.h"
+
+namespace dgc {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kWidth), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * kWidth), aligned(4)));
+constexpr int kHalf = kWidth / 2;
+typedef float HalfFloats __attribute__((vector_size(4 * kHalf), aligned(4)));
+typedef int32_t HalfInts __attribute__((vector_size(4 * kHalf), aligned(4)));
+typedef double Doubles __attribute__((vector_size(4 * kWidth), aligned(4)));
+
+inline Floats load(const float* x) { return *reinterpret_cast<const Floats*>(x); }
+inline void store(float* x, Floats y) { *reinterpret_cast<Floats*>(x) = y; }
+inline Floats magnitude(Floats x) { return (Floats)((Ints)x & (int32_t)kMagnitude); }
+inline Ints not_finite(Floats x) { return ((Ints)x & (int32_t)kInfinity) == (int32_t)kInfinity; }
+
+inline bool any(Ints x) {
+    int32_t together = 0;
+    for (int i = 0; i < kWidth; i++) together |= x[i];
+    return together != 0;
+}
+
+inline Floats root(Floats x) {  // correctly rounded
+#if defined(__AVX512F__)
+    return (Floats)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_sqrt_ps((__m256)x);
+#else
+    for (int i = 0; i < kWidth; i++) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+#endif
+}
+
+// One bit per lane with x >= threshold.
+inline uint32_t at_least(Floats x, float threshold) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(threshold), _CMP_GE_OQ);
+#elif defined(__AVX2__)
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(threshold), _CMP_GE_OQ));
+#elif defined(__x86_64__)
+    return (uint32_t)_mm_movemask_ps(_mm_cmpge_ps((__m128)x, _mm_set1_ps(threshold)));
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < kWidth; i++) bits |= (uint32_t)(x[i] >= threshold) << i;
+    return bits;
+#endif
+}
+
+// Append the lanes of v that are set in `bits`.
+inline void note(Hits& hits, uint32_t bits, Floats v, int32_t position) {
+#if defined(__AVX512F__)
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i where = _mm512_add_epi32(lane, _mm512_set1_epi32(position));
+    // compressed in a register: the form that writes to memory is slow on some processors
+    _mm512_storeu_si512(hits.positions + hits.count, _mm512_maskz_compress_epi32((__mmask16)bits, where));
+    _mm512_storeu_ps(hits.values + hits.count, _mm512_maskz_compress_ps((__mmask16)bits, (__m512)v));
+    hits.count += __builtin_popcount(bits);
+#else
+    for (; bits; bits &= bits - 1) {
+        const int i = __builtin_ctz(bits);
+        hits.positions[hits.count] = position + i;
+        hits.values[hits.count++] = v[i];
+    }
+#endif
+}
+
+// A last, incomplete vector goes by way of a full one.
+struct Padded {
+    float x[kWidth];
+    Padded(const float* from, int64_t numel) {
+        memset(x, 0, sizeof x);
+        memcpy(x, from, 4 * numel);
+    }
+};
+
+template <int kind>
+inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
+    Ints bad_gradient = {}, bad_residual = {};
+    const auto step = [&](float* u_at, float* second_at, float* v_at, const float* gradient, int32_t position) {
+        Floats v = load(v_at);
+        if (kind != kLook) {
+            Floats g = load(gradient);
+            const Ints bad = not_finite(g);
+            bad_gradient |= bad;
+            g = (Floats)((Ints)g & ~bad) * piece.scale;
+            if (kind == kResidual) v += g;
+            if (kind == kMomentum || kind == kNesterov) {
+                Floats u = load(u_at) * how.momentum;
+                u += g;
+                store(u_at, u);
+                if (kind == kMomentum) {
+                    v += u;
+                } else {
+                    v += g;
+                    v += u * how.momentum;
+                }
+            }
+            if (kind == kAdam) {
+                const Floats first = load(u_at) * how.keep1 + g * how.take1;
+                const Floats second = load(second_at) * how.keep2 + g * g * how.take2;
+                store(u_at, first);
+                store(second_at, second);
+                v += first / how.correction1 / (root(second) / how.root2 + how.eps);
+            }
+            bad_residual |= not_finite(v);
+            store(v_at, v);
+        }
+        const uint32_t bits = at_least(magnitude(v), piece.floor);
+        if (__builtin_expect(bits != 0, 0)) note(hits, bits, v, position);
+    };
+    int64_t i = 0;
+    for (; i + kWidth <= piece.numel; i += kWidth) {
+        step(piece.u + i, piece.second + i, piece.v + i, piece.gradient + i, piece.position + (int32_t)i);
+    }
+    if (const int64_t rest = piece.numel - i) {
+        Padded v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
+        const bool has_u = kind >= kMomentum;
+        Padded u(has_u ? piece.u + i : piece.v, has_u ? rest : 0);
+        Padded second(kind == kAdam ? piece.second + i : piece.v, kind == kAdam ? rest : 0);
+        step(u.x, second.x, v.x, g.x, piece.position + (int32_t)i);
+        if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
+        if (has_u) memcpy(piece.u + i, u.x, 4 * rest);
+        if (kind == kAdam) memcpy(piece.second + i, second.x, 4 * rest);
+    }
+    return (any(bad_gradient) ? kBadGradient : 0) | (any(bad_residual) ? kBadResidual : 0);
+}
+
+int32_t update(const Segment& how, const Piece& piece, Hits& hits) {
+    switch (how.kind) {
+        case kResidual: return update_as<kResidual>(how, piece, hits);
+        case kMomentum: return update_as<kMomentum>(how, piece, hits);
+        case kNesterov: return update_as<kNesterov>(how, piece, hits);
+        case kAdam: return update_as<kAdam>(how, piece, hits);
+        default: return update_as<kLook>(how, piece, hits);
+    }
+}
+
+int64_t count_at_least(const float* x, int64_t numel, float threshold) {
+    int64_t count = 0, i = 0;
+    for (; i + kWidth <= numel; i += kWidth) count += __builtin_popcount(at_least(magnitude(load(x + i)), threshold));
+    for (; i < numel; i++) count += __builtin_fabsf(x[i]) >= threshold;
+    return count;
+}
+
+// A row of the tree: one float64 per lane.
+struct Row {
+    Doubles part[kLanes / kHalf];
+};
+
+struct Rows {
+    Row sum, squares;
+};
+
+inline Row operator+(const Row& a, const Row& b) {
+    Row c;
+    for (int i = 0; i < kLanes / kHalf; i++) c.part[i] = a.part[i] + b.part[i];
+    return c;
+}
+
+// Half a vector of x as float64; what is not finite as zero.
+inline Doubles widened(const float* x) {
+    HalfFloats y = *reinterpret_cast<const HalfFloats*>(x);
+    y = (HalfFloats)((HalfInts)y & ~(((HalfInts)y & (int32_t)kInfinity) == (int32_t)kInfinity));
+#if defined(__AVX512F__)
+    return (Doubles)_mm512_cvtps_pd((__m256)y);
+#elif defined(__AVX2__)
+    return (Doubles)_mm256_cvtps_pd((__m128)y);
+#else
+    return __builtin_convertvector(y, Doubles);
+#endif
+}
+
+// 2^level rows of x, added pairwise, neighbours first.
+template <int level>
+inline Rows add_rows(const float* x) {
+    if constexpr (level > 0) {
+        const Rows a = add_rows<level - 1>(x), b = add_rows<level - 1>(x + (kLanes << (level - 1)));
+        return {a.sum + b.sum, a.squares + b.squares};
+    } else {
+        Rows rows;
+        for (int i = 0; i < kLanes / kHalf; i++) {
+            rows.sum.part[i] = widened(x + i * kHalf);
+            rows.squares.part[i] = rows.sum.part[i] * rows.sum.part[i];
+        }
+        return rows;
+    }
+}
+
+constexpr int kBlockLevel = 3, kBlock = kLanes << kBlockLevel;
+
+// The rest of the tree, over blocks of rows; what lies beyond numel is zero.
+Rows add_blocks(const float* x, int64_t numel, int64_t block) {
+    if (block == kBlock) {
+        if (numel >= kBlock) return add_rows<kBlockLevel>(x);
+        float padded[kBlock] = {};
+        if (numel > 0) memcpy(padded, x, 4 * numel);
+        return add_rows<kBlockLevel>(padded);
+    }
+    const Rows a = add_blocks(x, numel, block / 2);
+    if (numel <= block / 2) return a;
+    const Rows b = add_blocks(x + block / 2, numel - block / 2, block / 2);
+    return {a.sum + b.sum, a.squares + b.squares};
+}
+
+double add_lanes(const Row& row) {
+    double lanes[kLanes];
+    memcpy(lanes, &row, sizeof lanes);
+    for (int half = kLanes / 2; half; half /= 2) {
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+}
+
+void sums(const float* x, int64_t numel, double* out) {
+    const Rows rows = add_blocks(x, numel, kChunk);
+    out[0] = add_lanes(rows.sum);
+    out[1] = add_lanes(rows.squares);
+}
+
+}  // namespace
+}  // namespace dgc

@@ -1,0 +1,161 @@
+// One pass over a bucket: gradients in, momentum and residual updated, candidates and moments noted on the way.
+#include <string.h>
+
+#include <atomic>
+
+#include "instructions.h"
+#include "threads.h"
+
+namespace dgc {
+namespace {
+
+int64_t chunks_of(const Span& span) { return (span.numel + kChunk - 1) / kChunk; }
+
+// Moments are taken of every so many chunks (Kernels.moments): they are a first guess, and all of them would cost half
+// as much time as the pass itself.
+int64_t moment_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? chunks / 64 : 16); }
+
+struct Pass {
+    float *v, *u, *second;
+    const Segment* segments;
+    int64_t num_segments;
+    float scale;
+    Span* spans;
+    int64_t num_spans;
+    bool moments;
+    Found* found;
+    int32_t *positions;  // where hits are put as they come
+    float* values;
+    std::atomic<int64_t> filled{0};
+    std::atomic<int32_t> bad{0};
+};
+
+// The pieces of segments that lie in [start, end); `segment` is the first of them, and afterwards the last.
+int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float floor, int64_t& segment, Hits& hits) {
+    const Instructions& code = instructions();
+    if (!pass.num_segments) {
+        const Segment look{};
+        const Piece piece{nullptr, nullptr, pass.v + start, nullptr, end - start, (int32_t)start, 1.0f, floor};
+        return code.update(look, piece, hits);
+    }
+    int32_t bad = 0;
+    while (pass.segments[segment].start + pass.segments[segment].numel <= start) segment++;
+    for (int64_t at = start; at < end; segment++) {
+        const Segment& how = pass.segments[segment];
+        const int64_t stop = how.start + how.numel < end ? how.start + how.numel : end;
+        const Piece piece{pass.u ? pass.u + at : nullptr,
+                          pass.second ? pass.second + at : nullptr,
+                          pass.v + at,
+                          how.gradient + (at - how.start),
+                          stop - at,
+                          (int32_t)at,
+                          pass.scale,
+                          floor};
+        bad |= code.update(how, piece, hits);
+        at = stop;
+    }
+    segment--;
+    return bad;
+}
+
+// The chunks [first, last) of all spans counted through.
+void run_chunks(Pass& pass, int64_t first, int64_t last) {
+    Hits hits;
+    int32_t bad = 0;
+    int64_t segment = 0, chunk = 0;
+    for (int64_t s = 0; s < pass.num_spans && chunk < last; s++) {
+        const Span& span = pass.spans[s];
+        const int64_t skipped = first > chunk ? first - chunk : 0, chunks = chunks_of(span);
+        const int64_t stride = moment_stride(chunks);
+        for (int64_t i = skipped; i < chunks && chunk + i < last; i++) {
+            const int64_t start = span.start + i * kChunk;
+            const int64_t numel = span.numel - i * kChunk < kChunk ? span.numel - i * kChunk : kChunk;
+            hits.count = 0;
+            bad |= update_pieces(pass, start, start + numel, span.floor, segment, hits);
+            if (pass.moments && i % stride == 0) {
+                instructions().sums(pass.v + start, numel, pass.found->chunk_sums + 2 * (chunk + i / stride));
+            }
+            const int64_t at = hits.count ? pass.filled.fetch_add(hits.count, std::memory_order_relaxed) : 0;
+            pass.found->chunk_at[chunk + i] = at;
+            pass.found->chunk_count[chunk + i] = hits.count;
+            if (hits.count && at + hits.count <= pass.found->capacity) {
+                memcpy(pass.positions + at, hits.positions, 4 * hits.count);
+                memcpy(pass.values + at, hits.values, 4 * hits.count);
+            }
+        }
+        chunk += chunks;
+    }
+    pass.bad.fetch_or(bad, std::memory_order_relaxed);
+}
+
+// Put what several threads found into ascending order.
+void order(Found& found, int64_t chunks) {
+    int64_t at = 0;
+    for (int64_t i = 0; i < chunks; i++) {
+        memcpy(found.positions + at, found.loose_positions + found.chunk_at[i], 4 * found.chunk_count[i]);
+        memcpy(found.values + at, found.loose_values + found.chunk_at[i], 4 * found.chunk_count[i]);
+        at += found.chunk_count[i];
+    }
+}
+
+// The chunks' sums of one kind (0: sum, 1: squares), added pairwise in place; an odd last one stays.
+double add_up(double* sums, int64_t chunks, int kind) {
+    for (int64_t left = chunks; left > 1; left = (left + 1) / 2) {
+        for (int64_t i = 0; i < left / 2; i++) sums[2 * i + kind] = sums[4 * i + kind] + sums[4 * i + 2 + kind];
+        if (left % 2) sums[left - 1 + kind] = sums[2 * (left - 1) + kind];
+    }
+    return chunks ? sums[kind] : 0.0;
+}
+
+}  // namespace
+}  // namespace dgc
+
+using namespace dgc;
+
+// See Kernels.take_in. With no segments: looks at v only. Returns Bad flags.
+DGC_API int32_t dgc_pass(float* v, float* u, float* second, const Segment* segments, int64_t num_segments, float scale,
+                         Span* spans, int64_t num_spans, int32_t moments, Found* found, int64_t threads) {
+    Pass pass{v, u, second, segments, num_segments, scale, spans, num_spans, moments != 0, found, nullptr, nullptr};
+    int64_t chunks = 0, numel = 0;
+    for (int64_t s = 0; s < num_spans; s++) {
+        chunks += chunks_of(spans[s]);
+        numel += spans[s].numel;
+    }
+    const int64_t parts = parts_of(numel, threads);
+    pass.positions = parts > 1 ? found->loose_positions : found->positions;
+    pass.values = parts > 1 ? found->loose_values : found->values;
+    in_parts(parts, [&](int64_t part) { run_chunks(pass, chunks * part / parts, chunks * (part + 1) / parts); });
+    found->count = pass.filled;
+    if (parts > 1 && found->count <= found->capacity) order(*found, chunks);
+    double* sums = found->chunk_sums;
+    for (int64_t s = 0; moments && s < num_spans; s++) {
+        const int64_t all = chunks_of(spans[s]), stride = moment_stride(all);
+        spans[s].sum = add_up(sums, (all + stride - 1) / stride, 0);
+        spans[s].squares = add_up(sums, (all + stride - 1) / stride, 1);
+        sums += 2 * all;
+    }
+    return pass.bad;
+}
+
+// See Kernels.sums; `chunk_sums` has room for two sums a chunk.
+DGC_API void dgc_sums(const float* x, int64_t numel, double* chunk_sums, int64_t threads, double* out) {
+    const int64_t chunks = (numel + kChunk - 1) / kChunk, parts = parts_of(numel, threads);
+    in_parts(parts, [&](int64_t part) {
+        for (int64_t i = chunks * part / parts; i < chunks * (part + 1) / parts; i++) {
+            const int64_t left = numel - i * kChunk;
+            instructions().sums(x + i * kChunk, left < kChunk ? left : kChunk, chunk_sums + 2 * i);
+        }
+    });
+    out[0] = add_up(chunk_sums, chunks, 0);
+    out[1] = add_up(chunk_sums, chunks, 1);
+}
+
+DGC_API int64_t dgc_count_at_least(const float* x, int64_t numel, float threshold, int64_t threads) {
+    std::atomic<int64_t> count{0};
+    const int64_t parts = parts_of(numel, threads);
+    in_parts(parts, [&](int64_t part) {
+        const int64_t start = numel * part / parts, end = numel * (part + 1) / parts;
+        count += instructions().count_at_least(x + start, end - start, threshold);
+    });
+    return count;
+}

@@ -1,0 +1,94 @@
+// Exact selection by size among elements that are given: by the bits of their magnitudes, which are in order as integers.
+#include <string.h>
+
+#include "dgc.h"
+
+namespace dgc {
+namespace {
+
+uint32_t magnitude_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits & kMagnitude;
+}
+
+struct Rank {
+    uint32_t bits;   // magnitude of the k-th largest
+    int64_t larger;  // how many are strictly larger
+};
+
+// A radix select that spreads its digits over the range that is really there: selected values lie close together, and
+// the top bits of all of them would be the same digit. Each round narrows the range to one digit of the last.
+Rank kth_largest(const float* x, int64_t numel, int64_t k) {
+    constexpr int kDigit = 12;
+    uint32_t low = kMagnitude, high = 0;
+    for (int64_t i = 0; i < numel; i++) {
+        const uint32_t size = magnitude_bits(x[i]);
+        low = size < low ? size : low;
+        high = size > high ? size : high;
+    }
+    int64_t larger = 0;
+    while (low < high) {
+        const uint32_t range = high - low;
+        const int significant = 32 - __builtin_clz(range), shift = significant > kDigit ? significant - kDigit : 0;
+        uint32_t histogram[1 << kDigit] = {};
+        for (int64_t i = 0; i < numel; i++) {
+            const uint32_t above = magnitude_bits(x[i]) - low;
+            if (above <= range) histogram[above >> shift]++;
+        }
+        uint32_t digit = range >> shift;
+        while (larger + histogram[digit] < k) larger += histogram[digit--];
+        high = low + (((digit + 1) << shift) - 1) < high ? low + (((digit + 1) << shift) - 1) : high;
+        low += digit << shift;
+    }
+    return {low, larger};
+}
+
+}  // namespace
+}  // namespace dgc
+
+using namespace dgc;
+
+// The k-th largest magnitude of x, 1 <= k <= numel.
+DGC_API float dgc_kth_largest(const float* x, int64_t numel, int64_t k) {
+    const uint32_t bits = kth_largest(x, numel, k).bits;
+    float size;
+    memcpy(&size, &bits, 4);
+    return size;
+}
+
+// Keeps the k largest of the elements, in their order; of equal ones the first; zeros never. `from` gives the positions,
+// or is null where they are 0, 1, 2, ...; `positions` and `values` may be where the elements come from. Returns how many.
+DGC_API int64_t dgc_keep_largest(const int32_t* from, const float* x, int64_t numel, int64_t k, int32_t* positions,
+                                 float* values) {
+    Rank rank{1, 0};  // everything that is not zero
+    int64_t ties = numel;
+    if (k < numel) {
+        rank = kth_largest(x, numel, k);
+        ties = k - rank.larger;
+        if (rank.bits == 0) rank.bits = 1, ties = numel;
+    }
+    int64_t kept = 0;
+    for (int64_t i = 0; i < numel; i++) {
+        const float value = x[i];
+        const uint32_t size = magnitude_bits(value);
+        if (size < rank.bits) continue;
+        if (size == rank.bits && ties-- <= 0) continue;
+        positions[kept] = from ? from[i] : (int32_t)i;
+        values[kept++] = value;
+    }
+    return kept;
+}
+
+// Keeps the elements of at least `threshold`, in place. Returns how many.
+DGC_API int64_t dgc_keep_at_least(int32_t* positions, float* values, int64_t numel, float threshold) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < numel; i++) {
+        const int32_t position = positions[i];
+        const float value = values[i];
+        positions[kept] = position;
+        values[kept] = value;
+        kept += __builtin_fabsf(value) >= threshold && value != 0;
+    }
+    return kept;
+}

@@ -1,0 +1,152 @@
+"""A bucket's kernels put together from one-tensor primitives: what the reference and torch_eager share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod.bucket import Bucket
+from dgc_horovod.ops.schema import (
+    CHUNK,
+    NO_ELEMENTS,
+    AdamFeed,
+    Array,
+    Elements,
+    Feed,
+    Kernels,
+    MomentumFeed,
+    Seen,
+    State,
+    moment_stride,
+)
+from dgc_horovod.packet import Coder, NumpyCoder
+
+
+class ListedGradients:
+    """`schema.Gradients` as lists."""
+
+    def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
+        self.bucket, self._kernels = bucket, kernels
+        self.arrays: list[Array | None] = [None] * len(bucket.segments)
+        self.feeds: list[Feed | None] = [None] * len(bucket.segments)
+
+    def put(self, i: int, gradient: Array, feed: Feed) -> None:
+        self.arrays[i], self.feeds[i] = gradient, feed
+
+    def squared_norm(self) -> float:
+        return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays)
+
+
+class ComposedKernels:
+    """The methods of `schema.Kernels` on whole buckets, by way of a backend's primitives on one vector.
+
+    A backend adds: new, to_host, from_host, fill_zero, take, put, all_finite, zero_unless_finite,
+    accumulate_residual, accumulate_momentum, accumulate_adam, sums, chunks, count_at_least, positions_at_least,
+    top_positions, sample, add_at, copy_scaled.
+    """
+
+    coder: Coder = NumpyCoder()
+
+    def gradients(self: Any, bucket: Bucket) -> ListedGradients:
+        return ListedGradients(bucket, self)
+
+    def take_in(
+        self: Any, gradients: ListedGradients, state: State, scale: float, spans: np.ndarray, room: int, moments: bool
+    ) -> Seen:
+        finite = True
+        for i, segment in enumerate(gradients.bucket.segments):
+            gradient, feed = gradients.arrays[i], gradients.feeds[i]
+            if not self.all_finite(gradient):
+                finite, gradient = False, self.zero_unless_finite(gradient)
+            self._accumulate(state, slice(segment.start, segment.start + segment.numel), gradient, feed, scale)
+            gradients.arrays[i] = None
+        found = []
+        for span in spans:
+            v = state.v[int(span["start"]) : int(span["start"] + span["numel"])]
+            if moments:
+                span["sum"], span["squares"] = self.moments(v)
+            if span["floor"] < np.inf:
+                positions, values = self.at_least(v, float(span["floor"]))
+                found.append(Elements(positions + np.int32(span["start"]), values))
+        candidates = joined(found)
+        noted = candidates.positions.size
+        return Seen(finite, self.all_finite(state.v), noted, candidates if noted <= room else None)
+
+    def _accumulate(self: Any, state: State, here: slice, gradient: Array, feed: Feed, scale: float) -> None:
+        v = state.v[here]
+        if isinstance(feed, AdamFeed):
+            assert state.moments is not None
+            first, second = (moment[here] for moment in state.moments)
+            self.accumulate_adam(first, second, v, gradient, scale, feed.betas, feed.eps, feed.step)
+        elif isinstance(feed, MomentumFeed) and feed.momentum:
+            assert state.u is not None
+            self.accumulate_momentum(state.u[here], v, gradient, scale, feed.momentum, feed.nesterov)
+        else:
+            self.accumulate_residual(v, gradient, scale)
+
+    def moments(self: Any, x: Array) -> tuple[float, float]:
+        stride = moment_stride(-(-len(x) // CHUNK))
+        return self.sums(x if stride == 1 else self.chunks(x, stride))
+
+    def at_least(self: Any, x: Array, threshold: float) -> Elements:
+        positions = self.positions_at_least(x, threshold)
+        return Elements(positions, self.take(x, positions))
+
+    def top_k(self: Any, x: Array, k: int) -> Elements:
+        positions = self.top_positions(x, k)
+        return Elements(positions, self.take(x, positions))
+
+    def keep_largest(self: Any, elements: Elements, k: int) -> Elements:
+        if elements.positions.size <= k:
+            return self.keep_at_least(elements, 0.0)
+        kept = self.top_positions(self.from_host(elements.values), k)
+        return Elements(elements.positions[kept], elements.values[kept])
+
+    def keep_at_least(self, elements: Elements, threshold: float) -> Elements:
+        kept = (np.abs(elements.values) >= np.float32(threshold)) & (elements.values != 0)
+        return Elements(elements.positions[kept], elements.values[kept])
+
+    def kth_largest(self, values: np.ndarray, k: int) -> float:
+        return float(np.partition(np.abs(values), values.size - k)[values.size - k])
+
+    def settle(self: Any, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+        positions = elements.positions
+        self.put(state.v, Elements(positions, elements.values - decoded))
+        if masked is not None:
+            masked[:] = self.take(state.u, positions)
+            self.put(state.u, Elements(positions, np.zeros(positions.size, np.float32)))
+
+    def fill(
+        self: Any,
+        targets: Sequence[Array],
+        bucket: Bucket,
+        contributions: Sequence[Elements],
+        scale: float,
+        fresh: bool,
+    ) -> bool:
+        finite = True
+        for target, segment in zip(targets, bucket.segments, strict=True):
+            if fresh:
+                self.fill_zero(target)
+            for positions, values in contributions:
+                low, high = np.searchsorted(positions, [segment.start, segment.start + segment.numel])
+                here = positions[low:high] - np.int32(segment.start)
+                self.add_at(target, here, values[low:high] * np.float32(scale))
+                finite = finite and bool(np.isfinite(self.take(target, here)).all())
+        return finite
+
+    def fill_summed(self: Any, targets: Sequence[Array], bucket: Bucket, summed: Array, scale: float) -> bool:
+        for target, segment in zip(targets, bucket.segments, strict=True):
+            self.copy_scaled(target, summed[segment.start : segment.start + segment.numel], scale)
+        return all(self.all_finite(target) for target in targets)
+
+
+def joined(parts: Sequence[Elements]) -> Elements:
+    """The elements of several spans, in ascending order, as one."""
+    if not parts:
+        return NO_ELEMENTS
+    if len(parts) == 1:
+        return parts[0]
+    return Elements(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))
