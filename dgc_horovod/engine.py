@@ -9,7 +9,7 @@ the aggregated update and `BucketEngine.restore` takes the step back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -103,7 +103,7 @@ class BucketEngine:
         self.bucket, self.config, self.kernels = bucket, config, kernels
         self.rank, self.workers = rank, workers
         self.state = State(kernels.new(bucket.numel))
-        self.gradients = kernels.gradients(bucket)
+        self.gradients, self.targets = kernels.gradients(bucket), kernels.targets(bucket)
         self._offered = 0
         self._last_feed: Feed | None = None
         self._every = np.arange(bucket.numel if bucket.whole else 0, dtype=np.int32)
@@ -314,23 +314,23 @@ class BucketEngine:
         """What each rank sent, of the last packets received; copies."""
         return [Elements(e.positions.copy(), e.values.copy()) for group in self._decoded_groups() for e in group]
 
-    def fill(self, targets: Sequence[Array], scale: float) -> bool:
+    def fill(self, scale: float) -> bool:
         """``update = scale * sum over ranks of what they sent``, added in rank order: the same bits on every rank.
 
-        May be called again until the next `receive`.
+        It goes into `targets`, of which one must have been put for each segment. May be called again until the next
+        `receive`.
 
         Args:
-            targets: one flat float32 Array per segment, overwritten.
             scale: 1/N for the mean, 1 for the sum, times the loss scale.
 
         Returns:
             Whether every element is finite.
         """
         if self._summed is not None:
-            return self.kernels.fill_summed(targets, self.bucket, self.kernels.from_host(self._summed), scale)
+            return self.kernels.fill_summed(self.targets, self.kernels.from_host(self._summed), scale)
         finite = True
         for number, group in enumerate(self._held_groups()):
-            finite = self.kernels.fill(targets, self.bucket, group, scale, fresh=number == 0) and finite
+            finite = self.kernels.fill(self.targets, group, scale, fresh=number == 0) and finite
         return finite
 
     def _held_groups(self) -> Iterator[list[Elements]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import statistics
 import subprocess
 import tempfile
@@ -63,13 +62,14 @@ class Gradients:
     def __init__(self, numels: Sequence[int], seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self._rng, total = rng, sum(numels)
+        tensor_scales = 1e-3 * np.exp(rng.standard_normal(len(numels), dtype=np.float32))
         self._noise = rng.standard_normal(total + 2**20, dtype=np.float32)
         self._scale = np.exp(rng.standard_normal(total, dtype=np.float32))
         self.flat = np.empty(total, np.float32)
         ends = np.cumsum(numels).tolist()
         self.arrays = [self.flat[end - n : end] for n, end in zip(numels, ends, strict=True)]
-        for n, end in zip(numels, ends, strict=True):
-            self._scale[end - n : end] *= np.float32(1e-3 * math.exp(rng.standard_normal()))
+        for n, end, tensor_scale in zip(numels, ends, tensor_scales, strict=True):
+            self._scale[end - n : end] *= tensor_scale
         self.advance()
 
     def advance(self) -> None:

@@ -39,6 +39,20 @@ class ListedGradients:
         return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays)
 
 
+class ListedTargets:
+    """`schema.Targets` as a list."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.arrays: list[Array | None] = [None] * len(bucket.segments)
+
+    def put(self, i: int, target: Array) -> None:
+        self.arrays[i] = target
+
+    def clear(self) -> None:
+        self.arrays = [None] * len(self.arrays)
+
+
 class ComposedKernels:
     """The methods of `schema.Kernels` on whole buckets, by way of a backend's primitives on one vector.
 
@@ -118,16 +132,12 @@ class ComposedKernels:
             masked[:] = self.take(state.u, positions)
             self.put(state.u, Elements(positions, np.zeros(positions.size, np.float32)))
 
-    def fill(
-        self: Any,
-        targets: Sequence[Array],
-        bucket: Bucket,
-        contributions: Sequence[Elements],
-        scale: float,
-        fresh: bool,
-    ) -> bool:
+    def targets(self, bucket: Bucket) -> ListedTargets:
+        return ListedTargets(bucket)
+
+    def fill(self: Any, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
         finite = True
-        for target, segment in zip(targets, bucket.segments, strict=True):
+        for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
             if fresh:
                 self.fill_zero(target)
             for positions, values in contributions:
@@ -137,10 +147,10 @@ class ComposedKernels:
                 finite = finite and bool(np.isfinite(self.take(target, here)).all())
         return finite
 
-    def fill_summed(self: Any, targets: Sequence[Array], bucket: Bucket, summed: Array, scale: float) -> bool:
-        for target, segment in zip(targets, bucket.segments, strict=True):
+    def fill_summed(self: Any, targets: ListedTargets, summed: Array, scale: float) -> bool:
+        for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
             self.copy_scaled(target, summed[segment.start : segment.start + segment.numel], scale)
-        return all(self.all_finite(target) for target in targets)
+        return all(self.all_finite(target) for target in targets.arrays)
 
 
 def joined(parts: Sequence[Elements]) -> Elements:

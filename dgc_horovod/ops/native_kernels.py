@@ -113,6 +113,25 @@ class NativeGradients:
         return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays if gradient is not None)
 
 
+class NativeTargets:
+    """`schema.Targets` as the table that the library reads."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.table = np.zeros(len(bucket.segments), _TARGET)
+        self.table["start"] = [segment.start for segment in bucket.segments]
+        self.table["numel"] = [segment.numel for segment in bucket.segments]
+        self._addresses = self.table["out"]
+        self._arrays: list[np.ndarray | None] = [None] * len(bucket.segments)
+
+    def put(self, i: int, target: np.ndarray) -> None:
+        self._arrays[i] = target
+        self._addresses[i] = target.ctypes.data
+
+    def clear(self) -> None:
+        self._arrays = [None] * len(self._arrays)
+        self._addresses[:] = 0
+
+
 class NativeCoder:
     """`packet.Coder` in C++."""
 
@@ -290,26 +309,15 @@ class NativeKernels:
         what = (*map(_at, elements), _at(decoded), decoded.size, _at(masked))
         self._library.dgc_settle(_at(state.v), _at(u), *what)
 
-    def fill(
-        self,
-        targets: Sequence[np.ndarray],
-        bucket: Bucket,
-        contributions: Sequence[Elements],
-        scale: float,
-        fresh: bool,
-    ) -> bool:
-        table = _table_of_targets(targets, bucket)
+    def targets(self, bucket: Bucket) -> NativeTargets:
+        return NativeTargets(bucket)
+
+    def fill(self, targets: NativeTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
+        table, threads = targets.table, self.threads
         ranks = np.array([(_at(e.positions), _at(e.values), e.values.size) for e in contributions], _CONTRIBUTION)
-        threads = self.threads
         following = np.empty(threads * len(ranks), np.int64)
         arguments = (_at(table), len(table), _at(ranks), len(ranks), scale, fresh, _at(following), threads)
         return bool(self._library.dgc_fill(*arguments))
 
-    def fill_summed(self, targets: Sequence[np.ndarray], bucket: Bucket, summed: np.ndarray, scale: float) -> bool:
-        table = _table_of_targets(targets, bucket)
-        return bool(self._library.dgc_fill_summed(_at(table), len(table), _at(summed), scale))
-
-
-def _table_of_targets(targets: Sequence[np.ndarray], bucket: Bucket) -> np.ndarray:
-    rows = [(_at(target), s.start, s.numel) for target, s in zip(targets, bucket.segments, strict=True)]
-    return np.array(rows, _TARGET)
+    def fill_summed(self, targets: NativeTargets, summed: np.ndarray, scale: float) -> bool:
+        return bool(self._library.dgc_fill_summed(_at(targets.table), len(targets.table), _at(summed), scale))

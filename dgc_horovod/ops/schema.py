@@ -109,6 +109,16 @@ class Gradients(Protocol):
         """Sum of the squares of all gradients; what is not finite counts as zero. One read of them."""
 
 
+class Targets(Protocol):
+    """Where the update of each segment of one bucket is put together."""
+
+    def put(self, i: int, target: Array) -> None:
+        """Segment i's: a flat float32 Array, overwritten by `Kernels.fill`."""
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """What a pass over a bucket saw.
@@ -215,14 +225,14 @@ class Kernels(Protocol):
     def settle(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
         """``v = values - decoded`` at the positions; with `masked`, u's values go there and ``u = 0`` (DGC 3.2)."""
 
-    def fill(
-        self, targets: Sequence[Array], bucket: Bucket, contributions: Sequence[Elements], scale: float, fresh: bool
-    ) -> bool:
+    def targets(self, bucket: Bucket) -> Targets:
+        """An empty set of targets for `bucket`."""
+
+    def fill(self, targets: Any, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
         """``update = sum over contributions of values * fp32(scale)``, added in their order.
 
         Args:
-            targets: one flat float32 Array per segment, written to.
-            bucket: says where each begins.
+            targets: of this backend, one for each segment.
             contributions: of ranks, in rank order.
             scale: 1/N for the mean, 1 for the sum, times the loss scale.
             fresh: begin with zero; if not, add to what is there.
@@ -233,7 +243,7 @@ class Kernels(Protocol):
         Cost: one write of the targets, and N*k additions.
         """
 
-    def fill_summed(self, targets: Sequence[Array], bucket: Bucket, summed: Array, scale: float) -> bool:
+    def fill_summed(self, targets: Any, summed: Array, scale: float) -> bool:
         """``update = summed * fp32(scale)``; returns whether every element is finite."""
 
 

@@ -10,16 +10,17 @@ import numpy as np
 _WORTHWHILE = 1 / 8  # of the span: where more is sent, candidates save nothing
 _AIM, _MOST_AIM = 1.35, 3.0  # candidates per selected element
 _TINY = float(np.finfo(np.float32).tiny)
+_MOST_GROWTH = 1.1
 _FIRST_STEEPNESS, _LEAST_STEEPNESS, _MOST_STEEPNESS = 8.0, 1.0, 60.0
 
 
 class FloorPredictor:
     """Per span, a magnitude that somewhat more than k elements will reach at the next step.
 
-    The smallest magnitude that is sent moves slowly, since what is not sent stays in the residual. Around it the
-    count falls as a power of the threshold; its exponent, which is learnt, tells how far below to look for a third
-    more candidates than are needed, or for more still after there have been too few. A floor that is too high costs
-    one more read, one that is too low a longer list; the elements in question are the same for every floor.
+    The smallest magnitude that is sent moves slowly, and mostly one way, since what is not sent stays in the residual.
+    Around it the count falls as a power of the threshold; its exponent, which is learnt, tells how far below to look
+    for a third more candidates than are needed, or for more still after there have been too few. A floor that is too
+    high costs one more read, one that is too low a longer list; the elements in question are the same for every floor.
 
     Args:
         numels, ks: elements of each span, and how many are selected of them.
@@ -33,35 +34,37 @@ class FloorPredictor:
         self.room = sum(min(n, 4 * k + 4096) for n, k in zip(numels, ks, strict=True))
         self._steepness = [_FIRST_STEEPNESS] * len(ks)
         self._aim = [_AIM] * len(ks)
-        self._last = [math.inf] * len(ks)
+        self._last = [0.0] * len(ks)
+        self._trend = [1.0] * len(ks)
 
     def learn(self, span: int, values: np.ndarray, noted: float) -> None:
         """Take note of what was selected from `span`, and of how many elements had reached its floor."""
         if self._fixed or not self._useful[span]:
             return
         if values.size < max(1, self._ks[span] // 2):
-            self.floors[span] = self._last[span] = math.inf
+            self.floors[span], self._last[span] = math.inf, 0.0
             return
         least = float(np.abs(values).min())
         if math.isfinite(self.floors[span]):
             self._adapt(span, least / self.floors[span], noted / values.size)
-        growth = min(1.0, least / self._last[span])
+        growth = least / self._last[span] if self._last[span] else 1.0
         self._last[span] = least
+        self._trend[span] += 0.3 * (min(growth, _MOST_GROWTH) - self._trend[span])
         below = math.exp(-math.log(self._aim[span]) / self._steepness[span])
-        self.floors[span] = max(below * growth * least, _TINY)
+        self.floors[span] = max(below * min(growth, self._trend[span]) * least, _TINY)
 
     def forget(self) -> None:
         """The residual has been emptied."""
         if not self._fixed:
             self.floors = [math.inf] * len(self._ks)
-            self._last = [math.inf] * len(self._ks)
+            self._last = [0.0] * len(self._ks)
 
     def _adapt(self, span: int, above: float, ratio: float) -> None:
         """The floor was `above` times too low and brought `ratio` candidates per selected element."""
         if ratio < 1:
             self._aim[span] = min(1.3 * self._aim[span], _MOST_AIM)
         else:
-            self._aim[span] += 0.02 * (_AIM - self._aim[span])
+            self._aim[span] += 0.01 * (_AIM - self._aim[span])
         if ratio > 0 and abs(math.log(above)) > 1e-3:
             seen = math.log(ratio) / math.log(above)
             seen = min(max(seen, _LEAST_STEEPNESS), _MOST_STEEPNESS)

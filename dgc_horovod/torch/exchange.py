@@ -33,7 +33,7 @@ class _BucketStep:
     parameters: tuple[Parameter, ...]
     pending: Pending | None = None
     finite: bool | None = None  # None until the ranks' messages are back
-    targets: list[torch.Tensor] = field(default_factory=list)  # flat float32 updates, in p.grad's memory if that fits
+    targets: dict[Parameter, torch.Tensor] = field(default_factory=dict)  # where the engine puts each update
 
 
 class GradientExchange:
@@ -118,6 +118,7 @@ class GradientExchange:
             gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
         run, i = self._place[p]
         with self._lock:
+            self._aim(run, i, p)
             run.engine.offer(i, _as_array(gradient, run.engine.kernels), feed)
             if self.config.clip_norm is not None:
                 self._launch_if_all_submitted()
@@ -198,19 +199,18 @@ class GradientExchange:
         return 1 / self.collectives.workers if self.settings.op == hvd.Average else 1.0
 
     def _result(self, p: Parameter) -> torch.Tensor:
-        run, i = self._place[p]
+        run, _ = self._place[p]
         if run.finite is None:
             assert run.pending is not None
             finite = run.engine.receive(self.collectives.wait(run.pending).numpy())
-            run.targets = [_target(q) for q in run.parameters]
-            run.finite = self._fill(run, self._mean_scale() * self._loss_scale()) and finite
-        grad, target = p.grad, run.targets[i]
+            run.finite = run.engine.fill(self._mean_scale() * self._loss_scale()) and finite
+        grad, target = p.grad, run.targets[p]
         assert grad is not None
         return grad if _is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
 
-    def _fill(self, run: _BucketStep, scale: float) -> bool:
-        kernels = run.engine.kernels
-        return run.engine.fill([_as_array(target, kernels) for target in run.targets], scale)
+    def _aim(self, run: _BucketStep, i: int, p: Parameter) -> None:
+        run.targets[p] = _target(p)
+        run.engine.targets.put(i, _as_array(run.targets[p], run.engine.kernels))
 
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
@@ -248,6 +248,8 @@ class GradientExchange:
     def _forget_step(self) -> None:
         for run in self._runs:
             run.pending = run.finite = None
+            run.targets.clear()  # they would keep gradients alive that the script has let go of
+            run.engine.targets.clear()
         self._dense_path.clear()
 
     def undo_clipping(self) -> bool:
@@ -264,8 +266,10 @@ class GradientExchange:
         norm, before = _norm(self.names), self._norm / self._loss_scale()
         if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
             for run in self._runs:
-                self._fill(run, self._mean_scale())
-                for p, target in zip(run.parameters, run.targets, strict=True):
+                for i, p in enumerate(run.parameters):
+                    self._aim(run, i, p)
+                run.engine.fill(self._mean_scale())
+                for p, target in run.targets.items():
                     if p.grad is not None and not p.grad.is_sparse and not _is_in(target, p.grad):
                         p.grad.copy_(target.view(p.shape))
             self._dense_path.put_back()

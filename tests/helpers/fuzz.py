@@ -57,7 +57,7 @@ def change(packet: np.ndarray, rng: np.random.Generator) -> None:
         elif kind == 3:
             packet[at : at + int(rng.integers(1, 40))] = rng.integers(256)
         else:
-            words[at // 4] += np.uint32(rng.integers(-3, 4) % 2**32)
+            words[at // 4] = (int(words[at // 4]) + int(rng.integers(-3, 4))) % 2**32
 
 
 def outcome(coder: Coder, wire: PacketFormat, packet: np.ndarray) -> str:

@@ -52,7 +52,9 @@ def update_of(engine, scale=1.0):
     """The update of the whole bucket, put together in poisoned memory."""
     kernels = engine.kernels
     targets = [as_array(kernels, np.full(s.numel, np.nan, np.float32)) for s in engine.bucket.segments]
-    finite = engine.fill(targets, scale)
+    for i, target in enumerate(targets):
+        engine.targets.put(i, target)
+    finite = engine.fill(scale)
     update = np.concatenate([as_numpy(kernels, target) for target in targets])
     assert finite == np.isfinite(update).all()
     return update

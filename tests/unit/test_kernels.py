@@ -144,6 +144,13 @@ def test_the_pass(backend, sizes, adam, cuts, floor, moments, scale, bad, seed):
     assert ours[1][0] == (not where)
 
 
+def aimed(kernels, bucket, arrays):
+    targets = kernels.targets(bucket)
+    for i, array in enumerate(arrays):
+        targets.put(i, array)
+    return targets
+
+
 def test_settle_put_and_fill(kernels):
     state = State(as_array(kernels, DATA["normal"](10, 0)), as_array(kernels, np.arange(10, dtype=np.float32)))
     sent = Elements(np.array([1, 4, 9], np.int32), as_numpy(kernels, state.v)[[1, 4, 9]].copy())
@@ -155,15 +162,16 @@ def test_settle_put_and_fill(kernels):
     assert (as_numpy(kernels, state.v) == DATA["normal"](10, 0)).all()
     bucket = Bucket(0, (Segment("a", 0, 4), Segment("b", 4, 6)))
     targets = [as_array(kernels, np.full(n, np.nan, np.float32)) for n in (4, 6)]
+    into = aimed(kernels, bucket, targets)
     other = Elements(np.array([0, 4], np.int32), np.array([8, 1], np.float32))
-    assert kernels.fill(targets, bucket, [sent._replace(values=np.array([2, 4, 6], np.float32)), other], 0.5, True)
+    assert kernels.fill(into, [sent._replace(values=np.array([2, 4, 6], np.float32)), other], 0.5, True)
     assert [as_numpy(kernels, t).tolist() for t in targets] == [[4, 1, 0, 0], [2.5, 0, 0, 0, 0, 3]]
-    assert kernels.fill(targets, bucket, [other], 1.0, False)
+    assert kernels.fill(into, [other], 1.0, False)
     assert [as_numpy(kernels, t).tolist() for t in targets] == [[12, 1, 0, 0], [3.5, 0, 0, 0, 0, 3]]
     huge = Elements(np.array([5], np.int32), np.array([3e38], np.float32))
-    assert not kernels.fill(targets, bucket, [huge, huge], 1.0, True), "an overflow went unseen"
+    assert not kernels.fill(into, [huge, huge], 1.0, True), "an overflow went unseen"
     summed = as_array(kernels, np.arange(10, dtype=np.float32))
-    assert kernels.fill_summed(targets, bucket, summed, 0.5)
+    assert kernels.fill_summed(into, summed, 0.5)
     assert [as_numpy(kernels, t).tolist() for t in targets] == [[0, 0.5, 1, 1.5], [2, 2.5, 3, 3.5, 4, 4.5]]
 
 
@@ -184,7 +192,8 @@ def test_fill_adds_in_rank_order(workers, seed):
         expected[positions] += values * np.float32(1 / workers)
     for kernels in BACKENDS:
         targets = [as_array(kernels, np.full(s.numel, np.nan, np.float32)) for s in bucket.segments]
-        kernels.fill(targets, bucket, ranks, 1 / workers, True)
+        into = aimed(kernels, bucket, targets)
+        kernels.fill(into, ranks, 1 / workers, True)
         assert np.concatenate([as_numpy(kernels, t) for t in targets]).tobytes() == expected.tobytes()
 
 

@@ -1,0 +1,131 @@
+"""Candidates change how long a selection takes, never what it selects; and in a steady run one pass is enough."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.bucket import Bucket, Segment
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.ops.native_kernels import NativeKernels
+from dgc_horovod.ops.schema import MomentumFeed
+from dgc_horovod.selection import RULES, FloorPredictor, SelectionContext, SpanView, select
+from dgc_horovod.selection.base import accepted_counts
+from tests.helpers.data import BACKENDS, DATA, as_array
+
+NUMEL = 200_000
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", ["normal", "log-normal scaled", "ties"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_selection_is_the_same_for_every_floor(rule, kind, kernels):
+    x, k = DATA[kind](NUMEL, 3), 400
+    context = SelectionContext(lambda: np.random.default_rng(5), 2.5)
+    array = as_array(kernels, x)
+    plain = select(rule, SpanView(kernels, array, 7), k, context)
+    sizes = np.sort(np.abs(x))[::-1]
+    for rank in (k // 4, k - 1, k + 50, 4 * k, NUMEL - 1):  # a floor too high, just right, too low
+        floor = max(float(sizes[rank]), 1e-30)
+        candidates = kernels.at_least(array, floor)
+        candidates = candidates._replace(positions=candidates.positions + np.int32(7))
+        chosen = select(rule, SpanView(kernels, array, 7, candidates, floor), k, context)
+        if rule == "gaussian":  # the floor is a bracket of its search, which may end at another accepted count
+            least, _ = accepted_counts(k)
+            assert least <= chosen.values.size <= k
+            exact = SpanView(kernels, array, 7).largest(chosen.values.size)
+            assert (np.abs(chosen.values).sum() == np.abs(exact.values).sum()).all()
+        else:
+            assert (chosen.positions == plain.positions).all() and (chosen.values == plain.values).all()
+        assert (chosen.values == x[chosen.positions - 7]).all()
+
+
+class _Counting(NativeKernels):
+    """Counts how often the bucket is read beyond the pass."""
+
+    extra = 0
+
+    def at_least(self, x, threshold):
+        self.extra += 1
+        return super().at_least(x, threshold)
+
+    def top_k(self, x, k):
+        self.extra += 1
+        return super().top_k(x, k)
+
+    def count_at_least(self, x, threshold):
+        self.extra += x.size == NUMEL
+        return super().count_at_least(x, threshold)
+
+
+def run(engine, steps, scales, factor=lambda step: 1.0):
+    """Steps of one engine on gradients of fixed scales; candidates per selected element at each."""
+    rng, ratios = np.random.default_rng(1), []
+    for step in range(steps):
+        g = (rng.standard_normal(NUMEL) * scales * factor(step)).astype(np.float32)
+        engine.offer(0, g, MomentumFeed(0.9))
+        engine.compress(1.0, step, 0.002)
+        ratios.append(engine.gradients.scratch.count / 400)
+    return ratios
+
+
+def make_engine(kernels, **fields):
+    return BucketEngine(Bucket(0, (Segment("a", 0, NUMEL),)), DGCConfig(density=0.002, **fields), kernels, 0, 1)
+
+
+@pytest.mark.parametrize("rule", ["exact", "sampled", "gaussian"])
+@pytest.mark.parametrize("spread", [0.0, 1.0], ids=["iid", "log-normal"])
+def test_a_steady_run_reads_the_bucket_once_a_step(rule, spread):
+    kernels = _Counting()
+    engine = make_engine(kernels, rule=rule)
+    scales = np.exp(spread * np.random.default_rng(0).standard_normal(NUMEL))
+    run(engine, 40, scales)
+    kernels.extra = 0
+    ratios = run(engine, 60, scales)
+    assert kernels.extra <= (9 if rule == "sampled" else 6), f"{kernels.extra} more reads in 60 steps"
+    assert 1 <= np.median(ratios) < 2.5
+
+
+def test_prediction_recovers_from_gradients_that_jump():
+    kernels = _Counting()
+    engine = make_engine(kernels)
+    scales = np.exp(np.random.default_rng(0).standard_normal(NUMEL))
+    run(engine, 120, scales, lambda step: 10.0 if 40 <= step < 80 else 1.0)
+    kernels.extra = 0
+    run(engine, 40, scales)
+    assert kernels.extra <= 6
+
+
+def test_nothing_the_size_of_a_bucket_is_allocated_after_the_first_steps():
+    engine = make_engine(NativeKernels())
+    scales = np.ones(NUMEL)
+    run(engine, 20, scales)
+    gradients = [np.random.default_rng(s).standard_normal(NUMEL).astype(np.float32) for s in range(5)]
+    tracemalloc.start()
+    try:
+        for step, g in enumerate(gradients):
+            engine.offer(0, g, MomentumFeed(0.9))
+            engine.compress(1.0, 100 + step, 0.002)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * NUMEL / 10, f"{peak} bytes at once, for a bucket of {4 * NUMEL}"
+
+
+def test_predictor_alone():
+    predictor = FloorPredictor([1000, 1000], [10, 500])
+    assert predictor.floors == [np.inf, np.inf] and predictor.room == 2000
+    values = np.linspace(1, 2, 10, dtype=np.float32)
+    predictor.learn(0, values, 0)
+    assert 0.9 < predictor.floors[0] < 1 and predictor.floors[1] == np.inf
+    before = predictor.floors[0]
+    predictor.learn(0, values, 5)  # too few: it looks further down
+    assert predictor.floors[0] < before
+    predictor.learn(1, values, 0)
+    assert predictor.floors[1] == np.inf, "where half of everything is sent, candidates save nothing"
+    predictor.learn(0, values[:2], 0)
+    assert predictor.floors[0] == np.inf, "after a step that sent little, nothing is guessed"
+    assert FloorPredictor([100], [5], threshold=0.25).floors == [0.25]
