@@ -37,6 +37,7 @@ HEADER = np.dtype(
         ("checksum", "<u4"),
     ]
 )
+CHECKSUM_FACTOR = 0x9E3779B97F4A7C15
 CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
 
 
@@ -191,9 +192,10 @@ class Coder(Protocol):
         """Read `count` elements of a body; returns what is wrong with them, or ""."""
 
     def checksum(self, packet: np.ndarray) -> int:
-        """Sum of the packet's 32-bit words, each times an odd weight, modulo 2^32, without the checksum's own.
+        """The upper half of ``F * (sum of w_i * word_i)`` modulo 2^64, without the checksum's own word.
 
-        Odd weights are invertible, so no change of a single word goes unseen; a sum can be taken in any order.
+        The weights are ``2*i + 1``, F is an odd constant that spreads every bit upwards. A sum can be taken in any order;
+        a change goes unseen once in 2^32 times.
         """
 
 
@@ -220,6 +222,7 @@ class NumpyCoder:
         return ""
 
     def checksum(self, packet: np.ndarray) -> int:
-        words = packet.view("<u4")
-        weights = np.arange(1, 2 * words.size, 2, dtype=np.uint32)
-        return (int(np.dot(words, weights)) - int(words[CHECKSUM_WORD]) * int(weights[CHECKSUM_WORD])) % 2**32
+        words = packet.view("<u4").astype(np.uint64)
+        words[CHECKSUM_WORD] = 0
+        total = int(np.dot(words, np.arange(1, 2 * words.size, 2, dtype=np.uint64)))
+        return (total * CHECKSUM_FACTOR % 2**64) >> 32

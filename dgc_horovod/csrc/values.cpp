@@ -201,9 +201,10 @@ DGC_API int32_t dgc_decode(const Layout* layout, const uint8_t* body, int64_t co
     return decode_values(*layout, body + layout->values_at, count, values) ? 0 : 2;
 }
 
-// Sum of the 32-bit words, each times an odd weight, modulo 2^32, without word `own`.
+// See packet.Coder.checksum; `own` is the checksum's own word.
 DGC_API uint32_t dgc_checksum(const uint32_t* data, int64_t count, int64_t own) {
-    uint32_t sum = 0;
-    for (int64_t i = 0; i < count; i++) sum += data[i] * (uint32_t)(2 * i + 1);
-    return sum - data[own] * (uint32_t)(2 * own + 1);
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += (uint64_t)data[i] * (uint64_t)(2 * i + 1);
+    sum -= (uint64_t)data[own] * (uint64_t)(2 * own + 1);
+    return (uint32_t)((sum * 0x9e3779b97f4a7c15ull) >> 32);
 }

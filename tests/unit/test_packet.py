@@ -96,6 +96,14 @@ def test_sealed_header_changes_are_named(coder, field, value, error):
         read(coder, wire, seal(out), rank=5)
 
 
+def test_two_flipped_top_bits_are_seen(coder):
+    """They cancel in a sum modulo 2^32."""
+    wire, *_, out, _ = make(coder)
+    out[[47, 55]] ^= 0x80
+    with pytest.raises(CorruptPacket, match="damaged"):
+        read(coder, wire, out)
+
+
 @pytest.mark.parametrize("bad", [[5, 5], [6, 5], [-1, 3], [3, 1000]])
 def test_impossible_positions(coder, bad):
     wire, *_, out, _ = make(coder, count=2)
