@@ -78,8 +78,8 @@ class _Plan:
         self.payload = np.zeros(self.wire.nbytes, np.uint8)
         self.decoded = np.empty(capacity, np.float32)
         self.masked = np.empty(capacity, np.float32)
-        # ranks whose packets are held decoded at once: as many as fit into the memory of one gradient
-        self.held = min(workers, max(1, bucket.numel // (2 * capacity)))
+        # ranks whose packets are held decoded at once: as many as take a byte for each element of the bucket
+        self.held = min(workers, max(1, bucket.numel // (8 * capacity)))
         self.received = [
             Elements(np.empty(capacity, np.int32), np.empty(capacity, np.float32)) for _ in range(self.held)
         ]
@@ -96,7 +96,7 @@ class BucketEngine:
         workers: N, the number of packets that come back.
 
     Memory: v, 4 bytes an element; u from the first step with momentum, 4 more (Adam: two moments, 8 more); for the
-    candidates and packets of a step about 40 bytes for each of the k elements selected.
+    candidates and packets of a step about 80 bytes for each of the k elements selected, and 8 for each received.
     """
 
     def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, rank: int, workers: int) -> None:

@@ -194,8 +194,8 @@ class Coder(Protocol):
     def checksum(self, packet: np.ndarray) -> int:
         """The upper half of ``F * (sum of w_i * word_i)`` modulo 2^64, without the checksum's own word.
 
-        The weights are ``2*i + 1``, F is an odd constant that spreads every bit upwards. A sum can be taken in any order;
-        a change goes unseen once in 2^32 times.
+        The weights are ``2*i + 1``, F is an odd constant that spreads every bit upwards. A sum can be taken in any
+        order; a change goes unseen once in 2^32 times.
         """
 
 

@@ -95,9 +95,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         for r in rows
         if (r["rule"], r["density"]) == ("exact", 0.001) and r["instructions"] == _widest(rows)
     }
+    floors = {r["model"]: r["floor_ms"] for r in rows if "floor_ms" in r and r["threads"] == 1}
     lines = []
     for r in rows:
-        floor = f"{r['ms'] / r['floor_ms']:.2f}×" if r.get("floor_ms") and r["threads"] == 1 else ""
+        floor = f"{r['ms'] / r.get('floor_ms', floors[r['model']]):.2f}×" if r["threads"] == 1 else ""
         against = f"{r['ms'] / exact[r['model'], r['threads']]:.1f}×" if "floor_ms" not in r else ""
         name = f"{r['model']}, {r['rule']}" + (f" {r['density']:.1%}" if r["density"] != 0.001 else "")
         lines.append([name, r.get("instructions", ""), r["threads"], f"{r['ms']:.1f}", floor, against])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from dgc_horovod import envvars
+from dgc_horovod.bucket import dense_values
 from dgc_horovod.torch.exchange import GradientExchange
 
 _log = logging.getLogger("dgc_horovod")
@@ -40,23 +41,26 @@ def describe(exchange: GradientExchange) -> None:
     """What is compressed and what is not, and the one recommendation."""
     _make_visible()
     config, layout = exchange.config, exchange.layout
-    numel = sum(bucket.numel for bucket in layout.buckets)
-    dense = sum(p.numel() for p in exchange.dense)
+    sparse = [bucket for bucket in layout.buckets if not bucket.whole]
+    dense, total = (sum(p.numel() for p in those) for those in (exchange.dense, exchange.names))
     _log.info(
-        "dgc_horovod: %s, density %g: %d tensors compressed in %d buckets; %d with %.2g%% of all elements stay dense",
+        "dgc_horovod: %s, density %g: %d tensors compressed in %d buckets, values %s; %d small ones with %.2g%% of all "
+        "elements are sent whole, values %s",
         config.rule,
         config.final_density,
         len(exchange.compressed),
-        len(layout.buckets),
+        len(sparse),
+        config.values,
         len(exchange.dense),
-        100 * dense / max(1, dense + numel),
+        100 * dense / max(1, total),
+        dense_values(config, exchange.collectives.workers),
     )
-    _log.debug("dgc_horovod: dense: %s", ", ".join(layout.dense))
+    _log.debug("dgc_horovod: sent whole: %s", ", ".join(exchange.names[p] for p in exchange.dense))
     if envvars.horovod_autotune():
         _log.warning(
             "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
         )
-    if not layout.buckets:
+    if not sparse:
         _log.warning(
             "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from dgc_horovod.torch.exchange import state_arrays
 from tests.helpers import hand_table
+from tests.helpers.logs import messages
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 
@@ -84,20 +84,9 @@ def loss_scaling() -> dict[str, Any]:
     }
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def clipping() -> dict[str, Any]:
     """A script's own clipping after synchronize(): harmless with clip_norm at the same c, warned about without."""
     hvd.init()
-    handler = _Warnings()
-    logging.getLogger("dgc_horovod").addHandler(handler)
 
     def run(compression: Any, later_clip: bool, op: int = hvd.Average) -> nn.Module:
         model = smooth_model()
@@ -119,20 +108,19 @@ def clipping() -> dict[str, Any]:
         "clip acts": distance(weights(run(ours(), False)), weights(run(ours(clip_norm=0.5), False))),
         "loose clip": fingerprint(run(ours(), False)) == fingerprint(run(ours(clip_norm=1e6), False)),
     }
-    handler.texts.clear()
-    run(ours(), True)
-    run(ours(clip_norm=0.5), True)
-    run(ours(clip_norm=50.0), True)
-    results["warnings"] = [text for text in handler.texts if "clip_norm" in text]
-    handler.texts.clear()
-    model = smooth_model()
-    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), ours())
-    x, y = next(iter(batches(1, hvd.rank())))
-    F.mse_loss(model(x), y).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    results["too late"] = [text for text in handler.texts if "no effect" in text]
-    logging.getLogger("dgc_horovod").removeHandler(handler)
+    with messages() as texts:
+        run(ours(), True)
+        run(ours(clip_norm=0.5), True)
+        run(ours(clip_norm=50.0), True)
+    results["warnings"] = [text for text in texts if "clip_norm" in text]
+    with messages() as texts:
+        model = smooth_model()
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), ours())
+        x, y = next(iter(batches(1, hvd.rank())))
+        F.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    results["too late"] = [text for text in texts if "no effect" in text]
     return results
 
 

@@ -1,0 +1,129 @@
+"""What the native library reads and writes, as NumPy records and arrays: the structures of csrc/dgc.h."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dgc_horovod.bucket import Bucket
+from dgc_horovod.ops.schema import CHUNK, AdamFeed, Elements, Feed, MomentumFeed
+
+if TYPE_CHECKING:
+    from dgc_horovod.ops.native_kernels import NativeKernels
+
+_RESIDUAL, _MOMENTUM, _NESTEROV, _ADAM = 1, 2, 3, 4  # enum Kind
+
+# Structures of csrc/dgc.h, as records, so that a whole table is one array.
+SEGMENT = np.dtype(
+    [("gradient", np.uintp), ("start", np.int64), ("numel", np.int64), ("kind", np.int32), ("momentum", np.float32)]
+    + [(name, np.float32) for name in ("keep1", "take1", "keep2", "take2", "correction1", "root2", "eps")]
+    + [("unused", np.int32)]
+)
+FOUND = np.dtype(
+    [(name, np.uintp) for name in ("positions", "values", "loose_positions", "loose_values")]
+    + [("capacity", np.int64)]
+    + [(name, np.uintp) for name in ("chunk_at", "chunk_count", "chunk_sums")]
+    + [("count", np.int64)]
+)
+TARGET = np.dtype([("out", np.uintp), ("start", np.int64), ("numel", np.int64)])
+CONTRIBUTION = np.dtype([("positions", np.uintp), ("values", np.uintp), ("count", np.int64)])
+LAYOUT = np.dtype(
+    [(name, np.int64) for name in ("numel", "capacity", "values_at", "nbytes")]
+    + [(name, np.int32) for name in ("index_codec", "value_codec", "low_bits", "unused")]
+)
+
+
+NO_SEGMENTS = np.empty(0, SEGMENT)
+
+
+def address(array: np.ndarray | None) -> int | None:
+    """Where a contiguous array begins, for a call; the caller keeps it alive."""
+    return None if array is None else array.ctypes.data
+
+
+class Scratch:
+    """Memory for what passes over vectors of up to `numel` elements find; grows and is used again."""
+
+    def __init__(self, numel: int, spans: int) -> None:
+        chunks = numel // CHUNK + 1 + spans
+        self._chunks: list[np.ndarray] = [np.empty(chunks, np.int64), np.empty(chunks, np.int32)]
+        self._chunks.append(np.empty(2 * chunks, np.float64))
+        self.found = np.zeros(1, FOUND)
+        self.positions, self.values = np.empty(0, np.int32), np.empty(0, np.float32)
+        for name, array in zip(("chunk_at", "chunk_count", "chunk_sums"), self._chunks, strict=True):
+            self.found[name] = address(array)
+
+    @property
+    def count(self) -> int:
+        """How many elements were found."""
+        return int(self.found["count"][0])
+
+    def elements(self) -> Elements | None:
+        """What was found, or None if it is more than there is room for."""
+        count = self.count
+        return Elements(self.positions[:count], self.values[:count]) if count <= self.positions.size else None
+
+    def make_room(self, room: int) -> None:
+        if room == self.positions.size:
+            return
+        self.positions, self.values = np.empty(room, np.int32), np.empty(room, np.float32)
+        self._loose = np.empty(room, np.int32), np.empty(room, np.float32)
+        arrays = (self.positions, self.values, *self._loose)
+        for name, array in zip(("positions", "values", "loose_positions", "loose_values"), arrays, strict=True):
+            self.found[name] = address(array)
+        self.found["capacity"] = room
+
+
+class NativeGradients:
+    """`schema.Gradients` as the table that the library reads."""
+
+    def __init__(self, bucket: Bucket, kernels: NativeKernels) -> None:
+        self.bucket, self._kernels = bucket, kernels
+        self.table = np.zeros(len(bucket.segments), SEGMENT)
+        self.table["start"] = [segment.start for segment in bucket.segments]
+        self.table["numel"] = [segment.numel for segment in bucket.segments]
+        self._addresses = self.table["gradient"]
+        self.arrays: list[np.ndarray | None] = [None] * len(bucket.segments)
+        self._feeds: list[Feed | None] = [None] * len(bucket.segments)
+        self.scratch: Scratch | None = None
+
+    def put(self, i: int, gradient: np.ndarray, feed: Feed) -> None:
+        self.arrays[i] = gradient
+        self._addresses[i] = gradient.ctypes.data
+        if feed is not self._feeds[i] and feed != self._feeds[i]:  # it seldom changes, except Adam's
+            self._feeds[i] = feed
+            self._describe(self.table[i], feed)
+
+    @staticmethod
+    def _describe(row: Any, feed: Feed) -> None:
+        row["kind"] = _RESIDUAL
+        if isinstance(feed, MomentumFeed) and feed.momentum:
+            row["kind"], row["momentum"] = (_NESTEROV if feed.nesterov else _MOMENTUM), feed.momentum
+        elif isinstance(feed, AdamFeed):
+            (b1, b2), t = feed.betas, feed.step
+            row["kind"] = _ADAM
+            row["keep1"], row["take1"], row["keep2"], row["take2"] = b1, 1 - b1, b2, 1 - b2
+            row["correction1"], row["root2"], row["eps"] = 1 - b1**t, (1 - b2**t) ** 0.5, feed.eps
+
+    def squared_norm(self) -> float:
+        return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays if gradient is not None)
+
+
+class NativeTargets:
+    """`schema.Targets` as the table that the library reads."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.table = np.zeros(len(bucket.segments), TARGET)
+        self.table["start"] = [segment.start for segment in bucket.segments]
+        self.table["numel"] = [segment.numel for segment in bucket.segments]
+        self._addresses = self.table["out"]
+        self._arrays: list[np.ndarray | None] = [None] * len(bucket.segments)
+
+    def put(self, i: int, target: np.ndarray) -> None:
+        self._arrays[i] = target
+        self._addresses[i] = target.ctypes.data
+
+    def clear(self) -> None:
+        self._arrays = [None] * len(self._arrays)
+        self._addresses[:] = 0
