@@ -24,25 +24,29 @@ class FloorPredictor:
 
     Args:
         numels, ks: elements of each span, and how many are selected of them.
-        threshold: of rule "threshold", for which it is the floor.
+        threshold: of rule "threshold": smaller elements are of no interest.
     """
 
     def __init__(self, numels: Sequence[int], ks: Sequence[int], threshold: float | None = None) -> None:
-        self._ks, self._fixed = list(ks), threshold is not None
+        self._ks, self._threshold = list(ks), threshold
         self._useful = [k < _WORTHWHILE * n for n, k in zip(numels, ks, strict=True)]
-        self.floors = [math.inf if threshold is None else threshold] * len(ks)
-        self.room = sum(min(n, 4 * k + 4096) for n, k in zip(numels, ks, strict=True))
-        self._steepness = [_FIRST_STEEPNESS] * len(ks)
-        self._aim = [_AIM] * len(ks)
-        self._last = [0.0] * len(ks)
-        self._trend = [1.0] * len(ks)
+        self.room = sum(min(n, 4 * k + 4096) for n, k, useful in zip(numels, ks, self._useful, strict=True) if useful)
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew: the residual has been emptied."""
+        spans = len(self._ks)
+        self._steepness, self._aim, self._trend = [_FIRST_STEEPNESS] * spans, [_AIM] * spans, [1.0] * spans
+        self._last = [0.0] * spans
+        self.floors = [self._unknown(span) for span in range(spans)]
 
     def learn(self, span: int, values: np.ndarray, noted: float) -> None:
         """Take note of what was selected from `span`, and of how many elements had reached its floor."""
-        if self._fixed or not self._useful[span]:
+        if not self._useful[span]:
             return
-        if values.size < max(1, self._ks[span] // 2):
-            self.floors[span], self._last[span] = math.inf, 0.0
+        few = self._ks[span] if self._threshold is not None else max(1, self._ks[span] // 2)
+        if values.size < few:
+            self.floors[span], self._last[span] = self._unknown(span), 0.0
             return
         least = float(np.abs(values).min())
         if math.isfinite(self.floors[span]):
@@ -51,13 +55,11 @@ class FloorPredictor:
         self._last[span] = least
         self._trend[span] += 0.3 * (min(growth, _MOST_GROWTH) - self._trend[span])
         below = math.exp(-math.log(self._aim[span]) / self._steepness[span])
-        self.floors[span] = max(below * min(growth, self._trend[span]) * least, _TINY)
+        self.floors[span] = max(below * min(growth, self._trend[span]) * least, self._threshold or _TINY)
 
-    def forget(self) -> None:
-        """The residual has been emptied."""
-        if not self._fixed:
-            self.floors = [math.inf] * len(self._ks)
-            self._last = [0.0] * len(self._ks)
+    def _unknown(self, span: int) -> float:
+        """The floor while there is nothing to guess from: none, or the threshold below which nothing is sent."""
+        return self._threshold if self._threshold is not None and self._useful[span] else math.inf
 
     def _adapt(self, span: int, above: float, ratio: float) -> None:
         """The floor was `above` times too low and brought `ratio` candidates per selected element."""

@@ -66,17 +66,22 @@ class SpanView:
     def at_least(self, threshold: float, most: int) -> Elements:
         """The non-zero elements with ``|x| >= threshold``, the `most` largest if they are more. Ends the view.
 
-        The overflow is chosen by size, never by position. Cost: nothing from the floor up, else one read.
+        The overflow is chosen by size, never by position. Cost: nothing from the floor up, or where `most` reach the
+        floor; else one read.
         """
-        if threshold >= self._floor:
+        if self._candidates.values.size >= most:  # those that are larger than any other
+            found = self._candidates
+        elif self._is_known(threshold):
             found = self._kernels.keep_at_least(self._candidates, threshold)
         else:
             found = self._found(threshold)
-        return self._kernels.keep_largest(found, most) if found.values.size > most else found
+        if found.values.size > most:
+            found = self._kernels.keep_largest(found, most)
+        return self._kernels.keep_at_least(found, threshold)
 
     def count_at_least(self, threshold: float) -> int:
         """How many elements have ``|x| >= threshold``. Cost: nothing from the floor up, else one read."""
-        among = self._x if threshold < self._floor else self._kernels.from_host(self._candidates.values)
+        among = self._kernels.from_host(self._candidates.values) if self._is_known(threshold) else self._x
         return self._kernels.count_at_least(among, threshold)
 
     def known_low(self, k: int) -> tuple[float, int]:
@@ -103,6 +108,10 @@ class SpanView:
         """The elements at ascending positions of the span."""
         positions = positions.astype(np.int32)
         return self._placed(Elements(positions, self._kernels.take(self._x, positions)))
+
+    def _is_known(self, threshold: float) -> bool:
+        """Whether every element of at least `threshold`, which kernels round to float32, is a candidate."""
+        return float(np.float32(threshold)) >= self._floor
 
     def _found(self, threshold: float) -> Elements:
         return self._placed(self._kernels.at_least(self._x, threshold))

@@ -89,6 +89,20 @@ def test_a_steady_run_reads_the_bucket_once_a_step(rule, spread):
     assert 1 <= np.median(ratios) < 2.5
 
 
+def test_a_fixed_threshold_reads_the_bucket_once_a_step():
+    """0.1 is more in float32 than it is; the pass notes what reaches the one, the rule asks for the other."""
+    kernels = _Counting()
+    engine = make_engine(kernels, rule="threshold", threshold=0.1, max_density=0.002)
+    run(engine, 5, np.full(NUMEL, 4e-3))  # seldom reached
+    sent = engine._sent.elements.values
+    assert kernels.extra == 0 and 0 < sent.size < 400 and np.abs(sent).min() >= np.float32(0.1)
+    run(engine, 30, np.full(NUMEL, 0.02))  # reached by more than may be sent: the largest are
+    kernels.extra = 0
+    run(engine, 30, np.full(NUMEL, 0.02))
+    sent = engine._sent.elements.values
+    assert kernels.extra <= 3 and sent.size == 400 and np.abs(sent).min() > 0.2
+
+
 def test_prediction_recovers_from_gradients_that_jump():
     kernels = _Counting()
     engine = make_engine(kernels)
@@ -117,7 +131,7 @@ def test_nothing_the_size_of_a_bucket_is_allocated_after_the_first_steps():
 
 def test_predictor_alone():
     predictor = FloorPredictor([1000, 1000], [10, 500])
-    assert predictor.floors == [np.inf, np.inf] and predictor.room == 2000
+    assert predictor.floors == [np.inf, np.inf] and predictor.room == 1000
     values = np.linspace(1, 2, 10, dtype=np.float32)
     predictor.learn(0, values, 0)
     assert 0.9 < predictor.floors[0] < 1 and predictor.floors[1] == np.inf
