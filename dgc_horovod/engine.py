@@ -29,6 +29,7 @@ from dgc_horovod.ops.schema import (
     MomentumFeed,
     Seen,
     State,
+    joined,
 )
 from dgc_horovod.packet import FLAG_NONFINITE, PacketFormat
 from dgc_horovod.selection import RULES, FloorPredictor, SelectionContext, SpanView, select
@@ -105,7 +106,6 @@ class BucketEngine:
         self.state = State(kernels.new(bucket.numel))
         self.gradients, self.targets = kernels.gradients(bucket), kernels.targets(bucket)
         self._offered = 0
-        self._last_feed: Feed | None = None
         self._every = np.arange(bucket.numel if bucket.whole else 0, dtype=np.int32)
         self._plan: _Plan | None = None
         self._packets: np.ndarray | None = None
@@ -124,17 +124,12 @@ class BucketEngine:
             gradient: flat float32 Array; read by `compress`, and must not change before.
             feed: how it enters the residual.
         """
-        if feed is not self._last_feed:
-            self._make_state_for(feed)
-        self.gradients.put(i, gradient, feed)
-        self._offered += 1
-
-    def _make_state_for(self, feed: Feed) -> None:
-        self._last_feed = feed
         if isinstance(feed, MomentumFeed) and feed.momentum and self.state.u is None:
             self.state.u = self.kernels.new(self.bucket.numel)
         elif isinstance(feed, AdamFeed):
             self.adam_moments()
+        self.gradients.put(i, gradient, feed)
+        self._offered += 1
 
     @property
     def complete(self) -> bool:
@@ -187,9 +182,7 @@ class BucketEngine:
             noted = view.candidates if seen.candidates is not None else seen.noted * run.k / plan.wire.capacity
             chosen.append(select(self.config.rule, view, run.k, context))
             plan.predictor.learn(number, chosen[-1].values, noted)
-        if len(chosen) == 1:
-            return chosen[0]
-        return Elements(np.concatenate([c.positions for c in chosen]), np.concatenate([c.values for c in chosen]))
+        return joined(chosen)
 
     def _view(self, plan: _Plan, number: int, candidates: Elements | None) -> SpanView:
         run, noted = plan.runs[number], plan.spans[number]
@@ -231,7 +224,7 @@ class BucketEngine:
     def clear(self) -> None:
         """Empty the residual, the momentum and the moments."""
         self.kernels.fill_zero(self.state.v)
-        self.state.u = self.state.moments = self._sent = self._last_feed = None
+        self.state.u = self.state.moments = self._sent = None
         if self._plan is not None:
             self._plan.predictor.forget()
 
@@ -277,7 +270,7 @@ class BucketEngine:
             )
         self._packets, self._summed = received.reshape(self.workers, wire.nbytes), None
         self._counts, flags = wire.read_headers(self.kernels.coder, self._packets, self._step)
-        for _ in self._decoded_groups():
+        for _ in self._groups(decoded=False):  # every packet is read before anything is changed
             pass
         return not flags.any()
 
@@ -296,8 +289,12 @@ class BucketEngine:
         self._packets, self._summed = None, received[:-_MARKS]
         return bool(flags == 0)
 
-    def _decoded_groups(self) -> Iterator[list[Elements]]:
-        """What the ranks sent, in rank order, as many ranks at a time as are held decoded."""
+    def _groups(self, decoded: bool) -> Iterator[list[Elements]]:
+        """What the ranks sent, in rank order, as many ranks at a time as are held decoded.
+
+        Args:
+            decoded: whether the first group is decoded already; it is, if it is the only one, after `receive`.
+        """
         plan, packets = self._plan, self._packets
         assert plan is not None and packets is not None
         for first in range(0, self.workers, plan.held):
@@ -305,14 +302,15 @@ class BucketEngine:
             for room, rank in zip(plan.received, range(first, min(first + plan.held, self.workers)), strict=False):
                 count = int(self._counts[rank])
                 elements = Elements(room.positions[:count], room.values[:count])
-                plan.wire.decode(self.kernels.coder, packets[rank], count, rank, *elements)
+                if not decoded:
+                    plan.wire.decode(self.kernels.coder, packets[rank], count, rank, *elements)
                 group.append(elements)
             yield group
 
     @property
     def contributions(self) -> list[Elements]:
         """What each rank sent, of the last packets received; copies."""
-        return [Elements(e.positions.copy(), e.values.copy()) for group in self._decoded_groups() for e in group]
+        return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]
 
     def fill(self, scale: float) -> bool:
         """``update = scale * sum over ranks of what they sent``, added in rank order: the same bits on every rank.
@@ -328,16 +326,8 @@ class BucketEngine:
         """
         if self._summed is not None:
             return self.kernels.fill_summed(self.targets, self.kernels.from_host(self._summed), scale)
+        assert self._plan is not None
         finite = True
-        for number, group in enumerate(self._held_groups()):
+        for number, group in enumerate(self._groups(decoded=self._plan.held == self.workers)):
             finite = self.kernels.fill(self.targets, group, scale, fresh=number == 0) and finite
         return finite
-
-    def _held_groups(self) -> Iterator[list[Elements]]:
-        """As `_decoded_groups`, from what `receive` has left decoded if that was everything."""
-        assert self._plan is not None
-        if self._plan.held < self.workers:
-            yield from self._decoded_groups()
-        else:
-            counts = self._counts.tolist()
-            yield [Elements(e.positions[:n], e.values[:n]) for e, n in zip(self._plan.received, counts, strict=True)]

@@ -16,7 +16,6 @@ from dgc_horovod.ops.native_kernels import NativeKernels
 from dgc_horovod.ops.torch_eager import TorchEagerKernels
 
 STEPS = 50
-TITLE = "compress"
 
 
 def study(quick: bool) -> list[dict[str, Any]]:

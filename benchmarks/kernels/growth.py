@@ -12,7 +12,6 @@ from benchmarks.report import ROOT, markdown
 from dgc_horovod import DGCConfig
 from dgc_horovod.ops.native_kernels import NativeKernels
 
-TITLE = "growth"
 MILLIONS = (20, 50, 100, 200, 400)
 THRESHOLD = 0.9  # about 0.1% of these gradients' residual
 STEPS = 12  # enough for thresholds to follow; the largest vectors take seconds a step to make

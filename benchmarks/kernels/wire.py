@@ -21,7 +21,6 @@ from dgc_horovod.engine import BucketEngine
 from dgc_horovod.ops.native_kernels import NativeKernels
 from dgc_horovod.ops.schema import MomentumFeed
 
-TITLE = "wire"
 STEPS, BATCH, WINDOW, WIDTH, SYMBOLS = 40, 16, 32, 896, 128
 
 

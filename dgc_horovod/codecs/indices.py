@@ -28,7 +28,7 @@ class IndexCodec(Protocol):
         """`count` int32 positions, ascending and within [0, numel); anything else raises CorruptPacket."""
 
 
-def words(bits: int) -> int:
+def word_bytes(bits: int) -> int:
     """Bytes of the whole 32-bit words that hold `bits`."""
     return -(-bits // 32) * 4
 
@@ -70,7 +70,7 @@ class EliasFanoIndices:
 
     def nbytes(self, numel: int, capacity: int) -> int:
         low = self.low_bits(numel, capacity)
-        return words(capacity * low) + words(capacity + ((numel - 1) >> low))
+        return word_bytes(capacity * low) + word_bytes(capacity + ((numel - 1) >> low))
 
     def encode(self, positions: np.ndarray, numel: int, capacity: int, out: np.ndarray) -> None:
         low, count = self.low_bits(numel, capacity), positions.size
@@ -78,13 +78,13 @@ class EliasFanoIndices:
         low_parts = (wide[:, None] >> np.arange(low)) & 1
         packed = np.packbits(low_parts.astype(np.uint8), bitorder="little")
         out[: packed.size] = packed
-        unary = np.zeros(8 * (out.size - words(capacity * low)), np.uint8)
+        unary = np.zeros(8 * (out.size - word_bytes(capacity * low)), np.uint8)
         unary[(wide >> low) + np.arange(count)] = 1
-        out[words(capacity * low) :] = np.packbits(unary, bitorder="little")
+        out[word_bytes(capacity * low) :] = np.packbits(unary, bitorder="little")
 
     def decode(self, data: np.ndarray, count: int, numel: int, capacity: int) -> np.ndarray:
         low = self.low_bits(numel, capacity)
-        split = words(capacity * low)
+        split = word_bytes(capacity * low)
         ones = np.flatnonzero(np.unpackbits(data[split:], bitorder="little"))
         if ones.size != count:
             raise CorruptPacket(f"the bitmap of positions has {ones.size} entries, the header says {count}")

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dgc_horovod.codecs.indices import words
+from dgc_horovod.codecs.indices import word_bytes
 from dgc_horovod.errors import CorruptPacket
 
 BLOCK = 256  # values that share scales
@@ -48,7 +48,7 @@ class FloatValues:
         self._largest = float(np.finfo(self.dtype).max)
 
     def nbytes(self, capacity: int) -> int:
-        return words(8 * self.dtype.itemsize * capacity)
+        return word_bytes(8 * self.dtype.itemsize * capacity)
 
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         out[: self.dtype.itemsize * values.size].view(self.dtype)[:] = np.clip(values, -self._largest, self._largest)
@@ -64,7 +64,7 @@ class BFloat16Values:
     _LARGEST = np.uint32(0x7F7F0000)
 
     def nbytes(self, capacity: int) -> int:
-        return words(16 * capacity)
+        return word_bytes(16 * capacity)
 
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         bits = _bits(values)
@@ -93,7 +93,7 @@ class BlockValues:
     scales: int
 
     def nbytes(self, capacity: int) -> int:
-        return words(self.bits * capacity) + 4 * self.scales * -(-capacity // BLOCK)
+        return word_bytes(self.bits * capacity) + 4 * self.scales * -(-capacity // BLOCK)
 
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         if not values.size:
@@ -103,16 +103,16 @@ class BlockValues:
         code_bits = (codes.reshape(-1)[: values.size, None] >> np.arange(self.bits)) & 1
         packed = np.packbits(code_bits.astype(np.uint8), bitorder="little")
         out[: packed.size] = packed
-        at = words(self.bits * capacity)
+        at = word_bytes(self.bits * capacity)
         out[at : at + 4 * scales.size].view("<f4")[:] = scales.reshape(-1)
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
         if not count:
             return np.empty(0, np.float32)
-        bits = np.unpackbits(data[: words(self.bits * capacity)], bitorder="little")[: self.bits * count]
+        bits = np.unpackbits(data[: word_bytes(self.bits * capacity)], bitorder="little")[: self.bits * count]
         codes = bits.reshape(count, self.bits).astype(np.int64) @ (1 << np.arange(self.bits))
         rows, _ = _rows(codes)
-        at = words(self.bits * capacity)
+        at = word_bytes(self.bits * capacity)
         scales = data[at : at + 4 * self.scales * len(rows)].view("<f4").reshape(len(rows), self.scales)
         if (scales.view(np.uint32) >= _INFINITY).any():
             raise CorruptPacket("scales that are negative or not finite")

@@ -64,7 +64,7 @@ struct Contribution {
 // How a packet's body is laid out: packet.py's PacketFormat in numbers.
 struct Layout {
     int64_t numel, capacity;
-    int64_t values_at, nbytes;  // in the body, which begins behind the header
+    int64_t values_at;  // in the body, which begins behind the header
     int32_t index_codec, value_codec;
     int32_t low_bits;  // Elias-Fano: bits of a position that are stored as they are
     int32_t unused;

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "dgc.h"
+#include "rounding.h"
 #include "threads.h"
 
 using namespace dgc;
@@ -11,6 +12,7 @@ using namespace dgc;
 // v at the positions becomes what is left of it, u (if given) zero; u's old values go to `masked`.
 DGC_API void dgc_settle(float* v, float* u, const int32_t* positions, const float* values, const float* decoded,
                         int64_t count, float* masked) {
+    const KeepDenormals here;
     constexpr int64_t kAhead = 24;  // the elements are far apart: their cache lines are asked for in time
     for (int64_t i = 0; i < count; i++) {
         const int64_t ahead = positions[i + kAhead < count ? i + kAhead : i];
@@ -70,7 +72,7 @@ bool fill_block(const Target& target, int64_t start, int64_t end, const Contribu
     return finite;
 }
 
-constexpr int64_t kBlock = 1 << 14;
+constexpr int64_t kFillBlock = 1 << 14;
 
 }  // namespace
 
@@ -88,8 +90,8 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
             const Target& target = targets[t];
             const int64_t begin = target.start > first ? target.start : first;
             const int64_t stop = target.start + target.numel < last ? target.start + target.numel : last;
-            for (int64_t at = begin; at < stop; at += kBlock) {
-                const int64_t end = at + kBlock < stop ? at + kBlock : stop;
+            for (int64_t at = begin; at < stop; at += kFillBlock) {
+                const int64_t end = at + kFillBlock < stop ? at + kFillBlock : stop;
                 if (!fill_block(target, at, end, ranks, workers, scale, fresh != 0, mine)) finite = false;
             }
         }
@@ -99,6 +101,7 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
 
 // See Kernels.fill_summed. Returns whether every element is finite.
 DGC_API int32_t dgc_fill_summed(const Target* targets, int64_t num_targets, const float* summed, float scale) {
+    const KeepDenormals here;
     bool finite = true;
     for (int64_t t = 0; t < num_targets; t++) {
         const Target& target = targets[t];

@@ -92,7 +92,8 @@ struct Padded {
 template <int kind>
 inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     Ints bad_gradient = {}, bad_residual = {};
-    const auto step = [&](float* u_at, float* second_at, float* v_at, const float* gradient, int32_t position) {
+    const auto step = [&](float* u_at, float* second_at, float* v_at, const float* gradient, int32_t position,
+                          uint32_t lanes) {
         Floats v = load(v_at);
         if (kind != kLook) {
             Floats g = load(gradient);
@@ -121,19 +122,19 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
             bad_residual |= not_finite(v);
             store(v_at, v);
         }
-        const uint32_t bits = at_least(magnitude(v), piece.floor);
+        const uint32_t bits = at_least(magnitude(v), piece.floor) & lanes;
         if (__builtin_expect(bits != 0, 0)) note(hits, bits, v, position);
     };
     int64_t i = 0;
     for (; i + kWidth <= piece.numel; i += kWidth) {
-        step(piece.u + i, piece.second + i, piece.v + i, piece.gradient + i, piece.position + (int32_t)i);
+        step(piece.u + i, piece.second + i, piece.v + i, piece.gradient + i, piece.position + (int32_t)i, ~0u);
     }
     if (const int64_t rest = piece.numel - i) {
         Padded v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
         const bool has_u = kind >= kMomentum;
         Padded u(has_u ? piece.u + i : piece.v, has_u ? rest : 0);
         Padded second(kind == kAdam ? piece.second + i : piece.v, kind == kAdam ? rest : 0);
-        step(u.x, second.x, v.x, g.x, piece.position + (int32_t)i);
+        step(u.x, second.x, v.x, g.x, piece.position + (int32_t)i, (1u << rest) - 1);
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
         if (has_u) memcpy(piece.u + i, u.x, 4 * rest);
         if (kind == kAdam) memcpy(piece.second + i, second.x, 4 * rest);
@@ -202,15 +203,15 @@ inline Rows add_rows(const float* x) {
     }
 }
 
-constexpr int kBlockLevel = 3, kBlock = kLanes << kBlockLevel;
+constexpr int kRowBlockLevel = 3, kRowBlock = kLanes << kRowBlockLevel;
 
 // The rest of the tree, over blocks of rows; what lies beyond numel is zero.
 Rows add_blocks(const float* x, int64_t numel, int64_t block) {
-    if (block == kBlock) {
-        if (numel >= kBlock) return add_rows<kBlockLevel>(x);
-        float padded[kBlock] = {};
+    if (block == kRowBlock) {
+        if (numel >= kRowBlock) return add_rows<kRowBlockLevel>(x);
+        float padded[kRowBlock] = {};
         if (numel > 0) memcpy(padded, x, 4 * numel);
-        return add_rows<kBlockLevel>(padded);
+        return add_rows<kRowBlockLevel>(padded);
     }
     const Rows a = add_blocks(x, numel, block / 2);
     if (numel <= block / 2) return a;

@@ -15,6 +15,15 @@ int64_t chunks_of(const Span& span) { return (span.numel + kChunk - 1) / kChunk;
 // as much time as the pass itself.
 int64_t moment_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? chunks / 64 : 16); }
 
+// A floor of zero means every element that is not zero: those from the smallest denormal on.
+float above_zero(float floor) {
+    uint32_t bits;
+    memcpy(&bits, &floor, 4);
+    bits = bits ? bits : 1;
+    memcpy(&floor, &bits, 4);
+    return floor;
+}
+
 struct Pass {
     float *v, *u, *second;
     const Segment* segments;
@@ -71,7 +80,7 @@ void run_chunks(Pass& pass, int64_t first, int64_t last) {
             const int64_t start = span.start + i * kChunk;
             const int64_t numel = span.numel - i * kChunk < kChunk ? span.numel - i * kChunk : kChunk;
             hits.count = 0;
-            bad |= update_pieces(pass, start, start + numel, span.floor, segment, hits);
+            bad |= update_pieces(pass, start, start + numel, above_zero(span.floor), segment, hits);
             if (pass.moments && i % stride == 0) {
                 instructions().sums(pass.v + start, numel, pass.found->chunk_sums + 2 * (chunk + i / stride));
             }

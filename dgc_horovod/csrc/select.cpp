@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "dgc.h"
+#include "rounding.h"
 
 namespace dgc {
 namespace {
@@ -82,6 +83,7 @@ DGC_API int64_t dgc_keep_largest(const int32_t* from, const float* x, int64_t nu
 
 // Keeps the elements of at least `threshold`, in place. Returns how many.
 DGC_API int64_t dgc_keep_at_least(int32_t* positions, float* values, int64_t numel, float threshold) {
+    const KeepDenormals here;
     int64_t kept = 0;
     for (int64_t i = 0; i < numel; i++) {
         const int32_t position = positions[i];

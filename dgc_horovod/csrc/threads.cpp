@@ -1,10 +1,12 @@
 #include "threads.h"
 
+#include <atomic>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 #include "dgc.h"
+#include "rounding.h"
 
 namespace dgc {
 namespace {
@@ -22,6 +24,7 @@ struct Shared {
 };
 
 void take_parts(void* pointer) {
+    const KeepDenormals here;
     Shared& shared = *static_cast<Shared*>(pointer);
     for (int64_t part; (part = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.parts;) {
         shared.work(shared.context, part);

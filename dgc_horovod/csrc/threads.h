@@ -1,6 +1,5 @@
 // Work shared by several threads: those that the process already has.
 #pragma once
-#include <atomic>
 #include <cstdint>
 
 namespace dgc {

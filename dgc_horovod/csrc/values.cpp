@@ -2,6 +2,7 @@
 #include <cfloat>
 
 #include "codecs.h"
+#include "rounding.h"
 
 namespace dgc {
 namespace {
@@ -150,8 +151,8 @@ void encode_values(const Layout& layout, const float* values, int64_t count, uin
     }
     const BlockCodec codec = block_codec(layout.value_codec);
     float* scales = reinterpret_cast<float*>(out + 4 * words(layout.capacity * codec.bits));
-    for (int64_t i = 0; i < count; i += kBlock, scales += codec.scales) {
-        const int64_t numel = count - i < kBlock ? count - i : kBlock;
+    for (int64_t i = 0; i < count; i += kScaleBlock, scales += codec.scales) {
+        const int64_t numel = count - i < kScaleBlock ? count - i : kScaleBlock;
         codec.encode(values + i, numel, out + i * codec.bits / 8, scales);
     }
 }
@@ -162,8 +163,8 @@ bool decode_values(const Layout& layout, const uint8_t* data, int64_t count, flo
     if (layout.value_codec > kBf16) {
         const BlockCodec codec = block_codec(layout.value_codec);
         const float* scales = reinterpret_cast<const float*>(data + 4 * words(layout.capacity * codec.bits));
-        for (int64_t i = 0; i < count; i += kBlock, scales += codec.scales) {
-            const int64_t numel = count - i < kBlock ? count - i : kBlock;
+        for (int64_t i = 0; i < count; i += kScaleBlock, scales += codec.scales) {
+            const int64_t numel = count - i < kScaleBlock ? count - i : kScaleBlock;
             if (!codec.decode(data + i * codec.bits / 8, numel, scales, values + i)) return false;
         }
         return true;
@@ -187,6 +188,7 @@ using namespace dgc;
 // many of those are zero.
 DGC_API int64_t dgc_encode(const Layout* layout, const int32_t* positions, const float* values, int64_t count,
                            uint8_t* body, float* decoded) {
+    const KeepDenormals here;
     encode_indices(*layout, positions, count, reinterpret_cast<uint32_t*>(body));
     encode_values(*layout, values, count, body + layout->values_at);
     decode_values(*layout, body + layout->values_at, count, decoded);
@@ -197,6 +199,7 @@ DGC_API int64_t dgc_encode(const Layout* layout, const int32_t* positions, const
 
 // Reads the body of a packet of `count` elements. Returns 0, or 1 for impossible positions, 2 for impossible values.
 DGC_API int32_t dgc_decode(const Layout* layout, const uint8_t* body, int64_t count, int32_t* positions, float* values) {
+    const KeepDenormals here;
     if (!decode_indices(*layout, reinterpret_cast<const uint32_t*>(body), count, positions)) return 1;
     return decode_values(*layout, body + layout->values_at, count, values) ? 0 : 2;
 }

@@ -10,7 +10,6 @@ import numpy as np
 from dgc_horovod.bucket import Bucket
 from dgc_horovod.ops.schema import (
     CHUNK,
-    NO_ELEMENTS,
     AdamFeed,
     Array,
     Elements,
@@ -19,6 +18,7 @@ from dgc_horovod.ops.schema import (
     MomentumFeed,
     Seen,
     State,
+    joined,
     moment_stride,
 )
 from dgc_horovod.packet import Coder, NumpyCoder
@@ -151,12 +151,3 @@ class ComposedKernels:
         for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
             self.copy_scaled(target, summed[segment.start : segment.start + segment.numel], scale)
         return all(self.all_finite(target) for target in targets.arrays)
-
-
-def joined(parts: Sequence[Elements]) -> Elements:
-    """The elements of several spans, in ascending order, as one."""
-    if not parts:
-        return NO_ELEMENTS
-    if len(parts) == 1:
-        return parts[0]
-    return Elements(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))

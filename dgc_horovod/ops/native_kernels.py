@@ -25,7 +25,6 @@ from dgc_horovod.packet import CHECKSUM_WORD, Coder, PacketFormat
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _PROBLEMS = ("", "positions do not ascend within the bucket", "values or scales that no sender writes")
-_TINY = float(np.finfo(np.float32).smallest_subnormal)  # every element of at least this is not zero
 
 
 class NativeCoder:
@@ -39,7 +38,7 @@ class NativeCoder:
         layout = self._layouts.get(wire)
         if layout is None:
             codes = INDEX_CODECS[wire.indices].code, VALUE_CODECS[wire.values].code
-            record = (wire.numel, wire.capacity, wire.values_at, wire.body_bytes, *codes, wire.low_bits, 0)
+            record = (wire.numel, wire.capacity, wire.values_at, *codes, wire.low_bits, 0)
             layout = self._layouts[wire] = np.array([record], LAYOUT)
         return address(layout)
 
@@ -164,7 +163,7 @@ class NativeKernels:
         return self._library.dgc_count_at_least(address(x), x.size, threshold, self.threads)
 
     def at_least(self, x: np.ndarray, threshold: float) -> Elements:
-        scratch, span = Scratch(x.size, 1), self._span(x, max(threshold, _TINY))
+        scratch, span = Scratch(x.size, 1), self._span(x, threshold)
         self._pass(scratch, min(x.size, x.size // 16 + CHUNK), x, span, False)
         if scratch.elements() is None:
             self._pass(scratch, scratch.count, x, span, False)

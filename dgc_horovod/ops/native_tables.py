@@ -29,7 +29,7 @@ FOUND = np.dtype(
 TARGET = np.dtype([("out", np.uintp), ("start", np.int64), ("numel", np.int64)])
 CONTRIBUTION = np.dtype([("positions", np.uintp), ("values", np.uintp), ("count", np.int64)])
 LAYOUT = np.dtype(
-    [(name, np.int64) for name in ("numel", "capacity", "values_at", "nbytes")]
+    [(name, np.int64) for name in ("numel", "capacity", "values_at")]
     + [(name, np.int32) for name in ("index_codec", "value_codec", "low_bits", "unused")]
 )
 

@@ -103,5 +103,6 @@ def choose(device: str) -> Kernels:
             return backend.create(device)
         reasons.append(f"{backend.name}: {reason}")
     raise BackendUnavailable(
-        f"no kernels for {device} ({'; '.join(reasons)}); unset {envvars.BACKEND.name} or install torch"
+        f"no kernels for {device} ({'; '.join(reasons)}); unset {envvars.BACKEND.name}, install torch, or with a C++ "
+        "compiler at hand install dgc_horovod again"
     )

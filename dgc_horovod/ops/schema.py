@@ -76,6 +76,15 @@ class Elements(NamedTuple):
 NO_ELEMENTS = Elements(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
+def joined(parts: Sequence[Elements]) -> Elements:
+    """The elements of several spans, in ascending order, as one."""
+    if not parts:
+        return NO_ELEMENTS
+    if len(parts) == 1:
+        return parts[0]
+    return Elements(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))
+
+
 @dataclass
 class State:
     """What one rank keeps of a bucket: the residual v, the momentum u, or Adam's two moments; made at first use."""
@@ -93,7 +102,7 @@ SPAN = np.dtype(
         ("numel", np.int64),
         ("sum", np.float64),
         ("squares", np.float64),
-        ("floor", np.float32),  # elements of at least this magnitude, which is > 0, are candidates; infinity: none
+        ("floor", np.float32),  # non-zero elements of at least this magnitude are candidates; infinity: none
         ("unused", np.int32),
     ]
 )

@@ -50,6 +50,8 @@ def search_threshold(view: SpanView, k: int, guess: float) -> float | None:
         points = two_sided_point(k / view.numel), two_sided_point(min(1.0, count / view.numel))
         return threshold * 1.01 * points[0] / max(points[1], 0.1)
 
+    if guess == 0:  # nothing was seen that could be followed
+        return None
     least, most = accepted_counts(k)
     low, count = view.known_low(k)
     log_low = math.log(count)

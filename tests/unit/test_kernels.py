@@ -254,3 +254,25 @@ def test_without_the_library_it_works_and_says_once_that_it_is_slower(monkeypatc
     assert [registry.choose("cpu").name for _ in range(2)] == ["torch_eager"] * 2
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1 and "several times slower" in said[0] and "was not built" in said[0]
+
+
+def test_native_kernels_keep_denormals_whatever_the_program_asked_for():
+    """torch.set_flush_denormal concerns the thread that calls it; a result must not depend on which thread it is."""
+    torch = pytest.importorskip("torch")
+    x = DATA["denormal"](600_001, 0)
+    expected = [part.tobytes() for part in REFERENCE.at_least(x, 0.0)]
+    bucket = Bucket(0, (Segment("a", 0, x.size),))
+    sent = Elements(np.arange(x.size, dtype=np.int32), x)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor flushes nothing")
+    try:
+        for threads in (1, 2, 5):
+            kernels, target = NativeKernels(threads), np.full(x.size, np.nan, np.float32)
+            assert [part.tobytes() for part in kernels.at_least(x, 0.0)] == expected
+            into = aimed(kernels, bucket, [target])
+            assert kernels.fill(into, [sent], 1.0, True)
+            torch.set_flush_denormal(False)
+            assert (target == x).all(), threads
+            torch.set_flush_denormal(True)
+    finally:
+        torch.set_flush_denormal(False)
