@@ -9,6 +9,8 @@ from setuptools.command.build_ext import build_ext
 CSRC = Path("dgc_horovod/csrc")
 # No fused multiply-add and no reordering: the kernels must give the same bits as NumPy does.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-fast-math", "-fvisibility=hidden", "-g0"]
+# Linked with -ffast-math (a user's CXXFLAGS), the library would flush denormals in the whole process.
+LINK_FLAGS = ["-pthread", "-fno-fast-math"]
 # The inner loops, once for each instruction set; which one runs is decided on the user's processor.
 WIDE = {"avx2.cpp": ["-mavx2"], "avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -26,7 +28,7 @@ class BuildNative(build_ext):
                 [source], output_dir=self.build_temp, extra_postargs=flags, depends=headers
             )
         target = self.get_ext_fullpath(ext.name)
-        self.compiler.link_shared_object(objects, target, target_lang="c++", extra_postargs=["-pthread"])
+        self.compiler.link_shared_object(objects, target, target_lang="c++", extra_postargs=LINK_FLAGS)
 
 
 sources = [str(path) for path in sorted(CSRC.glob("*.cpp")) if IS_X86 or path.name not in WIDE]

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import UnsupportedUse
 
+_MOST_ELEMENTS = 2**31
 WHOLE_BUCKET_VALUES = ("bf16", "8bit")
 _COLLECTIVE_LIMIT = 2**31 - 1  # bytes of an allgather output: its counts are C ints
 
@@ -100,21 +102,30 @@ def plan(specs: Sequence[TensorSpec], config: DGCConfig, workers: int = 1) -> Bu
         specs: the parameters in the model's order.
         config: ``bucket_bytes``, ``min_numel``, ``compress_1d`` and ``dense_values`` are used.
         workers: N.
+
+    Raises:
+        UnsupportedUse: a tensor has 2^31 elements or more.
     """
+    for spec in specs:
+        if spec.numel >= _MOST_ELEMENTS:
+            raise UnsupportedUse(
+                f"{spec.name!r} has {spec.numel} elements; at most {_MOST_ELEMENTS - 1} fit into a bucket, whose "
+                "positions are 32-bit. Split the parameter, or use Compression.none"
+            )
     groups = _groups([s for s in specs if not stays_dense(s, config)], config.bucket_bytes)
     buckets = [_bucket(i, group) for i, group in enumerate(groups)]
     small = [s for s in specs if stays_dense(s, config)]
     values = dense_values(config, workers)
     if values in WHOLE_BUCKET_VALUES:
-        for group in _groups(small, config.bucket_bytes):
+        for group in _groups([spec for spec in small if spec.numel], config.bucket_bytes):
             buckets.append(replace(_bucket(len(buckets), group), whole=True, values=values))
-        small = []
+        small = [spec for spec in small if not spec.numel]
     return BucketLayout(tuple(buckets), tuple(spec.name for spec in small))
 
 
 def _groups(specs: Sequence[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
     groups: list[list[TensorSpec]] = []
-    filled = 0
+    filled, most_bytes = 0, min(most_bytes, 4 * (_MOST_ELEMENTS - 1))
     for spec in reversed(specs):
         fits = groups and groups[-1][0].boundary == spec.boundary and filled + 4 * spec.numel <= most_bytes
         if not fits:

@@ -9,6 +9,8 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.schedule import WarmupSchedule
 
@@ -29,7 +31,8 @@ class DGCConfig:
         scope: "bucket": the largest of a whole bucket; "tensor": the largest of each tensor, as in the papers.
         momentum_correction: accumulate momentum locally, before selection (DGC section 3.1). For SGD the
             momentum, for Adam and AdamW the local Adam direction; other optimizers have no such form.
-        factor_masking: clear the momentum where an element was sent (DGC section 3.2).
+        factor_masking: clear the momentum where an element was sent (DGC section 3.2). Meant for densities of 1% and
+            less: where much is sent, it takes the momentum away.
         clip_norm: L2 norm c at which the averaged whole-model gradient would be clipped, > 0; each rank
             clips its own to sqrt(N)*c before it enters the momentum. None: no clipping.
         warmup: density warm-up, or None.
@@ -74,6 +77,8 @@ class DGCConfig:
             _check_whole(name, getattr(self, name), least)
         _check_positive("clip_norm", self.clip_norm)
         _check_positive("threshold", self.threshold)
+        if self.threshold is not None and not np.finfo(np.float32).tiny <= self.threshold <= np.finfo(np.float32).max:
+            raise ConfigError(f"threshold must be within the normal range of float32, got {self.threshold!r}")
         if self.warmup is not None:
             _check_type(
                 "warmup", self.warmup, WarmupSchedule, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000), or None"

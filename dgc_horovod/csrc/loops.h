@@ -83,8 +83,8 @@ inline void note(Hits& hits, uint32_t bits, Floats v, int32_t position) {
 // A last, incomplete vector goes by way of a full one.
 struct Padded {
     float x[kWidth];
-    Padded(const float* from, int64_t numel) {
-        memset(x, 0, sizeof x);
+    Padded(const float* from, int64_t numel, float rest = 0.0f) {
+        for (float& lane : x) lane = rest;
         memcpy(x, from, 4 * numel);
     }
 };
@@ -133,7 +133,7 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
         Padded v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
         const bool has_u = kind >= kMomentum;
         Padded u(has_u ? piece.u + i : piece.v, has_u ? rest : 0);
-        Padded second(kind == kAdam ? piece.second + i : piece.v, kind == kAdam ? rest : 0);
+        Padded second(kind == kAdam ? piece.second + i : piece.v, kind == kAdam ? rest : 0, 1.0f);  // never 0/0
         step(u.x, second.x, v.x, g.x, piece.position + (int32_t)i, (1u << rest) - 1);
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
         if (has_u) memcpy(piece.u + i, u.x, 4 * rest);

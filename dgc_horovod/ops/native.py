@@ -72,7 +72,7 @@ def openmp_of_the_process() -> int | None:
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line and ".so" in line}
-    for path in sorted(paths, key=lambda path: "torch" not in path):
+    for path in sorted(paths, key=lambda path: ("/torch/lib/" not in path and "/torch.libs/" not in path, path)):
         name = Path(path).name
         if name.startswith(("libgomp", "libiomp", "libomp")):
             try:

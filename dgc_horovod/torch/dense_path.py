@@ -54,11 +54,11 @@ class DensePath:
         return len(self.gradients) == len(self.names)
 
     def launch(self, p: Parameter, clip: float = 1.0) -> None:
-        """Start the allreduce of ``clip * gradient``."""
+        """Start the allreduce of ``clip * gradient``, of a copy: autograd may have given that memory to others too."""
         gradient = self.gradients[p]
         if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
             gradient = gradient.float()
-        gradient = (gradient if clip == 1.0 else gradient * clip).contiguous()
+        gradient = (gradient * clip).contiguous()
         if self._half:
             gradient = gradient.half()
         factor = self.settings.gradient_predivide_factor

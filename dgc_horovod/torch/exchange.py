@@ -62,6 +62,7 @@ class GradientExchange:
         self.epoch: int | None = None
         self.steps = 0
         self._loss_scale = loss_scale
+        self._taken: set[int] = set()  # memory into which something of this step will be written
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
         self.layout = plan(specs, config, collectives.workers)
@@ -189,6 +190,16 @@ class GradientExchange:
         norm = math.sqrt(squares) / self._loss_scale()
         return limit / norm if norm > limit else 1.0
 
+    def _is_first_in(self, grad: torch.Tensor) -> bool:
+        """Whether nothing else of this step is written into the memory of `grad`, and now `grad` is.
+
+        Autograd gives two parameters one gradient memory where a view of each is added to the other.
+        """
+        memory = grad.untyped_storage().data_ptr()
+        first = memory not in self._taken
+        self._taken.add(memory)
+        return first
+
     def _square(self, gradient: torch.Tensor) -> float:
         kernels = self._kernels_of(gradient)
         return kernels.sums(_as_array(gradient.reshape(-1).to(torch.float32), kernels))[1]
@@ -205,11 +216,22 @@ class GradientExchange:
             finite = run.engine.receive(self.collectives.wait(run.pending).numpy())
             run.finite = run.engine.fill(self._mean_scale() * self._loss_scale()) and finite
         grad, target = p.grad, run.targets[p]
-        assert grad is not None
+        if grad is None:
+            raise UnsupportedUse(
+                f"the gradient of {self.names[p]!r} was removed between backward() and step() (model.zero_grad()?); "
+                "its exchange was under way. Clear gradients after step(), or before backward()"
+            )
         return grad if _is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
 
     def _aim(self, run: _BucketStep, i: int, p: Parameter) -> None:
-        run.targets[p] = _target(p)
+        """Say where the update of `p` is put together: in ``p.grad``, or beside it where that does not do."""
+        grad = p.grad
+        assert grad is not None
+        fits = not grad.is_sparse and grad.dtype == torch.float32 and grad.is_contiguous()
+        if fits and self._is_first_in(grad):
+            run.targets[p] = grad.detach().view(-1)
+        else:
+            run.targets[p] = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
         run.engine.targets.put(i, _as_array(run.targets[p], run.engine.kernels))
 
     def finish(self) -> bool:
@@ -250,6 +272,7 @@ class GradientExchange:
             run.pending = run.finite = None
             run.targets.clear()  # they would keep gradients alive that the script has let go of
             run.engine.targets.clear()
+        self._taken.clear()
         self._dense_path.clear()
 
     def undo_clipping(self) -> bool:
@@ -273,6 +296,7 @@ class GradientExchange:
                     if p.grad is not None and not p.grad.is_sparse and not _is_in(target, p.grad):
                         p.grad.copy_(target.view(p.shape))
             self._dense_path.put_back()
+            self._forget_step()
             return True
         return math.isclose(norm, before, rel_tol=1e-6)
 
@@ -307,14 +331,6 @@ def _norm(parameters: Iterable[Parameter]) -> float:
 
 def _as_array(x: torch.Tensor, kernels: Kernels) -> Any:
     return x.numpy() if kernels.array_kind == "numpy" else x
-
-
-def _target(p: Parameter) -> torch.Tensor:
-    """Where the update of `p` is put together: in ``p.grad``, or beside it where that has another dtype or layout."""
-    grad = p.grad
-    if grad is not None and not grad.is_sparse and grad.dtype == torch.float32 and grad.is_contiguous():
-        return grad.detach().view(-1)
-    return torch.empty(p.numel(), dtype=torch.float32, device=p.device)
 
 
 def _is_in(target: torch.Tensor, grad: torch.Tensor) -> bool:

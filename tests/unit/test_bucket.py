@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.bucket import TensorSpec, count_for, plan, sends_scattered, spans
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.packet import PacketFormat
 
 SHAPES = st.lists(
@@ -57,6 +59,18 @@ def test_how_the_dense_path_travels():
     last = plan(specs, DGCConfig(dense_values="bf16"), 99).buckets[-1]
     assert last.whole and last.values == "bf16" and last.index == 1
     assert plan(specs, DGCConfig(dense_values="fp16"), 2).dense == ("bias",)
+
+
+def test_a_tensor_too_long_for_32_bit_positions_is_refused():
+    with pytest.raises(UnsupportedUse, match="'a' has 4294967306 elements"):
+        plan([TensorSpec("a", (2**31 + 5, 2))], DGCConfig())
+    half = [TensorSpec(name, (2**15, 2**15)) for name in "ab"]
+    assert len(plan(half, DGCConfig(bucket_bytes=2**40)).buckets) == 2, "together they would be 2**31 elements"
+
+
+def test_a_tensor_of_no_elements_is_in_no_bucket():
+    layout = plan([TensorSpec("empty", (0,)), TensorSpec("bias", (3,))], DGCConfig(), 2)
+    assert layout.dense == ("empty",) and [s.name for b in layout.buckets for s in b.segments] == ["bias"]
 
 
 def test_k_is_the_ceiling_of_the_decimal_product():

@@ -340,7 +340,7 @@ def larger_batch_identity() -> dict[str, float]:
 
     def send_every_period(step: int) -> None:
         for engine in engines:
-            engine.config = engine.config.replace(threshold=1e-45 if step % period == period - 1 else 1e30)
+            engine.config = engine.config.replace(threshold=2e-38 if step % period == period - 1 else 1e30)
 
     train(model, optimizer, 5 * period, before_backward=send_every_period)
 

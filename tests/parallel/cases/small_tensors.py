@@ -93,6 +93,48 @@ def replaced_gradients() -> dict[str, Any]:
     return {"same": prints[0] == prints[1], "fingerprint": prints[1]}
 
 
+class _Sum(nn.Module):
+    """Views of two parameters are added, so autograd gives both gradients one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(64, 32)) for _ in range(2))
+        self.c, self.d = (nn.Parameter(torch.randn(32)) for _ in range(2))
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.a.unsqueeze(0) + self.b.unsqueeze(0)
+        return torch.tanh(x @ both[0].T + 0.0) @ both[0] + (self.c.view(1, 32) + self.d.view(1, 32))
+
+
+def shared_gradient_memory() -> dict[str, Any]:
+    """Distance from stock Horovod where gradients share memory, and a parameter has no elements."""
+    hvd.init()
+    results: dict[str, Any] = {}
+    stock = None
+    for way in ("stock", "fp32", "8bit"):
+        model = _Sum()
+        if way == "stock":
+            optimizer = hvd.DistributedOptimizer(momentum_sgd(model), model.named_parameters())
+        else:
+            compression = Compression.dgc(1.0, factor_masking=False, values="fp32", dense_values=way)
+            optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 32, generator=generator)).pow(2).mean().backward()
+            shared = model.a.grad.data_ptr() == model.b.grad.data_ptr()  # type: ignore[union-attr]
+            optimizer.step()
+        stock = weights(model) if stock is None else stock
+        results[way] = {
+            "distance": distance(stock, weights(model)),
+            "fingerprint": fingerprint(model),
+            "shared": shared,
+        }
+    return results
+
+
 def nothing_compressed() -> dict[str, Any]:
     """A model of small tensors only is told so, however they travel."""
     hvd.init()
