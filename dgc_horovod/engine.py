@@ -157,10 +157,10 @@ class BucketEngine:
         rule = RULES[self.config.rule]
         looks = rule.by_size and not self.bucket.whole
         plan.spans["floor"] = plan.predictor.floors if looks else math.inf
-        moments = rule.moments and not self.bucket.whole
+        want_sums = rule.wants_sums and not self.bucket.whole
         self._step, self._offered = step, 0
         room = plan.predictor.room if looks else 0
-        seen = self.kernels.take_in(self.gradients, self.state, scale, plan.spans, room, moments)
+        seen = self.kernels.take_in(self.gradients, self.state, scale, plan.spans, room, want_sums)
         if not seen.residual_finite:  # sums of finite gradients can leave fp32's range
             self.clear()
         if not (seen.gradients_finite and seen.residual_finite):
@@ -190,7 +190,7 @@ class BucketEngine:
             low, high = np.searchsorted(candidates.positions, [run.start, run.start + run.numel])
             candidates = Elements(candidates.positions[low:high], candidates.values[low:high])
         x = self.state.v[run.start : run.start + run.numel]
-        sums = (float(noted["sum"]), float(noted["squares"])) if RULES[self.config.rule].moments else None
+        sums = (float(noted["sum"]), float(noted["squares"])) if RULES[self.config.rule].wants_sums else None
         return SpanView(self.kernels, x, run.start, candidates, float(noted["floor"]), sums)
 
     def _generator(self, span: int) -> np.random.Generator:

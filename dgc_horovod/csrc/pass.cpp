@@ -11,9 +11,9 @@ namespace {
 
 int64_t chunks_of(const Span& span) { return (span.numel + kChunk - 1) / kChunk; }
 
-// Moments are taken of every so many chunks (Kernels.moments): they are a first guess, and all of them would cost half
-// as much time as the pass itself.
-int64_t moment_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? chunks / 64 : 16); }
+// Sums are taken of every so many chunks (Kernels.sampled_sums): they are for a first guess, and all of them would cost
+// half as much time as the pass itself.
+int64_t sum_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? chunks / 64 : 16); }
 
 // A floor of zero means every element that is not zero: those from the smallest denormal on.
 float above_zero(float floor) {
@@ -31,7 +31,7 @@ struct Pass {
     float scale;
     Span* spans;
     int64_t num_spans;
-    bool moments;
+    bool want_sums;
     Found* found;
     int32_t *positions;  // where hits are put as they come
     float* values;
@@ -75,13 +75,13 @@ void run_chunks(Pass& pass, int64_t first, int64_t last) {
     for (int64_t s = 0; s < pass.num_spans && chunk < last; s++) {
         const Span& span = pass.spans[s];
         const int64_t skipped = first > chunk ? first - chunk : 0, chunks = chunks_of(span);
-        const int64_t stride = moment_stride(chunks);
+        const int64_t stride = sum_stride(chunks);
         for (int64_t i = skipped; i < chunks && chunk + i < last; i++) {
             const int64_t start = span.start + i * kChunk;
             const int64_t numel = span.numel - i * kChunk < kChunk ? span.numel - i * kChunk : kChunk;
             hits.count = 0;
             bad |= update_pieces(pass, start, start + numel, above_zero(span.floor), segment, hits);
-            if (pass.moments && i % stride == 0) {
+            if (pass.want_sums && i % stride == 0) {
                 instructions().sums(pass.v + start, numel, pass.found->chunk_sums + 2 * (chunk + i / stride));
             }
             const int64_t at = hits.count ? pass.filled.fetch_add(hits.count, std::memory_order_relaxed) : 0;
@@ -123,8 +123,8 @@ using namespace dgc;
 
 // See Kernels.take_in. With no segments: looks at v only. Returns Bad flags.
 DGC_API int32_t dgc_pass(float* v, float* u, float* second, const Segment* segments, int64_t num_segments, float scale,
-                         Span* spans, int64_t num_spans, int32_t moments, Found* found, int64_t threads) {
-    Pass pass{v, u, second, segments, num_segments, scale, spans, num_spans, moments != 0, found, nullptr, nullptr};
+                         Span* spans, int64_t num_spans, int32_t want_sums, Found* found, int64_t threads) {
+    Pass pass{v, u, second, segments, num_segments, scale, spans, num_spans, want_sums != 0, found, nullptr, nullptr};
     int64_t chunks = 0, numel = 0;
     for (int64_t s = 0; s < num_spans; s++) {
         chunks += chunks_of(spans[s]);
@@ -137,8 +137,8 @@ DGC_API int32_t dgc_pass(float* v, float* u, float* second, const Segment* segme
     found->count = pass.filled;
     if (parts > 1 && found->count <= found->capacity) order(*found, chunks);
     double* sums = found->chunk_sums;
-    for (int64_t s = 0; moments && s < num_spans; s++) {
-        const int64_t all = chunks_of(spans[s]), stride = moment_stride(all);
+    for (int64_t s = 0; want_sums && s < num_spans; s++) {
+        const int64_t all = chunks_of(spans[s]), stride = sum_stride(all);
         spans[s].sum = add_up(sums, (all + stride - 1) / stride, 0);
         spans[s].squares = add_up(sums, (all + stride - 1) / stride, 1);
         sums += 2 * all;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -14,29 +14,14 @@ from dgc_horovod.ops.schema import (
     Array,
     Elements,
     Feed,
-    Kernels,
     MomentumFeed,
+    ResidualFeed,
     Seen,
     State,
     joined,
-    moment_stride,
+    sum_stride,
 )
 from dgc_horovod.packet import Coder, NumpyCoder
-
-
-class ListedGradients:
-    """`schema.Gradients` as lists."""
-
-    def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
-        self.bucket, self._kernels = bucket, kernels
-        self.arrays: list[Array | None] = [None] * len(bucket.segments)
-        self.feeds: list[Feed | None] = [None] * len(bucket.segments)
-
-    def put(self, i: int, gradient: Array, feed: Feed) -> None:
-        self.arrays[i], self.feeds[i] = gradient, feed
-
-    def squared_norm(self) -> float:
-        return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays)
 
 
 class ListedTargets:
@@ -53,21 +38,85 @@ class ListedTargets:
         self.arrays = [None] * len(self.arrays)
 
 
-class ComposedKernels:
-    """The methods of `schema.Kernels` on whole buckets, by way of a backend's primitives on one vector.
+class Primitives(Protocol):
+    """What a backend does on one vector; vectors are changed in place. See `schema` for the arithmetic rules."""
 
-    A backend adds: new, to_host, from_host, fill_zero, take, put, all_finite, zero_unless_finite,
-    accumulate_residual, accumulate_momentum, accumulate_adam, sums, chunks, count_at_least, positions_at_least,
-    top_positions, sample, add_at, copy_scaled.
-    """
+    def new(self, numel: int) -> Array: ...
+    def to_host(self, x: Array) -> np.ndarray: ...
+    def from_host(self, values: np.ndarray) -> Array: ...
+    def fill_zero(self, x: Array) -> None: ...
+    def take(self, x: Array, positions: np.ndarray) -> np.ndarray: ...
+    def put(self, x: Array, elements: Elements) -> None: ...
+    def sums(self, x: Array) -> tuple[float, float]: ...
+    def count_at_least(self, x: Array, threshold: float) -> int: ...
+    def sample(self, x: Array, start: int, stride: int) -> np.ndarray: ...
+
+    def all_finite(self, x: Array) -> bool:
+        """Whether `x` holds neither NaN nor infinity."""
+
+    def zero_unless_finite(self, x: Array) -> Array:
+        """A copy of `x` with zero in place of what is not finite."""
+
+    def chunks(self, x: Array, stride: int) -> Array:
+        """A copy of every `stride`-th chunk of `x`."""
+
+    def accumulate_residual(self, v: Array, g: Array, scale: float) -> None:
+        """``v += scale*g``."""
+
+    def accumulate_momentum(self, u: Array, v: Array, g: Array, scale: float, momentum: float, nesterov: bool) -> None:
+        """As `MomentumFeed`."""
+
+    def accumulate_adam(
+        self,
+        first: Array,
+        second: Array,
+        v: Array,
+        g: Array,
+        scale: float,
+        betas: tuple[float, float],
+        eps: float,
+        step: int,
+    ) -> None:
+        """As `AdamFeed`."""
+
+    def positions_at_least(self, x: Array, threshold: float) -> np.ndarray:
+        """Ascending int32 positions of the non-zero elements with ``|x| >= threshold``."""
+
+    def top_positions(self, x: Array, k: int) -> np.ndarray:
+        """Ascending int32 positions of the k largest ``|x|``; ties go to the lower position; zeros never."""
+
+    def add_at(self, x: Array, positions: np.ndarray, values: np.ndarray) -> None:
+        """``x[positions] += values``; the positions are unique."""
+
+    def copy_scaled(self, x: Array, source: Array, scale: float) -> None:
+        """``x = source * scale``."""
+
+
+class ListedGradients:
+    """`schema.Gradients` as lists."""
+
+    def __init__(self, bucket: Bucket, kernels: Primitives) -> None:
+        self.bucket, self._kernels = bucket, kernels
+        self.arrays: list[Array | None] = [None] * len(bucket.segments)
+        self.feeds: list[Feed] = [ResidualFeed()] * len(bucket.segments)
+
+    def put(self, i: int, gradient: Array, feed: Feed) -> None:
+        self.arrays[i], self.feeds[i] = gradient, feed
+
+    def squared_norm(self) -> float:
+        return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays)
+
+
+class ComposedKernels(Primitives, Protocol):
+    """The methods of `schema.Kernels` on whole buckets, by way of the primitives, which a backend adds."""
 
     coder: Coder = NumpyCoder()
 
-    def gradients(self: Any, bucket: Bucket) -> ListedGradients:
+    def gradients(self, bucket: Bucket) -> ListedGradients:
         return ListedGradients(bucket, self)
 
     def take_in(
-        self: Any, gradients: ListedGradients, state: State, scale: float, spans: np.ndarray, room: int, moments: bool
+        self, gradients: ListedGradients, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
     ) -> Seen:
         finite = True
         for i, segment in enumerate(gradients.bucket.segments):
@@ -79,8 +128,8 @@ class ComposedKernels:
         found = []
         for span in spans:
             v = state.v[int(span["start"]) : int(span["start"] + span["numel"])]
-            if moments:
-                span["sum"], span["squares"] = self.moments(v)
+            if want_sums:
+                span["sum"], span["squares"] = self.sampled_sums(v)
             if span["floor"] < np.inf:
                 positions, values = self.at_least(v, float(span["floor"]))
                 found.append(Elements(positions + np.int32(span["start"]), values))
@@ -88,7 +137,7 @@ class ComposedKernels:
         noted = candidates.positions.size
         return Seen(finite, self.all_finite(state.v), noted, candidates if noted <= room else None)
 
-    def _accumulate(self: Any, state: State, here: slice, gradient: Array, feed: Feed, scale: float) -> None:
+    def _accumulate(self, state: State, here: slice, gradient: Array, feed: Feed, scale: float) -> None:
         v = state.v[here]
         if isinstance(feed, AdamFeed):
             assert state.moments is not None
@@ -100,19 +149,19 @@ class ComposedKernels:
         else:
             self.accumulate_residual(v, gradient, scale)
 
-    def moments(self: Any, x: Array) -> tuple[float, float]:
-        stride = moment_stride(-(-len(x) // CHUNK))
+    def sampled_sums(self, x: Array) -> tuple[float, float]:
+        stride = sum_stride(-(-len(x) // CHUNK))
         return self.sums(x if stride == 1 else self.chunks(x, stride))
 
-    def at_least(self: Any, x: Array, threshold: float) -> Elements:
+    def at_least(self, x: Array, threshold: float) -> Elements:
         positions = self.positions_at_least(x, threshold)
         return Elements(positions, self.take(x, positions))
 
-    def top_k(self: Any, x: Array, k: int) -> Elements:
+    def top_k(self, x: Array, k: int) -> Elements:
         positions = self.top_positions(x, k)
         return Elements(positions, self.take(x, positions))
 
-    def keep_largest(self: Any, elements: Elements, k: int) -> Elements:
+    def keep_largest(self, elements: Elements, k: int) -> Elements:
         if elements.positions.size <= k:
             return self.keep_at_least(elements, 0.0)
         kept = self.top_positions(self.from_host(elements.values), k)
@@ -125,7 +174,7 @@ class ComposedKernels:
     def kth_largest(self, values: np.ndarray, k: int) -> float:
         return float(np.partition(np.abs(values), values.size - k)[values.size - k])
 
-    def settle(self: Any, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+    def settle(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
         positions = elements.positions
         self.put(state.v, Elements(positions, elements.values - decoded))
         if masked is not None:
@@ -135,7 +184,7 @@ class ComposedKernels:
     def targets(self, bucket: Bucket) -> ListedTargets:
         return ListedTargets(bucket)
 
-    def fill(self: Any, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
+    def fill(self, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
         finite = True
         for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
             if fresh:
@@ -147,7 +196,7 @@ class ComposedKernels:
                 finite = finite and bool(np.isfinite(self.take(target, here)).all())
         return finite
 
-    def fill_summed(self: Any, targets: ListedTargets, summed: Array, scale: float) -> bool:
+    def fill_summed(self, targets: ListedTargets, summed: Array, scale: float) -> bool:
         for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
             self.copy_scaled(target, summed[segment.start : segment.start + segment.numel], scale)
         return all(self.all_finite(target) for target in targets.arrays)

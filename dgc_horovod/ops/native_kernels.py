@@ -117,11 +117,11 @@ class NativeKernels:
         return NativeGradients(bucket, self)
 
     def take_in(
-        self, gradients: NativeGradients, state: State, scale: float, spans: np.ndarray, room: int, moments: bool
+        self, gradients: NativeGradients, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
     ) -> Seen:
         if gradients.scratch is None:
             gradients.scratch = Scratch(gradients.bucket.numel, len(spans))
-        bad = self._pass(gradients.scratch, room, state.v, spans, moments, gradients.table, state, scale)
+        bad = self._pass(gradients.scratch, room, state.v, spans, want_sums, gradients.table, state, scale)
         gradients.arrays = [None] * len(gradients.arrays)
         scratch = gradients.scratch
         return Seen(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
@@ -132,7 +132,7 @@ class NativeKernels:
         room: int,
         v: np.ndarray,
         spans: np.ndarray,
-        moments: bool,
+        want_sums: bool,
         segments: np.ndarray = NO_SEGMENTS,
         state: State | None = None,
         scale: float = 1.0,
@@ -141,7 +141,7 @@ class NativeKernels:
         first, second = (None, None) if state is None else state.moments or (state.u, None)
         return self._library.dgc_pass(
             address(v), address(first), address(second), address(segments), len(segments), scale,
-            address(spans), len(spans), moments, address(scratch.found), self.threads,
+            address(spans), len(spans), want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
 
     def _span(self, x: np.ndarray, floor: float) -> np.ndarray:
@@ -154,7 +154,7 @@ class NativeKernels:
         self._library.dgc_sums(address(x), x.size, address(chunk_sums), self.threads, address(out))
         return float(out[0]), float(out[1])
 
-    def moments(self, x: np.ndarray) -> tuple[float, float]:
+    def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
         span = self._span(x, np.inf)
         self._pass(Scratch(x.size, 1), 0, x, span, True)
         return float(span["sum"][0]), float(span["squares"][0])

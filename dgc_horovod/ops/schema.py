@@ -176,7 +176,9 @@ class Kernels(Protocol):
     def gradients(self, bucket: Bucket) -> Gradients:
         """An empty set of gradients for `bucket`."""
 
-    def take_in(self, gradients: Any, state: State, scale: float, spans: np.ndarray, room: int, moments: bool) -> Seen:
+    def take_in(
+        self, gradients: Any, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
+    ) -> Seen:
         """Add ``scale * gradient`` of every segment to u and v as its feed says; look at v on the way.
 
         What is not finite in a gradient enters as 0.
@@ -187,7 +189,7 @@ class Kernels(Protocol):
             scale: > 0.
             spans: SPAN records in ascending order.
             room: most candidates wanted.
-            moments: whether to fill in the spans' sum and squares (see `moments`).
+            want_sums: whether to fill in the spans' sum and squares (see `sampled_sums`).
 
         Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28.
         """
@@ -203,8 +205,8 @@ class Kernels(Protocol):
         an odd last one with zero. Squares of float32 are exact in float64 and cannot overflow. One read of x.
         """
 
-    def moments(self, x: Array) -> tuple[float, float]:
-        """`sums` of every `moment_stride`-th chunk of x: a first guess needs no more."""
+    def sampled_sums(self, x: Array) -> tuple[float, float]:
+        """`sums` of every `sum_stride`-th chunk of x: a first guess needs no more."""
 
     def count_at_least(self, x: Array, threshold: float) -> int:
         """How many elements have ``|x| >= threshold``. One read of x."""
@@ -256,14 +258,14 @@ class Kernels(Protocol):
         """``update = summed * fp32(scale)``; returns whether every element is finite."""
 
 
-def moment_stride(chunks: int) -> int:
-    """Of how many chunks one is looked at for the moments: all of them up to 128, a sixteenth from 1,024 on."""
+def sum_stride(chunks: int) -> int:
+    """Of how many chunks one is summed: all of them up to 128, a sixteenth from 1,024 on."""
     return 1 if chunks < 128 else min(chunks // 64, 16)
 
 
-def moment_numel(numel: int) -> int:
-    """How many of `numel` elements are in the chunks that `Kernels.moments` looks at."""
+def summed_numel(numel: int) -> int:
+    """How many of `numel` elements are in the chunks that `Kernels.sampled_sums` looks at."""
     chunks = -(-numel // CHUNK)
-    seen = range(0, chunks, moment_stride(chunks))
+    seen = range(0, chunks, sum_stride(chunks))
     last_seen = bool(seen) and seen[-1] == chunks - 1
     return len(seen) * CHUNK - (chunks * CHUNK - numel if last_seen else 0)

@@ -23,18 +23,18 @@ class Rule:
     Args:
         select: view, k, context -> elements.
         by_size: whether it sends the largest, so that candidates help it.
-        moments: whether it looks at mean and deviation.
+        wants_sums: whether it looks at mean and deviation.
     """
 
     select: Callable[[SpanView, int, SelectionContext], Elements]
     by_size: bool = True
-    moments: bool = False
+    wants_sums: bool = False
 
 
 RULES: dict[str, Rule] = {
     "exact": Rule(exact.select),
     "sampled": Rule(sampled.select),
-    "gaussian": Rule(gaussian.select, moments=True),
+    "gaussian": Rule(gaussian.select, wants_sums=True),
     "random": Rule(random.select, by_size=False),
     "threshold": Rule(fixed.select),
 }

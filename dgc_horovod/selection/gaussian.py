@@ -31,7 +31,7 @@ def select(view: SpanView, k: int, context: SelectionContext) -> Elements:
     The threshold is ``|mean| + deviation * z`` with z the two-sided point of k/d, then searched for. About five
     counts, most of them among the candidates.
     """
-    mean, deviation = view.moments()
+    mean, deviation = view.mean_and_deviation()
     threshold = search_threshold(view, k, abs(mean) + deviation * two_sided_point(k / view.numel))
     if threshold is None:
         return view.largest(k)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from dgc_horovod.ops.schema import NO_ELEMENTS, Array, Elements, Kernels, moment_numel
+from dgc_horovod.ops.schema import NO_ELEMENTS, Array, Elements, Kernels, summed_numel
 
 _SMALL = 1 << 16  # below this many elements a direct top-k costs less than a look at a sample
 _SAMPLE = 1 << 14
@@ -24,7 +24,7 @@ class SpanView:
         start: its first position in the bucket; all positions that are returned are the bucket's.
         candidates: every element with ``|x| >= floor``, or None.
         floor: see above.
-        sums: sum and sum of squares of the chunks that `Kernels.moments` looks at, if the pass has taken them.
+        sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` looks at, if the pass has taken them.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class SpanView:
             return self._kernels.kth_largest(hits, k)
         return self._kernels.kth_largest(self._kernels.sample(self._x, start, stride), k)
 
-    def moments(self) -> tuple[float, float]:
+    def mean_and_deviation(self) -> tuple[float, float]:
         """Mean and standard deviation, of a sixteenth of a long span. Cost: nothing if the pass took them."""
-        total, squares = self._sums if self._sums is not None else self._kernels.moments(self._x)
-        seen = moment_numel(self.numel)
+        total, squares = self._sums if self._sums is not None else self._kernels.sampled_sums(self._x)
+        seen = summed_numel(self.numel)
         mean = total / seen
         return mean, math.sqrt(max(squares / seen - mean * mean, 0.0))
 

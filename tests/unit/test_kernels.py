@@ -14,7 +14,7 @@ from dgc_horovod.errors import BackendUnavailable, ConfigError
 from dgc_horovod.ops import native, registry
 from dgc_horovod.ops.native_kernels import NativeKernels
 from dgc_horovod.ops.reference import ReferenceKernels
-from dgc_horovod.ops.schema import CHUNK, SPAN, AdamFeed, Elements, MomentumFeed, ResidualFeed, State, moment_numel
+from dgc_horovod.ops.schema import CHUNK, SPAN, AdamFeed, Elements, MomentumFeed, ResidualFeed, State, summed_numel
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
 
 REFERENCE = ReferenceKernels()
@@ -45,7 +45,7 @@ def test_looking(kernels, kind, numel):
     x = DATA[kind](numel, 3)
     array = as_array(kernels, x)
     assert kernels.sums(array) == REFERENCE.sums(x)
-    assert kernels.moments(array) == REFERENCE.moments(x)
+    assert kernels.sampled_sums(array) == REFERENCE.sampled_sums(x)
     for k in {1, max(1, numel // 100), numel // 2 + 1, numel}:
         assert same(kernels.top_k(array, k), REFERENCE.top_k(x, k))
         few = kernels.at_least(array, 0.0)
@@ -77,13 +77,13 @@ def test_sums_count_what_is_not_finite_as_zero(kernels):
         assert kernels.sums(as_array(kernels, y)) == REFERENCE.sums(np.where(np.arange(10_000) == 777, 0, x))
 
 
-def test_moments_look_at_a_part_of_a_long_vector():
-    assert [moment_numel(n) for n in (0, 1, 5000, 127 * CHUNK)] == [0, 1, 5000, 127 * CHUNK]
-    assert moment_numel(513 * CHUNK - 1) == 65 * CHUNK - 1 and moment_numel(1600 * CHUNK) == 100 * CHUNK
+def test_sampled_sums_look_at_a_part_of_a_long_vector():
+    assert [summed_numel(n) for n in (0, 1, 5000, 127 * CHUNK)] == [0, 1, 5000, 127 * CHUNK]
+    assert summed_numel(513 * CHUNK - 1) == 65 * CHUNK - 1 and summed_numel(1600 * CHUNK) == 100 * CHUNK
     x = np.zeros(600 * CHUNK, np.float32)
     x[: 7 * CHUNK] = 1
     for kernels in BACKENDS:
-        assert kernels.moments(as_array(kernels, x)) == (CHUNK, CHUNK)
+        assert kernels.sampled_sums(as_array(kernels, x)) == (CHUNK, CHUNK)
 
 
 def run_pass(kernels, sizes, feeds, spans, room, moments, scale, seed, bad=()):
