@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import Any
 
@@ -94,7 +95,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for r in rows
         if (r["rule"], r["density"]) == ("exact", 0.001) and r["instructions"] == _widest(rows)
     }
-    floors = {r["model"]: r["floor_ms"] for r in rows if "floor_ms" in r and r["threads"] == 1}
+    floors = {r["model"]: statistics.median(_floors(rows, r["model"])) for r in rows}
     lines = []
     for r in rows:
         floor = f"{r['ms'] / r.get('floor_ms', floors[r['model']]):.2f}×" if r["threads"] == 1 else ""
@@ -103,6 +104,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append([name, r.get("instructions", ""), r["threads"], f"{r['ms']:.1f}", floor, against])
     head = ["", "instructions", "threads", "ms", "times the 20-byte loop", "ours (exact) is faster by"]
     return markdown(head, lines)
+
+
+def _floors(rows: list[dict[str, Any]], model: str) -> list[float]:
+    return [r["floor_ms"] for r in rows if r["model"] == model and "floor_ms" in r and r["threads"] == 1]
 
 
 def _widest(rows: list[dict[str, Any]]) -> str:
