@@ -61,7 +61,7 @@ class DGCConfig:
     max_density: float = 0.01
     min_numel: int = 1024
     compress_1d: bool = False
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int = 64 * 2**20
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -124,9 +124,9 @@ class BucketEngine:
             gradient: flat float32 Array; read by `compress`, and must not change before.
             feed: how it enters the residual.
         """
-        if isinstance(feed, MomentumFeed) and feed.momentum and self.state.u is None:
+        if self.state.u is None and isinstance(feed, MomentumFeed) and feed.momentum:
             self.state.u = self.kernels.new(self.bucket.numel)
-        elif isinstance(feed, AdamFeed):
+        elif self.state.moments is None and isinstance(feed, AdamFeed):
             self.adam_moments()
         self.gradients.put(i, gradient, feed)
         self._offered += 1

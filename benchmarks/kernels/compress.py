@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,10 @@ from dgc_horovod.ops.torch_eager import TorchEagerKernels
 STEPS = 50
 
 
-def study(quick: bool) -> list[dict[str, Any]]:
+def study(quick: bool, models: Sequence[str] = tuple(SHAPES)) -> list[dict[str, Any]]:
     """A row for each model, rule, instruction set and number of threads."""
     rows = []
-    for model in ("resnet50",) if quick else tuple(SHAPES):
+    for model in ("resnet50",) if quick else models:
         for rule, density in (("exact", 0.001), ("sampled", 0.001), ("gaussian", 0.001), ("exact", 0.01)):
             rows += _ours(model, rule, density)
         rows += _peers(model)
