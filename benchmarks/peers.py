@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import Any
 
 import torch
 
@@ -76,14 +77,8 @@ class PublishedDGC(PeerFlow):
     _TRIES = 10
     _LOWER, _UPPER = 0.8, 1.3
 
-    def __init__(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        density: float,
-        momentum: float = 0.9,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(shapes, density, momentum, device)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.strides = [self._stride(numel) for numel in self.numels]
         self.random = random.Random(0)
 

@@ -78,16 +78,37 @@ class Gradients:
         np.multiply(self._noise[offset : offset + self.flat.size], self._scale, out=self.flat)
 
 
+class Recorded:
+    """As `Gradients`, those of a training run: one list of flat arrays a step, in the order of the buckets."""
+
+    def __init__(self, steps: Sequence[list[np.ndarray]]) -> None:
+        self._steps = iter(steps)
+        self.advance()
+
+    def advance(self) -> None:
+        """The next step's gradients; after the last one they stay."""
+        self.arrays = next(self._steps, None) or self.arrays
+
+
 class Model:
-    """The engines of one rank over a model's shapes, and their gradients; what an adapter does, without one."""
+    """The engines of one rank over a model's shapes, and their gradients; what an adapter does, without one.
+
+    Args:
+        gradients: made up where none are given.
+    """
 
     def __init__(
-        self, shapes: Sequence[tuple[str, tuple[int, ...]]], config: DGCConfig, kernels: Kernels, workers: int = 1
+        self,
+        shapes: Sequence[tuple[str, tuple[int, ...]]],
+        config: DGCConfig,
+        kernels: Kernels,
+        workers: int = 1,
+        gradients: Any = None,
     ) -> None:
         self.config = config
         buckets = plan([TensorSpec(name, shape) for name, shape in shapes], config, workers).buckets
         self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
-        self.gradients = Gradients([s.numel for e in self.engines for s in e.bucket.segments])
+        self.gradients = gradients or Gradients([s.numel for e in self.engines for s in e.bucket.segments])
         self.step = 0
 
     @property

@@ -11,15 +11,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.kernels.bench import MOMENTUM, Model
+from benchmarks.kernels.bench import MOMENTUM, Model, Recorded
 from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES, numel
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import TensorSpec, plan
-from dgc_horovod.codecs import VALUE_CODECS
+from dgc_horovod.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.ops.native_kernels import NativeKernels
-from dgc_horovod.ops.schema import MomentumFeed
+from dgc_horovod.packet import HEADER
 
 STEPS, BATCH, WINDOW, WIDTH, SYMBOLS = 40, 16, 32, 896, 128
 
@@ -68,43 +67,35 @@ def study(quick: bool) -> list[dict[str, Any]]:
     return rows + [_ratio(name, values) for name in SHAPES for values in ("bf16", "4bit")]
 
 
-def _replayed(shapes: Any, steps: Any, config: DGCConfig) -> list[BucketEngine]:
-    layout = plan([TensorSpec(*shape) for shape in shapes], config)
-    engines = [BucketEngine(bucket, config, NativeKernels(), 0, 1) for bucket in layout.buckets]
-    for step, gradients in enumerate(steps):
-        arrays = iter(gradients)
-        for engine in engines:
-            for i in range(len(engine.bucket.segments)):
-                engine.offer(i, next(arrays), MomentumFeed(MOMENTUM))
-            engine.last = engine.compress(1.0, step, config.density)  # type: ignore[attr-defined]
-    return engines
+def _replayed(shapes: Any, steps: Any, config: DGCConfig) -> list[tuple[BucketEngine, np.ndarray]]:
+    """Each engine and its packet of the last step."""
+    model = Model(shapes, config, NativeKernels(), gradients=Recorded(steps))
+    model.accumulate(len(steps) - 1)
+    return list(zip(model.engines, [message.payload for message in model.compress()], strict=True))
+
+
+def _field(packets: Any, name: str) -> int:
+    """The sum of a header field over packets."""
+    return sum(int(packet[: HEADER.itemsize].view(HEADER)[name][0]) for packet in packets)
 
 
 def _bits(shapes: Any, steps: Any, rule: str, density: float, values: str) -> dict[str, Any]:
-    engines = _replayed(shapes, steps, DGCConfig(rule=rule, density=density, values=values))
-    nbytes = sum(engine.last.payload.nbytes for engine in engines)  # type: ignore[attr-defined]
-    count = sum(engine.last.count for engine in engines)  # type: ignore[attr-defined]
-    room = sum(engine._plan.wire.capacity for engine in engines)  # type: ignore[union-attr]
-    row = {
-        "study": "bits",
-        "rule": rule,
-        "density": density,
-        "values": values,
-        "numel": sum(e.bucket.numel for e in engines),
-    }
-    return {**row, "bits": 8 * nbytes / count, "padding": 1 - count / room}
+    packets = [p for _, p in _replayed(shapes, steps, DGCConfig(rule=rule, density=density, values=values))]
+    count, room = _field(packets, "count"), _field(packets, "capacity")
+    row = {"study": "bits", "rule": rule, "density": density, "values": values, "numel": _field(packets, "numel")}
+    return {**row, "bits": 8 * sum(p.nbytes for p in packets) / count, "padding": 1 - count / room}
 
 
 def _indices(shapes: Any, steps: Any, density: float) -> dict[str, Any]:
     """Bits an index that other codecs would need for the positions really selected."""
-    engines = _replayed(shapes, steps, DGCConfig(density=density))
     bits = dict.fromkeys(("Elias-Fano", "Rice", "12 bits in blocks of 4096", "entropy of random positions"), 0.0)
     total = 0
-    for engine in engines:
-        positions, n = engine._sent.elements.positions.astype(np.int64), engine.bucket.numel  # type: ignore[union-attr]
+    for engine, packet in _replayed(shapes, steps, DGCConfig(density=density)):
+        engine.receive(packet)
+        positions, n = engine.contributions[0].positions.astype(np.int64), engine.bucket.numel
         k, gaps = positions.size, np.diff(positions, prepend=-1) - 1
         total += k
-        bits["Elias-Fano"] += 8 * engine._plan.wire.values_at  # type: ignore[union-attr]
+        bits["Elias-Fano"] += 8 * INDEX_CODECS["elias-fano"].nbytes(n, k)
         bits["Rice"] += min(float((gaps >> r).sum() + k * (1 + r)) for r in range(20))
         bits["12 bits in blocks of 4096"] += 12 * k + 16 * -(-n // 4096)  # a 16-bit count each
         p = k / n

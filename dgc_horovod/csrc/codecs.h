@@ -1,7 +1,5 @@
 // The codecs of codecs/indices.py and codecs/values.py, byte for byte.
 #pragma once
-#include <string.h>
-
 #include "dgc.h"
 
 namespace dgc {
@@ -10,18 +8,6 @@ enum IndexCodec : int32_t { kInt32 = 1, kEliasFano = 2, kEvery = 3 };
 enum ValueCodec : int32_t { kFp32 = 1, kFp16 = 2, kBf16 = 3, k8Bit = 4, k4Bit = 5, k2Bit = 6 };
 
 constexpr int64_t kScaleBlock = 256;  // values that share scales
-
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
-inline float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
 
 inline int64_t words(int64_t bits) { return (bits + 31) / 32; }
 

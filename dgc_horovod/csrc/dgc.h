@@ -3,6 +3,8 @@
 // Arithmetic, bit for bit the same for every instruction set and number of threads: float32 state, each product rounded
 // before it is added (-ffp-contract=off), sums in float64 over a fixed tree, denormals kept.
 #pragma once
+#include <string.h>
+
 #include <cstdint>
 
 #define DGC_API extern "C" __attribute__((visibility("default")))
@@ -12,6 +14,18 @@ namespace dgc {
 constexpr int64_t kChunk = 4096;  // elements summed together, and looked at by one thread at a time
 constexpr int kLanes = 16;        // of the sums' tree
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
 
 enum Kind : int32_t { kLook, kResidual, kMomentum, kNesterov, kAdam };
 enum Bad : int32_t { kBadGradient = 1, kBadResidual = 2 };

@@ -1,6 +1,4 @@
 // What was sent leaves the residual; what came back is added up.
-#include <string.h>
-
 #include <atomic>
 
 #include "dgc.h"
@@ -32,11 +30,7 @@ DGC_API void dgc_put(float* x, const int32_t* positions, const float* values, in
 
 namespace {
 
-bool not_finite(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return (bits & kInfinity) == kInfinity;
-}
+bool not_finite(float x) { return (bits_of(x) & kInfinity) == kInfinity; }
 
 // The first of a contribution's elements at or after `position`.
 int64_t first_from(const Contribution& one, int64_t position) {

@@ -1,6 +1,4 @@
 // One pass over a bucket: gradients in, momentum and residual updated, candidates and moments noted on the way.
-#include <string.h>
-
 #include <atomic>
 
 #include "instructions.h"
@@ -16,13 +14,7 @@ int64_t chunks_of(const Span& span) { return (span.numel + kChunk - 1) / kChunk;
 int64_t sum_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? chunks / 64 : 16); }
 
 // A floor of zero means every element that is not zero: those from the smallest denormal on.
-float above_zero(float floor) {
-    uint32_t bits;
-    memcpy(&bits, &floor, 4);
-    bits = bits ? bits : 1;
-    memcpy(&floor, &bits, 4);
-    return floor;
-}
+float above_zero(float floor) { return bits_of(floor) ? floor : float_of(1); }
 
 struct Pass {
     float *v, *u, *second;

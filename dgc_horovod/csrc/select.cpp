@@ -1,17 +1,11 @@
 // Exact selection by size among elements that are given: by the bits of their magnitudes, which are in order as integers.
-#include <string.h>
-
 #include "dgc.h"
 #include "rounding.h"
 
 namespace dgc {
 namespace {
 
-uint32_t magnitude_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits & kMagnitude;
-}
+uint32_t magnitude_bits(float x) { return bits_of(x) & kMagnitude; }
 
 struct Rank {
     uint32_t bits;   // magnitude of the k-th largest
@@ -52,10 +46,7 @@ using namespace dgc;
 
 // The k-th largest magnitude of x, 1 <= k <= numel.
 DGC_API float dgc_kth_largest(const float* x, int64_t numel, int64_t k) {
-    const uint32_t bits = kth_largest(x, numel, k).bits;
-    float size;
-    memcpy(&size, &bits, 4);
-    return size;
+    return float_of(kth_largest(x, numel, k).bits);
 }
 
 // Keeps the k largest of the elements, in their order; of equal ones the first; zeros never. `from` gives the positions,

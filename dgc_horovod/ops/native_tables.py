@@ -32,8 +32,6 @@ LAYOUT = np.dtype(
     [(name, np.int64) for name in ("numel", "capacity", "values_at")]
     + [(name, np.int32) for name in ("index_codec", "value_codec", "low_bits", "unused")]
 )
-
-
 NO_SEGMENTS = np.empty(0, SEGMENT)
 
 
@@ -75,14 +73,20 @@ class Scratch:
         self.found["capacity"] = room
 
 
+def _table(bucket: Bucket, record: np.dtype) -> np.ndarray:
+    """One record a segment, with its place in the bucket."""
+    table = np.zeros(len(bucket.segments), record)
+    table["start"] = [segment.start for segment in bucket.segments]
+    table["numel"] = [segment.numel for segment in bucket.segments]
+    return table
+
+
 class NativeGradients:
     """`schema.Gradients` as the table that the library reads."""
 
     def __init__(self, bucket: Bucket, kernels: NativeKernels) -> None:
         self.bucket, self._kernels = bucket, kernels
-        self.table = np.zeros(len(bucket.segments), SEGMENT)
-        self.table["start"] = [segment.start for segment in bucket.segments]
-        self.table["numel"] = [segment.numel for segment in bucket.segments]
+        self.table = _table(bucket, SEGMENT)
         self._addresses = self.table["gradient"]
         self.arrays: list[np.ndarray | None] = [None] * len(bucket.segments)
         self._feeds: list[Feed | None] = [None] * len(bucket.segments)
@@ -114,9 +118,7 @@ class NativeTargets:
     """`schema.Targets` as the table that the library reads."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.table = np.zeros(len(bucket.segments), TARGET)
-        self.table["start"] = [segment.start for segment in bucket.segments]
-        self.table["numel"] = [segment.numel for segment in bucket.segments]
+        self.table = _table(bucket, TARGET)
         self._addresses = self.table["out"]
         self._arrays: list[np.ndarray | None] = [None] * len(bucket.segments)
 

@@ -3,74 +3,46 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import BackendUnavailable, ConfigError
-from dgc_horovod.ops import native
 from dgc_horovod.ops.schema import Kernels
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Backend:
-    """One entry of the registry; earlier entries are preferred.
-
-    `reason_against` takes a device type ("cpu", "cuda") and returns why the backend cannot serve it, or "".
-    """
-
-    name: str
-    reason_against: Callable[[str], str]
-    create: Callable[[str], Kernels]
-
-
-def _torch_missing(device: str) -> str:
-    try:
-        importlib.import_module("torch")
-    except ImportError:
-        return "torch is not installed"
-    return ""
-
-
-def _native_missing(device: str) -> str:
-    if device != "cpu":
-        return f"it has no kernels for {device} tensors"
-    try:
-        native.load()
-    except BackendUnavailable as error:
-        return str(error)
-    return ""
-
-
-def _create_native(device: str) -> Kernels:
+def _native(device: str) -> Kernels:
+    if not device.startswith("cpu"):
+        raise BackendUnavailable(f"it has no kernels for {device.split(':')[0]} tensors")
     from dgc_horovod.ops.native_kernels import NativeKernels
 
     return NativeKernels()
 
 
-def _create_torch_eager(device: str) -> Kernels:
-    from dgc_horovod.ops.torch_eager import TorchEagerKernels
-
+def _torch_eager(device: str) -> Kernels:
+    try:
+        from dgc_horovod.ops.torch_eager import TorchEagerKernels
+    except ImportError:
+        raise BackendUnavailable("torch is not installed") from None
     return TorchEagerKernels(device)
 
 
-def _create_reference(device: str) -> Kernels:
+def _reference(device: str) -> Kernels:
+    if not device.startswith("cpu"):
+        raise BackendUnavailable(f"NumPy cannot hold {device.split(':')[0]} tensors")
     from dgc_horovod.ops.reference import ReferenceKernels
 
     return ReferenceKernels()
 
 
-BACKENDS = (
-    Backend("native", _native_missing, _create_native),
-    Backend("torch_eager", _torch_missing, _create_torch_eager),
-    Backend(
-        "reference", lambda device: "" if device == "cpu" else f"NumPy cannot hold {device} tensors", _create_reference
-    ),
-)
+# Name -> what makes its kernels for a device ("cpu", "cuda:0"), or raises BackendUnavailable; the first are preferred.
+BACKENDS: dict[str, Callable[[str], Kernels]] = {
+    "native": _native,
+    "torch_eager": _torch_eager,
+    "reference": _reference,
+}
 
 
 @functools.cache
@@ -88,20 +60,21 @@ def choose(device: str) -> Kernels:
         BackendUnavailable: the named backend cannot serve this device.
     """
     wanted = envvars.BACKEND.read()
-    names = [backend.name for backend in BACKENDS]
-    if wanted != "auto" and wanted not in names:
-        raise ConfigError(f"{envvars.BACKEND.name} must be one of auto, {', '.join(names)}, got {wanted!r}")
+    if wanted != "auto" and wanted not in BACKENDS:
+        raise ConfigError(f"{envvars.BACKEND.name} must be one of auto, {', '.join(BACKENDS)}, got {wanted!r}")
     reasons: list[str] = []
-    for backend in BACKENDS:
-        if wanted not in ("auto", backend.name):
+    for name, create in BACKENDS.items():
+        if wanted not in ("auto", name):
             continue
-        reason = backend.reason_against(device.split(":")[0])
-        if not reason:
-            _log.debug("kernels on %s: %s%s", device, backend.name, f" ({'; '.join(reasons)})" if reasons else "")
-            if device == "cpu" and wanted == "auto" and reasons:
-                _say_once_that_it_is_slower(backend.name, reasons[0])
-            return backend.create(device)
-        reasons.append(f"{backend.name}: {reason}")
+        try:
+            kernels = create(device)
+        except BackendUnavailable as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        _log.debug("kernels on %s: %s%s", device, name, f" ({'; '.join(reasons)})" if reasons else "")
+        if device == "cpu" and wanted == "auto" and reasons:
+            _say_once_that_it_is_slower(name, reasons[0])
+        return kernels
     raise BackendUnavailable(
         f"no kernels for {device} ({'; '.join(reasons)}); unset {envvars.BACKEND.name}, install torch, or with a C++ "
         "compiler at hand install dgc_horovod again"

@@ -70,14 +70,12 @@ class SpanView:
         floor; else one read.
         """
         if self._candidates.values.size >= most:  # those that are larger than any other
-            found = self._candidates
-        elif self._is_known(threshold):
+            return self._kernels.keep_at_least(self._kernels.keep_largest(self._candidates, most), threshold)
+        if self._is_known(threshold):
             found = self._kernels.keep_at_least(self._candidates, threshold)
         else:
             found = self._found(threshold)
-        if found.values.size > most:
-            found = self._kernels.keep_largest(found, most)
-        return self._kernels.keep_at_least(found, threshold)
+        return self._kernels.keep_largest(found, most) if found.values.size > most else found
 
     def count_at_least(self, threshold: float) -> int:
         """How many elements have ``|x| >= threshold``. Cost: nothing from the floor up, else one read."""
