@@ -62,16 +62,21 @@ class _Sent:
     masked: np.ndarray | None
 
 
+def _packet_format(bucket: Bucket, config: DGCConfig, runs: tuple[Span, ...]) -> PacketFormat:
+    capacity = sum(run.k for run in runs)
+    indices = "every" if bucket.whole else "elias-fano"
+    return PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
+
+
 class _Plan:
     """What depends on the density alone, and the memory that a step of that density needs."""
 
     def __init__(self, bucket: Bucket, config: DGCConfig, density: float, workers: int) -> None:
         self.density = density
         self.runs: tuple[Span, ...] = spans(bucket, config.scope, density)
-        capacity = sum(run.k for run in self.runs)
-        indices = "every" if bucket.whole else "elias-fano"
-        self.wire = PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
+        self.wire = _packet_format(bucket, config, self.runs)
         self.scattered = sends_scattered(bucket.numel, self.wire.body_bytes, workers)
+        capacity = self.wire.capacity
         self.predictor = FloorPredictor([r.numel for r in self.runs], [r.k for r in self.runs], config.threshold)
         self.spans = np.zeros(len(self.runs), SPAN)
         self.spans["start"] = [run.start for run in self.runs]
@@ -124,8 +129,8 @@ class BucketEngine:
             gradient: flat float32 Array; read by `compress`, and must not change before.
             feed: how it enters the residual.
         """
-        if self.state.u is None and isinstance(feed, MomentumFeed) and feed.momentum:
-            self.state.u = self.kernels.new(self.bucket.numel)
+        if isinstance(feed, MomentumFeed) and feed.momentum:
+            self.momentum()
         elif self.state.moments is None and isinstance(feed, AdamFeed):
             self.adam_moments()
         self.gradients.put(i, gradient, feed)
@@ -228,11 +233,23 @@ class BucketEngine:
         if self._plan is not None:
             self._plan.predictor.forget()
 
+    def momentum(self) -> Array:
+        """The momentum u of the whole bucket, made at first use."""
+        if self.state.u is None:
+            self.state.u = self.kernels.new(self.bucket.numel)
+        return self.state.u
+
     def adam_moments(self) -> tuple[Array, Array]:
         """First and second local moments of the whole bucket, made at first use."""
         if self.state.moments is None:
             self.state.moments = self.kernels.new(self.bucket.numel), self.kernels.new(self.bucket.numel)
         return self.state.moments
+
+    def scatters(self, density: float) -> bool:
+        """Whether a message of that density is a vector for an allreduce, not a packet for an allgather."""
+        runs = spans(self.bucket, self.config.scope, 1.0 if self.bucket.whole else density)
+        body_bytes = _packet_format(self.bucket, self.config, runs).body_bytes
+        return sends_scattered(self.bucket.numel, body_bytes, self.workers)
 
     def restore(self) -> None:
         """Take back what the last `compress` sent: v and u are, bit for bit, as after accumulation."""

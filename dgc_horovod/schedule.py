@@ -84,6 +84,14 @@ class WarmupSchedule:
         return epoch / self.epochs
 
 
+def densities(final_density: float, warmup: WarmupSchedule | None) -> set[float]:
+    """Every density that a run meets, see `density_at`."""
+    if warmup is None:
+        return {final_density}
+    row = (warmup.first_density * warmup.factor**stage for stage in range(warmup.stages(final_density)))
+    return {final_density, *(max(final_density, density) for density in row)}
+
+
 def density_at(final_density: float, warmup: WarmupSchedule | None, step: int, epoch: int | None = None) -> float:
     """Density of optimizer step `step` (from 0).
 

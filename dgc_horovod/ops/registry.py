@@ -13,15 +13,15 @@ from dgc_horovod.ops.schema import Kernels
 _log = logging.getLogger(__name__)
 
 
-def _native(device: str) -> Kernels:
+def _native(device: str, threads: int) -> Kernels:
     if not device.startswith("cpu"):
         raise BackendUnavailable(f"it has no kernels for {device.split(':')[0]} tensors")
     from dgc_horovod.ops.native_kernels import NativeKernels
 
-    return NativeKernels()
+    return NativeKernels(threads)
 
 
-def _torch_eager(device: str) -> Kernels:
+def _torch_eager(device: str, threads: int) -> Kernels:
     try:
         from dgc_horovod.ops.torch_eager import TorchEagerKernels
     except ImportError:
@@ -29,7 +29,7 @@ def _torch_eager(device: str) -> Kernels:
     return TorchEagerKernels(device)
 
 
-def _reference(device: str) -> Kernels:
+def _reference(device: str, threads: int) -> Kernels:
     if not device.startswith("cpu"):
         raise BackendUnavailable(f"NumPy cannot hold {device.split(':')[0]} tensors")
     from dgc_horovod.ops.reference import ReferenceKernels
@@ -37,8 +37,9 @@ def _reference(device: str) -> Kernels:
     return ReferenceKernels()
 
 
-# Name -> what makes its kernels for a device ("cpu", "cuda:0"), or raises BackendUnavailable; the first are preferred.
-BACKENDS: dict[str, Callable[[str], Kernels]] = {
+# Name -> what makes its kernels for a device ("cpu", "cuda:0") and a number of threads, or raises BackendUnavailable;
+# the first are preferred.
+BACKENDS: dict[str, Callable[[str, int], Kernels]] = {
     "native": _native,
     "torch_eager": _torch_eager,
     "reference": _reference,
@@ -52,8 +53,12 @@ def _say_once_that_it_is_slower(name: str, reason: str) -> None:
     )
 
 
-def choose(device: str) -> Kernels:
+def choose(device: str, threads: int = 0) -> Kernels:
     """The kernels for tensors of `device` ("cpu", "cuda:0"), as ``DGC_BACKEND`` asks.
+
+    Args:
+        device: of the gradients.
+        threads: most that the native kernels use; 0: as many as torch does.
 
     Raises:
         ConfigError: ``DGC_BACKEND`` names no backend.
@@ -67,7 +72,7 @@ def choose(device: str) -> Kernels:
         if wanted not in ("auto", name):
             continue
         try:
-            kernels = create(device)
+            kernels = create(device, threads)
         except BackendUnavailable as error:
             reasons.append(f"{name}: {error}")
             continue

@@ -148,7 +148,7 @@ class Kernels(Protocol):
     """One backend on one device. All methods that change an array change it in place."""
 
     name: str
-    array_kind: str  # "numpy" or "torch": what an Array is
+    array_kind: str  # "numpy" or "torch": what an Array is; those of torch also have from_dlpack and to_dlpack
     coder: Coder
 
     # -- arrays

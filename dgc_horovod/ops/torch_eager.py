@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -49,6 +51,16 @@ class TorchEagerKernels(ComposedKernels):
 
     def new(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=torch.float32, device=self.device)
+
+    def from_dlpack(self, capsule: Any) -> torch.Tensor:
+        """Another framework's vector, on this device, as an Array that shares its memory."""
+        return torch.from_dlpack(capsule)
+
+    def to_dlpack(self, x: torch.Tensor) -> Any:
+        """`x` as a capsule that shares its memory, with everything written that was to be written."""
+        if x.is_cuda:  # the consumer's stream knows nothing of torch's
+            torch.cuda.current_stream(x.device).synchronize()
+        return torch.utils.dlpack.to_dlpack(x)
 
     def all_finite(self, x: torch.Tensor) -> bool:
         if x.numel() == 0:

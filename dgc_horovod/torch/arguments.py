@@ -9,9 +9,9 @@ import torch
 from horovod.common.util import split_list
 
 from dgc_horovod import __version__, envvars
+from dgc_horovod.agreement import check_agreement
 from dgc_horovod.config import FIELD_NAMES, DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.torch.agreement import check_agreement
 from dgc_horovod.torch.collectives import Collectives
 
 

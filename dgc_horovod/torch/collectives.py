@@ -11,16 +11,10 @@ import torch
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import CollectiveTimeout
+from dgc_horovod.exchange import Traffic
+from dgc_horovod.report import timed_out
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 1e-3  # seconds between two polls; Horovod's own cycle is 1 ms
-
-
-@dataclass
-class Traffic:
-    """Bytes this rank hands to collectives and receives from them, counted as for ring algorithms."""
-
-    sent: int = 0
-    received: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,6 @@ class Collectives:
 
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
         """Start an allgather of vectors; the result holds them in rank order."""
-        self.traffic.sent += packet.nbytes
-        self.traffic.received += (self.workers - 1) * packet.nbytes
         full_name = f"dgc.{self.tag}.{name}"
         if self.workers == 1:
             return Pending(None, packet, full_name)
@@ -69,8 +61,6 @@ class Collectives:
         self, tensor: torch.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
     ) -> Pending:
         """Start an allreduce in place."""
-        self.traffic.sent += tensor.nbytes
-        self.traffic.received += ring_received(tensor.nbytes, self.workers)
         full_name = f"dgc.{self.tag}.{name}"
         if self.workers == 1:
             return Pending(None, tensor, full_name)
@@ -95,16 +85,7 @@ class Collectives:
         deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
         while not hvd.poll(pending.handle):
             if time.monotonic() > deadline:
-                raise CollectiveTimeout(
-                    f"rank {self.rank} of {self.workers} waited {self._timeout:g} s for {pending.name}: another rank "
-                    "has stopped, is in hvd.join(), did not take this step, or is in another epoch of the warm-up. "
-                    f"{envvars.TIMEOUT.name} sets the limit"
-                )
+                raise CollectiveTimeout(timed_out(self.rank, self.workers, pending.name, self._timeout))
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
         return hvd.synchronize(pending.handle)
-
-
-def ring_received(nbytes: int, workers: int) -> int:
-    """Bytes each rank receives in a ring allreduce of `nbytes`: ``2*(N-1)/N`` of them."""
-    return 2 * (workers - 1) * nbytes // workers

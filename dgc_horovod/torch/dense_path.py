@@ -63,6 +63,7 @@ class DensePath:
             gradient = gradient.half()
         factor = self.settings.gradient_predivide_factor
         pre, post = (1 / factor, factor) if self.settings.op == hvd.Average else (1.0, 1.0)
+        self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
         self._pending[p] = self.collectives.allreduce(gradient, f"dense.{self.names[p]}", self.settings.op, pre, post)
 
     def result(self, p: Parameter) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One optimizer's gradients: gathered into buckets as they become ready, exchanged, handed back."""
+"""One torch optimizer's gradients: put into buckets as they become ready, exchanged, handed back."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
-from dgc_horovod.bucket import Bucket, TensorSpec, plan
+from dgc_horovod.bucket import TensorSpec
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange import BucketExchange
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import Feed, Kernels, ResidualFeed
-from dgc_horovod.schedule import density_at
-from dgc_horovod.torch.collectives import Collectives, Pending, ring_received
+from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, laid_out_as
 
 Parameter = torch.Tensor
@@ -59,26 +58,28 @@ class GradientExchange:
     ) -> None:
         self.config, self.collectives, self.settings = config, collectives, settings
         self.names = {p: name for name, p in parameters.items()}
-        self.epoch: int | None = None
-        self.steps = 0
         self._loss_scale = loss_scale
         self._taken: set[int] = set()  # memory into which something of this step will be written
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
-        self.layout = plan(specs, config, collectives.workers)
         self._kernels: dict[str, Kernels] = {}
-        self._runs = [self._make_run(bucket, parameters) for bucket in self.layout.buckets]
+        self.buckets = BucketExchange(
+            specs,
+            config,
+            lambda name: self._kernels_of(parameters[name]),
+            collectives.rank,
+            collectives.workers,
+            settings.op == hvd.Average,
+            collectives.traffic,
+        )
+        self._runs = [
+            _BucketStep(engine, tuple(parameters[segment.name] for segment in engine.bucket.segments))
+            for engine in self.buckets.engines
+        ]
         self._place = {p: (run, i) for run in self._runs for i, p in enumerate(run.parameters)}
-        dense = {parameters[name]: name for name in self.layout.dense}
+        dense = {parameters[name]: name for name in self.buckets.layout.dense}
         self._dense_path = DensePath(dense, collectives, settings, half=config.dense_values == "fp16")
-        self._selected = 0
         self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
-
-    def _make_run(self, bucket: Bucket, parameters: Mapping[str, Parameter]) -> _BucketStep:
-        members = tuple(parameters[segment.name] for segment in bucket.segments)
-        kernels = self._kernels_of(members[0])
-        engine = BucketEngine(bucket, self.config, kernels, self.collectives.rank, self.collectives.workers)
-        return _BucketStep(engine, members)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
         """The kernels for the device of `p`, chosen once a device."""
@@ -86,11 +87,6 @@ class GradientExchange:
         if device not in self._kernels:
             self._kernels[device] = registry.choose(device)
         return self._kernels[device]
-
-    @property
-    def dense(self) -> list[Parameter]:
-        """Parameters on the dense path: all their elements are exchanged at every step."""
-        return [p for p in self.names if not self.is_compressed(p)]
 
     @property
     def compressed(self) -> list[Parameter]:
@@ -101,7 +97,7 @@ class GradientExchange:
 
     def is_compressed(self, p: Parameter) -> bool:
         """Whether `p` is on the sparse path."""
-        return p in self._place and not self._place[p][0].engine.bucket.whole
+        return self.buckets.is_compressed(self.names[p])
 
     def submit(self, p: Parameter, feed: Feed, decay: float = 0.0) -> Callable[[], torch.Tensor]:
         """Take the gradient of a compressed tensor; start its bucket's exchange if it is the last one in.
@@ -155,10 +151,7 @@ class GradientExchange:
 
     def _launch(self, run: _BucketStep, clip: float) -> None:
         engine = run.engine
-        density = density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
-        message = engine.compress(clip / self._loss_scale(), self.steps, density)
-        if not engine.bucket.whole:
-            self._selected += message.count
+        message = self.buckets.compress(engine, clip, self._loss_scale())
         payload, name = torch.from_numpy(message.payload), f"bucket{engine.bucket.index}"
         if message.scattered:
             run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
@@ -169,26 +162,12 @@ class GradientExchange:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
         if not (self._dense_path.complete and all(run.engine.complete for run in self._runs)):
             return
-        clip = self._clip_factor()
+        squares = sum(self._square(gradient) for gradient in self._dense_path.gradients.values())
+        clip = self.buckets.clip_factor(squares, self._loss_scale())
         for run in self._runs:
             self._launch(run, clip)
         for p in self._dense_path.names:
             self._dense_path.launch(p, clip)
-
-    def _clip_factor(self) -> float:
-        """DGC 3.1, local gradient clipping: the factor that brings this rank's whole gradient to its limit.
-
-        The paper's ``c * N**-0.5`` is for a gradient already divided by N; Horovod's p.grad is the mean over
-        the rank's own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). What is not finite
-        enters as zero, so it counts as zero here.
-        """
-        assert self.config.clip_norm is not None
-        squares = sum(run.engine.gradients.squared_norm() for run in self._runs)
-        squares += sum(self._square(gradient) for gradient in self._dense_path.gradients.values())
-        root = math.sqrt(self.collectives.workers)
-        limit = self.config.clip_norm * (root if self.settings.op == hvd.Average else 1 / root)
-        norm = math.sqrt(squares) / self._loss_scale()
-        return limit / norm if norm > limit else 1.0
 
     def _is_first_in(self, grad: torch.Tensor) -> bool:
         """Whether nothing else of this step is written into the memory of `grad`, and now `grad` is.
@@ -206,15 +185,12 @@ class GradientExchange:
 
     # -- gradients out
 
-    def _mean_scale(self) -> float:
-        return 1 / self.collectives.workers if self.settings.op == hvd.Average else 1.0
-
     def _result(self, p: Parameter) -> torch.Tensor:
         run, _ = self._place[p]
         if run.finite is None:
             assert run.pending is not None
             finite = run.engine.receive(self.collectives.wait(run.pending).numpy())
-            run.finite = run.engine.fill(self._mean_scale() * self._loss_scale()) and finite
+            run.finite = run.engine.fill(self.buckets.mean_scale * self._loss_scale()) and finite
         grad, target = p.grad, run.targets[p]
         if grad is None:
             raise UnsupportedUse(
@@ -242,9 +218,8 @@ class GradientExchange:
         too (docs/algorithm.md, law 5).
         """
         finite = all(run.finite for run in self._runs) and self._dense_path.finite and self._updates_finite()
+        self.buckets.close(finite)
         if not finite:
-            for run in self._runs:
-                run.engine.restore()
             for p in self.names:
                 if p.grad is not None and not p.grad.is_sparse:
                     p.grad.fill_(math.nan)
@@ -253,7 +228,6 @@ class GradientExchange:
         elif self.config.clip_norm is not None:
             self._norm = _norm(self.names)
             self._dense_path.keep(1 / self._loss_scale())
-        self.steps += 1
         self._forget_step()
         return finite
 
@@ -261,11 +235,6 @@ class GradientExchange:
         """Whether every update is finite in a narrower dtype of ``p.grad`` too; the same on every rank."""
         narrow = (p.grad for p in self._place if p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16))
         return all(bool(torch.isfinite(grad).all()) for grad in narrow)
-
-    def clear_state(self) -> None:
-        """Empty u, v and the local moments: the weights are about to be others."""
-        for run in self._runs:
-            run.engine.clear()
 
     def _forget_step(self) -> None:
         for run in self._runs:
@@ -291,7 +260,7 @@ class GradientExchange:
             for run in self._runs:
                 for i, p in enumerate(run.parameters):
                     self._aim(run, i, p)
-                run.engine.fill(self._mean_scale())
+                run.engine.fill(self.buckets.mean_scale)
                 for p, target in run.targets.items():
                     if p.grad is not None and not p.grad.is_sparse and not _is_in(target, p.grad):
                         p.grad.copy_(target.view(p.shape))
@@ -308,19 +277,6 @@ class GradientExchange:
             here = ours[segment.start : segment.start + segment.numel]
             torch.as_tensor(here).copy_(theirs.detach().reshape(-1))
 
-    def stats(self) -> dict[str, int]:
-        """Cumulative counts of this rank: see ``DistributedOptimizer.compression_stats``."""
-        numel = sum(p.numel() for p in self.names)
-        return {
-            "steps": self.steps,
-            "elements": self.steps * sum(p.numel() for p in self.compressed),
-            "selected": self._selected,
-            "bytes_sent": self.collectives.traffic.sent,
-            "bytes_received": self.collectives.traffic.received,
-            "bytes_dense": self.steps * 4 * numel,
-            "bytes_dense_received": self.steps * ring_received(4 * numel, self.collectives.workers),
-        }
-
 
 def _norm(parameters: Iterable[Parameter]) -> float:
     """L2 norm of every dense ``p.grad`` together."""
@@ -335,16 +291,3 @@ def _as_array(x: torch.Tensor, kernels: Kernels) -> Any:
 
 def _is_in(target: torch.Tensor, grad: torch.Tensor) -> bool:
     return not grad.is_sparse and target.data_ptr() == grad.data_ptr() and grad.is_contiguous()
-
-
-def state_arrays(exchange: GradientExchange) -> dict[str, dict[str, np.ndarray]]:
-    """u and v of every compressed parameter on this rank, by name: what tests and tools look at."""
-    arrays = {}
-    for run in exchange._runs:
-        engine = run.engine
-        for segment in engine.bucket.segments:
-            here = slice(segment.start, segment.start + segment.numel)
-            state, to_host = engine.state, engine.kernels.to_host
-            u = np.zeros(segment.numel, np.float32) if state.u is None else to_host(state.u[here])
-            arrays[segment.name] = {"u": u.copy(), "v": to_host(state.v[here]).copy()}
-    return arrays

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.report import NOT_FINITE, describe
 from dgc_horovod.torch import epochs
-from dgc_horovod.torch.agreement import check_agreement, unique_tag
 from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
 from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.dense_path import ReduceSettings
@@ -21,10 +22,8 @@ from dgc_horovod.torch.exchange import GradientExchange
 from dgc_horovod.torch.report import (
     CLIPPED_UPDATE,
     LATE_CHANGE,
-    NOT_FINITE,
     SCALER_NOT_PASSED,
     UNSCALED_TOO_EARLY,
-    describe,
 )
 from dgc_horovod.torch.updates import PlainUpdate
 from dgc_horovod.torch.watch import GradientWatch
@@ -64,11 +63,11 @@ class CompressedMethods:
         self._groups = None  # their only use here is as bucket boundaries
         update.prepare(self)
         if config.warmup is not None and config.warmup.needs_epoch:
-            epochs.observe(self._dgc)
+            epochs.observe(self._dgc.buckets)
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
         if collectives.rank == 0:
-            describe(self._dgc)
+            describe(self._dgc.buckets)
 
     @property
     def _step_supports_amp_scaling(self: Any) -> bool:
@@ -206,7 +205,7 @@ class CompressedMethods:
             )
         _DistributedOptimizer.load_state_dict(self, state_dict)
         if self.process_set.included():
-            self._dgc.clear_state()
+            self._dgc.buckets.clear()
             self._dgc_update.prepare(self)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
@@ -219,7 +218,7 @@ class CompressedMethods:
     def set_epoch(self: Any, epoch: int) -> None:
         """Tell the warm-up which epoch (from 0) it is, where no DistributedSampler does."""
         if self.process_set.included():
-            self._dgc.epoch = epoch
+            self._dgc.buckets.epoch = epoch
 
     def compression_stats(self: Any) -> dict[str, int]:
         """What this rank has exchanged since it was wrapped.
@@ -229,7 +228,7 @@ class CompressedMethods:
             everything handed to and received from collectives, dense path and headers included;
             ``bytes_dense`` and ``bytes_dense_received``: the same for an fp32 ring allreduce of every gradient.
         """
-        return self._dgc.stats() if self.process_set.included() else {}
+        return self._dgc.buckets.stats() if self.process_set.included() else {}
 
 
 def _remove(hooks: list[Any]) -> None:

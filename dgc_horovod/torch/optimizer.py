@@ -15,10 +15,10 @@ import torch
 from horovod.torch.compression import Compression as HorovodCompression
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.torch.arguments import check_arguments, check_same_choice, checked_names
-from dgc_horovod.torch.compression import DGCCompressor, config_of
 from dgc_horovod.torch.methods import CompressedMethods
 from dgc_horovod.torch.updates import choose_update
 
@@ -61,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         UnsupportedUse: a combination that would train wrongly.
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
-    if isinstance(named_parameters, (DGCCompressor, DGCConfig)):
+    if isinstance(named_parameters, (ConfiguredCompressor, DGCConfig)):
         raise ConfigError("the second argument is named_parameters; pass the compression as compression=...")
     config = config_of(compression)
     if config is None:

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [  # each may import from itself and from those after it
     ["launch"],
     ["torch", "tensorflow"],
+    ["compression", "agreement", "report", "exchange"],
     ["engine"],
     ["selection", "packet", "codecs", "bucket", "schedule", "ops"],
     ["config", "envvars", "errors"],

@@ -15,9 +15,9 @@ import torch
 from horovod.torch.compression import Compressor
 
 from dgc_horovod import DGCConfig, WarmupSchedule
+from dgc_horovod.compression import PRESETS, config_of
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from dgc_horovod.torch.compression import PRESETS, config_of
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

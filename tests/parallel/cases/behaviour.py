@@ -12,7 +12,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
-from dgc_horovod.torch.exchange import state_arrays
 from tests.helpers import hand_table
 from tests.helpers.logs import messages
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
@@ -38,7 +37,7 @@ def _run_table(gradients: list[Any], nesterov: bool) -> list[dict[str, Any]]:
         before = w.detach().clone()
         (w * torch.tensor(step[hvd.rank()]).view(2, 3)).sum().backward()
         optimizer.step()
-        arrays = state_arrays(optimizer._dgc)["w"]
+        arrays = optimizer._dgc.buckets.state_arrays()["w"]
         rows.append(
             {
                 "u": arrays["u"].tolist(),
@@ -73,7 +72,7 @@ def loss_scaling() -> dict[str, Any]:
         return model, optimizer, scaler
 
     plain, scaled, overflowed = run(False), run(True), run(True, overflow_at=5)
-    arrays = state_arrays(overflowed[1]._dgc)
+    arrays = overflowed[1]._dgc.buckets.state_arrays()
     return {
         "same bits": fingerprint(plain[0]) == fingerprint(scaled[0]),
         "fingerprint": fingerprint(overflowed[0]),
@@ -179,7 +178,7 @@ def low_precision() -> dict[str, Any]:
         optimizer.zero_grad()
         F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
         optimizer.step()
-    arrays = state_arrays(optimizer._dgc)
+    arrays = optimizer._dgc.buckets.state_arrays()
     dtypes = sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None})
     return {
         "fp32 shadow": [_follows_shadow(dtype) for dtype in (torch.float16, torch.bfloat16)],
@@ -203,7 +202,7 @@ def _follows_shadow(dtype: torch.dtype) -> bool:
         u = u * 0.9 + w.grad.flatten().float()
         v = v + u
         optimizer.step()
-        arrays = {name: torch.from_numpy(a) for name, a in state_arrays(optimizer._dgc)["w"].items()}
+        arrays = {name: torch.from_numpy(a) for name, a in optimizer._dgc.buckets.state_arrays()["w"].items()}
         kept = arrays["v"] != 0
         same &= bool((arrays["v"][kept] == v[kept]).all() and (arrays["u"][kept] == u[kept]).all())
         same &= int((~kept).sum()) == 20
@@ -309,7 +308,7 @@ def half_overflow() -> dict[str, Any]:
         optimizer.zero_grad()
         (w * 6e3).sum().backward()
         optimizer.step()
-    arrays = state_arrays(optimizer._dgc)["w"]
+    arrays = optimizer._dgc.buckets.state_arrays()["w"]
     return {
         "weights finite": bool(torch.isfinite(w).all()),
         "v finite": bool(torch.isfinite(torch.from_numpy(arrays["v"])).all()),

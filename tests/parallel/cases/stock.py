@@ -170,7 +170,6 @@ def frozen_half_way() -> dict[str, float]:
         optimizer = wrap(_sgd()(model), model)
         train(model, optimizer, 20, before_backward=lambda step, m=model: m[0].weight.requires_grad_(step < 10))
         results.append(weights(model))
-    from dgc_horovod.torch.exchange import state_arrays
 
     model = smooth_model()
     optimizer = DistributedOptimizer(
@@ -182,7 +181,7 @@ def frozen_half_way() -> dict[str, float]:
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-        arrays = state_arrays(optimizer._dgc)["0.weight"]
+        arrays = optimizer._dgc.buckets.state_arrays()["0.weight"]
         norms[step] = float((arrays["v"] ** 2).sum() + (arrays["u"] ** 2).sum())
     return {"distance": distance(*results), "norm at 9": norms[9], "norm at 79": norms[79]}
 

@@ -7,12 +7,21 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from dgc_horovod.errors import RankMismatch
-from dgc_horovod.torch.collectives import Collectives
 
 _DIGEST_BYTES = 8
 _made_before: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+class Gatherer(Protocol):
+    """An adapter's collectives, as far as they are needed here."""
+
+    workers: int
+
+    def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
+        """The `data` of every rank, of any length, in rank order."""
 
 
 def digest(text: str) -> bytes:
@@ -30,7 +39,7 @@ def unique_tag(names: str) -> str:
     return f"{base}.{next(_made_before[base])}"
 
 
-def check_agreement(collectives: Collectives, fields: Mapping[str, str]) -> None:
+def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:
     """Raise the same RankMismatch on every rank if the ranks differ in any of `fields`.
 
     One allgather of one digest per field; only on a difference, which all ranks see, a second exchange

@@ -1,0 +1,173 @@
+"""All buckets of one optimizer and the step they are at: what every adapter does between tensors and collectives."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dgc_horovod.bucket import TensorSpec, plan
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.engine import BucketEngine, Message
+from dgc_horovod.ops.schema import Kernels
+from dgc_horovod.schedule import density_at
+
+
+@dataclass
+class Traffic:
+    """Bytes this rank hands to collectives and receives from them, counted as for ring algorithms."""
+
+    sent: int = 0
+    received: int = 0
+
+    def count_allgather(self, nbytes: int, workers: int) -> None:
+        """Count an allgather of `nbytes` from each rank."""
+        self.sent += nbytes
+        self.received += (workers - 1) * nbytes
+
+    def count_allreduce(self, nbytes: int, workers: int) -> None:
+        """Count a ring allreduce of `nbytes`."""
+        self.sent += nbytes
+        self.received += ring_received(nbytes, workers)
+
+
+def ring_received(nbytes: int, workers: int) -> int:
+    """Bytes each rank receives in a ring allreduce of `nbytes`: ``2*(N-1)/N`` of them."""
+    return 2 * (workers - 1) * nbytes // workers
+
+
+def clip_limit(c: float, workers: int, averages: bool) -> float:
+    """DGC 3.1, local gradient clipping: the norm to which one rank's gradient is clipped.
+
+    The paper's ``c * N**-0.5`` is for a gradient already divided by N; with Horovod a rank's gradient is the mean over
+    its own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``).
+    """
+    root = math.sqrt(workers)
+    return c * root if averages else c / root
+
+
+class BucketExchange:
+    """The engines of one optimizer, and what they have in common at each step.
+
+    Args:
+        specs: every tensor that takes part, in the model's order.
+        config: the compression.
+        kernels_of: name of a tensor -> kernels on its device.
+        rank: of this worker among `workers`.
+        workers: N.
+        averages: whether the ranks' gradients are averaged (True) or summed.
+        traffic: where the messages are counted; the adapter's collectives count there too.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        config: DGCConfig,
+        kernels_of: Callable[[str], Kernels],
+        rank: int,
+        workers: int,
+        averages: bool,
+        traffic: Traffic,
+    ) -> None:
+        self.config, self.workers, self.averages, self.traffic = config, workers, averages, traffic
+        self.numel = {spec.name: spec.numel for spec in specs}
+        self.layout = plan(specs, config, workers)
+        self.engines = [
+            BucketEngine(bucket, config, kernels_of(bucket.segments[0].name), rank, workers)
+            for bucket in self.layout.buckets
+        ]
+        self.place = {
+            segment.name: (engine, i) for engine in self.engines for i, segment in enumerate(engine.bucket.segments)
+        }
+        self.epoch: int | None = None
+        self.steps = 0
+        self._selected = 0
+        self._lock = threading.Lock()  # buckets may be compressed by several threads
+
+    def is_compressed(self, name: str) -> bool:
+        """Whether a tensor is on the sparse path."""
+        return name in self.place and not self.place[name][0].bucket.whole
+
+    @property
+    def compressed(self) -> list[str]:
+        """Tensors on the sparse path."""
+        return [name for name in self.numel if self.is_compressed(name)]
+
+    def density(self) -> float:
+        """Density of the step under way."""
+        return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
+
+    def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
+        """`BucketEngine.compress` at the present step.
+
+        Args:
+            engine: one of ours, with every gradient offered.
+            clip: factor of the gradients, from `clip_factor`.
+            loss_scale: by which the loss, hence every gradient, is multiplied.
+        """
+        message = engine.compress(clip / loss_scale, self.steps, self.density())
+        with self._lock:
+            if not engine.bucket.whole:
+                self._selected += message.count
+            count = self.traffic.count_allreduce if message.scattered else self.traffic.count_allgather
+            count(message.payload.nbytes, self.workers)
+        return message
+
+    def clip_factor(self, other_squares: float = 0.0, loss_scale: float = 1.0) -> float:
+        """The factor that brings this rank's whole gradient within its limit; every gradient must have been offered.
+
+        What is not finite enters as zero, so it counts as zero here.
+
+        Args:
+            other_squares: squared norm of the gradients that are in no bucket.
+            loss_scale: see `compress`.
+        """
+        assert self.config.clip_norm is not None
+        squares = other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
+        limit = clip_limit(self.config.clip_norm, self.workers, self.averages)
+        norm = math.sqrt(squares) / loss_scale
+        return limit / norm if norm > limit else 1.0
+
+    @property
+    def mean_scale(self) -> float:
+        """What the sum over ranks is multiplied by."""
+        return 1 / self.workers if self.averages else 1.0
+
+    def close(self, finite: bool) -> None:
+        """End the step; unless `finite`, take back what was sent in it, as every rank does."""
+        if not finite:
+            for engine in self.engines:
+                engine.restore()
+        self.steps += 1
+
+    def clear(self) -> None:
+        """Empty u, v and the local moments: the weights are about to be others."""
+        for engine in self.engines:
+            engine.clear()
+
+    def stats(self) -> dict[str, int]:
+        """Cumulative counts of this rank: see ``DistributedOptimizer.compression_stats``."""
+        numel = sum(self.numel.values())
+        return {
+            "steps": self.steps,
+            "elements": self.steps * sum(self.numel[name] for name in self.compressed),
+            "selected": self._selected,
+            "bytes_sent": self.traffic.sent,
+            "bytes_received": self.traffic.received,
+            "bytes_dense": self.steps * 4 * numel,
+            "bytes_dense_received": self.steps * ring_received(4 * numel, self.workers),
+        }
+
+    def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
+        """Copies of u and v of every tensor in a bucket, by name: what tests and tools look at."""
+        arrays = {}
+        for engine in self.engines:
+            state, to_host = engine.state, engine.kernels.to_host
+            for segment in engine.bucket.segments:
+                here = slice(segment.start, segment.start + segment.numel)
+                u = np.zeros(segment.numel, np.float32) if state.u is None else to_host(state.u[here])
+                arrays[segment.name] = {"u": u.copy(), "v": to_host(state.v[here]).copy()}
+        return arrays

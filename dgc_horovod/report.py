@@ -1,0 +1,63 @@
+"""What an optimizer tells the user of itself, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+
+from dgc_horovod import envvars
+from dgc_horovod.bucket import dense_values
+from dgc_horovod.exchange import BucketExchange
+
+_log = logging.getLogger("dgc_horovod")
+
+NOT_FINITE = "a gradient was not finite on some rank; that step is applied on no rank"
+
+
+def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
+    """What a rank says that waited in vain for the collective `what`."""
+    return (
+        f"rank {rank} of {workers} waited {seconds:g} s for {what}: another rank has stopped, is in hvd.join(), did "
+        f"not take this step, or is in another epoch of the warm-up. {envvars.TIMEOUT.name} sets the limit"
+    )
+
+
+def make_visible() -> None:
+    """Show INFO on stderr, unless the program has set up logging itself."""
+    if not _log.handlers and not logging.getLogger().handlers:
+        _log.addHandler(logging.StreamHandler())
+        _log.setLevel(logging.INFO)
+
+
+def describe(exchange: BucketExchange) -> None:
+    """What is compressed and what is not, and the one recommendation."""
+    make_visible()
+    config, numel = exchange.config, exchange.numel
+    sparse = [bucket for bucket in exchange.layout.buckets if not bucket.whole]
+    compressed = exchange.compressed
+    whole = [name for name in numel if name not in set(compressed)]
+    _log.info(
+        "dgc_horovod: %s, density %g: %d tensors compressed in %d buckets, values %s; %d small ones with %.2g%% of all "
+        "elements are sent whole, values %s",
+        config.rule,
+        config.final_density,
+        len(compressed),
+        len(sparse),
+        config.values,
+        len(whole),
+        100 * sum(numel[name] for name in whole) / max(1, sum(numel.values())),
+        dense_values(config, exchange.workers),
+    )
+    _log.debug("dgc_horovod: sent whole: %s", ", ".join(whole))
+    if envvars.horovod_autotune():
+        _log.warning(
+            "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
+        )
+    if not sparse:
+        _log.warning(
+            "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
+        )
+    elif config.momentum_correction and config.warmup is None and config.density < 0.01:
+        _log.warning(
+            "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
+            "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...)"
+        )

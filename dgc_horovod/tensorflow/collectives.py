@@ -1,0 +1,121 @@
+"""Horovod's collectives inside TensorFlow graphs, with a deadline."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod import envvars
+from dgc_horovod.errors import CollectiveTimeout, DGCError
+from dgc_horovod.exchange import Traffic
+from dgc_horovod.report import timed_out
+
+_log = logging.getLogger("dgc_horovod")
+_LOOK_EVERY = 0.25  # seconds between two looks of the watch at its deadline
+
+
+class Watch:
+    """Ends a wait that nobody will answer.
+
+    TensorFlow's collectives cannot be polled. So a thread looks at the clock, and when the time is over it shuts
+    Horovod down: every pending operation then fails, on every rank that is still alive.
+    """
+
+    def __init__(self, rank: int, workers: int) -> None:
+        self.error: DGCError | None = None
+        self._rank, self._workers = rank, workers
+        self._timeout = envvars.timeout_seconds()
+        self._deadline: float | None = None
+        self._what = ""
+        self._thread: threading.Thread | None = None
+
+    def arm(self, what: str) -> None:
+        """From now on the clock runs, for `what`."""
+        if self._workers == 1:
+            return
+        self._what, self._deadline = what, time.monotonic() + self._timeout
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="dgc-watch", daemon=True)
+            self._thread.start()
+
+    def disarm(self) -> None:
+        """It has come."""
+        self._deadline = None
+
+    def _look(self) -> None:
+        while self.error is None:
+            time.sleep(min(_LOOK_EVERY, self._timeout / 4))
+            deadline = self._deadline
+            if deadline is not None and time.monotonic() > deadline:
+                text = timed_out(self._rank, self._workers, self._what, self._timeout)
+                self.error = CollectiveTimeout(text)
+                _log.error("dgc_horovod: CollectiveTimeout: %s. Shutting Horovod down", text)
+                hvd.shutdown()
+
+
+class Collectives:
+    """The exchanges of one optimizer or tape on one process set.
+
+    Args:
+        process_set: Horovod's; N is its size.
+        tag: prefix of every name; names are fixed over the run, so that Horovod's cache always hits.
+    """
+
+    def __init__(self, process_set: hvd.ProcessSet, tag: str) -> None:
+        self.process_set, self.tag = process_set, tag
+        self.workers: int = process_set.size()
+        self.rank: int = process_set.rank()
+        self.alone = self.workers == 1 and not envvars.horovod_elastic()  # an elastic job may grow
+        self.traffic = Traffic()
+        self.watch = Watch(self.rank, self.workers)
+
+    def full_name(self, name: str) -> str:
+        """The name under which Horovod knows the collective `name`."""
+        return f"dgc.{self.tag}.{name}"
+
+    def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The ranks' tensors after one another, in rank order."""
+        if self.alone:
+            return tensor
+        return hvd.allgather(tensor, self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
+
+    def allreduce(
+        self, tensor: tf.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
+    ) -> tf.Tensor:
+        """The sum or average over the ranks."""
+        if self.alone:
+            return tensor
+        return hvd.allreduce(
+            tensor,
+            name=self.full_name(name),
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=self.process_set,
+            ignore_name_scope=True,
+        )
+
+    def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
+        """The `data` of every rank, of any length, in rank order. Blocks, in eager mode; two collectives.
+
+        Raises:
+            CollectiveTimeout: another rank did not join within DGC_TIMEOUT seconds.
+        """
+        with tf.init_scope():  # a graph may be under construction
+            self.watch.arm(self.full_name(name))
+            try:
+                lengths = self.allgather(tf.constant([len(data)], tf.int64), f"{name}.lengths").numpy()
+                own = tf.constant(np.frombuffer(data, np.uint8))
+                everything = self.allgather(own, name).numpy().tobytes()
+            except tf.errors.OpError as error:
+                raise self.watch.error or error from None
+            finally:
+                self.watch.disarm()
+        ends = list(itertools.accumulate(int(n) for n in lengths))
+        return [everything[end - int(size) : end] for size, end in zip(lengths, ends, strict=True)]

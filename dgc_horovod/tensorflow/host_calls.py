@@ -1,0 +1,78 @@
+"""Python functions inside a TensorFlow graph, on the arrays that the kernels work on, without a copy.
+
+They must never wait for another rank: two of them could block the pool's threads in opposite orders on two ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_ALIGNMENT = 64  # bytes; TensorFlow copies what is not aligned so
+
+
+def threads() -> int:
+    """As many as TensorFlow uses inside an operation."""
+    return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+
+
+def host_call(
+    function: Callable[..., Sequence[Any]], inputs: Sequence[Any], dtypes: Sequence[Any], kernels: Any = None
+) -> list[tf.Tensor]:
+    """The tensors that ``function(*inputs)`` returns, when the graph gets there.
+
+    Args:
+        function: takes and returns Arrays of `kernels` (NumPy arrays without), one returned for each of `dtypes`.
+        inputs: tensors. A NumPy function sees their memory; a torch function gets them by DLPack, on their device.
+        dtypes: of what is returned.
+        kernels: `schema.Kernels` whose arrays the function works on.
+    """
+    if kernels is None or kernels.array_kind == "numpy":
+        return tf.numpy_function(lambda *arrays: list(function(*arrays)), list(inputs), list(dtypes))
+
+    def through_dlpack(*tensors: Any) -> list[tf.Tensor]:
+        arrays = [kernels.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor)) for tensor in tensors]
+        return [_as_tensor(result, kernels) for result in function(*arrays)]
+
+    return tf.py_function(through_dlpack, list(inputs), list(dtypes))
+
+
+def _as_tensor(result: Any, kernels: Any) -> tf.Tensor:
+    if isinstance(result, (np.ndarray, np.generic)):
+        return tf.convert_to_tensor(result)
+    return tf.experimental.dlpack.from_dlpack(kernels.to_dlpack(result))
+
+
+class Blocks:
+    """Memory for vectors that are handed to TensorFlow, used again once it has let go of them.
+
+    A step's updates are as large as the model: new memory for them would cost a page fault for every 4 KiB.
+
+    Args:
+        sizes: elements of each float32 vector.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        step = _ALIGNMENT // 4
+        starts = np.cumsum([0, *(-(-size // step) * step for size in sizes)]).tolist()
+        self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        self._nbytes = 4 * starts[-1] + _ALIGNMENT
+        self._blocks: list[np.ndarray] = []
+
+    def take(self) -> list[np.ndarray]:
+        """One vector for each size, aligned, which nobody else sees."""
+        for i in range(len(self._blocks)):
+            if sys.getrefcount(self._blocks[i]) == 2:  # the list's, and that of the argument: no view is left
+                return self._views(self._blocks[i])
+        self._blocks.append(np.empty(self._nbytes, np.uint8))
+        return self._views(self._blocks[-1])
+
+    def _views(self, block: np.ndarray) -> list[np.ndarray]:
+        skip = -block.ctypes.data % _ALIGNMENT
+        whole = block[skip : skip + self._nbytes - _ALIGNMENT].view(np.float32)
+        return [whole[place] for place in self._places]

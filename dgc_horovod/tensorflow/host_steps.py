@@ -1,0 +1,243 @@
+"""What happens on the host in a step: Python functions that a TensorFlow graph calls, and the u and v they keep.
+
+`exchange` builds the graph around them. They work on Arrays of the kernels; none waits for another rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod.bucket import TensorSpec
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.errors import BackendUnavailable, DGCError, UnsupportedUse
+from dgc_horovod.exchange import BucketExchange, ring_received
+from dgc_horovod.ops import registry
+from dgc_horovod.ops.schema import Kernels, ResidualFeed
+from dgc_horovod.report import NOT_FINITE
+from dgc_horovod.tensorflow.collectives import Collectives
+from dgc_horovod.tensorflow.host_calls import Blocks, threads
+from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.updates import PlainUpdate
+from dgc_horovod.tensorflow.variables import cuda_device, name_of, shape_of
+
+_log = logging.getLogger("dgc_horovod")
+_NO_PACKET, _NO_VECTOR = np.empty(0, np.uint8), np.empty(0, np.float32)
+
+
+@dataclass(eq=False)
+class BucketRun:
+    """A bucket, where its tensors stand in the list of gradients, and memory for its updates."""
+
+    engine: BucketEngine
+    members: tuple[int, ...]
+    blocks: Blocks
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of its device."""
+        return self.engine.kernels
+
+    @property
+    def name(self) -> str:
+        """Of its collective."""
+        return f"bucket{self.engine.bucket.index}"
+
+
+class HostSteps:
+    """The steps of one exchange on this rank.
+
+    Args:
+        sources: the variables.
+        settings: the compression and Horovod's arguments.
+        collectives: of this exchange, for its traffic and its watch.
+        update: how gradients enter the residual.
+        generation: called with the optimizer's iterations at each step: a number that changes when a checkpoint
+            has been loaded since the last.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        settings: Settings,
+        collectives: Collectives,
+        update: PlainUpdate,
+        generation: Callable[[int], int],
+    ) -> None:
+        self.collectives, self.update = collectives, update
+        self.buckets: BucketExchange | None = None
+        self.runs: list[BucketRun] = []
+        self.error: DGCError | None = None
+        self._numel = sum(int(np.prod(shape_of(source))) for source in sources)
+        self._generation_now, self._generation = generation, -1
+        self._iterations = self._steps = 0
+        self._under_way = self._told = False
+        if settings.config is not None:
+            self._make_buckets(sources, settings, settings.config)
+
+    def _make_buckets(self, sources: Sequence[Any], settings: Settings, config: DGCConfig) -> None:
+        names = [f"{i} {name_of(source)}" for i, source in enumerate(sources)]
+        device = dict(zip(names, map(cuda_device, sources), strict=True))
+        keys: dict[Any, int] = {}
+        specs = [
+            TensorSpec(name, shape_of(source), keys.setdefault((group, device[name]), len(keys)))
+            for name, source, group in zip(names, sources, settings.group_numbers(sources), strict=True)
+        ]
+        kernels = functools.cache(_kernels_on)
+        collectives = self.collectives
+        self.buckets = BucketExchange(
+            specs,
+            config,
+            lambda name: kernels(device[name]),
+            collectives.rank,
+            collectives.workers,
+            settings.averages,
+            collectives.traffic,
+        )
+        index = {name: i for i, name in enumerate(names)}
+        for engine in self.buckets.engines:
+            segments = engine.bucket.segments
+            members = tuple(index[segment.name] for segment in segments)
+            self.runs.append(BucketRun(engine, members, Blocks([segment.numel for segment in segments])))
+
+    def noting(self, function: Callable[..., Sequence[Any]], *first: Any) -> Callable[..., Sequence[Any]]:
+        """``function(*first, ...)``, remembering its error, which TensorFlow turns into one of its own."""
+
+        def noting(*arguments: Any) -> Sequence[Any]:
+            try:
+                return function(*first, *arguments)
+            except DGCError as error:
+                self.error = error
+                raise
+
+        return noting
+
+    # -- a step, in this order
+
+    def start(self, iterations: np.ndarray) -> list[Any]:
+        """Begin; returns `iterations`, and whether the optimizer's slots are to be taken over."""
+        if self._under_way:
+            raise UnsupportedUse(
+                "a step began before the one before it had ended, with the same variables: apply gradients one after "
+                "another, not from several threads or parallel iterations of a loop"
+            )
+        self._under_way, self._iterations = True, int(iterations)
+        self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
+        generation = self._generation_now(self._iterations)
+        fresh, self._generation = generation != self._generation, generation
+        if fresh and self._steps and self.buckets is not None:
+            self.buckets.clear()
+        return [np.int64(self._iterations), np.bool_(fresh)]
+
+    def take_over(self, counts: Sequence[tuple[BucketRun, int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:
+        """Put what stood in the optimizer's slots into the engines.
+
+        Args:
+            counts: for each variable its bucket, its number in the list of gradients, and how many slots it has.
+            rate: the learning rate.
+            slots: all of them.
+        """
+        assert self.buckets is not None
+        rest, factor = list(slots), 1 if self.buckets.averages else self.buckets.workers
+        for run, i, count in counts:
+            mine, rest = rest[:count], rest[count:]
+            if mine:
+                self.update.take_over(run.engine, run.members.index(i), mine, float(rate) * factor)
+        return [np.int64(0)]
+
+    def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[np.ndarray]:
+        """Take in a bucket's gradients; its message, as packet and vector, of which one is empty."""
+        self._offer(run, gradients)
+        return self._message(run, 1.0)
+
+    def compress_clipped(self, _: Any, *gradients: Any) -> list[Any]:
+        """The same for all buckets at once, and the factor by which the other gradients are to be clipped."""
+        assert self.buckets is not None
+        rest = list(gradients)
+        for run in self.runs:
+            self._offer(run, [rest.pop(0) for _ in run.members])
+        kernels = self.runs[0].kernels if self.runs else registry.choose("cpu")
+        clip = self.buckets.clip_factor(sum(kernels.sums(gradient)[1] for gradient in rest))
+        return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
+
+    def _offer(self, run: BucketRun, gradients: Sequence[Any]) -> None:
+        feed = ResidualFeed() if run.engine.bucket.whole else self.update.feed(self._iterations)
+        for i, gradient in enumerate(gradients):
+            run.engine.offer(i, gradient, feed)
+
+    def _message(self, run: BucketRun, clip: float) -> list[np.ndarray]:
+        assert self.buckets is not None
+        message = self.buckets.compress(run.engine, clip)
+        if message.scattered:
+            return [_NO_PACKET, message.payload]
+        return [message.payload.copy(), _NO_VECTOR]  # the engine writes the next one to the same place
+
+    def decode(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray) -> list[Any]:
+        """The updates of a bucket from what came back, and whether they are finite."""
+        return self._fill(run, packets, vector, run.blocks.take())
+
+    def decode_on_device(self, run: BucketRun, packets: Any, vector: Any) -> list[Any]:
+        """The same where Arrays are not NumPy's."""
+        kernels = run.kernels
+        updates = [kernels.new(segment.numel) for segment in run.engine.bucket.segments]
+        return self._fill(run, kernels.to_host(packets), kernels.to_host(vector), updates)
+
+    def _fill(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray, updates: Sequence[Any]) -> list[Any]:
+        assert self.buckets is not None
+        for i, update in enumerate(updates):
+            run.engine.targets.put(i, update)
+        # the engine looks at packets until the next ones come; their memory is TensorFlow's
+        finite = run.engine.receive(packets.copy() if packets.size else vector)
+        finite = run.engine.fill(self.buckets.mean_scale) and finite
+        run.engine.targets.clear()
+        return [*updates, np.bool_(finite)]
+
+    def end(self, dense_bytes: int, *flags: np.ndarray) -> list[Any]:
+        """Close the step; returns whether every rank may apply it.
+
+        Args:
+            dense_bytes: that went by the dense path.
+            flags: whether each part is finite.
+        """
+        finite = all(bool(flag) for flag in flags)
+        self.collectives.watch.disarm()
+        self.collectives.traffic.count_allreduce(dense_bytes, self.collectives.workers)
+        if self.buckets is not None:
+            self.buckets.close(finite)
+            if not finite and not self._told and self.collectives.rank == 0:
+                self._told = True
+                _log.warning("dgc_horovod: %s", NOT_FINITE)
+        self._steps += 1
+        self._under_way = False
+        return [np.bool_(finite)]
+
+    def stats(self) -> dict[str, int]:
+        """As ``DistributedOptimizer.compression_stats``; without compression nothing is selected."""
+        if self.buckets is not None:
+            return self.buckets.stats()
+        dense = 4 * self._steps * self._numel
+        return {
+            "steps": self._steps,
+            "elements": 0,
+            "selected": 0,
+            "bytes_sent": self.collectives.traffic.sent,
+            "bytes_received": self.collectives.traffic.received,
+            "bytes_dense": dense,
+            "bytes_dense_received": ring_received(dense, self.collectives.workers),
+        }
+
+
+def _kernels_on(device: str | None) -> Kernels:
+    """The kernels for gradients on a GPU (through torch, by DLPack) or on the host; the latter where torch is not."""
+    if device is not None:
+        try:
+            return registry.choose(device)
+        except BackendUnavailable as error:
+            _log.warning("dgc_horovod: gradients on %s go through host memory (%s)", device, error)
+    return registry.choose("cpu", threads())

@@ -1,0 +1,200 @@
+"""Horovod's Keras callbacks, for Keras 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.tensorflow.broadcast import broadcast_variables
+from dgc_horovod.tensorflow.variables import key_of
+
+
+class _EpochTeller(keras.callbacks.Callback):
+    """Tells a distributed optimizer the epoch, which a density warm-up may need."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        tell = getattr(self.model.optimizer, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
+
+
+class BroadcastGlobalVariablesCallback(_EpochTeller):
+    """Gives every rank the weights and the optimizer's variables of `root_rank`, when training begins.
+
+    If the model is built by its first batch only, it happens after that batch, as in Horovod; what the first
+    gradients left in residuals is then dropped. Random generators stay each rank's own.
+
+    Args:
+        root_rank: whose variables are sent.
+        device: where they are sent from.
+        local_variables: one or several that are not sent.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank, self.device = root_rank, device
+        self._done = False
+        given = local_variables if isinstance(local_variables, Iterable) else [local_variables]
+        self._local = {key_of(variable) for variable in given if variable is not None}
+
+    def register_local_var(self, var: Any) -> None:
+        """Do not send `var`."""
+        self._local.add(key_of(var))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._done = False
+        if self.model.built:
+            optimizer = self.model.optimizer
+            if not optimizer.built:
+                with keras.name_scope(optimizer.name):
+                    optimizer.build(self.model.trainable_variables)
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._done:
+            self._broadcast()
+            clear = getattr(self.model.optimizer, "clear_residuals", None)
+            if clear is not None:
+                clear()
+
+    def _broadcast(self) -> None:
+        variables = [*self.model.weights, *self.model.optimizer.variables]
+        with tf.device(self.device):
+            broadcast_variables([v for v in variables if key_of(v) not in self._local], self.root_rank)
+        self._done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages the epoch's metrics over the ranks, for the callbacks after it and the history.
+
+    Args:
+        device: where they are averaged.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+        if not logs or not names:
+            return
+        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        with tf.device(self.device):
+            averaged = hvd.allreduce(values, op=hvd.Average, name=f"dgc.metrics.{len(names)}").numpy()
+        logs.update(zip(names, averaged.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` between two epochs.
+
+    Args:
+        initial_lr: the learning rate that is multiplied, > 0.
+        multiplier: a factor for each epoch after `start_epoch` (an exponential decay), or a function of the epoch.
+        start_epoch, end_epoch: first epoch, and the one after the last (None: no end).
+        staircase: the epoch is a whole number, set at its first batch; otherwise at every batch, with a fraction.
+        momentum_correction: where the learning rate changes, scale the velocity of SGD, which has the learning rate in
+            it, by the same factor (Goyal et al. 2017, section 3.1). Compressed tensors do not need it.
+        steps_per_epoch: batches in an epoch; asked of Keras where it is None.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(initial_lr, (int, float)) or not 0 < initial_lr < math.inf:
+            raise ConfigError(f"initial_lr must be a positive number, got {initial_lr!r}")
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.momentum_correction = staircase, momentum_correction
+        self.steps_per_epoch, self.current_epoch = steps_per_epoch, 0
+        self.multiplier: Callable[[float], float] = (
+            multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        )
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not isinstance(self._optimizer._learning_rate, keras.Variable):
+            raise UnsupportedUse(
+                f"the optimizer's learning rate is a schedule; {type(self).__name__} needs one that can be set: give "
+                "the optimizer a number"
+            )
+        if not self.staircase and self.steps_per_epoch is None:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise ConfigError("Keras does not know the number of batches in an epoch; pass steps_per_epoch")
+
+    @property
+    def _optimizer(self) -> Any:
+        """The one that has the learning rate: inside a LossScaleOptimizer."""
+        return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._set(epoch + batch / self.steps_per_epoch)
+        elif batch == 0:
+            self._set(epoch)
+
+    def _set(self, epoch: float) -> None:
+        optimizer = self._optimizer
+        old, new = float(optimizer.learning_rate.numpy()), self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new
+        if self.momentum_correction and old and new != old:
+            for velocity in getattr(optimizer, "momentums", []):
+                velocity.assign(velocity * (new / old))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(self._optimizer.learning_rate.numpy())
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / N`` to ``initial_lr`` (Goyal et al. 2017, section 2.2).
+
+    Args:
+        initial_lr: reached after the warm-up.
+        warmup_epochs: its length.
+        momentum_correction, steps_per_epoch: as above.
+        verbose: 1: say on rank 0 when it is over.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None
+            epoch += 1 / self.steps_per_epoch  # a round number at the end of each epoch
+            return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
+
+        super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and hvd.rank() == 0:
+            rate = float(self._optimizer.learning_rate.numpy())
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

@@ -1,0 +1,42 @@
+"""``load_model``: a saved model, ready to be trained further on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from dgc_horovod.tensorflow import compiling
+from dgc_horovod.tensorflow.compression import Compression
+from dgc_horovod.tensorflow.optimizer import DistributedOptimizer, is_distributed
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a model that Keras has saved, and make its optimizer distributed.
+
+    Weights and the optimizer's variables are those of the file; u and v, which are each rank's own and in no file,
+    start from zero, and the momentum of the file is taken over.
+
+    Args:
+        filepath: of the saved model.
+        custom_optimizers: classes of optimizers that Keras does not know.
+        custom_objects: as for ``keras.models.load_model``.
+        compression: as for ``DistributedOptimizer``.
+        legacy_opts: for compatibility; Keras 3 has no legacy optimizers.
+
+    Returns:
+        The model, compiled if it was saved so.
+    """
+    known = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is not None and not is_distributed(model.optimizer):
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+        compiling.set_right(model)
+    return model

@@ -1,0 +1,165 @@
+"""``DistributedOptimizer`` for Keras 3: the user's optimizer, with the gradients of all ranks.
+
+The returned object's class is made on the spot over the user's class and keeps its name, so that a saved model is a
+stock one. It takes the user's optimizer over as it is: variables, slots, iterations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.tensorflow import compiling
+from dgc_horovod.tensorflow.compression import Compression
+from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.methods import AgreedScaling, DistributedMethods
+from dgc_horovod.tensorflow.settings import Settings, make_settings
+from dgc_horovod.tensorflow.updates import choose_update
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wrap a Keras 3 `optimizer` so that every step uses the gradients of all ranks.
+
+    The signature is that of ``horovod.tensorflow.DistributedOptimizer``; for that of ``horovod.tensorflow.keras`` see
+    ``dgc_horovod.tensorflow.keras``.
+
+    Args:
+        optimizer: any Keras optimizer, a LossScaleOptimizer too.
+        name, use_locking: for compatibility; without effect.
+        device_dense, device_sparse: where dense and sparse gradients are reduced.
+        compression: ``Compression.none``, ``.fp16``, ``.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig.
+        sparse_as_dense: exchange IndexedSlices as dense tensors; compressed tensors always are.
+        backward_passes_per_step: gradients accumulated before one exchange, >= 1.
+        op: hvd.Average or hvd.Sum.
+        gradient_predivide_factor: part of the averaging done before the sum.
+        average_aggregated_gradients: average over the backward passes, instead of summing.
+        num_groups, groups: gradients reduced together; with compression, boundaries of buckets.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide the gradients of ``register_local_var`` variables by N.
+
+    Returns:
+        An instance of ``type(optimizer)`` with ``compression_stats()``, ``set_epoch()``, ``register_local_var()``.
+
+    Raises:
+        ConfigError: an argument is out of range.
+        UnsupportedUse: a combination that would train wrongly; an optimizer of TensorFlow 1 or Keras 2.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise UnsupportedUse(
+            f"optimizer must be a Keras 3 optimizer (keras.optimizers), got {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}; optimizers of TensorFlow 1 and of Keras 2 (tf_keras) are not supported"
+        )
+    if is_distributed(optimizer):
+        raise UnsupportedUse("this optimizer is already a DistributedOptimizer; wrap the Keras optimizer itself")
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {backward_passes_per_step!r}")
+    settings = make_settings(
+        compression,
+        num_groups,
+        groups,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+    )
+    compiling.install()
+    return distribute(optimizer, settings, backward_passes_per_step, average_aggregated_gradients)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether it is one of ours."""
+    return isinstance(optimizer, (DistributedMethods, AgreedScaling))
+
+
+def distribute(optimizer: Any, settings: Settings, passes: int = 1, averaged: bool = False) -> Any:
+    """`optimizer` as one of ours; of a LossScaleOptimizer, the one inside too."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = optimizer.inner_optimizer
+        if not is_distributed(inner):
+            inner = distribute(inner, settings, passes, averaged)
+        scaler = _adopt(optimizer, AgreedScaling, settings, passes, averaged)
+        scaler.inner_optimizer = inner
+        inner.__dict__["_dgc_scaled_by_another"] = False
+        return scaler
+    if settings.config is not None:
+        settings = _with_keras_clipping(optimizer, settings, settings.config)
+    kind = type(optimizer)
+    wrapped = _adopt(optimizer, DistributedMethods, settings, passes, averaged)
+    if passes > 1:
+        _accumulate(wrapped, passes)
+    update = choose_update(wrapped, kind, settings.config)
+    distribution = Distribution(settings, update, "optimizer", wrapped.gradient_accumulation_steps or 1)
+    object.__setattr__(wrapped, "_dgc", distribution)
+    object.__setattr__(wrapped, "_dgc_local", set())
+    object.__setattr__(wrapped, "_dgc_passes", 1 if averaged else passes)
+    return wrapped
+
+
+def _adopt(optimizer: Any, methods: type, settings: Settings, passes: int, averaged: bool) -> Any:
+    """`optimizer`'s state in an object of a class made for it: `methods` over the user's class, under its name."""
+    user_class: Any = type(optimizer)
+
+    def from_config(cls: Any, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        if passes > 1:
+            config = {**config, "gradient_accumulation_steps": None}
+        plain = user_class.from_config(config, custom_objects) if custom_objects else user_class.from_config(config)
+        return distribute(plain, settings, passes, averaged)
+
+    attributes = {name: getattr(user_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    final = type(user_class.__name__, (methods, user_class), {**attributes, "from_config": classmethod(from_config)})
+    wrapped: Any = object.__new__(final)
+    wrapped.__dict__.update(optimizer.__dict__)
+    return wrapped
+
+
+def _with_keras_clipping(optimizer: Any, settings: Settings, config: DGCConfig) -> Settings:
+    """Keras' global_clipnorm becomes local clipping, DGC 3.1: after compression it would cut what arrives in bursts."""
+    if not optimizer.global_clipnorm:
+        return settings
+    if config.clip_norm not in (None, optimizer.global_clipnorm):
+        raise ConfigError(
+            f"global_clipnorm={optimizer.global_clipnorm} of the optimizer and clip_norm={config.clip_norm} of the "
+            "compression differ; give one of them"
+        )
+    return dataclasses.replace(settings, config=config.replace(clip_norm=optimizer.global_clipnorm))
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Let Keras accumulate over `passes`, also if its variables exist already."""
+    if optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            f"the optimizer has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; with it leave "
+            "backward_passes_per_step at 1"
+        )
+    optimizer.gradient_accumulation_steps = passes
+    if optimizer.built:
+        with tf.init_scope():
+            optimizer._accumulated_gradients = [
+                optimizer.add_variable_from_reference(variable, name="gradient_accumulator")
+                for variable in optimizer._trainable_variables
+            ]

@@ -1,0 +1,177 @@
+"""``DistributedGradientTape``: a GradientTape whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.tensorflow.compression import Compression
+from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.settings import Settings, make_settings
+from dgc_horovod.tensorflow.updates import PlainUpdate
+from dgc_horovod.tensorflow.variables import Gradient, key_of, keys_of
+
+_log = logging.getLogger("dgc_horovod")
+# A script makes a new tape at every step: what belongs to its variables outlives it here.
+_distributions: dict[Any, Distribution] = {}
+
+
+def DistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make `gradtape` return the gradients of all ranks. The signature is Horovod's.
+
+    Residuals belong to the variables that ``gradient`` is called with, not to the tape, of which a script makes a new
+    one at every step. A tape does not know the optimizer, so momentum correction (``Compression.dgc``) has no form
+    here: it runs with plain error feedback, and says so. Where a gradient is not finite on some rank, every rank gets
+    NaN.
+
+    Args:
+        gradtape: a GradientTape, persistent or not, before or after its ``with``.
+        device_dense, device_sparse, ...: as for ``DistributedOptimizer``.
+
+    Returns:
+        A tape of the same class; also ``register_local_source(variable)`` and ``compression_stats()``.
+
+    Raises:
+        ConfigError, UnsupportedUse: as for ``DistributedOptimizer``.
+    """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise UnsupportedUse(f"gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
+    settings = make_settings(
+        compression,
+        num_groups,
+        groups,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+    )
+    if settings.config is not None and settings.config.momentum_correction:
+        _say_once_that_momentum_is_not_corrected()
+    kind: Any = type(gradtape)
+    tape = object.__new__(_class_over(kind))
+    tape.__dict__.update(gradtape.__dict__)
+    tape._dgc = _distribution(settings)
+    tape._dgc_calls, tape._dgc_local = Counter(), set()
+    return tape
+
+
+@functools.cache
+def _say_once_that_momentum_is_not_corrected() -> None:
+    _log.warning(
+        "dgc_horovod: a GradientTape does not know the optimizer's momentum, so it is not corrected (plain error "
+        "feedback); DistributedOptimizer corrects it"
+    )
+
+
+def _distribution(settings: Settings) -> Distribution:
+    groups = settings.groups
+    if groups is not None and not isinstance(groups, int):
+        groups = tuple(keys_of(group) for group in groups)
+    compression = settings.config if settings.config is not None else settings.compression
+    key = (
+        compression,
+        settings.op,
+        settings.gradient_predivide_factor,
+        settings.sparse_as_dense,
+        groups,
+        settings.process_set.process_set_id,
+        settings.device_dense,
+        settings.device_sparse,
+        settings.scale_local_gradients,
+    )
+    if key not in _distributions:
+        _distributions[key] = Distribution(settings, PlainUpdate(), "tape")
+    return _distributions[key]
+
+
+_Above: Any = object  # the class of the user's tape
+
+
+class _DistributedTape(_Above):
+    """The methods put over the class of the user's tape."""
+
+    _dgc: Distribution
+    _dgc_calls: Counter[Any]
+    _dgc_local: set[Any]
+
+    def gradient(
+        self: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
+    ) -> Any:
+        """As TensorFlow's, combined over the ranks. `use_generic_names`: names are generic always."""
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        if not self._dgc.takes_part:
+            return gradients
+        flat_sources = tf.nest.flatten(sources)
+        flat = list(tf.nest.flatten(gradients))
+        key = keys_of(flat_sources)
+        number = self._dgc_calls[key]  # a persistent tape may be asked several times for the same variables
+        self._dgc_calls[key] += 1
+        return tf.nest.pack_sequence_as(sources, self._combined(flat_sources, flat, number))
+
+    def _combined(self: Any, sources: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
+        member = self._dgc.member(sources, gradients, self._dgc_local, number)
+        gradients = member.completed(gradients)
+        if self._dgc.settings.scale_local_gradients:
+            workers = self._dgc.settings.process_set.size()
+            for i, source in enumerate(sources):
+                if gradients[i] is not None and key_of(source) in self._dgc_local:
+                    gradients[i] = gradients[i] / workers
+        if member.exchange is None:
+            return gradients
+        combined, finite = member.exchange([gradients[i] for i in member.active])
+        if finite is not None:
+            combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
+        for i, gradient in zip(member.active, combined, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+    def register_local_source(self: Any, source: Any) -> None:
+        """Leave `source` to each rank: its gradient is not exchanged."""
+        self._dgc_local.add(key_of(source))
+
+    def compression_stats(self: Any) -> dict[str, int]:
+        """What this rank has exchanged for tapes of these settings: fields as in ``dgc_horovod.torch``."""
+        return self._dgc.stats()
+
+    def get_local_and_global_gradients(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """(source, gradient) pairs of the sources that are local, and of those that are not, as Horovod's."""
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
+        local = [pair for pair in pairs if key_of(pair[0]) in self._dgc_local]
+        return local, [pair for pair in pairs if key_of(pair[0]) not in self._dgc_local]
+
+
+def _nan(gradient: tf.Tensor) -> tf.Tensor:
+    return tf.constant(float("nan"), gradient.dtype)
+
+
+@functools.cache
+def _class_over(kind: type) -> Any:
+    return type(kind.__name__, (_DistributedTape, kind), {"__module__": kind.__module__})

@@ -1,0 +1,128 @@
+"""How a Keras optimizer's arithmetic is split: what enters the residual before the exchange, what is applied after.
+
+For plain error feedback the user's optimizer takes what the exchange brings as a gradient. For SGD with momentum and
+for Adam the momentum or the direction has been formed locally, before selection: what is left is the plain step
+``w -= lr * mean(s)``. Keras' weight decay is decoupled for every optimizer, and stays its own.
+
+A checkpoint's slots (velocity, moments) are taken over by the engine at the first step after they were loaded, and
+emptied: by linearity nothing is lost, and nothing is applied twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.ops.schema import AdamFeed, Elements, Feed, MomentumFeed, ResidualFeed
+
+_log = logging.getLogger("dgc_horovod")
+
+
+class PlainUpdate:
+    """Error feedback alone."""
+
+    is_split = False
+
+    def feed(self, iterations: int) -> Feed:
+        """How gradients enter the residual at the step after `iterations` others."""
+        return ResidualFeed()
+
+    def slots(self, variable: Any) -> list[Any]:
+        """The optimizer's own variables for `variable` whose place the engine takes."""
+        return []
+
+    def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
+        """Put into segment i of `engine` what stood in `slots`.
+
+        Args:
+            engine, i: where the variable is.
+            slots: values of `slots`.
+            rate: the learning rate; for a sum over ranks, times their number.
+        """
+
+
+class SGDUpdate(PlainUpdate):
+    """SGD with momentum: the engine's u carries the local momentum, without the learning rate."""
+
+    is_split = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def feed(self, iterations: int) -> Feed:
+        return MomentumFeed(float(self._optimizer.momentum), bool(self._optimizer.nesterov))
+
+    def slots(self, variable: Any) -> list[Any]:
+        optimizer = self._optimizer
+        return [optimizer.momentums[optimizer._get_variable_index(variable)]] if optimizer.momentums else []
+
+    def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
+        if rate and np.any(slots[0]):  # Keras' velocity is -lr times the sum of past gradients
+            _add(engine, i, engine.momentum(), slots[0].reshape(-1) / np.float32(-rate))
+
+
+class AdamUpdate(PlainUpdate):
+    """Adam, AdamW: each rank's own Adam direction enters the residual."""
+
+    is_split = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def feed(self, iterations: int) -> Feed:
+        b1, b2 = float(self._optimizer.beta_1), float(self._optimizer.beta_2)
+        step = iterations + 1
+        # Keras adds epsilon to the uncorrected root
+        return AdamFeed((b1, b2), float(self._optimizer.epsilon) / (1 - b2**step) ** 0.5, step)
+
+    def slots(self, variable: Any) -> list[Any]:
+        i = self._optimizer._get_variable_index(variable)
+        return [self._optimizer._momentums[i], self._optimizer._velocities[i]]
+
+    def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
+        for ours, theirs in zip(engine.adam_moments(), slots, strict=True):
+            if np.any(theirs):
+                _add(engine, i, ours, theirs.reshape(-1))
+
+
+def _add(engine: BucketEngine, i: int, state: Any, values: np.ndarray) -> None:
+    segment = engine.bucket.segments[i]
+    positions = np.arange(segment.start, segment.start + segment.numel, dtype=np.int32)
+    here = engine.kernels.take(state, positions)
+    engine.kernels.put(state, Elements(positions, np.ascontiguousarray(here + values, np.float32)))
+
+
+def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> PlainUpdate:
+    """The split that fits `optimizer`, of the user's class `kind`; plain error feedback where there is none.
+
+    Raises:
+        UnsupportedUse: Adam's amsgrad under momentum correction.
+    """
+    if config is None or not config.momentum_correction:
+        return PlainUpdate()
+    if _steps_as(kind, keras.optimizers.SGD):
+        return SGDUpdate(optimizer)
+    if _steps_as(kind, keras.optimizers.Adam):
+        if optimizer.amsgrad:
+            raise UnsupportedUse(
+                "Adam's amsgrad has no form under momentum correction; use amsgrad=False, or a compression without "
+                "momentum correction such as Compression.topk(...)"
+            )
+        return AdamUpdate(optimizer)
+    _log.warning(
+        "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
+        "may cost quality (docs/algorithm.md)",
+        kind.__name__,
+    )
+    return PlainUpdate()
+
+
+def _steps_as(kind: Any, base: Any) -> bool:
+    """Whether it is a `base` whose steps no subclass has changed."""
+    return issubclass(kind, base) and kind.update_step is base.update_step
