@@ -3,60 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
-import time
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import envvars
-from dgc_horovod.errors import CollectiveTimeout, DGCError
 from dgc_horovod.exchange import Traffic
-from dgc_horovod.report import timed_out
-
-_log = logging.getLogger("dgc_horovod")
-_LOOK_EVERY = 0.25  # seconds between two looks of the watch at its deadline
-
-
-class Watch:
-    """Ends a wait that nobody will answer.
-
-    TensorFlow's collectives cannot be polled. So a thread looks at the clock, and when the time is over it shuts
-    Horovod down: every pending operation then fails, on every rank that is still alive.
-    """
-
-    def __init__(self, rank: int, workers: int) -> None:
-        self.error: DGCError | None = None
-        self._rank, self._workers = rank, workers
-        self._timeout = envvars.timeout_seconds()
-        self._deadline: float | None = None
-        self._what = ""
-        self._thread: threading.Thread | None = None
-
-    def arm(self, what: str) -> None:
-        """From now on the clock runs, for `what`."""
-        if self._workers == 1:
-            return
-        self._what, self._deadline = what, time.monotonic() + self._timeout
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="dgc-watch", daemon=True)
-            self._thread.start()
-
-    def disarm(self) -> None:
-        """It has come."""
-        self._deadline = None
-
-    def _look(self) -> None:
-        while self.error is None:
-            time.sleep(min(_LOOK_EVERY, self._timeout / 4))
-            deadline = self._deadline
-            if deadline is not None and time.monotonic() > deadline:
-                text = timed_out(self._rank, self._workers, self._what, self._timeout)
-                self.error = CollectiveTimeout(text)
-                _log.error("dgc_horovod: CollectiveTimeout: %s. Shutting Horovod down", text)
-                hvd.shutdown()
+from dgc_horovod.tensorflow.watch import Watch
 
 
 class Collectives:

@@ -14,6 +14,8 @@ from dgc_horovod.exchange import clip_limit
 from dgc_horovod.tensorflow.distribution import Distribution, Member
 from dgc_horovod.tensorflow.variables import Gradient, key_of, native
 
+# AutoGraph would rewrite these methods when a tf.function of the user calls them.
+not_converted: Any = tf.autograph.experimental.do_not_convert
 _Above: Any = object  # the user's class, when the methods are put over it
 
 
@@ -39,6 +41,7 @@ class DistributedMethods(_Above):
     _dgc_step: Step | None = None
     _dgc_passes = 1  # Horovod's backward_passes_per_step, if the passes are to be summed
 
+    @not_converted
     def apply(self: Any, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> None:
         """As Keras', with the gradients of all ranks."""
         known = self._trainable_variables if trainable_variables is None else list(trainable_variables)
@@ -115,16 +118,10 @@ class DistributedMethods(_Above):
 
     # -- loss scaling
 
-    @property
-    def loss_scale_factor(self: Any) -> Any:
-        """As Keras'."""
-        return self.__dict__["loss_scale_factor"]
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self: Any, value: Any) -> None:
-        # LossScaleOptimizer sets it to None on the optimizer that it wraps
-        self.__dict__["loss_scale_factor"] = value
-        self.__dict__["_dgc_scaled_by_another"] = value is None
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name == "loss_scale_factor":  # LossScaleOptimizer sets it on the optimizer that it wraps
+            self.__dict__["_dgc_scaled_by_another"] = value is None
+        super().__setattr__(name, value)
 
     def _dgc_check_scaling(self: Any) -> None:
         if self.__dict__.get("_dgc_scaled_by_another"):
@@ -164,6 +161,7 @@ def _during(optimizer: Any, step: Step) -> Any:
 class AgreedScaling(_Above):
     """Over a LossScaleOptimizer whose inner optimizer is distributed: an overflow on one rank is one on all."""
 
+    @not_converted
     def check_finite(self: Any, grads: Sequence[Gradient]) -> tf.Tensor:
         """Whether every gradient of every rank is finite. One small collective."""
         return self.inner_optimizer._dgc.all_agree(super().check_finite(grads))

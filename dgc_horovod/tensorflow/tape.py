@@ -13,6 +13,7 @@ import tensorflow as tf
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.methods import not_converted
 from dgc_horovod.tensorflow.settings import Settings, make_settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
 from dgc_horovod.tensorflow.variables import Gradient, key_of, keys_of
@@ -115,6 +116,7 @@ class _DistributedTape(_Above):
     _dgc_calls: Counter[Any]
     _dgc_local: set[Any]
 
+    @not_converted
     def gradient(
         self: Any,
         target: Any,

@@ -1,0 +1,99 @@
+"""A smooth Keras model and its data, shared by the cases on real ranks with TensorFlow."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import tensorflow as tf
+
+tf.config.threading.set_intra_op_parallelism_threads(1)
+
+import horovod.tensorflow as hvd  # noqa: E402
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer  # noqa: E402
+
+# Nothing is lost: density 1, no masking, fp32; what dense training is compared with.
+EVERYTHING = {"factor_masking": False, "min_numel": 1, "values": "fp32", "dense_values": "fp32"}
+BATCH, BATCHES, INPUTS = 16, 8, 32
+
+
+def everything(**fields: Any) -> Any:
+    """The compression that loses nothing."""
+    return Compression.dgc(1.0, **{**EVERYTHING, **fields})
+
+
+def smooth_model(seed: int = 0) -> Any:
+    """Tanh network of 11,393 parameters: no kinks, so that rounding differences stay small."""
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(width, activation="tanh") for width in (96, 64, 32)]
+    return keras.Sequential([keras.layers.Input((INPUTS,)), *layers, keras.layers.Dense(1)])
+
+
+def momentum_sgd(**options: Any) -> Any:
+    """SGD with momentum."""
+    return keras.optimizers.SGD(**{"learning_rate": 0.05, "momentum": 0.9, **options})
+
+
+def shard(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """One rank's part of a regression task."""
+    x = np.random.default_rng(rank).standard_normal((BATCH * BATCHES, INPUTS)).astype(np.float32)
+    return x, x[:, :4].sum(1, keepdims=True) + 0.5 * x[:, 4:5] ** 2
+
+
+def together(workers: int) -> tuple[np.ndarray, np.ndarray]:
+    """What all ranks see, batch by batch: for one process whose batch is N times as long."""
+    parts = [[a.reshape(BATCHES, BATCH, -1) for a in shard(rank)] for rank in range(workers)]
+    return tuple(  # type: ignore[return-value]
+        np.concatenate([part[i] for part in parts], axis=1).reshape(BATCHES * BATCH * workers, -1) for i in range(2)
+    )
+
+
+def fit(model: Any, optimizer: Any, epochs: int = 3, callbacks: Any = (), **compiled: Any) -> Any:
+    """``model.fit`` on this rank's shard; returns the model."""
+    x, y = shard(hvd.rank())
+    model.compile(optimizer, "mse", **compiled)
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model
+
+
+def fitted(optimizer: Any, compression: Any, epochs: int = 3, compiled: Any = None, **arguments: Any) -> Any:
+    """A new model, fitted with `optimizer` made distributed."""
+    wrapped = DistributedOptimizer(optimizer, compression=compression, **arguments)
+    return fit(smooth_model(), wrapped, epochs, **(compiled or {}))
+
+
+def alone(optimizer: Any, epochs: int = 3) -> Any:
+    """A new model, fitted in one process on what all ranks see."""
+    model = smooth_model()
+    model.compile(optimizer, "mse")
+    x, y = together(hvd.size())
+    model.fit(x, y, batch_size=BATCH * hvd.size(), epochs=epochs, shuffle=False, verbose=0)
+    return model
+
+
+def weights(model: Any) -> np.ndarray:
+    """All weights as one vector."""
+    return np.concatenate([variable.numpy().ravel() for variable in model.weights])
+
+
+def fingerprint(model: Any) -> str:
+    """Hash of the exact bits of all weights."""
+    return hashlib.sha256(weights(model).tobytes()).hexdigest()
+
+
+def distance(a: Any, b: Any) -> float:
+    """``|a - b| / |a|`` of two models' weights."""
+    left, right = weights(a).astype(np.float64), weights(b).astype(np.float64)
+    return float(np.linalg.norm(left - right) / np.linalg.norm(left))
+
+
+def error_of(action: Any) -> str:
+    """Type and message of what `action` raises, or nothing."""
+    try:
+        action()
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return ""

@@ -1,0 +1,170 @@
+"""What stands around training: callbacks, broadcast, saved models, checkpoints, elastic state."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.tensorflow import broadcast_variables
+from dgc_horovod.tensorflow.keras import (
+    Compression,
+    DistributedOptimizer,
+    WarmupSchedule,
+    callbacks,
+    elastic,
+    load_model,
+)
+from tests.helpers.keras_training import (
+    BATCHES,
+    error_of,
+    everything,
+    fingerprint,
+    fit,
+    keras,
+    momentum_sgd,
+    smooth_model,
+    weights,
+)
+from tests.helpers.logs import messages
+
+
+def broadcast() -> dict[str, Any]:
+    """Ranks that begin with other weights, dtypes that Horovod does not know, a model that its first batch builds."""
+    hvd.init()
+    rank = hvd.rank()
+    dtypes = ["float32", "float16", "bfloat16", "int64", "uint32", "bool"]
+    variables = [tf.Variable(tf.cast(tf.fill((3,), rank), dtype)) for dtype in dtypes]
+    broadcast_variables([*variables, keras.Variable(np.full((2,), rank, "float32"))], root_rank=1)
+    found: dict[str, Any] = {"dtypes": [float(tf.cast(v, tf.float32)[0]) for v in variables]}
+
+    begin = callbacks.BroadcastGlobalVariablesCallback(0)
+    for name, compression in {"none": Compression.none, "dgc": Compression.dgc(0.05)}.items():
+        model = smooth_model(seed=rank)
+        optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3 * (rank + 1)), compression=compression)
+        found[name] = fingerprint(fit(model, optimizer, 1, [begin]))
+        found[f"{name}, rate"] = float(optimizer.learning_rate.numpy())
+    keras.utils.set_random_seed(rank)
+    unbuilt = keras.Sequential([keras.layers.Dense(64, "tanh"), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    fit(unbuilt, DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05)), 1, [begin])
+    found["unbuilt"] = fingerprint(unbuilt)
+    local = smooth_model(seed=rank)
+    before = local.weights[0].numpy()
+    start = callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local.weights[0])
+    optimizer = DistributedOptimizer(momentum_sgd(learning_rate=1e-9))
+    fit(local, optimizer, 1, [start])
+    found["local is kept"] = bool(np.allclose(before, local.weights[0].numpy(), atol=1e-4))
+    return found
+
+
+def schedules() -> dict[str, Any]:
+    """Learning rates and averaged metrics as ``fit`` sees them; the epoch reaches a density warm-up."""
+    hvd.init()
+    rates: list[float] = []
+
+    class Recorder(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            rates.append(float(self.model.optimizer.learning_rate.numpy()))
+
+    def run(*ours: Any, epochs: int = 2, compression: Any = Compression.none) -> Any:
+        rates.clear()
+        model = smooth_model()
+        fit(model, DistributedOptimizer(momentum_sgd(learning_rate=0.04), compression=compression), epochs,
+            [*ours, Recorder()])  # fmt: skip
+        return model
+
+    model = run(callbacks.LearningRateWarmupCallback(0.04, warmup_epochs=2), callbacks.MetricAverageCallback())
+    found: dict[str, Any] = {"warm-up": list(rates), "history": model.history.history}
+    run(callbacks.LearningRateScheduleCallback(0.04, lambda epoch: 0.5**epoch))
+    found["staircase"] = list(rates)
+    run(callbacks.LearningRateScheduleCallback(0.04, 0.1, start_epoch=1, staircase=False), epochs=3)
+    found["decay"] = list(rates)
+    start = callbacks.BroadcastGlobalVariablesCallback(0)
+    warm = Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2), dense_values="fp32")
+    stats = run(start, epochs=3, compression=warm).optimizer.compression_stats()
+    found["selected"] = stats["selected"] / stats["elements"]
+    found["errors"] = {
+        "no epoch": error_of(lambda: run(compression=warm)),
+        "rate": error_of(lambda: callbacks.LearningRateWarmupCallback(-1.0)),
+    }
+    found["velocity"] = _velocity()
+    return found
+
+
+def _velocity() -> float:
+    """Goyal et al.: after a change of the rate, velocity / rate is what it was."""
+    model = smooth_model()
+    optimizer = DistributedOptimizer(momentum_sgd(learning_rate=0.04))
+    fit(model, optimizer, 1)
+    before = optimizer.momentums[0].numpy() / 0.04
+    schedule = callbacks.LearningRateScheduleCallback(0.04, lambda epoch: 0.25)
+    schedule.set_model(model)
+    schedule.on_epoch_begin(0)
+    schedule.on_train_batch_begin(0)
+    return float(np.abs(optimizer.momentums[0].numpy() / 0.01 - before).max())
+
+
+def saved() -> dict[str, Any]:
+    """A saved model is a stock one; loaded by us it trains on; a restored checkpoint empties u and v, and says so."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, f"{hvd.rank()}.keras"))
+        model = smooth_model()
+        fit(model, DistributedOptimizer(keras.optimizers.Adam(1e-3), compression=Compression.dgc(0.05)), 1)
+        model.save(path)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            stock = keras.models.load_model(path)
+            ours = load_model(path, compression=Compression.dgc(0.05))
+        found["warnings"] = [str(warning.message)[:200] for warning in said]
+        found["stock"] = (type(stock.optimizer).__mro__[0].__module__, int(stock.optimizer.iterations))
+        found["same weights"] = fingerprint(stock) == fingerprint(model) == fingerprint(ours)
+        found["ours"] = (int(ours.optimizer.iterations), hasattr(ours.optimizer, "compression_stats"))
+        found["trains on"] = fingerprint(fit(ours, ours.optimizer, 1))
+
+        dense = smooth_model()
+        fit(dense, DistributedOptimizer(momentum_sgd()), 2)
+        whole, half = fingerprint(dense), smooth_model()
+        fit(half, DistributedOptimizer(momentum_sgd()), 1)
+        half.save(path)
+        found["dense resumes exactly"] = fingerprint(fit(resumed := load_model(path), resumed.optimizer, 1)) == whole
+        resumed = load_model(path, compression=everything())
+        fit(resumed, resumed.optimizer, 1)
+        found["compressed takes the velocity over"] = float(np.abs(weights(resumed) - weights(dense)).max())
+
+        optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05))
+        model = smooth_model()
+        fit(model, optimizer, 1)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+        written = checkpoint.write(str(Path(folder, f"checkpoint{hvd.rank()}")))
+        at_checkpoint = weights(model)
+        fit(model, optimizer, 1)
+        checkpoint.read(written).assert_existing_objects_matched()
+        found["restored"] = bool(np.array_equal(at_checkpoint, weights(model)))
+        with messages() as logged:
+            fit(model, optimizer, 1)
+        found["said"] = [text for text in logged if "checkpoint was loaded" in text]
+        found["after"] = fingerprint(model)
+    return found
+
+
+def state() -> dict[str, Any]:
+    """``KerasState`` saves, restores and sends weights and optimizer."""
+    hvd.init()
+    model = smooth_model(seed=hvd.rank())
+    fit(model, DistributedOptimizer(keras.optimizers.Adam(1e-3)), 1)
+    kept = elastic.KerasState(model, batch=3 + hvd.rank())
+    before = fingerprint(model)
+    fit(model, model.optimizer, 1)
+    moved = fingerprint(model)
+    kept.restore()
+    found = {"moved": moved != before, "restored": fingerprint(model) == before, "batch": kept.batch}
+    kept.sync()
+    return {**found, "synced": fingerprint(model), "synced batch": kept.batch, "steps": BATCHES,
+            "iterations": int(model.optimizer.iterations)}  # fmt: skip

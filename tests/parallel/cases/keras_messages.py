@@ -1,0 +1,110 @@
+"""What a TensorFlow script is told: ranks that disagree or stay away, and what would train wrongly."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.tensorflow import DistributedGradientTape
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule
+from tests.helpers.keras_training import error_of, fingerprint, fit, fitted, keras, momentum_sgd, smooth_model
+
+
+def refused() -> dict[str, str]:
+    """Arguments and combinations, each with its message."""
+    hvd.init()
+    sgd, dgc = momentum_sgd(), Compression.dgc(0.05)
+    wrapped = DistributedOptimizer(momentum_sgd(), compression=dgc)
+    scaled = keras.optimizers.LossScaleOptimizer(DistributedOptimizer(momentum_sgd(), compression=dgc))
+    variable = keras.Variable(tf.ones((40, 50)))
+    ones = tf.ones((40, 50))
+
+    @tf.function(jit_compile=True)
+    def in_xla(gradient: Any) -> None:
+        wrapped.apply([gradient], [variable])
+
+    return {
+        "twice": error_of(lambda: DistributedOptimizer(wrapped, compression=dgc)),
+        "not called": error_of(lambda: DistributedOptimizer(sgd, compression=Compression.dgc)),
+        "adasum": error_of(lambda: DistributedOptimizer(sgd, op=hvd.Adasum)),
+        "predivide": error_of(lambda: DistributedOptimizer(sgd, op=hvd.Sum, gradient_predivide_factor=2.0)),
+        "passes": error_of(lambda: DistributedOptimizer(sgd, backward_passes_per_step=0)),
+        "passes twice": error_of(
+            lambda: DistributedOptimizer(momentum_sgd(gradient_accumulation_steps=2), backward_passes_per_step=2)
+        ),
+        "amsgrad": error_of(lambda: DistributedOptimizer(keras.optimizers.Adam(amsgrad=True), compression=dgc)),
+        "two norms": error_of(
+            lambda: DistributedOptimizer(momentum_sgd(global_clipnorm=1.0), compression=Compression.dgc(clip_norm=2.0))
+        ),
+        "xla": error_of(lambda: in_xla(ones)),
+        "scaler outside": error_of(lambda: scaled.apply([ones], [variable])),
+        "string": error_of(lambda: DistributedOptimizer("sgd")),
+    }
+
+
+def disagreement() -> dict[str, str]:
+    """Ranks with another density, choice, model, number of variables; every rank must hear the same."""
+    hvd.init()
+    first = hvd.rank() == 0
+
+    def train(compression: Any, model: Any = None) -> str:
+        optimizer = DistributedOptimizer(momentum_sgd(), compression=compression)
+        return error_of(lambda: fit(model or smooth_model(), optimizer, 1))
+
+    wide = keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(1)])
+    tape_on = DistributedGradientTape(_taped(), compression=Compression.topk(0.05 if first else 0.1))
+    return {
+        "density": train(Compression.dgc(0.05 if first else 0.1)),
+        "choice": train(Compression.dgc(0.05) if first else Compression.none),
+        "fp16": train(Compression.fp16 if first else Compression.none),
+        "model": train(Compression.none, smooth_model() if first else wide),
+        "tape": error_of(lambda: tape_on.gradient(*tape_on.asked)),
+        "afterwards": fingerprint(fitted(momentum_sgd(), Compression.dgc(0.05), epochs=1)),
+    }
+
+
+def _taped() -> Any:
+    variable = tf.Variable(tf.ones((40, 50)))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable**2)
+    tape.asked = (loss, [variable])
+    return tape
+
+
+def other_epochs() -> dict[str, str]:
+    """Ranks in different epochs of a warm-up: the packets differ in length or step, and every rank hears it."""
+    hvd.init()
+    found = {}
+    for mode in ("eager", "graph"):
+        variable = keras.Variable(tf.ones((40, 50)))
+        warmup = WarmupSchedule(epochs=4, first_density=0.04)
+        optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.001, warmup=warmup, min_numel=1))
+        optimizer.set_epoch(2 * hvd.rank())
+        found[mode] = _applied(optimizer, variable, mode)
+    return found
+
+
+def _applied(optimizer: Any, variable: Any, mode: str) -> str:
+    def apply(gradient: Any) -> None:
+        optimizer.apply([gradient], [variable])
+
+    run = tf.function(apply) if mode == "graph" else apply
+    return error_of(lambda: run(tf.constant(np.random.default_rng(0).standard_normal((40, 50)), tf.float32)))
+
+
+def missing_rank() -> dict[str, Any]:
+    """Rank 1 stays away from a step: rank 0 is told after DGC_TIMEOUT, and rank 1 at its next."""
+    hvd.init()
+    variable = keras.Variable(tf.ones((40, 50)))
+    optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05))
+    ones = tf.ones((40, 50))
+    optimizer.apply([ones], [variable])
+    start = time.monotonic()
+    if hvd.rank() == 1:
+        time.sleep(8)
+    said = error_of(lambda: optimizer.apply([ones], [variable]))
+    return {"said": said, "seconds": time.monotonic() - start}

@@ -1,0 +1,146 @@
+"""``DistributedGradientTape`` on real ranks: dense, compressed, persistent, nested, sparse, local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.tensorflow import Compression, DistributedGradientTape
+from tests.helpers.keras_training import EVERYTHING, error_of, keras, shard, smooth_model
+
+
+def _mean(tensor: Any) -> np.ndarray:
+    return hvd.allreduce(tf.convert_to_tensor(tensor), op=hvd.Average, name="expected").numpy()
+
+
+def gradients() -> dict[str, Any]:
+    """Largest difference from the average of the ranks' gradients."""
+    hvd.init()
+    model, (x, y) = smooth_model(), shard(hvd.rank())
+    variables = model.trainable_variables
+
+    def taped(wrap: Any, **arguments: Any) -> Any:
+        with wrap(tf.GradientTape(**arguments)) as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        return tape, loss
+
+    tape, loss = taped(lambda tape: tape)
+    expected = [_mean(gradient) for gradient in tape.gradient(loss, variables)]
+    choices = {
+        "none": Compression.none,
+        "predivide, groups": Compression.none,
+        "topk, density 1": Compression.topk(1.0, **EVERYTHING),
+        "topk, density 0.05": Compression.topk(0.05),
+    }
+    found: dict[str, Any] = {}
+    for name, compression in choices.items():
+        more = {"gradient_predivide_factor": 2.0, "groups": 2} if name.startswith("predivide") else {}
+
+        def wrap(tape: Any, compression: Any = compression, more: Any = more) -> Any:
+            return DistributedGradientTape(tape, compression=compression, **more)
+
+        tape, loss = taped(wrap)
+        found[name] = _difference(tape.gradient(loss, variables), expected)
+    with DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+        twice = 2 * loss
+    found["persistent"] = _difference(tape.gradient(loss, variables), expected)
+    found["persistent, another target"] = _difference(tape.gradient(twice, variables), [2 * g for g in expected])
+    tape, loss = taped(DistributedGradientTape)
+    nested = tape.gradient(loss, {"first": variables[:2], "rest": (variables[2:],)})
+    found["nested"] = _difference([*nested["first"], *nested["rest"][0]], expected)
+    found["is a tape"] = isinstance(tape, tf.GradientTape)
+    return found
+
+
+def _difference(ours: Any, expected: Any) -> float:
+    return max(float(np.abs(a.numpy() - b).max()) for a, b in zip(ours, expected, strict=True))
+
+
+def in_graphs() -> dict[str, Any]:
+    """A tape in a tf.function, its residual over steps: what was sent and what is kept is what was given."""
+    hvd.init()
+    model, (x, y) = smooth_model(), shard(hvd.rank())
+    compression = Compression.topk(0.02, values="fp32", dense_values="fp32", seed=7)
+
+    @tf.function
+    def step(a: Any, b: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(a) - b) ** 2)
+        return DistributedGradientTape(tape, compression=compression).gradient(loss, model.trainable_variables)
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    expected = [_mean(gradient) for gradient in tape.gradient(loss, model.trainable_variables)]
+    total = [np.zeros(g.shape, np.float64) for g in expected]
+    steps = 150
+    for _ in range(steps):
+        for sum_, gradient in zip(total, step(x, y), strict=True):
+            sum_ += gradient.numpy()
+    first = step(x, y)
+    return {
+        "one step": _difference(first, expected),
+        "on average": max(float(np.abs(t / steps - e).max()) for t, e in zip(total, expected, strict=True)),
+        "largest": max(float(np.abs(e).max()) for e in expected),
+        "sum": float(sum(np.abs(g.numpy()).sum() for g in first)),
+    }
+
+
+def sparse_and_local() -> dict[str, Any]:
+    """IndexedSlices with and without sparse_as_dense and compressed, with rows that repeat; local sources; NaN."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    table, weight = tf.Variable(tf.ones((6, 2))), tf.Variable(tf.ones((2, 3)))
+    rows = [rank, rank, 5]
+
+    def gradient(compression: Any, local: bool = False, scale: float = 1.0, **arguments: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = scale * tf.reduce_sum(tf.gather(table, rows) @ weight) * (rank + 1)
+        tape = DistributedGradientTape(tape, compression=compression, **arguments)
+        if local:
+            tape.register_local_source(weight)
+        return tape.gradient(loss, [table, weight])
+
+    plain = gradient(Compression.none)
+    dense = gradient(Compression.none, sparse_as_dense=True)
+    packed = gradient(Compression.topk(1.0, **EVERYTHING))
+    local = gradient(Compression.none, local=True)
+    unscaled = gradient(Compression.none, local=True, scale_local_gradients=False)
+    nan = gradient(Compression.topk(0.5, min_numel=1), scale=float("nan") if rank == 1 else 1.0)
+    return {
+        "sparse": isinstance(plain[0], tf.IndexedSlices),
+        "rows": sorted(plain[0].indices.numpy().tolist()),
+        "as dense": [tf.convert_to_tensor(g[0]).numpy().tolist() for g in (plain, dense, packed)],
+        "kinds": [type(g[0]).__name__ == "IndexedSlices" for g in (dense, packed)],
+        "local": [float(g[1].numpy().sum()) * (size if g is local else 1) for g in (local, unscaled)],
+        "own": float(6.0 * 3 * (rank + 1)),
+        "nan everywhere": bool(np.isnan(nan[1].numpy()).all()),
+    }
+
+
+def embedding() -> dict[str, Any]:
+    """A Keras model with an Embedding, dense and compressed; a script of Horovod's that is refused."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    from dgc_horovod.tensorflow.keras import DistributedOptimizer
+    from tests.helpers.keras_training import fingerprint
+
+    tokens = np.random.default_rng(hvd.rank()).integers(0, 50, (64, 3))
+    for name, compression in {"none": Compression.none, "dgc": Compression.dgc(0.05, min_numel=64)}.items():
+        for make in (lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam(1e-2)):
+            keras.utils.set_random_seed(1)
+            layers = [keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.layers.Input((3,), dtype="int32"), *layers])
+            model.compile(DistributedOptimizer(make(), compression=compression), "mse")
+            model.fit(tokens, np.ones((64, 1)), verbose=0, epochs=2)
+            found[f"{name}, {type(model.optimizer).__name__}"] = fingerprint(model)
+    found["errors"] = {
+        "no tape": error_of(lambda: DistributedGradientTape("tape")),  # type: ignore[arg-type]
+        "adasum": error_of(lambda: DistributedGradientTape(tf.GradientTape(), op=hvd.Adasum)),
+        "tf1": error_of(lambda: DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))),
+        "stock function": error_of(lambda: hvd.allreduce(tf.ones(3), compression=Compression.dgc(), name="x")),
+    }
+    return found

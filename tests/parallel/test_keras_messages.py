@@ -1,0 +1,59 @@
+"""Errors of the TensorFlow adapter: the same on every rank, with what to do; nothing hangs."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
+
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+REFUSED = {
+    "twice": "already a DistributedOptimizer",
+    "not called": "Compression.dgc(density=0.001)",
+    "adasum": "op must be hvd.Average or hvd.Sum",
+    "predivide": "goes with op=hvd.Average only",
+    "passes": "backward_passes_per_step must be a whole number >= 1, got 0",
+    "passes twice": "leave backward_passes_per_step at 1",
+    "amsgrad": "use amsgrad=False",
+    "two norms": "give one of them",
+    "xla": "pass jit_compile=False",
+    "scaler outside": "DistributedOptimizer(LossScaleOptimizer(optimizer))",
+    "string": "must be a Keras 3 optimizer",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, [f"keras_messages.{case}" for case in ("refused", "disagreement", "other_epochs")])
+
+
+def test_what_is_refused(ranks):
+    for found in (found["keras_messages.refused"] for found in ranks):
+        assert found.keys() == REFUSED.keys()
+        for name, text in REFUSED.items():
+            assert text in found[name], f"{name}: {found[name]}"
+
+
+def test_ranks_that_disagree_hear_the_same(ranks):
+    first, second = (found["keras_messages.disagreement"] for found in ranks)
+    assert first == second
+    assert "RankMismatch" in first["density"] and "rank 0 has density=0.05, rank 1 has density=0.1" in first["density"]
+    assert "compression: rank 0 has DGCConfig, rank 1 has NoneCompressor" in first["choice"]
+    assert "rank 0 has FP16Compressor, rank 1 has NoneCompressor" in first["fp16"]
+    assert "variable count: rank 0 has 8, rank 1 has 2" in first["model"]
+    assert "density=0.05, rank 1 has density=0.1" in first["tape"]
+
+
+def test_ranks_in_other_epochs_hear_it(ranks):
+    for mode in ("eager", "graph"):
+        for found in ranks:
+            assert "is the epoch the same everywhere?" in found["keras_messages.other_epochs"][mode]
+
+
+def test_a_rank_that_stays_away():
+    first, second = run_ranks(2, ["keras_messages.missing_rank"], environment={"DGC_TIMEOUT": "3"})
+    first, second = first["keras_messages.missing_rank"], second["keras_messages.missing_rank"]
+    assert first["said"].startswith("CollectiveTimeout: rank 0 of 2 waited 3 s") and first["seconds"] < 7
+    assert "Horovod has" in second["said"] and second["seconds"] < 15
