@@ -12,9 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
-import torch
-
 from dgc_horovod.config import DENSE_VALUES, SCOPES, VALUES
 
 UNCOMPRESSED = ("none", "fp16")  # Horovod's own; the other choices keep a residual and take a density
@@ -93,9 +90,9 @@ def learning_rate(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[i
 class Progress:
     """A bar on rank 0, advanced once an epoch: tqdm's where it is installed, otherwise a line an epoch."""
 
-    def __init__(self, epochs: int) -> None:
-        self._bar, self._epoch, self._epochs = None, 0, epochs
-        if hvd.rank() == 0:
+    def __init__(self, epochs: int, rank: int) -> None:
+        self._bar, self._epoch, self._epochs, self._rank = None, 0, epochs, rank
+        if rank == 0:
             try:
                 from tqdm import tqdm
             except ImportError:
@@ -110,17 +107,12 @@ class Progress:
             self._bar.update()
             if self._epoch == self._epochs:
                 self._bar.close()
-        elif hvd.rank() == 0:
+        elif self._rank == 0:
             print(f"epoch {self._epoch}/{self._epochs}: loss {loss:.3f}", file=sys.stderr, flush=True)
 
 
-def mean_over_ranks(value: float) -> float:
-    """The average of a metric of which every rank has one part, all of the same size."""
-    return float(hvd.allreduce(torch.tensor(value), name="metric"))
-
-
-def traffic(optimizer: Any, compression: str, steps: int) -> dict[str, int]:
-    """Bytes that this rank sent and received, and what dense fp32 would have cost.
+def traffic(optimizer: Any, numel: int, compression: str, steps: int, ranks: int) -> dict[str, int]:
+    """Bytes that this rank sent and received, and what dense fp32 would have cost, for a model of `numel` parameters.
 
     Stock Horovod keeps no count, so for ``none`` and ``fp16`` it is arithmetic: each gradient handed to
     allreduce once a step, of which a ring passes 2(N-1)/N through every rank.
@@ -128,9 +120,9 @@ def traffic(optimizer: Any, compression: str, steps: int) -> dict[str, int]:
     if compression not in UNCOMPRESSED:
         stats = optimizer.compression_stats()
         return {key: stats[key] for key in ("bytes_sent", "bytes_dense", "bytes_received", "bytes_dense_received")}
-    elements = steps * sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    elements = steps * numel
     sent = elements * (2 if compression == "fp16" else 4)
-    ring = 2 * (hvd.size() - 1) / hvd.size()
+    ring = 2 * (ranks - 1) / ranks
     return {
         "bytes_sent": sent,
         "bytes_dense": 4 * elements,
@@ -140,9 +132,7 @@ def traffic(optimizer: Any, compression: str, steps: int) -> dict[str, int]:
 
 
 def report(args: argparse.Namespace, quality_name: str, quality: float, seconds: float, sent: dict[str, int]) -> None:
-    """Print, on rank 0, one sentence for people and one ``RESULT`` line for programs."""
-    if hvd.rank() != 0:
-        return
+    """Print one sentence for people and one ``RESULT`` line for programs."""
     ratio = sent["bytes_dense"] / sent["bytes_sent"]
     shown = f"{quality:.1%}" if quality_name == "accuracy" else f"{quality:.3f}"
     name = "accuracy" if quality_name == "accuracy" else f"validation loss ({quality_name})"

@@ -102,7 +102,7 @@ def main() -> None:
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, common.learning_rate(args, STEPS_PER_EPOCH))
-    progress, start = common.Progress(args.epochs), time.perf_counter()
+    progress, start = common.Progress(args.epochs, hvd.rank()), time.perf_counter()
     for _ in range(args.epochs):
         for _ in range(STEPS_PER_EPOCH):
             optimizer.zero_grad()
@@ -118,9 +118,11 @@ def main() -> None:
             schedule.step()
         progress.advance(loss.item())
     seconds = time.perf_counter() - start
-    sent = common.traffic(optimizer, args.compression, args.epochs * STEPS_PER_EPOCH)
-    quality = common.mean_over_ranks(validation_loss(model, validation))
-    common.report(args, "nats/char", quality, seconds, sent)
+    numel = sum(p.numel() for p in model.parameters())
+    sent = common.traffic(optimizer, numel, args.compression, args.epochs * STEPS_PER_EPOCH, hvd.size())
+    quality = float(hvd.allreduce(torch.tensor(validation_loss(model, validation)), name="metric"))
+    if hvd.rank() == 0:
+        common.report(args, "nats/char", quality, seconds, sent)
 
 
 if __name__ == "__main__":
