@@ -17,7 +17,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def environment() -> dict[str, str]:
     """Versions and machine, for the JSON."""
-    versions = {name: importlib.metadata.version(name) for name in ("dgc-horovod", "horovod", "torch", "numpy")}
+    installed = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
+    named = ("dgc-horovod", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
+    versions = {name: installed[name] for name in named if name in installed}
     return {
         **versions,
         "python": platform.python_version(),

@@ -71,6 +71,19 @@ STUDIES = {
         "2 ranks, the examples' default settings",
         _examples(*map(_plain, ("none", "fp16", "dgc", "topk", "gaussian", "random"))),
     ),
+    "keras": Study(
+        "examples/README.md",
+        "2 ranks, the examples' default settings",
+        (
+            *(
+                Variant(f"model.fit, {name}", "keras_digits.py", 2, ("--compression", name))
+                for name in ("none", "fp16", "dgc", "gaussian")
+            ),
+            Variant("own loop, none", "keras_loop.py", 2, ("--compression", "none")),
+            Variant("own loop, dgc", "keras_loop.py", 2, ("--compression", "dgc")),
+            Variant("own loop, topk by the tape", "keras_loop.py", 2, ("--compression", "topk", "--tape")),
+        ),
+    ),
     "scope": Study(
         "docs/design.md",
         "The examples on 2 ranks, their default settings",

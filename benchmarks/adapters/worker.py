@@ -1,6 +1,6 @@
-"""One rank of `benchmarks.adapters`: steps of a model's shapes with one framework; rank 0 prints its medians.
+"""One rank of `benchmarks.adapters`: steps over a model's shapes with one framework; rank 0 prints its medians.
 
-horovodrun -np 2 python -m benchmarks.adapters.worker torch
+horovodrun -np 2 python -m benchmarks.adapters.worker tensorflow resnet50
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from benchmarks.shapes import SHAPES
 DENSITY, MOMENTUM, RATE = 0.001, 0.9, 1e-3
 SETS, WARM_UP, RUNS = 4, 4, 15
 Step = Callable[[int], Any]
+Shape = tuple[int, ...]
+# name of a row -> momentum of SGD, and whether the step is distributed and compressed
+ROWS = {"step without momentum": (0.0, False), "step": (MOMENTUM, False), "step with dgc": (MOMENTUM, True)}
 
 
-def gradients(numels: list[int], rank: int) -> list[list[np.ndarray]]:
+def gradients(shapes: list[Shape], rank: int) -> list[list[np.ndarray]]:
     """A few sets of gradients, another one at each step; scales differ over coordinates."""
     rng = np.random.default_rng(rank)
-    scale = [np.exp(rng.standard_normal(n, dtype=np.float32)) * np.float32(1e-3) for n in numels]
-    return [[s * rng.standard_normal(s.size, dtype=np.float32) for s in scale] for _ in range(SETS)]
+    scales = [np.exp(rng.standard_normal(shape, dtype=np.float32)) * np.float32(1e-3) for shape in shapes]
+    return [[scale * rng.standard_normal(scale.shape, dtype=np.float32) for scale in scales] for _ in range(SETS)]
 
 
-def torch_steps(shapes: list[tuple[int, ...]]) -> tuple[Any, dict[str, Step]]:
-    """Step functions of PyTorch: SGD alone, and with compression."""
+def torch_steps(shapes: list[Shape]) -> tuple[Any, dict[str, Step]]:
+    """The rows with PyTorch. A backward pass that does nothing but hand over new gradients is part of each."""
     import horovod.torch as hvd
     import torch
 
@@ -37,17 +40,14 @@ def torch_steps(shapes: list[tuple[int, ...]]) -> tuple[Any, dict[str, Step]]:
 
     hvd.init()
     torch.set_num_threads(1)
-    sets = [
-        [torch.from_numpy(g).view(shape) for g, shape in zip(flat, shapes, strict=True)]
-        for flat in gradients([int(np.prod(s)) for s in shapes], hvd.rank())
-    ]
+    sets = [[torch.from_numpy(g) for g in one] for one in gradients(shapes, hvd.rank())]
 
-    def steps(compression: Any) -> Step:
+    def make(momentum: float, compressed: bool) -> Step:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        optimizer: Any = torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
-        if compression is not None:
+        optimizer: Any = torch.optim.SGD(parameters, lr=RATE, momentum=momentum)
+        if compressed:
             named = [(str(i), p) for i, p in enumerate(parameters)]
-            optimizer = DistributedOptimizer(optimizer, named, compression=compression)
+            optimizer = DistributedOptimizer(optimizer, named, compression=Compression.dgc(DENSITY))
 
         def step(number: int) -> None:
             optimizer.zero_grad()
@@ -56,11 +56,11 @@ def torch_steps(shapes: list[tuple[int, ...]]) -> tuple[Any, dict[str, Step]]:
 
         return step
 
-    return hvd, {"alone": steps(None), "dgc": steps(Compression.dgc(DENSITY))}
+    return hvd, {name: make(*row) for name, row in ROWS.items()}
 
 
-def tensorflow_steps(shapes: list[tuple[int, ...]]) -> tuple[Any, dict[str, Step]]:
-    """Step functions of TensorFlow and Keras 3."""
+def tensorflow_steps(shapes: list[Shape]) -> tuple[Any, dict[str, Step]]:
+    """The rows with Keras 3, each a tf.function."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -70,30 +70,27 @@ def tensorflow_steps(shapes: list[tuple[int, ...]]) -> tuple[Any, dict[str, Step
     from dgc_horovod.tensorflow import Compression, DistributedOptimizer
 
     hvd.init()
-    sets = [
-        [tf.constant(g.reshape(shape)) for g, shape in zip(flat, shapes, strict=True)]
-        for flat in gradients([int(np.prod(s)) for s in shapes], hvd.rank())
-    ]
+    sets = [[tf.constant(g) for g in one] for one in gradients(shapes, hvd.rank())]
 
-    def steps(compression: Any) -> Step:
+    def make(momentum: float, compressed: bool) -> Step:
         variables = [keras.Variable(tf.zeros(shape)) for shape in shapes]
-        optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
-        if compression is not None:
-            optimizer = DistributedOptimizer(optimizer, compression=compression)
+        optimizer: Any = keras.optimizers.SGD(RATE, momentum=momentum)
+        if compressed:
+            optimizer = DistributedOptimizer(optimizer, compression=Compression.dgc(DENSITY))
 
         @tf.function(autograph=False)
         def apply(*given: tf.Tensor) -> tf.Tensor:
             optimizer.apply([g * 1.0 for g in given], variables)
-            return optimizer.iterations.value + 0
+            return tf.identity(optimizer.iterations.value)
 
         return lambda number: apply(*sets[number % SETS]).numpy()
 
-    return hvd, {"alone": steps(None), "dgc": steps(Compression.dgc(DENSITY))}
+    return hvd, {name: make(*row) for name, row in ROWS.items()}
 
 
 def main() -> None:
-    """Time the steps in turns."""
-    framework, model = sys.argv[1], sys.argv[2]
+    """Time the rows in turns."""
+    framework, model = sys.argv[1:]
     make = {"torch": torch_steps, "tensorflow": tensorflow_steps}[framework]
     hvd, steps = make([shape for _, shape in SHAPES[model]()])
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -36,6 +36,14 @@ def test_the_engines_numbers_are_those_of_the_torch_adapter(ranks, torch_ranks):
         assert all(int(rows[-1]["non-zero"]) > 0 for name, rows in expected.items() if name != "scattered")
 
 
+def test_through_torch_and_dlpack_as_well(torch_ranks):
+    """The way of gradients on a GPU, here on the host."""
+    ranks = run_ranks(2, ["keras_fed.with_tensorflow"], environment={"DGC_BACKEND": "torch_eager"})
+    for ours, theirs in zip(ranks, torch_ranks, strict=True):
+        for mode in ("graph", "eager"):
+            assert ours["keras_fed.with_tensorflow"][mode] == theirs["fed.with_torch"]
+
+
 def test_arithmetic_by_hand(ranks):
     assert {name: value for name, value in ranks[0]["keras_fed.by_hand"].items() if not value < 1e-5} == {}
 

@@ -1,0 +1,160 @@
+"""Parts of the TensorFlow adapter that need no ranks: memory that is shared, presets, sparse gradients, the clock."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here; run scripts/build_horovod")
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow.compression import Compressor
+
+from dgc_horovod.compression import PRESETS
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.ops.torch_eager import TorchEagerKernels
+from dgc_horovod.tensorflow.compression import Compression
+from dgc_horovod.tensorflow.distribution import Clock
+from dgc_horovod.tensorflow.host_calls import Blocks, host_call
+from dgc_horovod.tensorflow.settings import Settings, make_settings
+from dgc_horovod.tensorflow.updates import AdamUpdate, PlainUpdate, SGDUpdate, choose_update
+from dgc_horovod.tensorflow.variables import combined, key_of, kind_of, zeros_for
+
+
+def memory_of(tensor):
+    return np.from_dlpack(tensor).ctypes.data
+
+
+def test_a_gradient_reaches_the_kernels_without_a_copy():
+    seen = []
+
+    @tf.function
+    def run(gradient):
+        seen.clear()
+        return host_call(lambda g: [np.bool_(seen.append(g.ctypes.data) is None)], [gradient], [tf.bool])
+
+    gradient = tf.random.normal((1000,))
+    run(gradient)
+    assert seen == [memory_of(gradient)]
+
+
+def test_an_update_reaches_tensorflow_without_a_copy():
+    blocks, given = Blocks([1000, 3, 64]), []
+
+    @tf.function
+    def run():
+        def update():
+            arrays = blocks.take()
+            given.append([array.ctypes.data for array in arrays])
+            return arrays
+
+        return host_call(update, [], [tf.float32] * 3)
+
+    assert [memory_of(tensor) for tensor in run()] == given[-1]
+
+
+def test_tensors_by_dlpack_share_memory_both_ways():
+    torch = pytest.importorskip("torch")
+    kernels, seen = TorchEagerKernels("cpu"), []
+
+    @tf.function
+    def run(gradient):
+        def twice(g):
+            assert isinstance(g, torch.Tensor)
+            result = g * 2
+            seen.append((g.data_ptr(), result.data_ptr()))
+            return [result, np.bool_(True)]
+
+        return host_call(twice, [gradient], [tf.float32, tf.bool], kernels)
+
+    gradient = tf.random.normal((1000,))
+    result, flag = run(gradient)
+    assert seen[-1][0] == memory_of(gradient)
+    np.testing.assert_array_equal(result, 2 * gradient.numpy())
+    assert bool(flag)
+
+
+def test_memory_is_used_again_only_when_nobody_holds_it():
+    blocks, held = Blocks([1000]), []
+
+    @tf.function
+    def run(value):
+        def update(value):
+            (array,) = blocks.take()
+            array.fill(value)
+            return [array]
+
+        return host_call(update, [value], [tf.float32])[0]
+
+    for step in range(20):
+        result = run(tf.constant(float(step)))
+        assert np.all(result.numpy() == step)
+        if step % 5 == 0:
+            held.append((step, result))
+    for step, result in held:
+        assert np.all(result.numpy() == step), "a result that is held was overwritten"
+    assert len(blocks._blocks) <= len(held) + 3, "memory is not used again"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    call = getattr(Compression, name)
+    compression = call(0.5) if name == "threshold" else call()
+    assert isinstance(compression, Compressor)
+    assert {field: getattr(compression.config, field) for field in PRESETS[name]} == PRESETS[name]
+    with pytest.raises(UnsupportedUse, match=r"from dgc_horovod\.tensorflow import DistributedOptimizer"):
+        compression.compress(tf.ones(3))
+
+
+def test_rows_that_repeat_are_added():
+    slices = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([3, 1, 3]), tf.constant([5, 1]))
+    once = combined(slices)
+    assert once.indices.numpy().tolist() == [3, 1] and once.values.numpy().ravel().tolist() == [5.0, 2.0]
+    assert (kind_of(once), kind_of(None), kind_of(once.values)) == ("sparse", "none", "dense")
+    nothing = zeros_for(tf.Variable(tf.ones((5, 1))), "sparse")
+    assert tf.convert_to_tensor(nothing).numpy().tolist() == [[0.0]] * 5
+
+
+def test_keras_and_tensorflow_variables_are_one():
+    variable = keras.Variable(np.ones(3, "float32"))
+    assert key_of(variable) == key_of(variable.value) != key_of(keras.Variable(np.ones(3, "float32")))
+
+
+@pytest.mark.parametrize(
+    ("seen", "generations"),
+    [([0, 1, 2, 2, 3], [0] * 5), ([0, 1, 9, 10], [0, 0, 1, 1]), ([5, 6, 0], [0, 0, 1])],
+)
+def test_the_clock_notices_a_checkpoint(seen, generations):
+    clock = Clock(stride=1)
+    assert [clock.generation(iterations) for iterations in seen] == generations
+
+
+def test_which_optimizers_are_split():
+    class Own(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            pass
+
+    dgc, topk = Compression.dgc().config, Compression.topk().config
+    for kind, config, expected in [
+        (keras.optimizers.SGD, dgc, SGDUpdate),
+        (keras.optimizers.Adam, dgc, AdamUpdate),
+        (keras.optimizers.AdamW, dgc, AdamUpdate),
+        (keras.optimizers.SGD, topk, PlainUpdate),
+        (keras.optimizers.SGD, None, PlainUpdate),
+        (keras.optimizers.Nadam, dgc, PlainUpdate),
+        (Own, dgc, PlainUpdate),
+    ]:
+        assert type(choose_update(kind(), kind, config)) is expected, kind
+
+
+def test_settings():
+    assert Settings(gradient_predivide_factor=4.0).scales == (0.25, 4.0)
+    assert Settings(op=hvd.Sum).scales == (1.0, 1.0)
+    variables = [tf.Variable(tf.ones(2)) for _ in range(3)]
+    assert Settings(groups=[[variables[2], variables[0]]]).group_numbers(variables) == [0, -1, 0]
+    assert Settings(groups=2).group_numbers(variables) == [0, 0, 1]
+    for arguments, words in [({"op": hvd.Adasum}, "Average or hvd.Sum"), ({"groups": -1}, "groups must be")]:
+        with pytest.raises((ConfigError, UnsupportedUse), match=words):
+            make_settings(Compression.none, 0, **{"groups": None, **arguments})
