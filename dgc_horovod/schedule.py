@@ -78,8 +78,8 @@ class WarmupSchedule:
         if epoch is None:
             raise ConfigError(
                 "the warm-up is given in epochs but the epoch is not known: pass steps_per_epoch to WarmupSchedule, "
-                "or call DistributedSampler.set_epoch / optimizer.set_epoch before the first step of each epoch, "
-                "or give the warm-up in steps"
+                "or call DistributedSampler.set_epoch / optimizer.set_epoch before the first step of each epoch "
+                "(in Keras BroadcastGlobalVariablesCallback does), or give the warm-up in steps"
             )
         return epoch / self.epochs
 

@@ -23,6 +23,7 @@ from dgc_horovod.tensorflow.updates import PlainUpdate
 from dgc_horovod.tensorflow.variables import (
     Gradient,
     dtype_of,
+    key_of,
     keys_of,
     kind_of,
     name_of,
@@ -38,24 +39,29 @@ class Clock:
 
     Args:
         stride: most iterations from one exchange to the next.
+        says: whether to tell (one rank does).
     """
 
-    def __init__(self, stride: int) -> None:
-        self._stride = stride
+    def __init__(self, stride: int, says: Callable[[], bool] = lambda: True) -> None:
+        self._stride, self._says = stride, says
         self._last: int | None = None
         self._generation = 0
 
     def generation(self, iterations: int) -> int:
         """A number that changes when `iterations` is not what must follow."""
-        if self._last is not None and not 0 <= iterations - self._last <= self._stride:
+        last, self._last = self._last, iterations
+        if last is None:
+            if iterations >= self._stride and self._says():
+                _log.warning("dgc_horovod: training goes on at iteration %d; u and v start from zero", iterations)
+        elif not 0 <= iterations - last <= self._stride:
             self._generation += 1
-            _log.warning(
-                "dgc_horovod: the optimizer's iterations went from %d to %d: a checkpoint was loaded. u and v belong "
-                "to the weights before and start again from zero",
-                self._last,
-                iterations,
-            )
-        self._last = iterations
+            if self._says():
+                _log.warning(
+                    "dgc_horovod: the optimizer's iterations went from %d to %d: a checkpoint was loaded. u and v "
+                    "belong to the weights before and start again from zero",
+                    last,
+                    iterations,
+                )
         return self._generation
 
 
@@ -105,7 +111,7 @@ class Distribution:
 
     def __init__(self, settings: Settings, update: PlainUpdate, what: str, stride: int = 1) -> None:
         self.settings, self.update, self.what = settings, update, what
-        self.clock = Clock(stride)
+        self.clock = Clock(stride, lambda: settings.config is not None and settings.process_set.rank() == 0)
         self.epoch: int | None = None
         self._members: dict[Any, Member] = {}
         self._agreeing: Collectives | None = None
@@ -209,6 +215,11 @@ class Distribution:
             "groups": "\n".join(map(str, settings.group_numbers(sources))),
             "local": "\n".join(map(str, local)),
         }
+
+    @property
+    def compressed(self) -> set[Any]:
+        """Keys of the variables whose gradients are compressed."""
+        return {key_of(m.sources[i]) for m in self._members.values() for i in m.compressed}
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch (from 0) it is."""

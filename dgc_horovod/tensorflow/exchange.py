@@ -60,7 +60,7 @@ class GradientExchange:
             compression = hvd.Compression.fp16 if half else hvd.Compression.none
         groups = dict(enumerate(settings.group_numbers(sources)))
         self._dense_path = DensePath(collectives, settings, compression, groups)
-        self._function = tf.function(self._graph, autograph=False)
+        self._function = tf.function(self._graph, autograph=False, reduce_retracing=True)
 
     def __call__(self, gradients: Sequence[Gradient], iterations: Any = 0, learning_rate: Any = 1.0) -> Exchanged:
         """Exchange one gradient for each source.
@@ -72,6 +72,7 @@ class GradientExchange:
 
         Raises:
             UnsupportedUse: in a graph that XLA compiles.
+            ConfigError: the warm-up needs an epoch and nobody has told it.
             DGCError: in eager mode, what went wrong; inside a graph TensorFlow raises an error with its text.
         """
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -79,6 +80,8 @@ class GradientExchange:
                 "XLA compiles this step (jit_compile=True), and no Horovod operation runs inside XLA; pass "
                 "jit_compile=False to tf.function or model.compile"
             )
+        if self.steps.buckets is not None:
+            self.steps.buckets.density()  # an error that should not wait until the graph runs
         arguments = list(gradients), tf.cast(iterations, tf.int64), tf.cast(learning_rate, tf.float32)
         if not tf.executing_eagerly():
             return Exchanged(*self._graph(*arguments))

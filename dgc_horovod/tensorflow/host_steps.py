@@ -16,7 +16,7 @@ import numpy as np
 from dgc_horovod.bucket import TensorSpec
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
-from dgc_horovod.errors import BackendUnavailable, DGCError, UnsupportedUse
+from dgc_horovod.errors import BackendUnavailable, DGCError
 from dgc_horovod.exchange import BucketExchange, ring_received
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import Kernels, ResidualFeed
@@ -122,11 +122,9 @@ class HostSteps:
 
     def start(self, iterations: np.ndarray) -> list[Any]:
         """Begin; returns `iterations`, and whether the optimizer's slots are to be taken over."""
-        if self._under_way:
-            raise UnsupportedUse(
-                "a step began before the one before it had ended, with the same variables: apply gradients one after "
-                "another, not from several threads or parallel iterations of a loop"
-            )
+        if self._under_way and self.buckets is not None:
+            _log.warning("dgc_horovod: the step before was not finished (an error?); what it sent is taken back")
+            self.buckets.close(False)
         self._under_way, self._iterations = True, int(iterations)
         self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
         generation = self._generation_now(self._iterations)

@@ -71,7 +71,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"optimizer must be a Keras 3 optimizer (keras.optimizers), got {type(optimizer).__module__}."
             f"{type(optimizer).__name__}; optimizers of TensorFlow 1 and of Keras 2 (tf_keras) are not supported"
         )
-    if is_distributed(optimizer):
+    if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
         raise UnsupportedUse("this optimizer is already a DistributedOptimizer; wrap the Keras optimizer itself")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {backward_passes_per_step!r}")

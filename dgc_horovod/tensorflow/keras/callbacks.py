@@ -17,12 +17,15 @@ from dgc_horovod.tensorflow.variables import key_of
 
 
 class _EpochTeller(keras.callbacks.Callback):
-    """Tells a distributed optimizer the epoch, which a density warm-up may need."""
+    """Tells a distributed optimizer the epoch, which a density warm-up may need; counted on over calls of ``fit``."""
+
+    _epochs_begun = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         tell = getattr(self.model.optimizer, "set_epoch", None)
         if tell is not None:
-            tell(epoch)
+            tell(max(epoch, self._epochs_begun))
+        self._epochs_begun = max(epoch, self._epochs_begun) + 1
 
 
 class BroadcastGlobalVariablesCallback(_EpochTeller):
@@ -158,9 +161,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self._optimizer
         old, new = float(optimizer.learning_rate.numpy()), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
-        if self.momentum_correction and old and new != old:
-            for velocity in getattr(optimizer, "momentums", []):
-                velocity.assign(velocity * (new / old))
+        if self.momentum_correction and old and new != old and getattr(optimizer, "momentums", None):
+            compressed = optimizer._dgc.compressed if hasattr(optimizer, "_dgc") else set()
+            for variable, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
+                if key_of(variable) not in compressed:
+                    velocity.assign(velocity * (new / old))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
