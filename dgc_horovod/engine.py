@@ -251,6 +251,27 @@ class BucketEngine:
         body_bytes = _packet_format(self.bucket, self.config, runs).body_bytes
         return sends_scattered(self.bucket.numel, body_bytes, self.workers)
 
+    def move_in(self, i: int, other: BucketEngine, j: int) -> None:
+        """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""
+        mine, theirs = self.bucket.segments[i], other.bucket.segments[j]
+        here, there = slice(mine.start, mine.start + mine.numel), slice(theirs.start, theirs.start + theirs.numel)
+        if other.state.u is not None:
+            self.momentum()
+        if other.state.moments is not None:
+            self.adam_moments()
+        ours, others = (
+            [x for x in (state.v, state.u, *(state.moments or (None, None)))] for state in (self.state, other.state)
+        )
+        for to, source in zip(ours, others, strict=True):
+            if to is not None:
+                to[here] = 0 if source is None else source[there]
+            if source is not None:
+                source[there] = 0
+
+    def commit(self) -> None:
+        """The step is applied everywhere: what it sent is not to be taken back any more."""
+        self._sent = None
+
     def restore(self) -> None:
         """Take back what the last `compress` sent: v and u are, bit for bit, as after accumulation."""
         if self._sent is None:

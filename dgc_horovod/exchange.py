@@ -23,6 +23,15 @@ class Traffic:
     sent: int = 0
     received: int = 0
 
+    def stats(self, elements: int, workers: int) -> dict[str, int]:
+        """The counts, beside those of fp32 ring allreduces of as many `elements`."""
+        return {
+            "bytes_sent": self.sent,
+            "bytes_received": self.received,
+            "bytes_dense": 4 * elements,
+            "bytes_dense_received": ring_received(4 * elements, workers),
+        }
+
     def count_allgather(self, nbytes: int, workers: int) -> None:
         """Count an allgather of `nbytes` from each rank."""
         self.sent += nbytes
@@ -138,10 +147,17 @@ class BucketExchange:
 
     def close(self, finite: bool) -> None:
         """End the step; unless `finite`, take back what was sent in it, as every rank does."""
-        if not finite:
+        if finite:
             for engine in self.engines:
-                engine.restore()
+                engine.commit()
+        else:
+            self.take_back()
         self.steps += 1
+
+    def take_back(self) -> None:
+        """Take back what the step under way has sent."""
+        for engine in self.engines:
+            engine.restore()
 
     def clear(self) -> None:
         """Empty u, v and the local moments: the weights are about to be others."""
@@ -150,16 +166,9 @@ class BucketExchange:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts of this rank: see ``DistributedOptimizer.compression_stats``."""
-        numel = sum(self.numel.values())
-        return {
-            "steps": self.steps,
-            "elements": self.steps * sum(self.numel[name] for name in self.compressed),
-            "selected": self._selected,
-            "bytes_sent": self.traffic.sent,
-            "bytes_received": self.traffic.received,
-            "bytes_dense": self.steps * 4 * numel,
-            "bytes_dense_received": self.steps * ring_received(4 * numel, self.workers),
-        }
+        elements = self.steps * sum(self.numel[name] for name in self.compressed)
+        counts = {"steps": self.steps, "elements": elements, "selected": self._selected}
+        return {**counts, **self.traffic.stats(self.steps * sum(self.numel.values()), self.workers)}
 
     def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
         """Copies of u and v of every tensor in a bucket, by name: what tests and tools look at."""

@@ -15,7 +15,16 @@ except ImportError as error:
     ) from error
 import keras
 
-_NEEDED = ("_clip_gradients", "_apply_weight_decay", "_backend_update_step", "_var_key", "apply", "update_step")
+_NEEDED = (
+    "_apply_weight_decay",
+    "_backend_update_step",
+    "_clip_gradients",
+    "_get_current_learning_rate",
+    "_untrack_variable",
+    "add_variable_from_reference",
+    "apply",
+    "update_step",
+)
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
         f"Keras runs on {keras.backend.backend()} here; Horovod's operations are TensorFlow's: set "

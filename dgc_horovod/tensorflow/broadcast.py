@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from dgc_horovod.tensorflow.variables import native
+from dgc_horovod.tensorflow.watch import watched
 
 # What Horovod's broadcast does not know travels as something of the same width: bits are all that matters.
 _CARRIERS = {
@@ -18,6 +19,13 @@ _CARRIERS = {
     tf.uint32: tf.int32,
     tf.uint64: tf.int64,
 }
+
+
+def shared_variables(optimizer: Any) -> list[Any]:
+    """The variables of a Keras optimizer that are the same on every rank: all but its gradient accumulators."""
+    holder = getattr(optimizer, "inner_optimizer", optimizer)
+    own = {id(native(variable)) for variable in getattr(holder, "_accumulated_gradients", ())}
+    return [variable for variable in optimizer.variables if id(native(variable)) not in own]
 
 
 def broadcast_variables(
@@ -33,8 +41,15 @@ def broadcast_variables(
         root_rank: whose values are sent.
         process_set: the ranks that take part.
         inplace: as in Horovod; for variables of dtypes that it knows.
+
+    Raises:
+        CollectiveTimeout: another rank did not join within DGC_TIMEOUT seconds.
     """
-    inner = [native(variable) for variable in variables]
+    with watched(process_set, f"the broadcast of variables from rank {root_rank}"):
+        _broadcast([native(variable) for variable in variables], root_rank, process_set, inplace)
+
+
+def _broadcast(inner: list[Any], root_rank: int, process_set: hvd.ProcessSet, inplace: bool) -> None:
     known = [variable for variable in inner if variable.dtype not in _CARRIERS]
     if known:
         hvd.broadcast_variables(known, root_rank, process_set, inplace)

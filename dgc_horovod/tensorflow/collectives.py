@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -10,7 +12,8 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.exchange import Traffic
-from dgc_horovod.tensorflow.watch import Watch
+from dgc_horovod.tensorflow.host_calls import host_call
+from dgc_horovod.tensorflow.watch import Watch, watched
 
 
 class Collectives:
@@ -27,11 +30,17 @@ class Collectives:
         self.rank: int = process_set.rank()
         self.alone = self.workers == 1 and not envvars.horovod_elastic()  # an elastic job may grow
         self.traffic = Traffic()
-        self.watch = Watch(self.rank, self.workers)
+        self.watch = Watch(process_set)
 
     def full_name(self, name: str) -> str:
         """The name under which Horovod knows the collective `name`."""
         return f"dgc.{self.tag}.{name}"
+
+    def size(self, dtype: Any) -> tf.Tensor:
+        """N as a tensor; in an elastic job it is asked when the graph runs."""
+        if envvars.horovod_elastic():
+            return tf.cast(hvd.size_op(process_set_id=self.process_set.process_set_id), dtype)
+        return tf.cast(self.workers, dtype)
 
     def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """The ranks' tensors after one another, in rank order."""
@@ -55,21 +64,41 @@ class Collectives:
             ignore_name_scope=True,
         )
 
+    def in_time(self, name: str, given: Sequence[Any], reduce: Callable[[], Any]) -> Any:
+        """What ``reduce()`` puts into the graph, with the clock running from when all of `given` is there.
+
+        Args:
+            name: what is waited for.
+            given: tensors that this rank contributes.
+            reduce: makes the operations, and returns their results.
+        """
+
+        def arm() -> list[Any]:
+            self.watch.arm(self.full_name(name))
+            return [np.bool_(True)]
+
+        def disarm(_: Any) -> list[Any]:
+            self.watch.disarm()
+            return [np.bool_(True)]
+
+        with tf.control_dependencies(tf.nest.flatten(list(given), expand_composites=True)):
+            armed = host_call(arm, [], [tf.bool])
+        results = reduce()
+        with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+            disarmed = host_call(disarm, armed, [tf.bool])
+        with tf.control_dependencies(disarmed):
+            return tf.nest.map_structure(tf.identity, results)
+
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """The `data` of every rank, of any length, in rank order. Blocks, in eager mode; two collectives.
 
         Raises:
             CollectiveTimeout: another rank did not join within DGC_TIMEOUT seconds.
         """
-        with tf.init_scope():  # a graph may be under construction
-            self.watch.arm(self.full_name(name))
-            try:
-                lengths = self.allgather(tf.constant([len(data)], tf.int64), f"{name}.lengths").numpy()
-                own = tf.constant(np.frombuffer(data, np.uint8))
-                everything = self.allgather(own, name).numpy().tobytes()
-            except tf.errors.OpError as error:
-                raise self.watch.error or error from None
-            finally:
-                self.watch.disarm()
+        # a graph may be under construction
+        with tf.init_scope(), watched(self.process_set, self.full_name(name)):
+            lengths = self.allgather(tf.constant([len(data)], tf.int64), f"{name}.lengths").numpy()
+            own = tf.constant(np.frombuffer(data, np.uint8))
+            everything = self.allgather(own, name).numpy().tobytes()
         ends = list(itertools.accumulate(int(n) for n in lengths))
         return [everything[end - int(size) : end] for size, end in zip(lengths, ends, strict=True)]

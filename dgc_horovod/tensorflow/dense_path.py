@@ -90,6 +90,6 @@ class DensePath:
         values = self._compression.decompress(self._collectives.allgather(values, f"rows.{i}"), context)
         values = tf.cast(values, gradient.dtype)
         if self._settings.averages:
-            values = values / tf.cast(self._collectives.workers, gradient.dtype)
+            values = values / self._collectives.size(gradient.dtype)
         indices = self._collectives.allgather(gradient.indices, f"indices.{i}")
         return combined(tf.IndexedSlices(values, indices, gradient.dense_shape))

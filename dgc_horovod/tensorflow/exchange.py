@@ -18,10 +18,10 @@ from dgc_horovod.schedule import densities
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.dense_path import DensePath
 from dgc_horovod.tensorflow.host_calls import host_call
-from dgc_horovod.tensorflow.host_steps import BucketRun, HostSteps
+from dgc_horovod.tensorflow.host_steps import BucketRun, Homes, HostSteps
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
-from dgc_horovod.tensorflow.variables import Gradient, native, shape_of
+from dgc_horovod.tensorflow.variables import Gradient, Source, native
 
 _MESSAGE = [tf.uint8, tf.float32]  # a packet and a vector, of which one is empty
 
@@ -37,23 +37,25 @@ class GradientExchange:
     """The exchange of the gradients of `sources`, always in that order.
 
     Args:
-        sources, settings, collectives, update, generation: see `HostSteps`.
+        sources, settings, collectives, update, generation, homes, number: see `HostSteps`.
+        keeps_fp32: return updates of compressed float16 variables as float32: times the learning rate they fit.
     """
 
     def __init__(
         self,
-        sources: Sequence[Any],
+        sources: Sequence[Source],
         settings: Settings,
         collectives: Collectives,
-        update: PlainUpdate | None = None,
-        generation: Callable[[int], int] = lambda iterations: 0,
+        update: PlainUpdate,
+        generation: Callable[[int], int],
+        homes: Homes,
+        number: int = 0,
+        keeps_fp32: bool = False,
     ) -> None:
         self.sources, self.settings, self.collectives = list(sources), settings, collectives
-        self.update = update or PlainUpdate()
-        self.steps = HostSteps(sources, settings, collectives, self.update, generation)
-        self._shapes = [shape_of(source) for source in sources]
-        self._in_bucket = {i for run in self.steps.runs for i in run.members}
-        self.compressed = {i for run in self.steps.runs if not run.engine.bucket.whole for i in run.members}
+        self.update, self._keeps_fp32 = update, keeps_fp32
+        self.steps = HostSteps(sources, settings, collectives, update, generation, homes, number)
+        self.compressed = {i for i, run in self.steps.place.items() if not run.engine.bucket.whole}
         compression = settings.compression
         if settings.config is not None:
             half = settings.config.dense_values == "fp16"
@@ -89,6 +91,7 @@ class GradientExchange:
         try:
             return Exchanged(*self._function(*arguments))
         except tf.errors.OpError as error:
+            self.collectives.watch.disarm()
             raise self.steps.error or self.collectives.watch.error or error from None
 
     def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any], *first: Any) -> Any:
@@ -107,27 +110,28 @@ class GradientExchange:
             *updates, flag = self._decoded(run, message)
             flags.append(flag)
             for i, update in zip(run.members, updates, strict=True):
-                results[i] = tf.cast(tf.reshape(update, self._shapes[i]), gradients[i].dtype)
+                update = tf.reshape(update, self.sources[i].shape)
+                results[i] = update if self._keeps_fp32 else tf.cast(update, gradients[i].dtype)
         (finite,) = self._call(self.steps.end, flags, [tf.bool], self._dense_path.nbytes(whole.values()))
         finite.set_shape([])
         return [results[i] for i in range(len(gradients))], finite
 
     def _all_dense(self, gradients: Sequence[Gradient], started: tf.Tensor) -> list[Gradient]:
-        with tf.control_dependencies([started]):  # the watch must be looking before anything is sent
-            results = self._dense_path({i: tf.identity(gradient) for i, gradient in enumerate(gradients)})
-        with tf.control_dependencies(tf.nest.flatten(list(results.values()), expand_composites=True)):
-            (ended,) = self._call(self.steps.end, [True], [tf.bool], self._dense_path.nbytes(gradients))
-        with tf.control_dependencies([ended]):
-            return [tf.identity(results[i]) for i in range(len(gradients))]
+        given = dict(enumerate(gradients))
+        results = self.collectives.in_time("dense.*", gradients, lambda: self._dense_path(given))
+        results = [results[i] for i in range(len(gradients))]
+        with tf.control_dependencies([started, *tf.nest.flatten(results, expand_composites=True)]):
+            ended = self._call(self.steps.end, [True], [tf.bool], self._dense_path.nbytes(gradients))
+        with tf.control_dependencies(ended):
+            return [tf.identity(result) for result in results]
 
     def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
         """At the first step, and after a checkpoint was loaded: the optimizer's slots move into the engines."""
-        slots = {i: [native(slot) for slot in self.update.slots(self.sources[i])] for i in sorted(self.compressed)}
+        slots = {i: [native(slot) for slot in self.update.slots(self.sources[i].key)] for i in sorted(self.compressed)}
         everything = [slot for mine in slots.values() for slot in mine]
         if not everything:
             return started
-        run_of = {i: run for run in self.steps.runs for i in run.members}
-        counts = [(run_of[i], i, len(mine)) for i, mine in slots.items()]
+        counts = [(self.steps.place[i], i, len(mine)) for i, mine in slots.items()]
 
         def take_over() -> tf.Tensor:
             (done,) = self._call(self.steps.take_over, [rate, *everything], [tf.int64], counts)
@@ -143,7 +147,7 @@ class GradientExchange:
     ) -> tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]:
         """A message of each bucket, and the gradients that go by the dense path."""
         runs, steps = self.steps.runs, self.steps
-        whole = {i: gradient for i, gradient in enumerate(gradients) if i not in self._in_bucket}
+        whole = {i: gradient for i, gradient in enumerate(gradients) if i not in self.steps.place}
         flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
         assert self.settings.config is not None
         if self.settings.config.clip_norm is None:

@@ -33,13 +33,18 @@ def host_call(
         kernels: `schema.Kernels` whose arrays the function works on.
     """
     if kernels is None or kernels.array_kind == "numpy":
-        return tf.numpy_function(lambda *arrays: list(function(*arrays)), list(inputs), list(dtypes))
+        return _as_list(tf.numpy_function(lambda *arrays: list(function(*arrays)), list(inputs), list(dtypes)))
 
     def through_dlpack(*tensors: Any) -> list[tf.Tensor]:
         arrays = [kernels.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor)) for tensor in tensors]
         return [_as_tensor(result, kernels) for result in function(*arrays)]
 
-    return tf.py_function(through_dlpack, list(inputs), list(dtypes))
+    return _as_list(tf.py_function(through_dlpack, list(inputs), list(dtypes)))
+
+
+def _as_list(results: Any) -> list[tf.Tensor]:
+    """In eager mode TensorFlow returns a single result as it is."""
+    return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
 def _as_tensor(result: Any, kernels: Any) -> tf.Tensor:

@@ -16,8 +16,8 @@ import numpy as np
 from dgc_horovod.bucket import TensorSpec
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
-from dgc_horovod.errors import BackendUnavailable, DGCError
-from dgc_horovod.exchange import BucketExchange, ring_received
+from dgc_horovod.errors import BackendUnavailable, DGCError, UnsupportedUse
+from dgc_horovod.exchange import BucketExchange
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import Kernels, ResidualFeed
 from dgc_horovod.report import NOT_FINITE
@@ -25,7 +25,7 @@ from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.host_calls import Blocks, threads
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
-from dgc_horovod.tensorflow.variables import cuda_device, name_of, shape_of
+from dgc_horovod.tensorflow.variables import Source, numel_of
 
 _log = logging.getLogger("dgc_horovod")
 _NO_PACKET, _NO_VECTOR = np.empty(0, np.uint8), np.empty(0, np.float32)
@@ -50,43 +50,74 @@ class BucketRun:
         return f"bucket{self.engine.bucket.index}"
 
 
+class Homes:
+    """Where the u and v of each variable are: with the exchange that had its gradient last."""
+
+    def __init__(self) -> None:
+        self._at: dict[Any, tuple[HostSteps, int]] = {}
+
+    def bring(self, to: HostSteps, keys: Sequence[Any]) -> None:
+        """Let `to` have the state of its variables, wherever it is."""
+        for i, key in enumerate(keys):
+            there = self._at.get(key)
+            if there is not None and there[0] is not to:
+                _move(to, i, *there)
+            self._at[key] = to, i
+
+    def forget(self, steps: HostSteps) -> None:
+        """Let go of `steps` and the state that is there."""
+        self._at = {key: at for key, at in self._at.items() if at[0] is not steps}
+
+
+def _move(to: HostSteps, i: int, source: HostSteps, j: int) -> None:
+    here, there = to.place.get(i), source.place.get(j)
+    if here is not None and there is not None:
+        here.engine.move_in(here.members.index(i), there.engine, there.members.index(j))
+
+
 class HostSteps:
     """The steps of one exchange on this rank.
 
     Args:
-        sources: the variables.
+        sources: of the gradients.
         settings: the compression and Horovod's arguments.
         collectives: of this exchange, for its traffic and its watch.
         update: how gradients enter the residual.
         generation: called with the optimizer's iterations at each step: a number that changes when a checkpoint
             has been loaded since the last.
+        homes: shared by all exchanges that may meet the same variables.
+        number: of the exchange, among those of the same variables that have each a state of their own.
     """
 
     def __init__(
         self,
-        sources: Sequence[Any],
+        sources: Sequence[Source],
         settings: Settings,
         collectives: Collectives,
         update: PlainUpdate,
         generation: Callable[[int], int],
+        homes: Homes,
+        number: int,
     ) -> None:
         self.collectives, self.update = collectives, update
         self.buckets: BucketExchange | None = None
         self.runs: list[BucketRun] = []
+        self.place: dict[int, BucketRun] = {}
         self.error: DGCError | None = None
-        self._numel = sum(int(np.prod(shape_of(source))) for source in sources)
+        self._numel = numel_of(sources)
+        self._homes, self._keys = homes, [(number, source.key) for source in sources]
         self._generation_now, self._generation = generation, -1
         self._iterations = self._steps = 0
         self._under_way = self._told = False
         if settings.config is not None:
             self._make_buckets(sources, settings, settings.config)
 
-    def _make_buckets(self, sources: Sequence[Any], settings: Settings, config: DGCConfig) -> None:
-        names = [f"{i} {name_of(source)}" for i, source in enumerate(sources)]
-        device = dict(zip(names, map(cuda_device, sources), strict=True))
+    def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> None:
+        names = [f"{i} {source.name}" for i, source in enumerate(sources)]
+        index = {name: i for i, name in enumerate(names)}
         keys: dict[Any, int] = {}
         specs = [
-            TensorSpec(name, shape_of(source), keys.setdefault((group, device[name]), len(keys)))
+            TensorSpec(name, source.shape, keys.setdefault((group, source.cuda), len(keys)))
             for name, source, group in zip(names, sources, settings.group_numbers(sources), strict=True)
         ]
         kernels = functools.cache(_kernels_on)
@@ -94,17 +125,21 @@ class HostSteps:
         self.buckets = BucketExchange(
             specs,
             config,
-            lambda name: kernels(device[name]),
+            lambda name: kernels(sources[index[name]].cuda),
             collectives.rank,
             collectives.workers,
             settings.averages,
             collectives.traffic,
         )
-        index = {name: i for i, name in enumerate(names)}
         for engine in self.buckets.engines:
             segments = engine.bucket.segments
             members = tuple(index[segment.name] for segment in segments)
             self.runs.append(BucketRun(engine, members, Blocks([segment.numel for segment in segments])))
+        self.place = {i: run for run in self.runs for i in run.members}
+        if config.clip_norm is not None and len({run.kernels.array_kind for run in self.runs}) > 1:
+            raise UnsupportedUse(
+                "clip_norm with variables on GPUs and on the host: their norm is taken at once; place all of them alike"
+            )
 
     def noting(self, function: Callable[..., Sequence[Any]], *first: Any) -> Callable[..., Sequence[Any]]:
         """``function(*first, ...)``, remembering its error, which TensorFlow turns into one of its own."""
@@ -114,6 +149,7 @@ class HostSteps:
                 return function(*first, *arguments)
             except DGCError as error:
                 self.error = error
+                self.collectives.watch.disarm()
                 raise
 
         return noting
@@ -121,16 +157,19 @@ class HostSteps:
     # -- a step, in this order
 
     def start(self, iterations: np.ndarray) -> list[Any]:
-        """Begin; returns `iterations`, and whether the optimizer's slots are to be taken over."""
+        """Begin; returns `iterations`, and whether the optimizer's slots are to be taken over.
+
+        A step before this one that was not finished (an error in the graph) has sent nothing that counts.
+        """
         if self._under_way and self.buckets is not None:
-            _log.warning("dgc_horovod: the step before was not finished (an error?); what it sent is taken back")
-            self.buckets.close(False)
+            self.buckets.take_back()
         self._under_way, self._iterations = True, int(iterations)
-        self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
         generation = self._generation_now(self._iterations)
         fresh, self._generation = generation != self._generation, generation
-        if fresh and self._steps and self.buckets is not None:
-            self.buckets.clear()
+        if self.buckets is not None:
+            self._homes.bring(self, self._keys)
+            if fresh and self._steps:
+                self.buckets.clear()
         return [np.int64(self._iterations), np.bool_(fresh)]
 
     def take_over(self, counts: Sequence[tuple[BucketRun, int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:
@@ -172,6 +211,7 @@ class HostSteps:
     def _message(self, run: BucketRun, clip: float) -> list[np.ndarray]:
         assert self.buckets is not None
         message = self.buckets.compress(run.engine, clip)
+        self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
         if message.scattered:
             return [_NO_PACKET, message.payload]
         return [message.payload.copy(), _NO_VECTOR]  # the engine writes the next one to the same place
@@ -219,16 +259,8 @@ class HostSteps:
         """As ``DistributedOptimizer.compression_stats``; without compression nothing is selected."""
         if self.buckets is not None:
             return self.buckets.stats()
-        dense = 4 * self._steps * self._numel
-        return {
-            "steps": self._steps,
-            "elements": 0,
-            "selected": 0,
-            "bytes_sent": self.collectives.traffic.sent,
-            "bytes_received": self.collectives.traffic.received,
-            "bytes_dense": dense,
-            "bytes_dense_received": ring_received(dense, self.collectives.workers),
-        }
+        traffic = self.collectives.traffic.stats(self._steps * self._numel, self.collectives.workers)
+        return {"steps": self._steps, "elements": 0, "selected": 0, **traffic}
 
 
 def _kernels_on(device: str | None) -> Kernels:

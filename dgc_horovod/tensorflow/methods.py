@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,25 +11,24 @@ import tensorflow as tf
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange import clip_limit
-from dgc_horovod.tensorflow.distribution import Distribution, Member
-from dgc_horovod.tensorflow.variables import Gradient, key_of, native
+from dgc_horovod.tensorflow.distribution import Distribution, VariableSet
+from dgc_horovod.tensorflow.variables import Gradient, Key, key_of, native, scaled
 
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.
 not_converted: Any = tf.autograph.experimental.do_not_convert
-_Above: Any = object  # the user's class, when the methods are put over it
+UsersClass: Any = object  # over which the methods are put
 
 
-class Step:
+class Application:
     """One call of ``apply``, while it is traced or run."""
 
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        self.plain = {key_of(member.sources[i]) for i in member.compressed}
+    def __init__(self, variables: VariableSet) -> None:
+        self.variables = variables
         self.finite: tf.Tensor | None = None
         self.decayed: Sequence[Any] = ()
 
 
-class DistributedMethods(_Above):
+class DistributedMethods(UsersClass):
     """Over a Keras optimizer: gradients are exchanged after accumulation and unscaling, before anything else.
 
     Keras calls ``apply`` -> ``_clip_gradients`` (here they are exchanged) -> ``_apply_weight_decay`` ->
@@ -37,98 +36,137 @@ class DistributedMethods(_Above):
     """
 
     _dgc: Distribution
-    _dgc_local: set[Any]  # keys of the variables that are left to each rank
-    _dgc_step: Step | None = None
-    _dgc_passes = 1  # Horovod's backward_passes_per_step, if the passes are to be summed
+    _dgc_local: set[Key]  # variables that are left to each rank
+    _dgc_applying: Application | None = None
+    _dgc_passes = 1  # Horovod's backward_passes_per_step
+    _dgc_averaged = True  # over the passes, or summed
 
     @not_converted
-    def apply(self: Any, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> None:
+    def apply(self: Any, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
         """As Keras', with the gradients of all ranks."""
-        known = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        grads = list(grads)
+        given = None if trainable_variables is None else list(trainable_variables)
+        known = self._trainable_variables if given is None else given
         if not self._dgc.takes_part or len(known) != len(grads) or not known:
-            return super().apply(grads, trainable_variables)
-        self._dgc_check_scaling()
-        member = self._dgc.member(known, grads, self._dgc_local)
-        with _during(self, Step(member)):
-            super().apply(member.completed(grads), trainable_variables)
+            return super().apply(grads, given)
+        self._dgc_check(known)
+        variables = self._dgc.variable_set(known, grads, self._dgc_local)
+        with _during(self, Application(variables)):
+            super().apply(variables.completed(grads), given)
 
     def _clip_gradients(self: Any, grads: Sequence[Gradient]) -> list[Gradient]:
-        step = self._dgc_step
-        if step is None:
+        application = self._dgc_applying
+        if application is None:
             return super()._clip_gradients(grads)
-        member, grads = step.member, list(grads)
-        given = [i for i, kind in enumerate(member.kinds) if kind != "none"]  # Keras has left the others out
-        place = {i: j for j, i in enumerate(given)}
-        if self._dgc.settings.scale_local_gradients:
-            workers = self._dgc.settings.process_set.size()
-            for i in set(given) - set(member.active):
-                grads[place[i]] = grads[place[i]] / workers
-        compresses = self._dgc.settings.config is not None
-        if member.exchange is not None:
-            mine = [grads[place[i]] for i in member.active]
-            if self._dgc_passes > 1:  # Keras has averaged them
-                mine = [gradient * self._dgc_passes for gradient in mine]
+        settings, variables = self._dgc.settings, application.variables
+        compresses = settings.config is not None
+        # Keras has left out those without a gradient, and averaged over the passes
+        passes = 1 if self._dgc_averaged else self._dgc_passes
+        gradients = {i: scaled(g, passes) for i, g in zip(variables.given, grads, strict=True)}
+        for i in gradients:
+            if variables.local[i]:
+                gradients[i] = scaled(gradients[i], settings.local_scale)
             if compresses:
-                mine = self._dgc_clip_locally(mine)
-            exchanged = member.exchange(mine, self.iterations, self._get_current_learning_rate())
-            step.finite = exchanged.finite
-            for i, gradient in zip(member.active, exchanged.gradients, strict=True):
-                grads[place[i]] = gradient
-        return grads if compresses else super()._clip_gradients(grads)
+                gradients[i] = self._dgc_clip_locally(gradients[i], variables.local[i])
+        if variables.exchange is not None:
+            active = [gradients[i] for i in variables.active]
+            exchanged = variables.exchange(active, self.iterations, self._get_current_learning_rate())
+            application.finite = exchanged.finite
+            gradients.update(zip(variables.active, exchanged.gradients, strict=True))
+        results = list(gradients.values())
+        return results if compresses else super()._clip_gradients(results)
 
-    def _dgc_clip_locally(self: Any, grads: list[Any]) -> list[Any]:
+    def _dgc_clip_locally(self: Any, gradient: Gradient, local: bool) -> Gradient:
         """Keras' clipping by variable, before compression and not after it: what comes back arrives in bursts."""
         settings = self._dgc.settings
-        workers = settings.process_set.size()
+        workers = 1 if local else settings.process_set.size()
         if self.clipnorm:
             limit = clip_limit(self.clipnorm, workers, settings.averages)
-            return [tf.clip_by_norm(tf.convert_to_tensor(gradient), limit) for gradient in grads]
+            return tf.clip_by_norm(tf.convert_to_tensor(gradient), limit)
         if self.clipvalue:
             limit = clip_limit(self.clipvalue, workers, settings.averages)
-            return [tf.clip_by_value(tf.convert_to_tensor(gradient), -limit, limit) for gradient in grads]
-        return grads
+            return tf.clip_by_value(tf.convert_to_tensor(gradient), -limit, limit)
+        return gradient
 
     def _apply_weight_decay(self: Any, variables: Sequence[Any]) -> None:
-        if self._dgc_step is None or self._dgc_step.finite is None:
+        if self._dgc_applying is None or self._dgc_applying.finite is None:
             super()._apply_weight_decay(variables)
         else:
-            self._dgc_step.decayed = variables  # under the condition of `_backend_update_step`
+            self._dgc_applying.decayed = variables  # under the condition of `_backend_update_step`
 
     def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        step = self._dgc_step
+        application = self._dgc_applying
         above: Any = super()
-        if step is None or step.finite is None:
+        if application is None or application.finite is None:
             return above._backend_update_step(grads, trainable_variables, learning_rate)
 
         def update() -> bool:
-            above._apply_weight_decay(step.decayed)
+            above._apply_weight_decay(application.decayed)
             above._backend_update_step(grads, trainable_variables, learning_rate)
             return True
 
-        tf.cond(step.finite, update, lambda: False)  # on every rank, or on none
+        tf.cond(application.finite, update, lambda: False)  # on every rank, or on none
 
     def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """As the optimizer's own; ``w -= lr * mean(s)`` where its arithmetic has been done before selection."""
-        step = self._dgc_step
-        if step is None or not self._dgc.update.is_split or key_of(variable) not in step.plain:
+        application = self._dgc_applying
+        split = application is not None and self._dgc.update.is_split
+        if not split or key_of(variable) not in application.variables.compressed:
             return super().update_step(gradient, variable, learning_rate)
         target = native(variable)
-        rate, gradient = keras.ops.cast(learning_rate, target.dtype), tf.cast(gradient, target.dtype)
-        tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=rate, delta=gradient)
+        if target.dtype == gradient.dtype:
+            rate = keras.ops.cast(learning_rate, target.dtype)
+            tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=rate, delta=gradient)
+        else:
+            change = gradient * keras.ops.cast(learning_rate, gradient.dtype)
+            target.assign_sub(tf.cast(change, target.dtype))
 
-    # -- loss scaling
+    # -- what Keras does around
+
+    def build(self: Any, variables: Sequence[Any]) -> None:
+        """As Keras'. Accumulators of ``backward_passes_per_step`` are each rank's own: not saved, not broadcast."""
+        super().build(variables)
+        if self._dgc_passes > 1:
+            for accumulator in self._accumulated_gradients:
+                self._untrack_variable(accumulator)
+
+    def get_config(self: Any) -> dict[str, Any]:
+        """As Keras', of the wrapped optimizer."""
+        config = super().get_config()
+        return {**config, "gradient_accumulation_steps": None} if self._dgc_passes > 1 else config
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        """As Keras'; u and v belong to the weights before and start from zero."""
+        super().load_own_variables(store)
+        self._dgc.clock.reloaded()
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        if name == "loss_scale_factor":  # LossScaleOptimizer sets it on the optimizer that it wraps
-            self.__dict__["_dgc_scaled_by_another"] = value is None
+        if name == "loss_scale_factor" and value is None:  # LossScaleOptimizer does so to the one that it wraps
+            self.__dict__["_dgc_scaled_by_another"] = True
         super().__setattr__(name, value)
 
-    def _dgc_check_scaling(self: Any) -> None:
+    def _dgc_check(self: Any, variables: Sequence[Any]) -> None:
         if self.__dict__.get("_dgc_scaled_by_another"):
             raise UnsupportedUse(
-                "a LossScaleOptimizer was put around this DistributedOptimizer: a rank whose gradient overflows would "
-                "leave the others waiting. Put it inside: DistributedOptimizer(LossScaleOptimizer(optimizer))"
+                "a LossScaleOptimizer was put around this DistributedOptimizer (or its loss_scale_factor was taken "
+                "away): a rank whose gradient overflows would leave the others waiting. Put it inside: "
+                "DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise UnsupportedUse(
+                    f"{variable.path!r} is overwritten by its gradient (float8 training), which cannot be combined "
+                    "over ranks; use another dtype policy"
+                )
+
+    def __copy__(self: Any) -> Any:
+        raise UnsupportedUse("a copy would train undistributed; copy the Keras optimizer, then wrap the copy")
+
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        return self.__copy__()
+
+    def __reduce__(self: Any) -> Any:
+        return self.__copy__()
 
     # -- ours
 
@@ -150,21 +188,25 @@ class DistributedMethods(_Above):
 
 
 @contextmanager
-def _during(optimizer: Any, step: Step) -> Any:
-    object.__setattr__(optimizer, "_dgc_step", step)
+def _during(optimizer: Any, application: Application) -> Iterator[None]:
+    object.__setattr__(optimizer, "_dgc_applying", application)
     try:
         yield
     finally:
-        object.__setattr__(optimizer, "_dgc_step", None)
+        object.__setattr__(optimizer, "_dgc_applying", None)
 
 
-class AgreedScaling(_Above):
+class AgreedScaling(UsersClass):
     """Over a LossScaleOptimizer whose inner optimizer is distributed: an overflow on one rank is one on all."""
 
     @not_converted
     def check_finite(self: Any, grads: Sequence[Gradient]) -> tf.Tensor:
         """Whether every gradient of every rank is finite. One small collective."""
-        return self.inner_optimizer._dgc.all_agree(super().check_finite(grads))
+        return self._dgc.all_agree(super().check_finite(grads))
+
+    @property
+    def _dgc(self: Any) -> Distribution:
+        return self.inner_optimizer._dgc
 
     def register_local_var(self: Any, var: Any) -> None:
         """See `DistributedMethods`."""

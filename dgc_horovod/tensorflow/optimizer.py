@@ -7,11 +7,15 @@ stock one. It takes the user's optimizer over as it is: variables, slots, iterat
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
@@ -42,8 +46,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Wrap a Keras 3 `optimizer` so that every step uses the gradients of all ranks.
 
-    The signature is that of ``horovod.tensorflow.DistributedOptimizer``; for that of ``horovod.tensorflow.keras`` see
-    ``dgc_horovod.tensorflow.keras``.
+    It takes over `optimizer`'s variables; use the returned object only from then on. The signature is that of
+    ``horovod.tensorflow.DistributedOptimizer``; ``dgc_horovod.tensorflow.keras`` has that of
+    ``horovod.tensorflow.keras``.
 
     Args:
         optimizer: any Keras optimizer, a LossScaleOptimizer too.
@@ -73,8 +78,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
         raise UnsupportedUse("this optimizer is already a DistributedOptimizer; wrap the Keras optimizer itself")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {backward_passes_per_step!r}")
+    passes = backward_passes_per_step
+    if not isinstance(passes, (int, np.integer)) or isinstance(passes, bool) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
     settings = make_settings(
         compression,
         num_groups,
@@ -87,8 +93,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
     )
-    compiling.install()
-    return distribute(optimizer, settings, backward_passes_per_step, average_aggregated_gradients)
+    compiling.install(set_right)
+    return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -96,42 +102,77 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, (DistributedMethods, AgreedScaling))
 
 
-def distribute(optimizer: Any, settings: Settings, passes: int = 1, averaged: bool = False) -> Any:
+def set_right(model: Any, explicit: bool = False) -> None:
+    """Make a compiled `model` fit for a distributed optimizer, if it has one; see `compiling`.
+
+    Args:
+        model: compiled.
+        explicit: whether the user asked for XLA.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and is_distributed(optimizer.inner_optimizer):
+        if not is_distributed(optimizer):
+            model.optimizer = optimizer = _distribute_scaler(optimizer, optimizer.inner_optimizer)
+    if is_distributed(optimizer) and model.jit_compile:
+        if explicit:
+            warnings.warn(
+                "jit_compile=True is ignored: no Horovod operation runs inside XLA, which a DistributedOptimizer needs",
+                stacklevel=3,
+            )
+        model.jit_compile = False
+
+
+def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool) -> Any:
     """`optimizer` as one of ours; of a LossScaleOptimizer, the one inside too."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = optimizer.inner_optimizer
-        if not is_distributed(inner):
-            inner = distribute(inner, settings, passes, averaged)
-        scaler = _adopt(optimizer, AgreedScaling, settings, passes, averaged)
-        scaler.inner_optimizer = inner
-        inner.__dict__["_dgc_scaled_by_another"] = False
-        return scaler
+        return _distribute_scaler(optimizer, _distribute(optimizer.inner_optimizer, settings, passes, averaged))
+    if passes > 1 and optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            f"the optimizer has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; with it leave "
+            "backward_passes_per_step at 1"
+        )
     if settings.config is not None:
         settings = _with_keras_clipping(optimizer, settings, settings.config)
     kind = type(optimizer)
-    wrapped = _adopt(optimizer, DistributedMethods, settings, passes, averaged)
+    wrapped = _adopt(optimizer, DistributedMethods, lambda plain: _distribute(plain, settings, passes, averaged))
+    update = choose_update(wrapped, kind, settings.config)
+    steps = passes if passes > 1 else wrapped.gradient_accumulation_steps or 1
+    own = {"_dgc": Distribution(settings, update, "optimizer", steps), "_dgc_local": set()}
+    for name, value in {**own, "_dgc_passes": passes, "_dgc_averaged": averaged}.items():
+        object.__setattr__(wrapped, name, value)  # Keras need not know
     if passes > 1:
         _accumulate(wrapped, passes)
-    update = choose_update(wrapped, kind, settings.config)
-    distribution = Distribution(settings, update, "optimizer", wrapped.gradient_accumulation_steps or 1)
-    object.__setattr__(wrapped, "_dgc", distribution)
-    object.__setattr__(wrapped, "_dgc_local", set())
-    object.__setattr__(wrapped, "_dgc_passes", 1 if averaged else passes)
     return wrapped
 
 
-def _adopt(optimizer: Any, methods: type, settings: Settings, passes: int, averaged: bool) -> Any:
-    """`optimizer`'s state in an object of a class made for it: `methods` over the user's class, under its name."""
+def _distribute_scaler(scaler: Any, inner: Any) -> Any:
+    """A LossScaleOptimizer around `inner`, one of ours."""
+
+    def again(plain: Any) -> Any:
+        return _distribute_scaler(plain, type(inner)._dgc_again(plain.inner_optimizer))
+
+    wrapped = _adopt(scaler, AgreedScaling, again)
+    wrapped.inner_optimizer = inner
+    inner.__dict__["_dgc_scaled_by_another"] = False
+    return wrapped
+
+
+def _adopt(optimizer: Any, methods: type, again: Callable[[Any], Any]) -> Any:
+    """`optimizer`'s state in an object of a class made for it: `methods` over the user's class, under its name.
+
+    Args:
+        again: makes another optimizer distributed in the same way.
+    """
     user_class: Any = type(optimizer)
 
     def from_config(cls: Any, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        if passes > 1:
-            config = {**config, "gradient_accumulation_steps": None}
-        plain = user_class.from_config(config, custom_objects) if custom_objects else user_class.from_config(config)
-        return distribute(plain, settings, passes, averaged)
+        return again(user_class.from_config(config, *([custom_objects] if custom_objects else [])))
 
     attributes = {name: getattr(user_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    final = type(user_class.__name__, (methods, user_class), {**attributes, "from_config": classmethod(from_config)})
+    ours = {"from_config": classmethod(from_config), "_dgc_again": staticmethod(again)}
+    final: Any = type(user_class.__name__, (methods, user_class), {**attributes, **ours})
+    if user_class in GLOBAL_CUSTOM_NAMES:  # a user's registered class: a saved model must name that one
+        GLOBAL_CUSTOM_NAMES[final] = GLOBAL_CUSTOM_NAMES[user_class]
     wrapped: Any = object.__new__(final)
     wrapped.__dict__.update(optimizer.__dict__)
     return wrapped
@@ -151,15 +192,13 @@ def _with_keras_clipping(optimizer: Any, settings: Settings, config: DGCConfig) 
 
 def _accumulate(optimizer: Any, passes: int) -> None:
     """Let Keras accumulate over `passes`, also if its variables exist already."""
-    if optimizer.gradient_accumulation_steps:
-        raise ConfigError(
-            f"the optimizer has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; with it leave "
-            "backward_passes_per_step at 1"
-        )
     optimizer.gradient_accumulation_steps = passes
     if optimizer.built:
         with tf.init_scope():
-            optimizer._accumulated_gradients = [
+            accumulators = [
                 optimizer.add_variable_from_reference(variable, name="gradient_accumulator")
                 for variable in optimizer._trainable_variables
             ]
+        for accumulator in accumulators:
+            optimizer._untrack_variable(accumulator)
+        object.__setattr__(optimizer, "_accumulated_gradients", accumulators)

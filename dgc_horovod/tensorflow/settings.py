@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 from horovod.common.util import split_list
 
@@ -15,9 +17,9 @@ from dgc_horovod.compression import config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow.compression import Compression
-from dgc_horovod.tensorflow.variables import key_of
+from dgc_horovod.tensorflow.variables import Key, Source, key_of
 
-Groups = int | Sequence[Sequence[Any]] | None
+Groups = int | tuple[tuple[Key, ...], ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,16 +48,22 @@ class Settings:
         factor = self.gradient_predivide_factor
         return (1 / factor, factor) if self.averages else (1.0, 1.0)
 
-    def group_numbers(self, sources: Sequence[Any]) -> list[int]:
+    @property
+    def local_scale(self) -> float:
+        """Factor of the gradients that are left to each rank."""
+        return 1 / self.process_set.size() if self.scale_local_gradients else 1.0
+
+    def group_numbers(self, sources: Sequence[Source]) -> list[int]:
         """The group of each source, from 0; -1 for those in none."""
-        groups = self.groups
-        if isinstance(groups, int):
-            groups = split_list(list(sources), groups)
-        number = {key_of(source): i for i, group in enumerate(groups or []) for source in group}
-        return [number.get(key_of(source), -1) for source in sources]
+        if isinstance(self.groups, int):
+            groups: Any = split_list([source.key for source in sources], self.groups)
+        else:
+            groups = self.groups or ()
+        number = {key: i for i, group in enumerate(groups) for key in group}
+        return [number.get(source.key, -1) for source in sources]
 
 
-def make_settings(compression: Any, num_groups: int, groups: Groups, **fields: Any) -> Settings:
+def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any) -> Settings:
     """Check Horovod's arguments.
 
     Raises:
@@ -68,19 +76,33 @@ def make_settings(compression: Any, num_groups: int, groups: Groups, **fields: A
             "tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
         )
     config = config_of(compression)
-    settings = Settings(compression, config, groups=groups if groups is not None else num_groups or None, **fields)
+    settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others have no form under Keras 3")
-    if settings.gradient_predivide_factor != 1.0 and not settings.averages:
-        raise ConfigError(
-            f"gradient_predivide_factor={settings.gradient_predivide_factor} goes with op=hvd.Average only; leave it "
-            "at 1.0"
-        )
-    if isinstance(settings.groups, int) and settings.groups < 1:
-        raise ConfigError(f"groups must be >= 1 or lists of variables, got {settings.groups}")
+    factor = settings.gradient_predivide_factor
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")
+    if factor != 1.0 and not settings.averages:
+        raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
+    if not isinstance(settings.process_set, hvd.ProcessSet):
+        raise ConfigError(f"process_set must be a hvd.ProcessSet, got {settings.process_set!r}; leave it out for all")
     if config is not None and envvars.horovod_elastic():
         raise UnsupportedUse(
             "compression does not work under Horovod Elastic yet: residuals would not survive a change of ranks; "
             "launch with a fixed -np, or use compression=Compression.none"
         )
     return settings
+
+
+def _groups(groups: Any) -> Groups:
+    if groups is None or (isinstance(groups, int) and groups == 0):
+        return None
+    if isinstance(groups, (int, np.integer)) and groups > 0:
+        return int(groups)
+    try:
+        keys = tuple(tuple(key_of(variable) for variable in group) for group in groups)
+    except TypeError:
+        keys = ((),)
+    if not all(key for group in keys for key in group) or not all(keys):
+        raise ConfigError(f"groups must be a number >= 1 or a list of lists of variables, got {groups!r}")
+    return keys

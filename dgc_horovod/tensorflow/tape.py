@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -13,10 +14,10 @@ import tensorflow as tf
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.methods import not_converted
+from dgc_horovod.tensorflow.methods import UsersClass, not_converted
 from dgc_horovod.tensorflow.settings import Settings, make_settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
-from dgc_horovod.tensorflow.variables import Gradient, key_of, keys_of
+from dgc_horovod.tensorflow.variables import Gradient, key_of, scaled, sources_of
 
 _log = logging.getLogger("dgc_horovod")
 # A script makes a new tape at every step: what belongs to its variables outlives it here.
@@ -86,30 +87,16 @@ def _say_once_that_momentum_is_not_corrected() -> None:
 
 
 def _distribution(settings: Settings) -> Distribution:
-    groups = settings.groups
-    if groups is not None and not isinstance(groups, int):
-        groups = tuple(keys_of(group) for group in groups)
-    compression = settings.config if settings.config is not None else settings.compression
-    key = (
-        compression,
-        settings.op,
-        settings.gradient_predivide_factor,
-        settings.sparse_as_dense,
-        groups,
-        settings.process_set.process_set_id,
-        settings.device_dense,
-        settings.device_sparse,
-        settings.scale_local_gradients,
-    )
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    if settings.config is not None:
+        fields["compression"] = None  # each call of Compression.dgc() makes another object, of one config
+    key = tuple({**fields, "process_set": settings.process_set.process_set_id}.values())
     if key not in _distributions:
         _distributions[key] = Distribution(settings, PlainUpdate(), "tape")
     return _distributions[key]
 
 
-_Above: Any = object  # the class of the user's tape
-
-
-class _DistributedTape(_Above):
+class _DistributedTape(UsersClass):
     """The methods put over the class of the user's tape."""
 
     _dgc: Distribution
@@ -129,29 +116,41 @@ class _DistributedTape(_Above):
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         if not self._dgc.takes_part:
             return gradients
-        flat_sources = tf.nest.flatten(sources)
-        flat = list(tf.nest.flatten(gradients))
-        key = keys_of(flat_sources)
+        flat = tf.nest.flatten(sources)
+        key = tuple(source.key for source in sources_of(flat))
         number = self._dgc_calls[key]  # a persistent tape may be asked several times for the same variables
         self._dgc_calls[key] += 1
-        return tf.nest.pack_sequence_as(sources, self._combined(flat_sources, flat, number))
+        return tf.nest.pack_sequence_as(sources, self._combined(flat, list(tf.nest.flatten(gradients)), number))
 
-    def _combined(self: Any, sources: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
-        member = self._dgc.member(sources, gradients, self._dgc_local, number)
-        gradients = member.completed(gradients)
-        if self._dgc.settings.scale_local_gradients:
-            workers = self._dgc.settings.process_set.size()
-            for i, source in enumerate(sources):
-                if gradients[i] is not None and key_of(source) in self._dgc_local:
-                    gradients[i] = gradients[i] / workers
-        if member.exchange is None:
+    def _combined(self: Any, variables: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
+        agreed = self._dgc.variable_set(variables, gradients, self._dgc_local, number)
+        gradients = agreed.completed(gradients)
+        for i in agreed.given:
+            if agreed.local[i]:
+                gradients[i] = scaled(gradients[i], self._dgc.settings.local_scale)
+        if agreed.exchange is None:
             return gradients
-        combined, finite = member.exchange([gradients[i] for i in member.active])
+        combined, finite = agreed.exchange([gradients[i] for i in agreed.active])
         if finite is not None:
             combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
-        for i, gradient in zip(member.active, combined, strict=True):
+        for i, gradient in zip(agreed.active, combined, strict=True):
             gradients[i] = gradient
         return gradients
+
+    def jacobian(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises UnsupportedUse: each of its rows would be an exchange of its own."""
+        raise UnsupportedUse("a DistributedGradientTape has no jacobian; ask the tape that it was made of")
+
+    batch_jacobian = jacobian
+
+    def __enter__(self: Any) -> Any:
+        self._dgc_calls.clear()  # another step
+        return super().__enter__()
+
+    def reset(self: Any) -> None:
+        """As TensorFlow's."""
+        self._dgc_calls.clear()
+        super().reset()
 
     def register_local_source(self: Any, source: Any) -> None:
         """Leave `source` to each rank: its gradient is not exchanged."""

@@ -20,6 +20,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops.schema import AdamFeed, Elements, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.tensorflow.variables import Key
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -33,8 +34,8 @@ class PlainUpdate:
         """How gradients enter the residual at the step after `iterations` others."""
         return ResidualFeed()
 
-    def slots(self, variable: Any) -> list[Any]:
-        """The optimizer's own variables for `variable` whose place the engine takes."""
+    def slots(self, key: Key) -> list[Any]:
+        """The optimizer's own variables for the variable `key` whose place the engine takes."""
         return []
 
     def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
@@ -58,9 +59,9 @@ class SGDUpdate(PlainUpdate):
     def feed(self, iterations: int) -> Feed:
         return MomentumFeed(float(self._optimizer.momentum), bool(self._optimizer.nesterov))
 
-    def slots(self, variable: Any) -> list[Any]:
+    def slots(self, key: Key) -> list[Any]:
         optimizer = self._optimizer
-        return [optimizer.momentums[optimizer._get_variable_index(variable)]] if optimizer.momentums else []
+        return [optimizer.momentums[_index(optimizer, key)]] if optimizer.momentums else []
 
     def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
         if rate and np.any(slots[0]):  # Keras' velocity is -lr times the sum of past gradients
@@ -81,14 +82,19 @@ class AdamUpdate(PlainUpdate):
         # Keras adds epsilon to the uncorrected root
         return AdamFeed((b1, b2), float(self._optimizer.epsilon) / (1 - b2**step) ** 0.5, step)
 
-    def slots(self, variable: Any) -> list[Any]:
-        i = self._optimizer._get_variable_index(variable)
+    def slots(self, key: Key) -> list[Any]:
+        i = _index(self._optimizer, key)
         return [self._optimizer._momentums[i], self._optimizer._velocities[i]]
 
     def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
         for ours, theirs in zip(engine.adam_moments(), slots, strict=True):
             if np.any(theirs):
                 _add(engine, i, ours, theirs.reshape(-1))
+
+
+def _index(optimizer: Any, key: Key) -> int:
+    """Where Keras keeps what belongs to a variable."""
+    return optimizer._trainable_variables_indices[key[0]]
 
 
 def _add(engine: BucketEngine, i: int, state: Any, values: np.ndarray) -> None:

@@ -1,66 +1,84 @@
-"""Keras and TensorFlow variables, seen alike."""
+"""Keras and TensorFlow variables, and their gradients, seen alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-Variable = Any  # a keras.Variable or a tf.Variable
 Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
+Key = tuple[Any, ...]
 
 
-def native(variable: Variable) -> Any:
+def native(variable: Any) -> Any:
     """The tf.Variable inside a Keras variable; anything else as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def key_of(source: Any) -> tuple[Any, ...]:
-    """What tells one source of gradients from another; for a tensor that is no variable, its shape and dtype."""
-    inner = native(source)
-    unique = getattr(inner, "_unique_id", None)
-    if unique is not None:
-        return (unique,)
-    return ("tensor", tuple(inner.shape.as_list()), inner.dtype.name)
+def key_of(variable: Any) -> Key:
+    """What tells one variable from another; () for a tensor that is none."""
+    unique = getattr(native(variable), "_unique_id", None)
+    return () if unique is None else (unique,)
 
 
-def name_of(source: Any) -> str:
-    """How the user knows it."""
-    return getattr(source, "path", None) or getattr(source, "name", None) or type(source).__name__
+@dataclass(frozen=True)
+class Source:
+    """What is to be known of a variable (or a watched tensor) whose gradient is exchanged, without keeping it alive.
+
+    Args:
+        key: see `key_of`; of a tensor, its place among the sources.
+        name: how the user knows it.
+        shape, dtype: of it and its gradient.
+        cuda: "cuda:0" on the first GPU, None on the host.
+    """
+
+    key: Key
+    name: str
+    shape: tuple[Any, ...]
+    dtype: str
+    cuda: str | None
 
 
-def shape_of(source: Any) -> tuple[int, ...]:
-    """Its shape."""
-    return tuple(int(n) for n in source.shape)
+def sources_of(variables: Iterable[Any]) -> tuple[Source, ...]:
+    """A `Source` for each of `variables`."""
+    return tuple(_source(i, variable) for i, variable in enumerate(variables))
 
 
-def dtype_of(source: Any) -> str:
-    """The name of its dtype."""
-    return tf.as_dtype(native(source).dtype).name
-
-
-def cuda_device(source: Any) -> str | None:
-    """ "cuda:0" for a source on the first GPU, None for one on the host."""
-    device = tf.DeviceSpec.from_string(getattr(native(source), "device", "") or "")
-    return f"cuda:{device.device_index or 0}" if device.device_type == "GPU" else None
+def _source(i: int, variable: Any) -> Source:
+    inner = native(variable)
+    name = getattr(variable, "path", None) or getattr(inner, "name", None) or type(variable).__name__
+    shape = tuple(None if n is None else int(n) for n in variable.shape)
+    device = tf.DeviceSpec.from_string(getattr(inner, "device", "") or "")
+    cuda = f"cuda:{device.device_index or 0}" if device.device_type == "GPU" else None
+    return Source(key_of(variable) or ("tensor", i), name, shape, tf.as_dtype(inner.dtype).name, cuda)
 
 
 def kind_of(gradient: Gradient) -> str:
-    """ "none", "sparse" or "dense"."""
+    """Of a gradient: "none", "sparse" or "dense"."""
     if gradient is None:
         return "none"
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
-def zeros_for(source: Any, kind: str) -> Gradient:
+def zeros_for(source: Source, kind: str) -> Gradient:
     """A gradient of nothing, where this rank has none and another has one of that kind."""
-    shape, dtype = shape_of(source), tf.as_dtype(native(source).dtype)
     if kind == "sparse":
-        rows = tf.zeros((0, *shape[1:]), dtype)
-        return tf.IndexedSlices(rows, tf.zeros((0,), tf.int64), tf.constant(shape, tf.int64))
-    return tf.zeros(shape, dtype)
+        rows = tf.zeros((0, *source.shape[1:]), source.dtype)
+        return tf.IndexedSlices(rows, tf.zeros((0,), tf.int64), tf.constant(source.shape, tf.int64))
+    return tf.zeros(source.shape, source.dtype)
+
+
+def scaled(gradient: Gradient, factor: float) -> Gradient:
+    """``factor * gradient``, a sparse one too."""
+    if factor == 1:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def combined(slices: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -70,6 +88,6 @@ def combined(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
-def keys_of(sources: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """`key_of` each."""
-    return tuple(key_of(source) for source in sources)
+def numel_of(sources: Sequence[Source]) -> int:
+    """Elements of all together."""
+    return sum(tf.TensorShape(source.shape).num_elements() or 0 for source in sources)

@@ -11,8 +11,11 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import horovod.tensorflow as hvd
+import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import CollectiveTimeout
@@ -24,28 +27,48 @@ _SHUTDOWN_LASTS = 60.0  # seconds at most that the end of the process waits for 
 
 
 class Watch:
-    """The clock of one user of collectives.
+    """The clock of one user of collectives on `process_set`."""
 
-    Args:
-        rank, workers: who waits, among how many.
-    """
-
-    def __init__(self, rank: int, workers: int) -> None:
-        self.rank, self.workers = rank, workers
+    def __init__(self, process_set: hvd.ProcessSet) -> None:
+        self.process_set = process_set
         self.timeout = envvars.timeout_seconds()
         self.deadline: float | None = None
         self.what = ""
         self.error: CollectiveTimeout | None = None
 
     def arm(self, what: str) -> None:
-        """From now on the clock runs, for `what`."""
-        if self.workers > 1:
+        """From now on the clock runs, for `what`: all that this rank has to give has been given."""
+        self.error = None
+        if self.process_set.size() > 1:
             self.what, self.deadline = what, time.monotonic() + self.timeout
             _watcher.look_after(self)
 
     def disarm(self) -> None:
-        """It has come."""
+        """It has come, or is waited for no more."""
         self.deadline = None
+
+    def expire(self) -> None:
+        """The time is over."""
+        rank, workers = self.process_set.rank(), self.process_set.size()
+        self.error, self.deadline = CollectiveTimeout(timed_out(rank, workers, self.what, self.timeout)), None
+        _log.error("dgc_horovod: CollectiveTimeout: %s. Shutting Horovod down", self.error)
+
+
+@contextmanager
+def watched(process_set: hvd.ProcessSet, what: str) -> Iterator[None]:
+    """Around operations that block, in eager mode.
+
+    Raises:
+        CollectiveTimeout: they did not end within DGC_TIMEOUT seconds.
+    """
+    watch = Watch(process_set)
+    watch.arm(what)
+    try:
+        yield
+    except (tf.errors.OpError, ValueError) as error:  # ValueError: Horovod is not initialized any more
+        raise watch.error or error from None
+    finally:
+        watch.disarm()
 
 
 class _Watcher:
@@ -60,25 +83,24 @@ class _Watcher:
         """Look at `watch` from now on."""
         self._watches.add(watch)
         if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
+                # Horovod shuts itself down at exit; two of these at once would wait for each other
+                atexit.register(self._wait_for_shutdown)
+            self._ending = False
             self._thread = threading.Thread(target=self._look, name="dgc-watch", daemon=True)
             self._thread.start()
-            # Horovod shuts itself down at exit; two of these at once would wait for each other
-            atexit.register(self._wait_for_shutdown)
 
     def _wait_for_shutdown(self) -> None:
         if self._ending and self._thread is not None:
             self._thread.join(_SHUTDOWN_LASTS)
 
     def _look(self) -> None:
-        self._ending = False
         while not self._ending:
             time.sleep(_LOOK_EVERY)
             now = time.monotonic()
             late = [watch for watch in list(self._watches) if watch.deadline is not None and now > watch.deadline]
             for watch in late:
-                text = timed_out(watch.rank, watch.workers, watch.what, watch.timeout)
-                watch.error, watch.deadline = CollectiveTimeout(text), None
-                _log.error("dgc_horovod: CollectiveTimeout: %s. Shutting Horovod down", text)
+                watch.expire()
             if late:
                 self._ending = True
                 hvd.shutdown()

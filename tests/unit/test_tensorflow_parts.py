@@ -20,7 +20,7 @@ from dgc_horovod.tensorflow.distribution import Clock
 from dgc_horovod.tensorflow.host_calls import Blocks, host_call
 from dgc_horovod.tensorflow.settings import Settings, make_settings
 from dgc_horovod.tensorflow.updates import AdamUpdate, PlainUpdate, SGDUpdate, choose_update
-from dgc_horovod.tensorflow.variables import combined, key_of, kind_of, zeros_for
+from dgc_horovod.tensorflow.variables import combined, key_of, kind_of, sources_of, zeros_for
 
 
 def memory_of(tensor):
@@ -113,7 +113,8 @@ def test_rows_that_repeat_are_added():
     once = combined(slices)
     assert once.indices.numpy().tolist() == [3, 1] and once.values.numpy().ravel().tolist() == [5.0, 2.0]
     assert (kind_of(once), kind_of(None), kind_of(once.values)) == ("sparse", "none", "dense")
-    nothing = zeros_for(tf.Variable(tf.ones((5, 1))), "sparse")
+    (source,) = sources_of([tf.Variable(tf.ones((5, 1)))])
+    nothing = zeros_for(source, "sparse")
     assert tf.convert_to_tensor(nothing).numpy().tolist() == [[0.0]] * 5
 
 
@@ -124,11 +125,13 @@ def test_keras_and_tensorflow_variables_are_one():
 
 @pytest.mark.parametrize(
     ("seen", "generations"),
-    [([0, 1, 2, 2, 3], [0] * 5), ([0, 1, 9, 10], [0, 0, 1, 1]), ([5, 6, 0], [0, 0, 1])],
+    [([0, 1, 2, 2, 3], [0] * 5), ([0, 1, 9, 10], [0] * 4), ([5, 6, 0], [0, 0, 1]), ([0, 1, 500], [0, 0, 1])],
 )
 def test_the_clock_notices_a_checkpoint(seen, generations):
-    clock = Clock(stride=1)
+    clock = Clock(stride=1, says=lambda: False)
     assert [clock.generation(iterations) for iterations in seen] == generations
+    clock.reloaded()
+    assert clock.generation(seen[-1]) == generations[-1] + 1
 
 
 def test_which_optimizers_are_split():
@@ -153,8 +156,16 @@ def test_settings():
     assert Settings(gradient_predivide_factor=4.0).scales == (0.25, 4.0)
     assert Settings(op=hvd.Sum).scales == (1.0, 1.0)
     variables = [tf.Variable(tf.ones(2)) for _ in range(3)]
-    assert Settings(groups=[[variables[2], variables[0]]]).group_numbers(variables) == [0, -1, 0]
-    assert Settings(groups=2).group_numbers(variables) == [0, 0, 1]
-    for arguments, words in [({"op": hvd.Adasum}, "Average or hvd.Sum"), ({"groups": -1}, "groups must be")]:
+    listed = make_settings(Compression.none, 0, [[variables[2], variables[0]]])
+    assert listed.group_numbers(sources_of(variables)) == [0, -1, 0]
+    assert make_settings(Compression.none, 2, None).group_numbers(sources_of(variables)) == [0, 0, 1]
+    for arguments, words in [
+        ({"op": hvd.Adasum}, "Average or hvd.Sum"),
+        ({"groups": -1}, "groups must be"),
+        ({"groups": ["a"]}, "groups must be"),
+        ({"groups": [variables[0]]}, "groups must be"),
+        ({"gradient_predivide_factor": 0.0}, "positive number"),
+        ({"process_set": None}, "must be a hvd.ProcessSet"),
+    ]:
         with pytest.raises((ConfigError, UnsupportedUse), match=words):
             make_settings(Compression.none, 0, **{"groups": None, **arguments})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -11,21 +11,32 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dgc_horovod.agreement import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.tensorflow.broadcast import broadcast_variables
+from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
+from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.variables import key_of
+from dgc_horovod.tensorflow.watch import watched
 
 
 class _EpochTeller(keras.callbacks.Callback):
-    """Tells a distributed optimizer the epoch, which a density warm-up may need; counted on over calls of ``fit``."""
+    """Tells a distributed optimizer the epoch, which a density warm-up may need, and sees that it is used."""
 
-    _epochs_begun = 0
+    @property
+    def _distribution(self) -> Any:
+        return getattr(self.model.optimizer, "_dgc", None)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        tell = getattr(self.model.optimizer, "set_epoch", None)
-        if tell is not None:
-            tell(max(epoch, self._epochs_begun))
-        self._epochs_begun = max(epoch, self._epochs_begun) + 1
+        if self._distribution is not None:
+            self._distribution.epoch_begins(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        distribution = self._distribution
+        if distribution is not None and distribution.takes_part and not distribution.exchanges:
+            raise UnsupportedUse(
+                "this model trains without its DistributedOptimizer, which was put in after compile(): compile the "
+                "model again with it"
+            )
 
 
 class BroadcastGlobalVariablesCallback(_EpochTeller):
@@ -44,7 +55,8 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
         super().__init__()
         self.root_rank, self.device = root_rank, device
         self._done = False
-        given = local_variables if isinstance(local_variables, Iterable) else [local_variables]
+        several = isinstance(local_variables, (list, tuple, set))
+        given = local_variables if several else [local_variables]
         self._local = {key_of(variable) for variable in given if variable is not None}
 
     def register_local_var(self, var: Any) -> None:
@@ -61,6 +73,7 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
         if not self._done:
             self._broadcast()
             clear = getattr(self.model.optimizer, "clear_residuals", None)
@@ -68,7 +81,7 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
                 clear()
 
     def _broadcast(self) -> None:
-        variables = [*self.model.weights, *self.model.optimizer.variables]
+        variables = [*self.model.weights, *shared_variables(self.model.optimizer)]
         with tf.device(self.device):
             broadcast_variables([v for v in variables if key_of(v) not in self._local], self.root_rank)
         self._done = True
@@ -87,10 +100,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
-        if not logs or not names:
+        if not logs:
             return
+        check_agreement(Collectives(hvd.global_process_set, "metrics"), {"metrics": "\n".join(names)})
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
-        with tf.device(self.device):
+        with tf.device(self.device), watched(hvd.global_process_set, "the metrics of an epoch"):
             averaged = hvd.allreduce(values, op=hvd.Average, name=f"dgc.metrics.{len(names)}").numpy()
         logs.update(zip(names, averaged.tolist(), strict=True))
 

@@ -11,7 +11,7 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.keras.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.tensorflow.broadcast import broadcast_variables
+from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
@@ -36,7 +36,7 @@ class KerasState(ObjectState):
 
     @property
     def _variables(self) -> list[Any]:
-        return [*self.model.weights, *self.optimizer.variables]
+        return [*self.model.weights, *shared_variables(self.optimizer)]
 
     def _save_variables(self) -> None:
         self._saved = [variable.numpy() for variable in self._variables]

@@ -7,9 +7,8 @@ from typing import Any
 
 import keras
 
-from dgc_horovod.tensorflow import compiling
 from dgc_horovod.tensorflow.compression import Compression
-from dgc_horovod.tensorflow.optimizer import DistributedOptimizer, is_distributed
+from dgc_horovod.tensorflow.optimizer import DistributedOptimizer, is_distributed, set_right
 
 
 def load_model(
@@ -18,6 +17,7 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: Any = Compression.none,
     legacy_opts: bool = False,
+    **arguments: Any,
 ) -> Any:
     """Load a model that Keras has saved, and make its optimizer distributed.
 
@@ -30,6 +30,7 @@ def load_model(
         custom_objects: as for ``keras.models.load_model``.
         compression: as for ``DistributedOptimizer``.
         legacy_opts: for compatibility; Keras 3 has no legacy optimizers.
+        arguments: others for ``DistributedOptimizer``: op, backward_passes_per_step, ...; they are in no file.
 
     Returns:
         The model, compiled if it was saved so.
@@ -37,6 +38,6 @@ def load_model(
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is not None and not is_distributed(model.optimizer):
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
-        compiling.set_right(model)
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **arguments)
+        set_right(model)
     return model
