@@ -55,6 +55,15 @@ class Homes:
 
     def __init__(self) -> None:
         self._at: dict[Any, tuple[HostSteps, int]] = {}
+        self._generation = 0
+
+    def renew(self, generation: int) -> None:
+        """Empty all of them if `generation` is another one: the weights are others."""
+        if generation != self._generation:
+            self._generation = generation
+            for steps in {at[0] for at in self._at.values()}:
+                if steps.buckets is not None:
+                    steps.buckets.clear()
 
     def bring(self, to: HostSteps, keys: Sequence[Any]) -> None:
         """Let `to` have the state of its variables, wherever it is."""
@@ -166,10 +175,8 @@ class HostSteps:
         self._under_way, self._iterations = True, int(iterations)
         generation = self._generation_now(self._iterations)
         fresh, self._generation = generation != self._generation, generation
-        if self.buckets is not None:
-            self._homes.bring(self, self._keys)
-            if fresh and self._steps:
-                self.buckets.clear()
+        self._homes.renew(generation)
+        self._homes.bring(self, self._keys)
         return [np.int64(self._iterations), np.bool_(fresh)]
 
     def take_over(self, counts: Sequence[tuple[BucketRun, int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:

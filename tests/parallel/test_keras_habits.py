@@ -11,6 +11,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 CASES = [
     "subsets",
+    "reloaded",
     "after_a_failure",
     "tapes_again",
     "eager_scaling",
@@ -29,6 +30,11 @@ def test_any_set_of_variables_in_any_order(ranks):
     found = dict(ranks[0]["keras_habits.subsets"])
     assert all(found.pop(name) > 0.1 for name in list(found) if name.endswith("moved"))
     assert {name: value for name, value in found.items() if not value < 1e-5} == {}
+
+
+def test_a_loaded_checkpoint_empties_all_sets(ranks):
+    for found in (found["keras_habits.reloaded"] for found in ranks):
+        assert len(found) == 4 and all(found.values()), found
 
 
 def test_a_failed_step_changes_nothing(ranks):

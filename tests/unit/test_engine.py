@@ -343,3 +343,38 @@ def test_a_bucket_is_one_message_whatever_its_tensors():
         g = DATA["normal"](100, step)
         sizes.add(compressed(engine, g, step, 0.1).payload.size)
     assert sizes == {36 + 4 + 4 + 4 * 10}
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+def test_what_is_committed_is_not_taken_back(kernels):
+    (engine,) = make_engines(make_config(), kernels, 1, 300)
+    offer(engine, DATA["normal"](300, 0), MomentumFeed(0.9))
+    engine.compress(1.0, 0, 0.1)
+    engine.commit()
+    before = as_numpy(kernels, engine.state.v).copy()
+    engine.restore()
+    np.testing.assert_array_equal(as_numpy(kernels, engine.state.v), before)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("feed", [ResidualFeed(), MomentumFeed(0.9), AdamFeed((0.9, 0.999), 1e-8, 1)], ids=str)
+def test_a_segment_moves_with_all_that_is_kept_of_it(kernels, feed):
+    config = make_config()
+    first, second = (
+        BucketEngine(make_bucket(30, 200), config, kernels, 0, 1),
+        BucketEngine(make_bucket(200, 7), config, kernels, 0, 1),
+    )
+    offer(first, DATA["normal"](230, 0), feed)
+    first.compress(1.0, 0, 0.1)
+    old = {s.name: slice(s.start, s.start + s.numel) for s in first.bucket.segments}["p1"]
+    here = {s.name: slice(s.start, s.start + s.numel) for s in second.bucket.segments}["p0"]
+    names = [s.name for s in first.bucket.segments], [s.name for s in second.bucket.segments]
+    states = [first.state.v, first.state.u, *(first.state.moments or ())]
+    expected = [None if x is None else as_numpy(kernels, x)[old].copy() for x in states]
+    second.move_in(names[1].index("p0"), first, names[0].index("p1"))
+    moved = [second.state.v, second.state.u, *(second.state.moments or ())]
+    for x, was, left in zip(moved, expected, states, strict=True):
+        assert (x is None) == (was is None)
+        if x is not None:
+            np.testing.assert_array_equal(as_numpy(kernels, x)[here], was)
+            assert not as_numpy(kernels, left)[old].any()
