@@ -74,7 +74,7 @@ def main() -> None:
     steps = -(-len(images) // args.batch_size)
     warm = args.lr_warmup_epochs * steps
     schedule = keras.optimizers.schedules.CosineDecay(
-        0.0, args.epochs * steps - warm, warmup_target=args.lr, warmup_steps=warm
+        0.0, max(1, args.epochs * steps - warm), warmup_target=args.lr, warmup_steps=warm
     )
     optimizer = keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True, weight_decay=1e-4)
 
