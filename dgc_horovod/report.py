@@ -16,8 +16,9 @@ NOT_FINITE = "a gradient was not finite on some rank; that step is applied on no
 def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
     """What a rank says that waited in vain for the collective `what`."""
     return (
-        f"rank {rank} of {workers} waited {seconds:g} s for {what}: another rank has stopped, is in hvd.join(), did "
-        f"not take this step, or is in another epoch of the warm-up. {envvars.TIMEOUT.name} sets the limit"
+        f"rank {rank} of {workers} waited {seconds:g} s for {what}: another rank has stopped, has fewer steps or "
+        "epochs (unequal shards?), is in hvd.join() or in a callback that only some ranks have, did not take this step, "
+        f"or is in another epoch of the warm-up. {envvars.TIMEOUT.name} sets the limit"
     )
 
 
@@ -36,7 +37,7 @@ def describe(exchange: BucketExchange) -> None:
     compressed = exchange.compressed
     whole = [name for name in numel if name not in set(compressed)]
     _log.info(
-        "dgc_horovod: %s, density %g: %d tensors compressed in %d buckets, values %s; %d small ones with %.2g%% of all "
+        "dgc_horovod: %s, density %g: %d tensors compressed in %d buckets, values %s; %d small ones with %.3g%% of all "
         "elements are sent whole, values %s",
         config.rule,
         config.final_density,

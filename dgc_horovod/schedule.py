@@ -10,7 +10,7 @@ from typing import Any
 from dgc_horovod.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WarmupSchedule:
     """Exponential density warm-up: ``first_density * factor**stage`` until the final density is reached.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from dgc_horovod.agreement import check_agreement
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.variables import native
 from dgc_horovod.tensorflow.watch import watched
 
@@ -43,17 +46,30 @@ def broadcast_variables(
         inplace: as in Horovod; for variables of dtypes that it knows.
 
     Raises:
+        ConfigError: `root_rank` is none, or these are no variables.
+        RankMismatch: on every rank, if their variables differ in number, shape or dtype.
         CollectiveTimeout: another rank did not join within DGC_TIMEOUT seconds.
     """
+    inner = [native(variable) for variable in variables]
+    if not 0 <= root_rank < hvd.size():
+        raise ConfigError(f"root_rank must be in [0, {hvd.size()}), got {root_rank}")
+    if any(not isinstance(variable, tf.Variable) for variable in inner):
+        raise ConfigError("broadcast_variables takes variables (model.variables), not their values (get_weights())")
+    shapes = "\n".join(f"{i} {tuple(variable.shape)} {variable.dtype.name}" for i, variable in enumerate(inner))
+    check_agreement(Collectives(process_set, "broadcast"), {"variables": shapes})
     with watched(process_set, f"the broadcast of variables from rank {root_rank}"):
-        _broadcast([native(variable) for variable in variables], root_rank, process_set, inplace)
+        if inplace:
+            hvd.broadcast_variables(inner, root_rank, process_set, inplace)
+        else:
+            tf.function(_broadcast, autograph=False)(inner, root_rank, process_set)
 
 
-def _broadcast(inner: list[Any], root_rank: int, process_set: hvd.ProcessSet, inplace: bool) -> None:
-    known = [variable for variable in inner if variable.dtype not in _CARRIERS]
-    if known:
-        hvd.broadcast_variables(known, root_rank, process_set, inplace)
-    for i, variable in enumerate(variable for variable in inner if variable.dtype in _CARRIERS):
-        bits = tf.bitcast(variable.read_value(), _CARRIERS[variable.dtype])
-        sent = hvd.broadcast(bits, root_rank, name=f"dgc.broadcast.{i}", process_set=process_set)
-        variable.assign(tf.bitcast(sent, variable.dtype))
+def _broadcast(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet) -> None:
+    """All at once, named by place: Keras' own names differ where one rank has built another model as well."""
+    for i, variable in enumerate(variables):
+        carrier = _CARRIERS.get(variable.dtype, variable.dtype)
+        bits = tf.bitcast(variable.read_value(), carrier) if carrier != variable.dtype else variable.read_value()
+        sent = hvd.broadcast(
+            bits, root_rank, name=f"dgc.broadcast.{i}", ignore_name_scope=True, process_set=process_set
+        )
+        variable.assign(tf.bitcast(sent, variable.dtype) if carrier != variable.dtype else sent)

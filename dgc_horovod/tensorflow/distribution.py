@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import FIELD_NAMES
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.exchange import Traffic
 from dgc_horovod.report import describe
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.exchange import GradientExchange
@@ -154,6 +157,8 @@ class Distribution:
         key = number, sources, left_out
         if key not in self._sets:
             self._sets[key] = self._make(sources, gradients, left_out, number)
+            if self.what == "optimizer" and not envvars.horovod_elastic():
+                _compare_weights(Collectives(self.settings.process_set, "start"), variables)
             if self.what == "tape":  # nothing else would ever let go of what belongs to a model that is gone
                 for variable in variables:
                     if key_of(variable):
@@ -219,6 +224,17 @@ class Distribution:
             "local": "\n".join(map(str, local)),
         }
 
+    def for_slots(self, rate: float) -> dict[int, Any]:
+        """What belongs into the optimizer's slots when it is saved: id of the variable -> value."""
+        values = {}
+        for key in self.compressed:
+            home = self._homes.find(key)
+            if home is not None:
+                slots = self.update.slots(key)
+                for slot, value in zip(slots, self.update.for_slots(*home, rate), strict=False):
+                    values[id(native(slot))] = value.reshape(slot.shape)
+        return values
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch (from 0) it is."""
         self.epoch, self._epochs_begun = epoch, epoch + 1
@@ -249,10 +265,10 @@ class Distribution:
 
     def stats(self) -> dict[str, int]:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""
-        total: dict[str, int] = {}
+        total = {"steps": 0, "elements": 0, "selected": 0, **Traffic().stats(0, 1)}
         for exchange in self.exchanges:
             for name, count in exchange.steps.stats().items():
-                total[name] = total.get(name, 0) + count
+                total[name] += count
         return total
 
 
@@ -261,6 +277,24 @@ def _refuse(source: Source) -> None:
         raise UnsupportedUse(f"{source.name!r} is complex, which neither Horovod nor the compression can exchange")
     if None in source.shape:
         raise ConfigError(f"{source.name!r} has the shape {source.shape}; every dimension must be known")
+
+
+def _compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None:
+    """Warn if the ranks begin with different weights: nobody has broadcast them, or somebody will after this step."""
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        with tf.init_scope():
+            for variable in variables:
+                digest.update(np.ascontiguousarray(native(variable).numpy()).tobytes())
+        own = digest.digest()
+    except Exception:  # made by the graph that is being traced: they have no values yet
+        own = b""
+    theirs = set(collectives.gather_bytes(own, "weights"))
+    if len(theirs) > 1 and b"" not in theirs and collectives.rank == 0:
+        _log.warning(
+            "dgc_horovod: the ranks begin with DIFFERENT WEIGHTS and would keep the difference: give fit() "
+            "callbacks.BroadcastGlobalVariablesCallback(0), or call broadcast_variables before the first step"
+        )
 
 
 def _common_kinds(collectives: Collectives, kinds: list[str]) -> list[str]:

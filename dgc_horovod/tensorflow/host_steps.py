@@ -73,6 +73,12 @@ class Homes:
                 _move(to, i, *there)
             self._at[key] = to, i
 
+    def find(self, key: Any) -> tuple[BucketEngine, int] | None:
+        """The engine that has the state of a variable, and its segment."""
+        steps, i = self._at.get((0, key), (None, 0))
+        run = steps.place.get(i) if steps is not None else None
+        return None if run is None else (run.engine, run.members.index(i))
+
     def forget(self, steps: HostSteps) -> None:
         """Let go of `steps` and the state that is there."""
         self._at = {key: at for key, at in self._at.items() if at[0] is not steps}
@@ -116,7 +122,7 @@ class HostSteps:
         self._numel = numel_of(sources)
         self._homes, self._keys = homes, [(number, source.key) for source in sources]
         self._generation_now, self._generation = generation, -1
-        self._iterations = self._steps = 0
+        self._iterations = self._steps = self._origin = 0
         self._under_way = self._told = False
         if settings.config is not None:
             self._make_buckets(sources, settings, settings.config)
@@ -189,6 +195,8 @@ class HostSteps:
         """
         assert self.buckets is not None
         rest, factor = list(slots), 1 if self.buckets.averages else self.buckets.workers
+        # moments that begin empty are corrected for it as at the first step, whatever the optimizer's iterations are
+        self._origin = 0 if any(np.any(slot) for slot in slots) else self._iterations
         for run, i, count in counts:
             mine, rest = rest[:count], rest[count:]
             if mine:
@@ -211,7 +219,7 @@ class HostSteps:
         return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
 
     def _offer(self, run: BucketRun, gradients: Sequence[Any]) -> None:
-        feed = ResidualFeed() if run.engine.bucket.whole else self.update.feed(self._iterations)
+        feed = ResidualFeed() if run.engine.bucket.whole else self.update.feed(self._iterations - self._origin)
         for i, gradient in enumerate(gradients):
             run.engine.offer(i, gradient, feed)
 

@@ -135,6 +135,10 @@ class DistributedMethods(UsersClass):
         config = super().get_config()
         return {**config, "gradient_accumulation_steps": None} if self._dgc_passes > 1 else config
 
+    def save_own_variables(self: Any, store: Any) -> None:
+        """As Keras'; the slots that are empty because the engine has their part get what this rank has."""
+        _save(self, self.variables, store)
+
     def load_own_variables(self: Any, store: Any) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
         super().load_own_variables(store)
@@ -187,6 +191,14 @@ class DistributedMethods(UsersClass):
         return self._dgc.stats()
 
 
+def _save(optimizer: Any, variables: Sequence[Any], store: Any) -> None:
+    rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    ours = optimizer._dgc.for_slots(rate)
+    for i, variable in enumerate(variables):
+        value = ours.get(id(native(variable)))
+        store[str(i)] = variable.numpy() if value is None else value
+
+
 @contextmanager
 def _during(optimizer: Any, application: Application) -> Iterator[None]:
     object.__setattr__(optimizer, "_dgc_applying", application)
@@ -207,6 +219,15 @@ class AgreedScaling(UsersClass):
     @property
     def _dgc(self: Any) -> Distribution:
         return self.inner_optimizer._dgc
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        """See `DistributedMethods`."""
+        _save(self, self.variables, store)
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        """See `DistributedMethods`."""
+        super().load_own_variables(store)
+        self._dgc.clock.reloaded()
 
     def register_local_var(self: Any, var: Any) -> None:
         """See `DistributedMethods`."""

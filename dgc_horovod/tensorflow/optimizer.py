@@ -65,7 +65,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale_local_gradients: divide the gradients of ``register_local_var`` variables by N.
 
     Returns:
-        An instance of ``type(optimizer)`` with ``compression_stats()``, ``set_epoch()``, ``register_local_var()``.
+        An instance of ``type(optimizer)`` with ``compression_stats()``, ``set_epoch()``, ``clear_residuals()`` and
+        ``register_local_var()``.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -78,6 +79,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
         raise UnsupportedUse("this optimizer is already a DistributedOptimizer; wrap the Keras optimizer itself")
+    if hasattr(optimizer, "_allreduce_grads"):
+        raise UnsupportedUse("this is Horovod's own DistributedOptimizer; wrap the Keras optimizer itself")
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"the second argument is name, a text, got {name!r}; pass the compression as compression=...")
     passes = backward_passes_per_step
     if not isinstance(passes, (int, np.integer)) or isinstance(passes, bool) or passes < 1:
         raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")

@@ -75,6 +75,8 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
             "eager execution is switched off (a TensorFlow 1 graph); dgc_horovod needs TensorFlow 2: remove "
             "tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
         )
+    if "torch" in (getattr(compression, "framework", ""), *getattr(compression, "__module__", "").split(".")):
+        raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
     settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if settings.op not in (hvd.Average, hvd.Sum):

@@ -56,6 +56,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise UnsupportedUse(f"gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
+    if isinstance(gradtape, _DistributedTape):
+        raise UnsupportedUse("this tape is already a DistributedGradientTape; wrap the tf.GradientTape itself")
     settings = make_settings(
         compression,
         num_groups,
@@ -68,7 +70,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
     )
-    if settings.config is not None and settings.config.momentum_correction:
+    if settings.config is not None and settings.config.momentum_correction and hvd.rank() == 0:
         _say_once_that_momentum_is_not_corrected()
     kind: Any = type(gradtape)
     tape = object.__new__(_class_over(kind))

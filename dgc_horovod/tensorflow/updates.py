@@ -5,7 +5,7 @@ for Adam the momentum or the direction has been formed locally, before selection
 ``w -= lr * mean(s)``. Keras' weight decay is decoupled for every optimizer, and stays its own.
 
 A checkpoint's slots (velocity, moments) are taken over by the engine at the first step after they were loaded, and
-emptied: by linearity nothing is lost, and nothing is applied twice.
+emptied: by linearity nothing is lost, and nothing is applied twice. When Keras saves, they get what the rank has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlainUpdate:
     is_split = False
 
     def feed(self, iterations: int) -> Feed:
-        """How gradients enter the residual at the step after `iterations` others."""
+        """How gradients enter the residual at the step after `iterations` others, counted from empty moments."""
         return ResidualFeed()
 
     def slots(self, key: Key) -> list[Any]:
@@ -46,6 +46,10 @@ class PlainUpdate:
             slots: values of `slots`.
             rate: the learning rate; for a sum over ranks, times their number.
         """
+
+    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+        """The reverse: what this rank has, as the optimizer's slots would hold it, for a file."""
+        return []
 
 
 class SGDUpdate(PlainUpdate):
@@ -66,6 +70,9 @@ class SGDUpdate(PlainUpdate):
     def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
         if rate and np.any(slots[0]):  # Keras' velocity is -lr times the sum of past gradients
             _add(engine, i, engine.momentum(), slots[0].reshape(-1) / np.float32(-rate))
+
+    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+        return [] if engine.state.u is None else [np.float32(-rate) * _part(engine, i, engine.state.u)]
 
 
 class AdamUpdate(PlainUpdate):
@@ -91,10 +98,18 @@ class AdamUpdate(PlainUpdate):
             if np.any(theirs):
                 _add(engine, i, ours, theirs.reshape(-1))
 
+    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+        return [_part(engine, i, moment) for moment in engine.state.moments or ()]
+
 
 def _index(optimizer: Any, key: Key) -> int:
     """Where Keras keeps what belongs to a variable."""
     return optimizer._trainable_variables_indices[key[0]]
+
+
+def _part(engine: BucketEngine, i: int, state: Any) -> np.ndarray:
+    segment = engine.bucket.segments[i]
+    return engine.kernels.to_host(state[segment.start : segment.start + segment.numel]).copy()
 
 
 def _add(engine: BucketEngine, i: int, state: Any, values: np.ndarray) -> None:

@@ -17,10 +17,14 @@ def ranks():
 
 
 def test_broadcast(ranks):
-    first, second = (found["keras_around.broadcast"] for found in ranks)
+    first, second = (dict(found["keras_around.broadcast"]) for found in ranks)
+    assert len(first.pop("forgotten")) == 1 and second.pop("forgotten") == []
     assert first == second, "the ranks began differently and must end alike"
     assert first["dtypes"] == [1.0] * 6 and first["none, rate"] == first["dgc, rate"] == pytest.approx(1e-3)
     assert first["local is kept"]
+    errors = first["errors"]
+    assert "takes variables" in errors["arrays"] and "root_rank must be in [0, 2), got 7" in errors["root"]
+    assert "variables: rank 0 has 0 (2,) float32, rank 1 has 0 (3,) float32" in errors["other shapes"]
 
 
 def test_learning_rates_and_metrics(ranks):
@@ -45,6 +49,7 @@ def test_saved_models(ranks):
     assert first["stock"] == ["keras.src.optimizers.adam", 8] and first["ours"] == [8, True]
     assert first["dense resumes exactly"]
     assert first["compressed takes the velocity over"] < 1e-5
+    assert first["sgd goes on as if not saved"] < 1e-5 and first["adam goes on as if not saved"] < 1e-5
 
 
 def test_a_restored_checkpoint_empties_the_residual(ranks):

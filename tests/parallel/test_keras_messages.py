@@ -20,6 +20,10 @@ REFUSED = {
     "two norms": "give one of them",
     "xla": "pass jit_compile=False",
     "scaler outside": "DistributedOptimizer(LossScaleOptimizer(optimizer))",
+    "positional": "pass the compression as compression=...",
+    "torch's": "import Compression from dgc_horovod.tensorflow",
+    "horovod's": "wrap the Keras optimizer itself",
+    "tape twice": "already a DistributedGradientTape",
     "string": "must be a Keras 3 optimizer",
 }
 
@@ -50,6 +54,12 @@ def test_ranks_in_other_epochs_hear_it(ranks):
     for mode in ("eager", "graph"):
         for found in ranks:
             assert "is the epoch the same everywhere?" in found["keras_messages.other_epochs"][mode]
+
+
+def test_a_set_of_ranks():
+    first, second = (found["keras_messages.process_sets"] for found in run_ranks(2, ["keras_messages.process_sets"]))
+    assert first["selected"] > 0 and first["steps"] == 8
+    assert second.keys() == first.keys() and not any(second.values())
 
 
 def test_a_rank_that_stays_away():

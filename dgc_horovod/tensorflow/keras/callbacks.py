@@ -18,6 +18,13 @@ from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.variables import key_of
 from dgc_horovod.tensorflow.watch import watched
 
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
 
 class _EpochTeller(keras.callbacks.Callback):
     """Tells a distributed optimizer the epoch, which a density warm-up may need, and sees that it is used."""

@@ -44,6 +44,11 @@ def broadcast() -> dict[str, Any]:
     found: dict[str, Any] = {"dtypes": [float(tf.cast(v, tf.float32)[0]) for v in variables]}
 
     begin = callbacks.BroadcastGlobalVariablesCallback(0)
+    with messages() as said:
+        fit(smooth_model(seed=rank), DistributedOptimizer(momentum_sgd()), 1)
+    found["forgotten"] = [text for text in said if "DIFFERENT WEIGHTS" in text]
+    if rank == 0:
+        smooth_model()  # Keras counts on: all names after this one differ between the ranks
     for name, compression in {"none": Compression.none, "dgc": Compression.dgc(0.05)}.items():
         model = smooth_model(seed=rank)
         optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3 * (rank + 1)), compression=compression)
@@ -53,6 +58,11 @@ def broadcast() -> dict[str, Any]:
     unbuilt = keras.Sequential([keras.layers.Dense(64, "tanh"), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
     fit(unbuilt, DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05)), 1, [begin])
     found["unbuilt"] = fingerprint(unbuilt)
+    found["errors"] = {
+        "arrays": error_of(lambda: broadcast_variables(unbuilt.get_weights(), 0)),
+        "root": error_of(lambda: broadcast_variables(unbuilt.weights, 7)),
+        "other shapes": error_of(lambda: broadcast_variables([tf.Variable(tf.ones(2 + rank))], 0)),
+    }
     local = smooth_model(seed=rank)
     before = local.weights[0].numpy()
     start = callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local.weights[0])
@@ -137,6 +147,14 @@ def saved() -> dict[str, Any]:
         resumed = load_model(path, compression=everything())
         fit(resumed, resumed.optimizer, 1)
         found["compressed takes the velocity over"] = float(np.abs(weights(resumed) - weights(dense)).max())
+
+        for name, make in {"sgd": momentum_sgd, "adam": lambda: keras.optimizers.Adam(3e-3)}.items():
+            model = smooth_model()
+            fit(model, DistributedOptimizer(make(), compression=everything()), 1)
+            model.save(path)
+            loaded = load_model(path, compression=everything())
+            after = [weights(fit(each, each.optimizer, 1)) for each in (model, loaded)]
+            found[f"{name} goes on as if not saved"] = float(np.abs(after[0] - after[1]).max())
 
         optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05))
         model = smooth_model()

@@ -6,12 +6,28 @@ import time
 from typing import Any
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as stock
 import numpy as np
 import tensorflow as tf
 
+from dgc_horovod import DGCConfig
+from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.tensorflow import DistributedGradientTape
+from dgc_horovod.tensorflow import DistributedOptimizer as TensorFlowOptimizer
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule
 from tests.helpers.keras_training import error_of, fingerprint, fit, fitted, keras, momentum_sgd, smooth_model
+
+
+class _Torchs(ConfiguredCompressor):
+    framework = "torch"
+
+
+def process_sets() -> dict[str, Any]:
+    """A set that holds rank 0 only: rank 1 trains by itself and has counts of zero."""
+    only = hvd.ProcessSet([0])
+    hvd.init(process_sets=[only])
+    model = fitted(momentum_sgd(), Compression.dgc(0.05), epochs=1, process_set=only)
+    return model.optimizer.compression_stats()
 
 
 def refused() -> dict[str, str]:
@@ -42,6 +58,10 @@ def refused() -> dict[str, str]:
         ),
         "xla": error_of(lambda: in_xla(ones)),
         "scaler outside": error_of(lambda: scaled.apply([ones], [variable])),
+        "positional": error_of(lambda: TensorFlowOptimizer(momentum_sgd(), dgc)),
+        "torch's": error_of(lambda: DistributedOptimizer(sgd, compression=_Torchs(DGCConfig()))),
+        "horovod's": error_of(lambda: DistributedOptimizer(stock.DistributedOptimizer(momentum_sgd()))),
+        "tape twice": error_of(lambda: DistributedGradientTape(DistributedGradientTape(tf.GradientTape()))),
         "string": error_of(lambda: DistributedOptimizer("sgd")),
     }
 
