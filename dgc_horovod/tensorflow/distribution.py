@@ -118,6 +118,7 @@ class Distribution:
         self.settings, self.update, self.what = settings, update, what
         self.clock = Clock(stride, lambda: settings.config is not None and settings.process_set.rank() == 0)
         self.epoch: int | None = None
+        self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
         self._sets: dict[Any, VariableSet] = {}
         self._homes = Homes()
@@ -157,7 +158,7 @@ class Distribution:
         key = number, sources, left_out
         if key not in self._sets:
             self._sets[key] = self._make(sources, gradients, left_out, number)
-            if self.what == "optimizer" and not envvars.horovod_elastic():
+            if self.what == "optimizer" and not self.broadcast_follows and not envvars.horovod_elastic():
                 _compare_weights(Collectives(self.settings.process_set, "start"), variables)
             if self.what == "tape":  # nothing else would ever let go of what belongs to a model that is gone
                 for variable in variables:

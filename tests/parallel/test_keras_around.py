@@ -21,7 +21,7 @@ def test_broadcast(ranks):
     assert len(first.pop("forgotten")) == 1 and second.pop("forgotten") == []
     assert first == second, "the ranks began differently and must end alike"
     assert first["dtypes"] == [1.0] * 6 and first["none, rate"] == first["dgc, rate"] == pytest.approx(1e-3)
-    assert first["local is kept"]
+    assert first["local is kept"] and first["not forgotten"] == []
     errors = first["errors"]
     assert "takes variables" in errors["arrays"] and "root_rank must be in [0, 2), got 7" in errors["root"]
     assert "variables: rank 0 has 0 (2,) float32, rank 1 has 0 (3,) float32" in errors["other shapes"]

@@ -78,6 +78,8 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
                 with keras.name_scope(optimizer.name):
                     optimizer.build(self.model.trainable_variables)
             self._broadcast()
+        elif self._distribution is not None:
+            self._distribution.broadcast_follows = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
