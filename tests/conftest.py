@@ -1,0 +1,7 @@
+"""Settings of all tests."""
+
+from hypothesis import HealthCheck, settings
+
+# The first draw looks through the source of every local module that is loaded, which takes seconds on a busy machine.
+settings.register_profile("here", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("here")
