@@ -120,6 +120,7 @@ class Distribution:
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
+        self._takes_part: bool | None = None
         self._sets: dict[Any, VariableSet] = {}
         self._homes = Homes()
         self._agreeing: Collectives | None = None
@@ -127,7 +128,9 @@ class Distribution:
     @property
     def takes_part(self) -> bool:
         """Whether this rank is in the process set."""
-        return self.settings.process_set.included()
+        if self._takes_part is None or envvars.horovod_elastic():
+            self._takes_part = bool(self.settings.process_set.included())
+        return self._takes_part
 
     def all_agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Whether `finite` is true on every rank. One small collective."""

@@ -31,15 +31,21 @@ class Watch:
 
     def __init__(self, process_set: hvd.ProcessSet) -> None:
         self.process_set = process_set
+        self.rank, self._workers = process_set.rank(), process_set.size()
         self.timeout = envvars.timeout_seconds()
         self.deadline: float | None = None
         self.what = ""
         self.error: CollectiveTimeout | None = None
 
+    @property
+    def workers(self) -> int:
+        """N; asked anew in an elastic job only: a set of one rank goes on when the others have shut Horovod down."""
+        return self.process_set.size() if envvars.horovod_elastic() else self._workers
+
     def arm(self, what: str) -> None:
         """From now on the clock runs, for `what`: all that this rank has to give has been given."""
         self.error = None
-        if self.process_set.size() > 1:
+        if self.workers > 1:
             self.what, self.deadline = what, time.monotonic() + self.timeout
             _watcher.look_after(self)
 
@@ -49,8 +55,8 @@ class Watch:
 
     def expire(self) -> None:
         """The time is over."""
-        rank, workers = self.process_set.rank(), self.process_set.size()
-        self.error, self.deadline = CollectiveTimeout(timed_out(rank, workers, self.what, self.timeout)), None
+        text = timed_out(self.rank, self._workers, self.what, self.timeout)
+        self.error, self.deadline = CollectiveTimeout(text), None
         _log.error("dgc_horovod: CollectiveTimeout: %s. Shutting Horovod down", self.error)
 
 
