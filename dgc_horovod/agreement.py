@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from dgc_horovod.errors import RankMismatch
@@ -22,6 +22,16 @@ class Gatherer(Protocol):
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """The `data` of every rank, of any length, in rank order."""
+
+
+def cut(everything: bytes, sizes: Iterable[int]) -> list[bytes]:
+    """What the ranks sent, one after another in `everything`, apart again."""
+    data = memoryview(everything)
+    parts = []
+    for size in sizes:
+        parts.append(bytes(data[:size]))
+        data = data[size:]
+    return parts
 
 
 def digest(text: str) -> bytes:

@@ -36,6 +36,11 @@ class Segment:
     start: int
     numel: int
 
+    @property
+    def place(self) -> slice:
+        """Its elements among those of the bucket."""
+        return slice(self.start, self.start + self.numel)
+
 
 @dataclass(frozen=True)
 class Bucket:

@@ -62,10 +62,15 @@ class _Sent:
     masked: np.ndarray | None
 
 
-def _packet_format(bucket: Bucket, config: DGCConfig, runs: tuple[Span, ...]) -> PacketFormat:
+def _form(
+    bucket: Bucket, config: DGCConfig, density: float, workers: int
+) -> tuple[tuple[Span, ...], PacketFormat, bool]:
+    """What is selected together at a density, the packet for it, and whether a scattered vector is sent instead."""
+    runs = spans(bucket, config.scope, density)
     capacity = sum(run.k for run in runs)
     indices = "every" if bucket.whole else "elias-fano"
-    return PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
+    wire = PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
+    return runs, wire, sends_scattered(bucket.numel, wire.body_bytes, workers)
 
 
 class _Plan:
@@ -73,9 +78,7 @@ class _Plan:
 
     def __init__(self, bucket: Bucket, config: DGCConfig, density: float, workers: int) -> None:
         self.density = density
-        self.runs: tuple[Span, ...] = spans(bucket, config.scope, density)
-        self.wire = _packet_format(bucket, config, self.runs)
-        self.scattered = sends_scattered(bucket.numel, self.wire.body_bytes, workers)
+        self.runs, self.wire, self.scattered = _form(bucket, config, density, workers)
         capacity = self.wire.capacity
         self.predictor = FloorPredictor([r.numel for r in self.runs], [r.k for r in self.runs], config.threshold)
         self.spans = np.zeros(len(self.runs), SPAN)
@@ -247,21 +250,16 @@ class BucketEngine:
 
     def scatters(self, density: float) -> bool:
         """Whether a message of that density is a vector for an allreduce, not a packet for an allgather."""
-        runs = spans(self.bucket, self.config.scope, 1.0 if self.bucket.whole else density)
-        body_bytes = _packet_format(self.bucket, self.config, runs).body_bytes
-        return sends_scattered(self.bucket.numel, body_bytes, self.workers)
+        return _form(self.bucket, self.config, 1.0 if self.bucket.whole else density, self.workers)[2]
 
     def move_in(self, i: int, other: BucketEngine, j: int) -> None:
         """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""
-        mine, theirs = self.bucket.segments[i], other.bucket.segments[j]
-        here, there = slice(mine.start, mine.start + mine.numel), slice(theirs.start, theirs.start + theirs.numel)
+        here, there = self.bucket.segments[i].place, other.bucket.segments[j].place
         if other.state.u is not None:
             self.momentum()
         if other.state.moments is not None:
             self.adam_moments()
-        ours, others = (
-            [x for x in (state.v, state.u, *(state.moments or (None, None)))] for state in (self.state, other.state)
-        )
+        ours, others = ((state.v, state.u, *(state.moments or (None, None))) for state in (self.state, other.state))
         for to, source in zip(ours, others, strict=True):
             if to is not None:
                 to[here] = 0 if source is None else source[there]

@@ -176,7 +176,6 @@ class BucketExchange:
         for engine in self.engines:
             state, to_host = engine.state, engine.kernels.to_host
             for segment in engine.bucket.segments:
-                here = slice(segment.start, segment.start + segment.numel)
-                u = np.zeros(segment.numel, np.float32) if state.u is None else to_host(state.u[here])
-                arrays[segment.name] = {"u": u.copy(), "v": to_host(state.v[here]).copy()}
+                u = np.zeros(segment.numel, np.float32) if state.u is None else to_host(state.u[segment.place])
+                arrays[segment.name] = {"u": u.copy(), "v": to_host(state.v[segment.place]).copy()}
         return arrays

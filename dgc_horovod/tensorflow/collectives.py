@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import envvars
+from dgc_horovod.agreement import cut
 from dgc_horovod.exchange import Traffic
 from dgc_horovod.tensorflow.host_calls import host_call
 from dgc_horovod.tensorflow.watch import Watch, watched
@@ -100,5 +100,4 @@ class Collectives:
             lengths = self.allgather(tf.constant([len(data)], tf.int64), f"{name}.lengths").numpy()
             own = tf.constant(np.frombuffer(data, np.uint8))
             everything = self.allgather(own, name).numpy().tobytes()
-        ends = list(itertools.accumulate(int(n) for n in lengths))
-        return [everything[end - int(size) : end] for size, end in zip(lengths, ends, strict=True)]
+        return cut(everything, lengths.tolist())

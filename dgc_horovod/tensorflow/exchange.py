@@ -131,7 +131,7 @@ class GradientExchange:
         everything = [slot for mine in slots.values() for slot in mine]
         if not everything:
             return started
-        counts = [(self.steps.place[i], i, len(mine)) for i, mine in slots.items()]
+        counts = [(i, len(mine)) for i, mine in slots.items()]
 
         def take_over() -> tf.Tensor:
             (done,) = self._call(self.steps.take_over, [rate, *everything], [tf.int64], counts)

@@ -185,11 +185,11 @@ class HostSteps:
         self._homes.bring(self, self._keys)
         return [np.int64(self._iterations), np.bool_(fresh)]
 
-    def take_over(self, counts: Sequence[tuple[BucketRun, int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:
+    def take_over(self, counts: Sequence[tuple[int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:
         """Put what stood in the optimizer's slots into the engines.
 
         Args:
-            counts: for each variable its bucket, its number in the list of gradients, and how many slots it has.
+            counts: for each variable its number in the list of gradients, and how many slots it has.
             rate: the learning rate.
             slots: all of them.
         """
@@ -197,7 +197,8 @@ class HostSteps:
         rest, factor = list(slots), 1 if self.buckets.averages else self.buckets.workers
         # moments that begin empty are corrected for it as at the first step, whatever the optimizer's iterations are
         self._origin = 0 if any(np.any(slot) for slot in slots) else self._iterations
-        for run, i, count in counts:
+        for i, count in counts:
+            run = self.place[i]
             mine, rest = rest[:count], rest[count:]
             if mine:
                 self.update.take_over(run.engine, run.members.index(i), mine, float(rate) * factor)

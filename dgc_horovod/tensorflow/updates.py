@@ -19,7 +19,7 @@ import numpy as np
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.ops.schema import AdamFeed, Elements, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
 from dgc_horovod.tensorflow.variables import Key
 
 _log = logging.getLogger("dgc_horovod")
@@ -108,15 +108,11 @@ def _index(optimizer: Any, key: Key) -> int:
 
 
 def _part(engine: BucketEngine, i: int, state: Any) -> np.ndarray:
-    segment = engine.bucket.segments[i]
-    return engine.kernels.to_host(state[segment.start : segment.start + segment.numel]).copy()
+    return engine.kernels.to_host(state[engine.bucket.segments[i].place]).copy()
 
 
 def _add(engine: BucketEngine, i: int, state: Any, values: np.ndarray) -> None:
-    segment = engine.bucket.segments[i]
-    positions = np.arange(segment.start, segment.start + segment.numel, dtype=np.int32)
-    here = engine.kernels.take(state, positions)
-    engine.kernels.put(state, Elements(positions, np.ascontiguousarray(here + values, np.float32)))
+    state[engine.bucket.segments[i].place] += engine.kernels.from_host(values)
 
 
 def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> PlainUpdate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from dgc_horovod import envvars
+from dgc_horovod.agreement import cut
 from dgc_horovod.errors import CollectiveTimeout
 from dgc_horovod.exchange import Traffic
 from dgc_horovod.report import timed_out
@@ -53,9 +53,7 @@ class Collectives:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         lengths = torch.tensor([len(data)], dtype=torch.int64)
         sizes = self.wait(self.allgather(lengths, f"{name}.lengths")).tolist()
-        everything = bytes(self.wait(self.allgather(own, name)).tolist())
-        ends = list(itertools.accumulate(sizes))
-        return [everything[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return cut(bytes(self.wait(self.allgather(own, name)).tolist()), sizes)
 
     def allreduce(
         self, tensor: torch.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0

@@ -274,8 +274,7 @@ class GradientExchange:
         run, i = self._place[p]
         segment = run.engine.bucket.segments[i]
         for ours, theirs in zip(run.engine.adam_moments(), moments, strict=True):
-            here = ours[segment.start : segment.start + segment.numel]
-            torch.as_tensor(here).copy_(theirs.detach().reshape(-1))
+            torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))
 
 
 def _norm(parameters: Iterable[Parameter]) -> float:
