@@ -67,10 +67,10 @@ class DGCConfig:
     def __post_init__(self) -> None:
         _check_fraction("density", self.density)
         _check_fraction("max_density", self.max_density)
-        _check_choice("rule", self.rule, RULES)
-        _check_choice("scope", self.scope, SCOPES)
-        _check_choice("values", self.values, VALUES)
-        _check_choice("dense_values", self.dense_values, DENSE_VALUES)
+        check_choice("rule", self.rule, RULES)
+        check_choice("scope", self.scope, SCOPES)
+        check_choice("values", self.values, VALUES)
+        check_choice("dense_values", self.dense_values, DENSE_VALUES)
         for name in ("momentum_correction", "factor_masking", "compress_1d"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0)):
@@ -133,7 +133,8 @@ def _check_fraction(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be in (0, 1], got {value!r}{hint}")
 
 
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError, with the nearest of them, unless `value` is one of `allowed`."""
     if value not in allowed:
         nearest = difflib.get_close_matches(str(value), allowed, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

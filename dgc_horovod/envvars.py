@@ -1,35 +1,198 @@
-"""Every environment variable that is read, once. No other file of the package reads ``os.environ``."""
+"""Every setting that comes from outside, once: its environment variable, its flag, its key in a config file.
+
+No other file of the package reads ``os.environ``. `dgcrun`'s flags, the keys of a ``compression:`` section and
+docs/environment.md all follow from `ALL`.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from dgc_horovod.config import DENSE_VALUES, RULES, SCOPES, VALUES, check_choice
 from dgc_horovod.errors import ConfigError
+
+_SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
+OF_METHOD = "of the method"
+
+
+def _switch(text: str) -> bool:
+    return _SWITCH[text.lower()]
+
+
+def _text(text: str) -> str:
+    return text
+
+
+# How a kind of value is read, what a flag's help calls it, and what a message says of it.
+_KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "number": (float, "X", "a number"),
+    "whole": (int, "N", "a whole number"),
+    "switch": (_switch, "on|off", "on or off (1/0, true/false, yes/no)"),
+    "text": (_text, "TEXT", "a text"),
+    "path": (_text, "PATH", "a path"),
+}
 
 
 @dataclass(frozen=True)
 class EnvironmentVariable:
-    """One variable: its name, its default as a user would write it, and one line on what it does."""
+    """One setting.
+
+    Args:
+        name: of the environment variable, ``DGC_...``.
+        default: as a user would write it; "" for none.
+        meaning: one line on what it does, with unit and range.
+        kind: "number", "whole", "switch", "text" or "path".
+        group: the heading that it stands under in ``dgcrun --help`` and docs/environment.md.
+        flag: of dgcrun; "" if it has none.
+        field: of DGCConfig, or of WarmupSchedule as "warmup.FIELD"; "" if it is none.
+        choices: the allowed texts, where there are few.
+    """
 
     name: str
     default: str
     meaning: str
+    kind: str = "text"
+    group: str = "running"
+    flag: str = ""
+    field: str = ""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its name in the ``compression:`` section of a config file."""
+        return "method" if self.name == "DGC_COMPRESSION" else self.name.removeprefix("DGC_").lower()
+
+    @property
+    def metavar(self) -> str:
+        """What stands behind its flag in a help text."""
+        return self.key.split("_")[-1].upper() if self.choices else _KINDS[self.kind][1]
+
+    @property
+    def explained(self) -> str:
+        """Its meaning, with the choices."""
+        return f"{self.meaning}: {', '.join(self.choices)}" if self.choices else self.meaning
 
     def read(self) -> str:
         """The value set in the environment, or the default."""
-        return os.environ.get(self.name, self.default)
+        return os.environ.get(self.name) or self.default
+
+    def parse(self, text: str, source: str = "") -> Any:
+        """`text` as a value; None for "none" where there is no default.
+
+        Raises:
+            ConfigError: it is not of the kind, or none of the choices; the message names `source`.
+        """
+        if self.choices:
+            check_choice(f"{source or self.name}: {self.key}", text, self.choices)
+            return text
+        if text.lower() == "none" and not self.default:
+            return None
+        try:
+            return _KINDS[self.kind][0](text)
+        except (KeyError, ValueError):
+            where = source or self.name
+            raise ConfigError(f"{where}: {self.key} must be {_KINDS[self.kind][2]}, got {text!r}") from None
 
 
+METHODS = ("none", "fp16", "dgc", "topk", "sampled", "gaussian", "random", "threshold")
+
+
+def _field(field: str, default: str, meaning: str, kind: str, group: str, **more: Any) -> EnvironmentVariable:
+    key = field.replace(".", "_")
+    flag = "--density" if key == "density" else f"--dgc-{key.replace('_', '-')}"
+    return EnvironmentVariable(f"DGC_{key.upper()}", default, meaning, kind, group, flag, field, **more)
+
+
+_WHAT, _WARM, _WIRE = "what is sent", "density warm-up", "how it travels"
+COMPRESSION = EnvironmentVariable(
+    "DGC_COMPRESSION", "", "the method; dgc where only other settings are given", "text", _WHAT, "--compression",
+    choices=METHODS,
+)  # fmt: skip
+FIELDS = (
+    _field("density", "0.001", "fraction of the elements sent a step, in (0, 1]", "number", _WHAT),
+    _field("rule", OF_METHOD, "what selects them", "text", _WHAT, choices=RULES),
+    _field("scope", "bucket", "what they are selected from together", "text", _WHAT, choices=SCOPES),
+    _field("momentum_correction", OF_METHOD, "momentum goes before selection (DGC 3.1)", "switch", _WHAT),
+    _field("factor_masking", OF_METHOD, "momentum is cleared where an element was sent (DGC 3.2)", "switch", _WHAT),
+    _field("clip_norm", "", "L2 norm to clip the averaged gradient at, > 0", "number", _WHAT),
+    _field("threshold", "", "least magnitude sent, for method threshold, > 0", "number", _WHAT),
+    _field("max_density", "0.01", "most that method threshold may send, in (0, 1]", "number", _WHAT),
+    _field("warmup.steps", "", "length in optimizer steps, >= 1", "whole", _WARM),
+    _field("warmup.epochs", "", "or length in epochs, > 0 (4 in the paper)", "number", _WARM),
+    _field("warmup.steps_per_epoch", "", "steps in an epoch, where nothing tells the epoch", "whole", _WARM),
+    _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WARM),
+    _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WARM),
+    _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=VALUES),
+    _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
+    _field("min_numel", "1024", "tensors of fewer elements are sent whole, >= 1", "whole", _WIRE),
+    _field("compress_1d", "off", "compress biases and norms too", "switch", _WIRE),
+    _field("bucket_bytes", "67108864", "bytes of gradient that share a message, >= 1", "whole", _WIRE),
+    _field("seed", "0", "of the rules that draw at random, >= 0", "whole", _WIRE),
+)
 TIMEOUT = EnvironmentVariable(
-    "DGC_TIMEOUT", "120", "seconds a rank waits for a collective before it gives up with CollectiveTimeout"
+    "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "number", flag="--dgc-timeout"
 )
 BACKEND = EnvironmentVariable(
-    "DGC_BACKEND",
-    "auto",
-    "kernels: auto, native (C++; CPU), torch_eager (torch operations), reference (NumPy; CPU only, slow)",
+    "DGC_BACKEND", "auto", "kernels: C++ (native), torch operations or NumPy (slow)",
+    flag="--dgc-backend", choices=("auto", "native", "torch_eager", "reference"),
+)  # fmt: skip
+METRICS_FILE = EnvironmentVariable(
+    "DGC_METRICS_FILE", "", "rank 0 appends its counters as JSON lines, every 10 s and at the end", "path",
+    flag="--dgc-metrics-file",
+)  # fmt: skip
+ALLOW_INACTIVE = EnvironmentVariable(
+    "DGC_ALLOW_INACTIVE", "off", "exit code 0 although nothing was compressed", "switch", flag="--allow-inactive"
 )
-ALL = (TIMEOUT, BACKEND)
+ENABLED = EnvironmentVariable("DGC_ENABLED", "on", "off beats everything: stock Horovod", "switch")
+CONFIG_FILE = EnvironmentVariable(
+    "DGC_CONFIG_FILE", "", "a config file for everyone; what a job sets itself goes before it", "path"
+)
+DESK = EnvironmentVariable(
+    "DGC_DESK", "", "where ranks report to their launcher; set by dgcrun", "text", "set by dgcrun"
+)
+HOSTS = EnvironmentVariable("DGC_HOSTS", "", "the hosts, in rank order; set by dgcrun", "text", "set by dgcrun")
+SETTABLE = (COMPRESSION, *FIELDS, TIMEOUT, BACKEND, METRICS_FILE, ALLOW_INACTIVE)  # by flag and config file too
+ALL = (*SETTABLE, ENABLED, CONFIG_FILE, DESK, HOSTS)
+
+_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def from_environment() -> dict[str, str]:
+    """What is set of `ALL`, by name; an empty text counts as not set."""
+    return {variable.name: os.environ[variable.name] for variable in ALL if os.environ.get(variable.name)}
+
+
+def put_into_environment(values: Mapping[str, str]) -> None:
+    """Set variables for this process and its children; "" removes one."""
+    for name, text in values.items():
+        if text:
+            os.environ[name] = text
+        else:
+            os.environ.pop(name, None)
+
+
+def environment() -> dict[str, str]:
+    """A copy of the whole environment, for a child."""
+    return dict(os.environ)
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process as one of its ranks."""
+    return any(name in os.environ for name in _RANK)
+
+
+def store_addresses() -> list[str]:
+    """Key-value stores that this rank can report to: that of Horovod's Gloo launcher, else that of `dgcrun`."""
+    host, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}") for part in ("ADDR", "PORT"))
+    return [*([f"dgc@{host}:{port}"] if host and port else []), *([DESK.read()] if DESK.read() else [])]
+
+
+def warn_of_stalls_within(seconds: float) -> None:
+    """Let Horovod name the ranks that a collective waits for, within `seconds`, unless the user has set a time."""
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, min(60, int(seconds)))))
 
 
 def horovod_elastic() -> bool:

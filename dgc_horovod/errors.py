@@ -29,3 +29,7 @@ class CollectiveTimeout(DGCError, RuntimeError):
 
 class UnsupportedUse(DGCError, RuntimeError):
     """A combination that would train wrongly, or silently uncompressed, if it were let through."""
+
+
+class NotActivated(DGCError, RuntimeError):
+    """A job is to be compressed, and on some rank it would not be. Raised on every rank where it would."""

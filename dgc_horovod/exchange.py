@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,38 +13,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine, Message
 from dgc_horovod.ops.schema import Kernels
 from dgc_horovod.schedule import density_at
-
-
-@dataclass
-class Traffic:
-    """Bytes this rank hands to collectives and receives from them, counted as for ring algorithms."""
-
-    sent: int = 0
-    received: int = 0
-
-    def stats(self, elements: int, workers: int) -> dict[str, int]:
-        """The counts, beside those of fp32 ring allreduces of as many `elements`."""
-        return {
-            "bytes_sent": self.sent,
-            "bytes_received": self.received,
-            "bytes_dense": 4 * elements,
-            "bytes_dense_received": ring_received(4 * elements, workers),
-        }
-
-    def count_allgather(self, nbytes: int, workers: int) -> None:
-        """Count an allgather of `nbytes` from each rank."""
-        self.sent += nbytes
-        self.received += (workers - 1) * nbytes
-
-    def count_allreduce(self, nbytes: int, workers: int) -> None:
-        """Count a ring allreduce of `nbytes`."""
-        self.sent += nbytes
-        self.received += ring_received(nbytes, workers)
-
-
-def ring_received(nbytes: int, workers: int) -> int:
-    """Bytes each rank receives in a ring allreduce of `nbytes`: ``2*(N-1)/N`` of them."""
-    return 2 * (workers - 1) * nbytes // workers
+from dgc_horovod.traffic import Tally, Traffic, ledger
 
 
 def clip_limit(c: float, workers: int, averages: bool) -> float:
@@ -81,7 +49,7 @@ class BucketExchange:
         averages: bool,
         traffic: Traffic,
     ) -> None:
-        self.config, self.workers, self.averages, self.traffic = config, workers, averages, traffic
+        self.config, self.workers, self.averages = config, workers, averages
         self.numel = {spec.name: spec.numel for spec in specs}
         self.layout = plan(specs, config, workers)
         self.engines = [
@@ -91,9 +59,10 @@ class BucketExchange:
         self.place = {
             segment.name: (engine, i) for engine in self.engines for i, segment in enumerate(engine.bucket.segments)
         }
+        compressed = sum(self.numel[name] for name in self.compressed)
+        self.tally = Tally(workers, sum(self.numel.values()), compressed, traffic)
+        ledger.append(self.tally)
         self.epoch: int | None = None
-        self.steps = 0
-        self._selected = 0
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
     def is_compressed(self, name: str) -> bool:
@@ -104,6 +73,11 @@ class BucketExchange:
     def compressed(self) -> list[str]:
         """Tensors on the sparse path."""
         return [name for name in self.numel if self.is_compressed(name)]
+
+    @property
+    def steps(self) -> int:
+        """Finished so far."""
+        return self.tally.steps
 
     def density(self) -> float:
         """Density of the step under way."""
@@ -117,13 +91,27 @@ class BucketExchange:
             clip: factor of the gradients, from `clip_factor`.
             loss_scale: by which the loss, hence every gradient, is multiplied.
         """
-        message = engine.compress(clip / loss_scale, self.steps, self.density())
+        traffic = self.tally.traffic
+        with traffic.timing("compressing"):
+            message = engine.compress(clip / loss_scale, self.steps, self.density())
         with self._lock:
             if not engine.bucket.whole:
-                self._selected += message.count
-            count = self.traffic.count_allreduce if message.scattered else self.traffic.count_allgather
+                self.tally.selected += message.count
+            count = traffic.count_allreduce if message.scattered else traffic.count_allgather
             count(message.payload.nbytes, self.workers)
         return message
+
+    def decode(self, engine: BucketEngine, received: np.ndarray, loss_scale: float = 1.0) -> bool:
+        """Put what all ranks sent together, into the targets of `engine`; returns whether it is finite.
+
+        Args:
+            engine: one of ours.
+            received: the ranks' packets after one another, or the sum of their vectors.
+            loss_scale: see `compress`.
+        """
+        with self.tally.traffic.timing("compressing"):
+            finite = engine.receive(received)
+            return engine.fill(self.mean_scale * loss_scale) and finite
 
     def clip_factor(self, other_squares: float = 0.0, loss_scale: float = 1.0) -> float:
         """The factor that brings this rank's whole gradient within its limit; every gradient must have been offered.
@@ -152,7 +140,7 @@ class BucketExchange:
                 engine.commit()
         else:
             self.take_back()
-        self.steps += 1
+        self.tally.steps += 1
 
     def take_back(self) -> None:
         """Take back what the step under way has sent."""
@@ -163,12 +151,6 @@ class BucketExchange:
         """Empty u, v and the local moments: the weights are about to be others."""
         for engine in self.engines:
             engine.clear()
-
-    def stats(self) -> dict[str, int]:
-        """Cumulative counts of this rank: see ``DistributedOptimizer.compression_stats``."""
-        elements = self.steps * sum(self.numel[name] for name in self.compressed)
-        counts = {"steps": self.steps, "elements": elements, "selected": self._selected}
-        return {**counts, **self.traffic.stats(self.steps * sum(self.numel.values()), self.workers)}
 
     def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
         """Copies of u and v of every tensor in a bucket, by name: what tests and tools look at."""

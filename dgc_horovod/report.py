@@ -11,6 +11,14 @@ from dgc_horovod.exchange import BucketExchange
 _log = logging.getLogger("dgc_horovod")
 
 NOT_FINITE = "a gradient was not finite on some rank; that step is applied on no rank"
+ADAM_DIRECTIONS = (
+    "with Adam the mathematics changes: each rank's own Adam direction is compressed and averaged, not the gradient; "
+    "compare the result with dense training once (docs/algorithm.md)"
+)
+ADAM_AFTER = (
+    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs more quality than method dgc "
+    "does; compare the result with dense training once (docs/algorithm.md)"
+)
 
 
 def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
@@ -18,7 +26,7 @@ def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
     return (
         f"rank {rank} of {workers} waited {seconds:g} s for {what}: another rank has stopped, has fewer steps or "
         "epochs (unequal shards?), is in hvd.join() or in a callback that only some ranks have, did not take this "
-        f"step, or is in another epoch of the warm-up. {envvars.TIMEOUT.name} sets the limit"
+        f"step, is in another epoch of the warm-up, or runs without compression. {envvars.TIMEOUT.name} sets the limit"
     )
 
 
@@ -29,8 +37,8 @@ def make_visible() -> None:
         _log.setLevel(logging.INFO)
 
 
-def describe(exchange: BucketExchange) -> None:
-    """What is compressed and what is not, and the one recommendation."""
+def describe(exchange: BucketExchange, notice: str = "") -> None:
+    """What is compressed and what is not, the one recommendation, and a `notice` of the optimizer."""
     make_visible()
     config, numel = exchange.config, exchange.numel
     sparse = [bucket for bucket in exchange.layout.buckets if not bucket.whole]
@@ -48,6 +56,8 @@ def describe(exchange: BucketExchange) -> None:
         100 * sum(numel[name] for name in whole) / max(1, sum(numel.values())),
         dense_values(config, exchange.workers),
     )
+    if notice and sparse:
+        _log.warning("dgc_horovod: %s", notice)
     _log.debug("dgc_horovod: sent whole: %s", ", ".join(whole))
     if envvars.horovod_autotune():
         _log.warning(

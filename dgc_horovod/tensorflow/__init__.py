@@ -13,7 +13,7 @@ except ImportError as error:
         "dgc_horovod.tensorflow needs Horovod built for this TensorFlow (horovod.tensorflow does not import: "
         f"{error}); scripts/build_horovod of dgc_horovod builds it for the TensorFlow that is installed"
     ) from error
-import keras
+import keras as _keras  # under its own name it would hide our submodule
 
 _NEEDED = (
     "_apply_weight_decay",
@@ -25,15 +25,15 @@ _NEEDED = (
     "apply",
     "update_step",
 )
-if keras.backend.backend() != "tensorflow":
+if _keras.backend.backend() != "tensorflow":
     raise ImportError(
-        f"Keras runs on {keras.backend.backend()} here; Horovod's operations are TensorFlow's: set "
+        f"Keras runs on {_keras.backend.backend()} here; Horovod's operations are TensorFlow's: set "
         "KERAS_BACKEND=tensorflow before Keras is imported (for PyTorch use dgc_horovod.torch)"
     )
-if _missing := [name for name in _NEEDED if not hasattr(keras.optimizers.Optimizer, name)]:
+if _missing := [name for name in _NEEDED if not hasattr(_keras.optimizers.Optimizer, name)]:
     raise ImportError(
         f"dgc_horovod.tensorflow needs Keras 3 (tensorflow >= 2.16) laid out as 3.15 is; in TensorFlow "
-        f"{tf.__version__} with Keras {keras.__version__} the optimizer lacks {', '.join(_missing)}. Unset "
+        f"{tf.__version__} with Keras {_keras.__version__} the optimizer lacks {', '.join(_missing)}. Unset "
         "TF_USE_LEGACY_KERAS, or install a newer Keras"
     )
 

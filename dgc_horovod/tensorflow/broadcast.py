@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def broadcast_variables(
     check_agreement(Collectives(process_set, "broadcast"), {"variables": shapes})
     with watched(process_set, f"the broadcast of variables from rank {root_rank}"):
         if inplace:
-            hvd.broadcast_variables(inner, root_rank, process_set, inplace)
+            inspect.unwrap(hvd.broadcast_variables)(inner, root_rank, process_set, inplace)  # ours under dgcrun
         else:
             tf.function(_broadcast, autograph=False)(inner, root_rank, process_set)
 

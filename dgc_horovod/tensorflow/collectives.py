@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.agreement import cut
-from dgc_horovod.exchange import Traffic
 from dgc_horovod.tensorflow.host_calls import host_call
 from dgc_horovod.tensorflow.watch import Watch, watched
+from dgc_horovod.traffic import Traffic
 
 
 class Collectives:

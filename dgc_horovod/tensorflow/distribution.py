@@ -16,7 +16,6 @@ from dgc_horovod import __version__, envvars
 from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import FIELD_NAMES
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.exchange import Traffic
 from dgc_horovod.report import describe
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.exchange import GradientExchange
@@ -24,6 +23,7 @@ from dgc_horovod.tensorflow.host_steps import Homes
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
 from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of, kind_of, native, sources_of, zeros_for
+from dgc_horovod.traffic import total
 
 _log = logging.getLogger("dgc_horovod")
 _SKIPPED_AT_MOST = 100  # exchanges that a script may leave out between two
@@ -207,7 +207,7 @@ class Distribution:
         if buckets is not None:
             buckets.epoch = self.epoch
             if collectives.rank == 0:
-                describe(buckets)
+                describe(buckets, self.update.notice)
         return exchange
 
     def _agreed_fields(self, sources: Sequence[Source], local: Sequence[bool], number: int) -> dict[str, str]:
@@ -267,13 +267,9 @@ class Distribution:
         """Keys of the variables whose gradients are compressed."""
         return {key for each in self._sets.values() for key in each.compressed}
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""
-        total = {"steps": 0, "elements": 0, "selected": 0, **Traffic().stats(0, 1)}
-        for exchange in self.exchanges:
-            for name, count in exchange.steps.stats().items():
-                total[name] += count
-        return total
+        return total([exchange.steps.tally for exchange in self.exchanges])
 
 
 def _refuse(source: Source) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from dgc_horovod.tensorflow.host_calls import Blocks, threads
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
 from dgc_horovod.tensorflow.variables import Source, numel_of
+from dgc_horovod.traffic import Tally, ledger
 
 _log = logging.getLogger("dgc_horovod")
 _NO_PACKET, _NO_VECTOR = np.empty(0, np.uint8), np.empty(0, np.float32)
@@ -119,15 +121,19 @@ class HostSteps:
         self.runs: list[BucketRun] = []
         self.place: dict[int, BucketRun] = {}
         self.error: DGCError | None = None
-        self._numel = numel_of(sources)
         self._homes, self._keys = homes, [(number, source.key) for source in sources]
         self._generation_now, self._generation = generation, -1
-        self._iterations = self._steps = self._origin = 0
+        self._iterations = self._origin = 0
+        self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._under_way = self._told = False
         if settings.config is not None:
-            self._make_buckets(sources, settings, settings.config)
+            self.buckets = self._make_buckets(sources, settings, settings.config)
+            self.tally = self.buckets.tally
+        else:
+            self.tally = Tally(collectives.workers, numel_of(sources), 0, collectives.traffic)
+            ledger.append(self.tally)
 
-    def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> None:
+    def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> BucketExchange:
         names = [f"{i} {source.name}" for i, source in enumerate(sources)]
         index = {name: i for i, name in enumerate(names)}
         keys: dict[Any, int] = {}
@@ -137,7 +143,7 @@ class HostSteps:
         ]
         kernels = functools.cache(_kernels_on)
         collectives = self.collectives
-        self.buckets = BucketExchange(
+        buckets = BucketExchange(
             specs,
             config,
             lambda name: kernels(sources[index[name]].cuda),
@@ -146,7 +152,7 @@ class HostSteps:
             settings.averages,
             collectives.traffic,
         )
-        for engine in self.buckets.engines:
+        for engine in buckets.engines:
             segments = engine.bucket.segments
             members = tuple(index[segment.name] for segment in segments)
             self.runs.append(BucketRun(engine, members, Blocks([segment.numel for segment in segments])))
@@ -155,6 +161,7 @@ class HostSteps:
             raise UnsupportedUse(
                 "clip_norm with variables on GPUs and on the host: their norm is taken at once; place all of them alike"
             )
+        return buckets
 
     def noting(self, function: Callable[..., Sequence[Any]], *first: Any) -> Callable[..., Sequence[Any]]:
         """``function(*first, ...)``, remembering its error, which TensorFlow turns into one of its own."""
@@ -228,6 +235,7 @@ class HostSteps:
         assert self.buckets is not None
         message = self.buckets.compress(run.engine, clip)
         self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
+        self._idle_since = time.perf_counter()
         if message.scattered:
             return [_NO_PACKET, message.payload]
         return [message.payload.copy(), _NO_VECTOR]  # the engine writes the next one to the same place
@@ -244,12 +252,13 @@ class HostSteps:
 
     def _fill(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray, updates: Sequence[Any]) -> list[Any]:
         assert self.buckets is not None
+        self.tally.traffic.waiting += time.perf_counter() - self._idle_since
         for i, update in enumerate(updates):
             run.engine.targets.put(i, update)
         # the engine looks at packets until the next ones come; their memory is TensorFlow's
-        finite = run.engine.receive(packets.copy() if packets.size else vector)
-        finite = run.engine.fill(self.buckets.mean_scale) and finite
+        finite = self.buckets.decode(run.engine, packets.copy() if packets.size else vector)
         run.engine.targets.clear()
+        self._idle_since = time.perf_counter()
         return [*updates, np.bool_(finite)]
 
     def end(self, dense_bytes: int, *flags: np.ndarray) -> list[Any]:
@@ -267,16 +276,10 @@ class HostSteps:
             if not finite and not self._told and self.collectives.rank == 0:
                 self._told = True
                 _log.warning("dgc_horovod: %s", NOT_FINITE)
-        self._steps += 1
+        else:
+            self.tally.steps += 1
         self._under_way = False
         return [np.bool_(finite)]
-
-    def stats(self) -> dict[str, int]:
-        """As ``DistributedOptimizer.compression_stats``; without compression nothing is selected."""
-        if self.buckets is not None:
-            return self.buckets.stats()
-        traffic = self.collectives.traffic.stats(self._steps * self._numel, self.collectives.workers)
-        return {"steps": self._steps, "elements": 0, "selected": 0, **traffic}
 
 
 def _kernels_on(device: str | None) -> Kernels:

@@ -186,7 +186,7 @@ class DistributedMethods(UsersClass):
         """Empty u and v on this rank: for a script that has set the weights to others."""
         self._dgc.clear()
 
-    def compression_stats(self: Any) -> dict[str, int]:
+    def compression_stats(self: Any) -> dict[str, float]:
         """What this rank has exchanged since it was wrapped: fields as in ``dgc_horovod.torch``."""
         return self._dgc.stats()
 
@@ -241,6 +241,6 @@ class AgreedScaling(UsersClass):
         """See `DistributedMethods`."""
         self.inner_optimizer.clear_residuals()
 
-    def compression_stats(self: Any) -> dict[str, int]:
+    def compression_stats(self: Any) -> dict[str, float]:
         """See `DistributedMethods`."""
         return self.inner_optimizer.compression_stats()

@@ -20,15 +20,23 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS
 from dgc_horovod.tensorflow.variables import Key
 
 _log = logging.getLogger("dgc_horovod")
 
 
 class PlainUpdate:
-    """Error feedback alone."""
+    """Error feedback alone.
+
+    Args:
+        notice: for the user, once.
+    """
 
     is_split = False
+
+    def __init__(self, notice: str = "") -> None:
+        self.notice = notice
 
     def feed(self, iterations: int) -> Feed:
         """How gradients enter the residual at the step after `iterations` others, counted from empty moments."""
@@ -58,6 +66,7 @@ class SGDUpdate(PlainUpdate):
     is_split = True
 
     def __init__(self, optimizer: Any) -> None:
+        super().__init__()
         self._optimizer = optimizer
 
     def feed(self, iterations: int) -> Feed:
@@ -81,6 +90,7 @@ class AdamUpdate(PlainUpdate):
     is_split = True
 
     def __init__(self, optimizer: Any) -> None:
+        super().__init__(ADAM_DIRECTIONS)
         self._optimizer = optimizer
 
     def feed(self, iterations: int) -> Feed:
@@ -122,7 +132,7 @@ def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> Plain
         UnsupportedUse: Adam's amsgrad under momentum correction.
     """
     if config is None or not config.momentum_correction:
-        return PlainUpdate()
+        return PlainUpdate(ADAM_AFTER if issubclass(kind, keras.optimizers.Adam) else "")
     if _steps_as(kind, keras.optimizers.SGD):
         return SGDUpdate(optimizer)
     if _steps_as(kind, keras.optimizers.Adam):

@@ -11,8 +11,8 @@ import torch
 from dgc_horovod import envvars
 from dgc_horovod.agreement import cut
 from dgc_horovod.errors import CollectiveTimeout
-from dgc_horovod.exchange import Traffic
 from dgc_horovod.report import timed_out
+from dgc_horovod.traffic import Traffic
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 1e-3  # seconds between two polls; Horovod's own cycle is 1 ms
 
@@ -39,7 +39,7 @@ class Collectives:
         self.workers: int = process_set.size()
         self.rank: int = process_set.rank()
         self.traffic = Traffic()
-        self._timeout = envvars.timeout_seconds()
+        self.timeout = envvars.timeout_seconds()
 
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
         """Start an allgather of vectors; the result holds them in rank order."""
@@ -80,10 +80,11 @@ class Collectives:
         """
         if pending.handle is None:
             return pending.result
-        deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
-        while not hvd.poll(pending.handle):
-            if time.monotonic() > deadline:
-                raise CollectiveTimeout(timed_out(self.rank, self.workers, pending.name, self._timeout))
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
-        return hvd.synchronize(pending.handle)
+        deadline, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
+        with self.traffic.timing("waiting"):
+            while not hvd.poll(pending.handle):
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeout(timed_out(self.rank, self.workers, pending.name, self.timeout))
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+            return hvd.synchronize(pending.handle)

@@ -189,8 +189,8 @@ class GradientExchange:
         run, _ = self._place[p]
         if run.finite is None:
             assert run.pending is not None
-            finite = run.engine.receive(self.collectives.wait(run.pending).numpy())
-            run.finite = run.engine.fill(self.buckets.mean_scale * self._loss_scale()) and finite
+            received = self.collectives.wait(run.pending).numpy()
+            run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
         grad, target = p.grad, run.targets[p]
         if grad is None:
             raise UnsupportedUse(

@@ -67,7 +67,7 @@ class CompressedMethods:
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
         if collectives.rank == 0:
-            describe(self._dgc.buckets)
+            describe(self._dgc.buckets, update.notice)
 
     @property
     def _step_supports_amp_scaling(self: Any) -> bool:
@@ -220,15 +220,16 @@ class CompressedMethods:
         if self.process_set.included():
             self._dgc.buckets.epoch = epoch
 
-    def compression_stats(self: Any) -> dict[str, int]:
+    def compression_stats(self: Any) -> dict[str, float]:
         """What this rank has exchanged since it was wrapped.
 
         Returns:
             ``steps``; ``elements`` and ``selected`` of the sparse path; ``bytes_sent`` and ``bytes_received``:
             everything handed to and received from collectives, dense path and headers included;
-            ``bytes_dense`` and ``bytes_dense_received``: the same for an fp32 ring allreduce of every gradient.
+            ``bytes_dense`` and ``bytes_dense_received``: the same for an fp32 ring allreduce of every gradient;
+            ``compress_seconds`` in compression and decoding; ``exchange_seconds`` waiting for the other ranks.
         """
-        return self._dgc.buckets.stats() if self.process_set.included() else {}
+        return self._dgc.buckets.tally.stats() if self.process_set.included() else {}
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -7,6 +7,7 @@ copied or changed; ``Compression.none`` and ``.fp16`` go to Horovod's own factor
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,7 +67,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     config = config_of(compression)
     if config is None:
         check_same_choice(compression, process_set)
-        return hvd.DistributedOptimizer(
+        return inspect.unwrap(hvd.DistributedOptimizer)(  # under dgcrun it is ours that stands there
             optimizer,
             named_parameters,
             compression,

@@ -18,6 +18,7 @@ import torch
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -34,6 +35,7 @@ class PlainUpdate:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.notice = ADAM_AFTER if kind == "adam" else ""  # for the user, once
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after wrapping and after loading a state."""
@@ -136,6 +138,7 @@ class AdamUpdate(_SplitUpdate):
 
     def __init__(self, decoupled: bool) -> None:
         super().__init__("adam")
+        self.notice = ADAM_DIRECTIONS
         self._adamw = decoupled
         self._steps: dict[Parameter, int] = {}
 

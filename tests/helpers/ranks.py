@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.jobs import ROOT, run
+
 Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
 
 
@@ -57,7 +56,7 @@ def run_ranks(
         if controller == "mpi":
             command += ["--mpi-args=--oversubscribe --allow-run-as-root"]
         command += [sys.executable, "-m", "tests.helpers.rank_main", folder, *cases]
-        log = _run(command, timeout, _environment(environment or {}))
+        log = run(command, timeout, {**(environment or {})}).output
         files = [Path(folder) / f"{rank}.json" for rank in range(workers)]
         if not all(file.exists() for file in files):
             missing = [rank for rank, file in enumerate(files) if not file.exists()]
@@ -65,40 +64,6 @@ def run_ranks(
         return [json.loads(file.read_text()) for file in files]
 
 
-def _environment(extra: dict[str, str]) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    ours = {"PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "DGC_TIMEOUT": "60"}
-    return {**os.environ, **ours, **extra}
-
-
-def _run(command: list[str], timeout: float, environment: dict[str, str]) -> str:
-    """Output of `command`; at the timeout, or on any exception, everything it started is killed."""
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            return process.communicate(timeout=timeout)[0]
-        except subprocess.TimeoutExpired:
-            _kill_tree(process.pid)
-            log = process.communicate()[0]
-            pytest.fail(f"{' '.join(command)} did not end within {timeout:g} s; output:\n{log[-6000:]}")
-        except BaseException:
-            _kill_tree(process.pid)
-            raise
-
-
 def _of_ranks(log: str) -> str:
     """What the ranks themselves printed, without the launcher's own noise."""
     return "\n".join(line for line in log.splitlines() if line.startswith("["))[-6000:]
-
-
-def _kill_tree(pid: int) -> None:
-    try:
-        processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue

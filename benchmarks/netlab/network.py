@@ -1,0 +1,118 @@
+"""Namespaces, links and shaping: what a lab is made of below its hosts. All of it needs root.
+
+A host is a network namespace with one link, eth0, to a bridge in a namespace of its own. What is in
+``/etc/netns/NAME`` lies over ``/etc`` on that host only: so are names resolved and is ssh set up there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+
+from benchmarks.netlab.tools import NetlabError, call, lacking
+
+PREFIX = "dgc-netlab-"
+SWITCH = f"{PREFIX}switch"
+MOST_HOSTS = 250  # of a /24
+UNSHAPED = "none"
+OVERLAYS = Path("/etc/netns")  # where `ip netns exec` looks for them
+KILL_SECONDS = 10.0
+
+
+def namespace(number: int) -> str:
+    """Network namespace of a host, counted from 1."""
+    return f"{PREFIX}{number}"
+
+
+def address(number: int) -> str:
+    """Address of a host, on its eth0."""
+    return f"10.77.0.{number}"
+
+
+def add_switch() -> None:
+    """The namespace that all links lead to, with a bridge."""
+    call("ip", "netns", "add", SWITCH)
+    call("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
+    call("ip", "-n", SWITCH, "link", "set", "bridge", "up")
+
+
+def add_host(number: int, rate: str) -> None:
+    """A namespace with a link to the bridge.
+
+    Args:
+        number: of the host.
+        rate: of the link in each direction, as `tc` takes it ("1gbit"), or "none".
+    """
+    name, port = namespace(number), f"port{number}"
+    call("ip", "netns", "add", name)
+    call("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", SWITCH)
+    call("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", "eth0")
+    for device in ("lo", "eth0"):
+        call("ip", "-n", name, "link", "set", device, "up")
+    call("ip", "-n", SWITCH, "link", "set", port, "master", "bridge", "up")
+    if rate != UNSHAPED:
+        _shape(name, "eth0", rate)
+        _shape(SWITCH, port, rate)
+
+
+def _shape(name: str, device: str, rate: str) -> None:
+    """Only what leaves a device is shaped: the two ends of a link make its two directions."""
+    limits = ["rate", rate, "burst", "256kb", "latency", "100ms"]
+    call("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limits)
+
+
+def names() -> list[str]:
+    """The namespaces of the lab that is up."""
+    listed = [line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip()]
+    return [name for name in listed if name.startswith(PREFIX)]
+
+
+def processes(name: str) -> list[int]:
+    """Every process in the namespace `name`."""
+    return [int(pid) for pid in call("ip", "netns", "pids", name).split()]
+
+
+def remove(name: str) -> None:
+    """Kill what runs in a namespace, then remove it.
+
+    Raises:
+        NetlabError: a process has not ended.
+    """
+    deadline = time.monotonic() + KILL_SECONDS
+    while found := processes(name):  # again, as one may have started another meanwhile
+        if time.monotonic() > deadline:
+            raise NetlabError(f"processes {found} in {name} do not end; see what they wait for (`ps -o stat,wchan`)")
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    call("ip", "netns", "del", name)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why no lab can be brought up on this machine, and what to do; None if one can. It is tried for real."""
+    if reason := lacking():
+        return reason
+    try:
+        _probe()
+    except NetlabError as error:
+        return f"{error}; if this is a container, start it with --privileged"
+    return None
+
+
+def _probe() -> None:
+    """Each kind of thing that a lab is made of, once."""
+    name = f"{PREFIX}probe-{os.getpid()}"
+    call("ip", "netns", "add", name)
+    try:
+        call("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
+        call("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "port")
+        _shape(name, "eth0", "1gbit")
+        call("ip", "netns", "exec", name, "unshare", "--uts", "hostname", "probe")
+    finally:
+        call("ip", "netns", "del", name)

@@ -1,0 +1,37 @@
+"""The command `dgcrun`, as far as it works without Horovod."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from dgc_horovod.errors import DGCError
+from dgc_horovod.launch import build_horovod
+
+_EXIT_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (None: of this process); returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--build-horovod"]:
+        return build_horovod.main(words[1:])
+    if importlib.util.find_spec("horovod") is None:
+        print(
+            f"dgcrun: there is no Horovod for {sys.executable}; dgcrun --build-horovod builds it for the torch and "
+            "TensorFlow that are installed there",
+            file=sys.stderr,
+        )
+        return _EXIT_USAGE
+    from dgc_horovod.launch import commands
+
+    try:
+        return commands.run(words)
+    except DGCError as error:
+        print(f"dgcrun: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""``python -m dgc_horovod.launch.environment_page > docs/environment.md`` writes the page from ``envvars.ALL``."""
+
+from __future__ import annotations
+
+from dgc_horovod import envvars
+from dgc_horovod.envvars import EnvironmentVariable
+
+_HEAD = """\
+# Settings
+
+<!-- Written by `python -m dgc_horovod.launch.environment_page`; a test compares. -->
+
+Every setting has three names. A flag of `dgcrun` goes before the environment variable, that before the key in the
+`compression:` section of a config file (`--config-file`, then the file that `DGC_CONFIG_FILE` names), that before the
+default. On and off may be written 1/0, true/false, yes/no.
+`dgcrun --show-config` prints what a job would get and where each value comes from.
+
+```yaml
+# job.yaml: Horovod's own sections may stand beside it
+compression:
+  method: dgc
+  density: 0.001
+  warmup_epochs: 4
+```
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    parts = [_HEAD]
+    for group in dict.fromkeys(variable.group for variable in envvars.ALL):
+        parts += [
+            f"\n## {group[0].upper()}{group[1:]}\n\n| variable | flag | key | default | |\n|---|---|---|---|---|\n"
+        ]
+        parts += [_row(variable) for variable in envvars.ALL if variable.group == group]
+    return "".join(parts)
+
+
+def _row(variable: EnvironmentVariable) -> str:
+    key = variable.key if variable in envvars.SETTABLE else ""
+    cells = [f"`{text}`" if text else "" for text in (variable.name, variable.flag, key, variable.default)]
+    return f"| {' | '.join([*cells, variable.explained])} |\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

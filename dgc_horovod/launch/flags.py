@@ -1,0 +1,156 @@
+"""The command line of `dgcrun`: Horovod's own parser, and our flags in it, made from ``envvars.SETTABLE``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+import textwrap
+import types
+from collections.abc import Sequence
+from typing import Any, NoReturn
+from unittest import mock
+
+from horovod.runner import launch
+from horovod.runner.common.util import config_parser
+
+from dgc_horovod import envvars
+from dgc_horovod.envvars import EnvironmentVariable
+
+_PREFIX = "dgc_"  # of our entries in the parsed arguments
+# Flags that do something else than start a job; with one of them -np is not needed.
+COMMANDS = {
+    "--show-config": "print every setting and where it comes from",
+    "--print-env": "print exports that make plain horovodrun and mpirun jobs compressed",
+    "--doctor": "check this installation, the hosts (-H) and their links; say what to do",
+    "--build-horovod": "build Horovod for this environment; what follows goes to the build",
+}
+PLAN = {
+    "--model-size": ("SIZE", "with --doctor: does it pay for a model of SIZE parameters (25.6M)"),
+    "--step-ms": ("MS", "whose step takes MS milliseconds on one worker, without exchange"),
+    "--link-gbps": ("GBPS", "over links of GBPS Gbit/s; if not given, as measured between the hosts"),
+}
+_DESCRIPTION = "Everything that horovodrun does, with the gradients compressed on the way. Scripts stay as they are."
+_USAGE = "dgcrun -np N [-H HOST:SLOTS,...] [--dgc | --compression METHOD] [options] COMMAND"
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Parse a command line.
+
+    Args:
+        arguments: without the name of the program.
+
+    Returns:
+        Horovod's namespace (its values from the config file in it), and name of a variable -> text for our flags.
+    """
+    replaced = types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": _Parser})
+    with (
+        mock.patch.object(sys, "argv", ["dgcrun", *arguments]),
+        mock.patch.object(launch, "argparse", replaced),
+        mock.patch.object(config_parser, "set_args_from_config", _horovods_settings),
+    ):
+        args = launch.parse_args()
+    given = vars(args)
+    flags = {v.name: given[_PREFIX + v.name] for v in envvars.SETTABLE if given[_PREFIX + v.name] is not None}
+    return args, flags
+
+
+def _horovods_settings(
+    args: Any, config: Any, overridden: Any, take_over: Any = config_parser.set_args_from_config
+) -> None:
+    if isinstance(config, dict):  # what else there may be in the file is refused where our section is read
+        take_over(args, config, overridden)
+
+
+class _Command(argparse.Action):
+    """A flag of `COMMANDS`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **more)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, True)
+        parser._option_string_actions["-np"].required = False
+
+
+class _Parser(argparse.ArgumentParser):
+    """Horovod's parser with our flags; Horovod adds its own to it afterwards."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "prog": "dgcrun", "usage": _USAGE})
+        ours = self.add_argument_group("compression")
+        ours.add_argument("--dgc", dest=_PREFIX + envvars.COMPRESSION.name, action="store_const", const="dgc")
+        for variable in envvars.SETTABLE:
+            _add(ours, variable)
+        for flag in COMMANDS:
+            ours.add_argument(flag, action=_Command)
+        for flag, (metavar, _) in PLAN.items():
+            ours.add_argument(flag, metavar=metavar)
+
+    def format_help(self) -> str:
+        """Our flags on one screen, and the names of Horovod's."""
+        known = {
+            "--help",
+            "--dgc",
+            "--dgc-density",
+            "--config-file",
+            *COMMANDS,
+            *PLAN,
+            *(variable.flag for variable in envvars.SETTABLE),
+        }
+        theirs = [action.option_strings[-1] for action in self._actions if action.option_strings]
+        return help_text([flag for flag in theirs if flag not in known])
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's, with the nearest flag for one that does not exist."""
+        unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
+        if "unrecognized" in message and unknown:
+            near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
+            message += f"; did you mean {near[0]}?" if near else "; dgcrun --help lists them"
+        print(f"usage: {_USAGE}\ndgcrun: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _add(group: Any, variable: EnvironmentVariable) -> None:
+    dest, flag = _PREFIX + variable.name, variable.flag
+    if variable is envvars.ALLOW_INACTIVE:
+        group.add_argument(flag, dest=dest, action="store_const", const="on")
+        return
+    names = [flag, "--dgc-density"] if flag == "--density" else [flag]
+    group.add_argument(*names, dest=dest, metavar=variable.metavar)
+
+
+def help_text(horovods: Sequence[str]) -> str:
+    """What ``dgcrun --help`` prints: a line for each of our flags, and the names of `horovods`."""
+    lines = [f"usage: {_USAGE}", "", _DESCRIPTION, "", envvars.SETTABLE[0].group]
+    lines += _row("--dgc", "Deep Gradient Compression: --compression dgc")
+    group = envvars.SETTABLE[0].group
+    for variable in envvars.SETTABLE:
+        if variable.group != group:
+            group = variable.group
+            lines += ["", group]
+        value = "" if variable is envvars.ALLOW_INACTIVE else variable.metavar
+        lines += _row(f"{variable.flag} {value}", variable.explained, variable.default)
+    lines += _row("--config-file PATH", "Horovod's YAML file, which may have a section `compression:`")
+    lines += ["", "instead of a job"]
+    for flag, meaning in COMMANDS.items():
+        lines += _row(flag, meaning)
+    for flag, (metavar, meaning) in PLAN.items():
+        lines += _row(f"{flag} {metavar}", meaning)
+    lines += ["", "Horovod's own (horovodrun --help explains them)"]
+    lines += textwrap.wrap(
+        " ".join(horovods), _width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _width() -> int:
+    return max(80, min(120, shutil.get_terminal_size((110, 24)).columns))
+
+
+def _row(flag: str, meaning: str, default: str = "") -> list[str]:
+    text = f"{meaning} [{default}]" if default else meaning
+    return textwrap.wrap(
+        text, _width(), initial_indent=f"  {flag:30} ", subsequent_indent=" " * 33, break_on_hyphens=False
+    )

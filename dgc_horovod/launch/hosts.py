@@ -1,0 +1,200 @@
+"""The hosts of a job: a command on each, as Horovod will start the ranks there, and whether they are fit for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horovod.runner.common.util import env as horovod_env
+from horovod.runner.common.util import hosts as horovod_hosts
+from horovod.runner.util import network
+from horovod.runner.util.remote import get_remote_command
+
+from dgc_horovod import __version__, envvars
+from dgc_horovod.errors import ConfigError
+
+_SSH_SECONDS, _ANSWER_SECONDS = 10, 60
+_MARK = "DGC_HOST "
+# Run by the job's own interpreter, with the job's environment and folder, on every host.
+_PROBE = """
+import importlib.metadata, json, os, socket, sys
+found = {"hostname": socket.gethostname(), "python": sys.executable, "folder": os.getcwd()}
+for name in ("horovod", "torch", "tensorflow", "tensorflow-cpu"):
+    try: found[name] = importlib.metadata.version(name)
+    except Exception: pass
+try:
+    import dgc_horovod, dgc_horovod.launch.site
+    found.update(version=dgc_horovod.__version__, site=dgc_horovod.launch.site.FOLDER)
+except Exception as error:
+    found["error"] = f"{type(error).__name__}: {error}"
+print("DGC_HOST " + json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How Horovod's launcher reaches other hosts."""
+
+    port: int | None = None
+    identity_file: str | None = None
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What one host has answered.
+
+    Args:
+        host: as the job names it.
+        found: hostname, python, folder, site and the versions of packages there; empty if it did not answer.
+        problem: why the job would not be compressed there, with what to do; "" if it would.
+    """
+
+    host: str
+    found: dict[str, Any]
+    problem: str
+
+
+def host_slots(args: Any) -> str:
+    """``a:8,b:8`` from Horovod's parsed arguments; "" where only a discovery script knows."""
+    if args.hosts:
+        return args.hosts
+    if args.hostfile:
+        return horovod_hosts.parse_host_files(args.hostfile)
+    return "" if args.host_discovery_script else f"localhost:{args.num_proc or 1}"
+
+
+def host_of_rank(slots: str, rank: int, workers: int) -> str:
+    """The host that Horovod puts `rank` on, as the job names it; "" if `slots` does not tell."""
+    try:
+        plan = horovod_hosts.get_host_assignments(horovod_hosts.parse_hosts(slots), workers)
+    except Exception:  # Horovod's parser raises several kinds; this only decorates a message
+        return ""
+    return next((slot.hostname for slot in plan if slot.rank == rank), "")
+
+
+def interpreter_of(command: Sequence[str]) -> str | None:
+    """The Python that `command` runs: its first word, or that of a console script; None if it cannot be told."""
+    words = list(command)
+    if words and Path(words[0]).name == "env":
+        words = words[1:]
+    while words and re.fullmatch(r"\w+=.*", words[0], re.DOTALL):
+        words = words[1:]
+    if not words:
+        return None
+    if re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+        return words[0]
+    return _of_script(shutil.which(words[0]) or words[0])
+
+
+def _of_script(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(512).decode(errors="replace")
+    except OSError:
+        return None
+    found = re.match(r"#!\s*(?:\S*/env\s+)?(\S*python[\d.]*)\s*$", first)
+    return found[1] if found else None
+
+
+def is_remote(host: str) -> bool:
+    """Whether Horovod would use ssh to start a rank on `host`."""
+    return bool(network.filter_local_addresses([host]))
+
+
+def run_on(
+    host: str, command: Sequence[str], ssh: Ssh, seconds: float = _ANSWER_SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` on `host` in this folder and with this environment, as Horovod starts a rank.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end within `seconds`.
+    """
+    line = shell_line(host, command, ssh)
+    return subprocess.run(
+        ["/bin/sh", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+    )
+
+
+def shell_line(host: str, command: Sequence[str], ssh: Ssh) -> str:
+    """The line for a shell that does what `run_on` says."""
+    values = (f"{k}={shlex.quote(v)}" for k, v in envvars.environment().items() if horovod_env.is_exportable(k))
+    inner = f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; env {' '.join(values)} {shlex.join(command)}"
+    if not is_remote(host):
+        return inner
+    return get_remote_command(shlex.quote(inner), host, ssh.port, ssh.identity_file, _SSH_SECONDS)
+
+
+def ask(hosts: Sequence[str], interpreter: str, ssh: Ssh) -> list[HostReport]:
+    """Ask every host, all at once, whether `interpreter` finds this version of dgc_horovod there."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        return list(pool.map(lambda host: _ask_one(host, interpreter, ssh), hosts))
+
+
+def _ask_one(host: str, interpreter: str, ssh: Ssh) -> HostReport:
+    try:
+        answer = run_on(host, [interpreter, "-c", _PROBE], ssh)
+    except subprocess.TimeoutExpired:
+        return HostReport(host, {}, f"no answer within {_ANSWER_SECONDS} s; is ssh to it possible without a password?")
+    lines = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
+    if not lines:
+        said = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+        return HostReport(host, {}, f"{interpreter} cannot be run there: {said[-1] if said else 'no output'}")
+    found = json.loads(lines[-1].removeprefix(_MARK))
+    return HostReport(host, found, _problem(found))
+
+
+def _problem(found: dict[str, Any]) -> str:
+    if "version" not in found:
+        return (
+            f"{found['python']} has no dgc_horovod ({found.get('error', 'unknown error')}); "
+            f"install {__version__} for it there"
+        )
+    if found["version"] != __version__:
+        return f"{found['python']} has dgc_horovod {found['version']}, here it is {__version__}; install the same"
+    if os.path.realpath(found["folder"]) != os.path.realpath(os.getcwd()):
+        return f"the folder {os.getcwd()} is not there; start from one that every host has"
+    return ""
+
+
+def check(slots: str, command: Sequence[str], ssh: Ssh) -> list[str]:
+    """Check every host before anything is started; returns the folders of the activation, this host's first.
+
+    Args:
+        slots: ``a:8,b:8``.
+        command: of the job.
+        ssh: how to reach the hosts.
+
+    Raises:
+        ConfigError: on some host the job would run uncompressed; names every such host and the reason.
+    """
+    interpreter = interpreter_of(command)
+    names = [part.split(":")[0] for part in slots.split(",") if part] or ["localhost"]
+    reports = ask(names, interpreter or sys.executable, ssh)
+    bad = [report for report in reports if report.problem]
+    # a shell script may well use another Python than ours: there the roll-call at hvd.init() decides
+    if bad and interpreter is not None:
+        lines = [f"  {report.host}: {report.problem}" for report in bad]
+        raise ConfigError("\n".join(["not every host can compress, so nothing was started:", *lines]))
+    from dgc_horovod.launch.site import FOLDER
+
+    return list(dict.fromkeys([FOLDER, *(report.found["site"] for report in reports if "site" in report.found)]))
+
+
+def own_address_towards(host: str) -> str:
+    """The IPv4 address of this machine that `host` can reach; the loopback one for this machine itself."""
+    if not is_remote(host):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; the route tells the address
+        return probe.getsockname()[0]

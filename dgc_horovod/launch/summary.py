@@ -1,0 +1,154 @@
+"""What came of compression: one line at the end of a job, a metrics file on the way, and the exit code."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from dgc_horovod import __version__, envvars
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.settings import UNCOMPRESSED, Job
+from dgc_horovod.report import make_visible
+from dgc_horovod.traffic import ledger, total
+
+_log = logging.getLogger("dgc_horovod")
+EXIT_INACTIVE = 3
+_METRICS_EVERY = 10.0  # seconds
+
+
+class Outcome:
+    """What this rank knows of the job.
+
+    Args:
+        job: the settings.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.rank: int | None = None  # None until hvd.init()
+        self.wrapped = 0  # optimizers, tapes and loaded models
+        self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
+        self._told: set[str] = set()
+        self._start = time.monotonic()
+
+    def begin(self, rank: int) -> None:
+        """``hvd.init()`` is done. Raises ConfigError if the metrics file cannot be written."""
+        if self.rank is not None:
+            return
+        self.rank, self._start = rank, time.monotonic()
+        path = self.job.get(envvars.METRICS_FILE)
+        if rank == 0 and path:
+            self._write_metrics(path, final=False)
+            threading.Thread(target=self._write_on, args=(path,), name="dgc-metrics", daemon=True).start()
+
+    def watch_exit(self) -> None:
+        """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
+        atexit.register(self._exit)
+
+    def dismiss(self) -> None:
+        """There is nothing to sum up any more."""
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        code = self.end()
+        if code:  # an exit handler cannot change the exit code in any other way
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def tell_once(self, text: str) -> None:
+        """Log `text` on rank 0, the first time."""
+        if text not in self._told and not self.rank:
+            self._told.add(text)
+            make_visible()
+            _log.warning("dgc_horovod: %s", text)
+
+    def stats(self) -> dict[str, float]:
+        """The counts of everything that this rank has exchanged."""
+        return total(list(ledger))
+
+    def why_inactive(self) -> str:
+        """Why this job was not compressed although it should have been; "" if it was."""
+        if not self.wrapped and not ledger:
+            return (
+                "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that "
+                "exchanges gradients itself (hvd.allreduce) cannot be compressed"
+            )
+        if self.job.method in UNCOMPRESSED or not ledger:  # not ledger: rank 0 is in no process set
+            return ""
+        stats = self.stats()
+        if not stats["steps"]:
+            return "its optimizer has made no step"
+        if not stats["elements"]:
+            assert self.job.config is not None
+            return f"every tensor is 1-D or has fewer than min_numel={self.job.config.min_numel} elements"
+        return ""
+
+    def line(self) -> str:
+        """The summary, for people."""
+        reason = self.why_inactive()
+        if reason:
+            return f"NOT ACTIVE: compression {self.job.method} was asked for, but {reason}"
+        stats = self.stats()
+        if not stats["bytes_sent"]:
+            return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
+        return _line(self.job.method, stats, "fp16" in self.asked)
+
+    def _write_on(self, path: str) -> None:
+        while True:
+            time.sleep(_METRICS_EVERY)
+            self._write_metrics(path, final=False)
+
+    def _write_metrics(self, path: str, final: bool) -> None:
+        record = {
+            "time": round(time.time(), 3),
+            "seconds": round(time.monotonic() - self._start, 3),
+            "version": __version__,
+            "method": self.job.method,
+            "final": final,
+            **self.stats(),
+        }
+        try:
+            with open(path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise ConfigError(f"the metrics file {path!r} cannot be written: {error}") from None
+
+    def end(self) -> int:
+        """Print the summary on rank 0; returns the exit code that it asks for."""
+        if self.rank != 0:
+            return 0
+        path = self.job.get(envvars.METRICS_FILE)
+        if path:
+            self._write_metrics(path, final=True)
+        failed = getattr(sys, "last_value", None) is not None  # an error of its own ended the script
+        inactive = bool(self.why_inactive())
+        if not (failed and inactive):
+            print(f"dgc_horovod: {self.line()}", file=sys.stderr, flush=True)
+        allowed = self.job.get(envvars.ALLOW_INACTIVE)
+        return EXIT_INACTIVE if inactive and not failed and not allowed else 0
+
+
+def _line(method: str, stats: dict[str, Any], asked_fp16: bool) -> str:
+    sent, dense = stats["bytes_sent"], stats["bytes_dense"]
+    density = f", density {stats['selected'] / stats['elements']:.3g}" if stats["elements"] else ""
+    half = f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for" if asked_fp16 else ""
+    return (
+        f"{method}{density}: in {stats['steps']:,} steps sent {_bytes(sent)} and received "
+        f"{_bytes(stats['bytes_received'])} a rank, {dense / sent:.3g}x less than fp32 ({_bytes(dense)}){half}; "
+        f"{stats['compress_seconds']:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks"
+    )
+
+
+def _bytes(count: float) -> str:
+    units = iter(("B", "kB", "MB", "GB"))
+    unit = next(units)
+    while count >= 1000 and unit != "GB":
+        count, unit = count / 1000, next(units)
+    return f"{count:.3g} {unit}"

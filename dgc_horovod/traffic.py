@@ -1,0 +1,86 @@
+"""What the exchanges of this process have sent, received and cost: counted where it happens, added up at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traffic:
+    """Bytes this rank hands to collectives and receives from them, counted as for ring algorithms; and seconds."""
+
+    sent: int = 0
+    received: int = 0
+    compressing: float = 0.0  # seconds in compression and decoding
+    waiting: float = 0.0  # seconds in which nothing was left to do but wait for the other ranks
+
+    def count_allgather(self, nbytes: int, workers: int) -> None:
+        """Count an allgather of `nbytes` from each rank."""
+        self.sent += nbytes
+        self.received += (workers - 1) * nbytes
+
+    def count_allreduce(self, nbytes: int, workers: int) -> None:
+        """Count a ring allreduce of `nbytes`."""
+        self.sent += nbytes
+        self.received += ring_received(nbytes, workers)
+
+    @contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        """Add the time spent inside to "compressing" or "waiting"."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, what, getattr(self, what) + time.perf_counter() - start)
+
+
+def ring_received(nbytes: int, workers: int) -> int:
+    """Bytes each rank receives in a ring allreduce of `nbytes`: ``2*(N-1)/N`` of them."""
+    return 2 * (workers - 1) * nbytes // workers
+
+
+@dataclass
+class Tally:
+    """One exchange's counts. It is small and outlives the exchange, whose gradients and residuals are not.
+
+    Args:
+        workers: N.
+        elements: of all tensors together, a step.
+        compressed: of those on the sparse path, a step.
+        traffic: of its collectives.
+    """
+
+    workers: int
+    elements: int
+    compressed: int
+    traffic: Traffic = field(default_factory=Traffic)
+    steps: int = 0
+    selected: int = 0
+
+    def stats(self) -> dict[str, float]:
+        """The counts, beside those of fp32 ring allreduces of all tensors."""
+        dense = 4 * self.steps * self.elements
+        return {
+            "steps": self.steps,
+            "elements": self.steps * self.compressed,
+            "selected": self.selected,
+            "bytes_sent": self.traffic.sent,
+            "bytes_received": self.traffic.received,
+            "bytes_dense": dense,
+            "bytes_dense_received": ring_received(dense, self.workers),
+            "compress_seconds": self.traffic.compressing,
+            "exchange_seconds": self.traffic.waiting,
+        }
+
+
+ledger: list[Tally] = []  # of every exchange that this process has made
+
+
+def total(tallies: list[Tally]) -> dict[str, float]:
+    """The stats of several exchanges together."""
+    none = Tally(1, 0, 0).stats()
+    each = [tally.stats() for tally in tallies]
+    return {name: sum(stats[name] for stats in each) for name in none}

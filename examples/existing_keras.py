@@ -1,0 +1,84 @@
+"""A Keras script as users of Horovod write them: it knows nothing of dgc_horovod.
+
+    dgcrun -np 2 --dgc --density 0.01 python examples/existing_keras.py
+
+``model.fit`` with Horovod's own callbacks. Under Keras 3 plain ``horovodrun`` cannot run it; ``dgcrun`` can, dense
+(``--compression none``) or compressed. scikit-learn's digits: 1,797 images of 8x8.
+"""
+
+import argparse
+
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+TEST_IMAGES = 597
+
+parser = argparse.ArgumentParser(description="Train a small convolutional net on digits.")
+parser.add_argument("--epochs", type=int, default=40)
+parser.add_argument("--batch-size", type=int, default=32)
+parser.add_argument("--lr", type=float, default=0.05)
+parser.add_argument("--fp16-allreduce", action="store_true", help="exchange gradients as fp16")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--save", help="every rank writes its weights to SAVE.RANK.npz")
+
+
+def digits():
+    """The images for training and those for testing: the same split in every run."""
+    data = load_digits()
+    order = np.random.default_rng(2018).permutation(len(data.images))
+    images = (data.images.astype(np.float32) / 16)[order, :, :, None]
+    images, labels = images - images.mean(), data.target[order]
+    return (images[TEST_IMAGES:], labels[TEST_IMAGES:]), (images[:TEST_IMAGES], labels[:TEST_IMAGES])
+
+
+def make_model():
+    """Two convolutions and two dense layers."""
+    return tf.keras.Sequential(
+        [
+            tf.keras.layers.Input((8, 8, 1)),
+            tf.keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+            tf.keras.layers.MaxPooling2D(),
+            tf.keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
+            tf.keras.layers.MaxPooling2D(),
+            tf.keras.layers.Flatten(),
+            tf.keras.layers.Dense(512, activation="relu"),
+            tf.keras.layers.Dense(10),
+        ]
+    )
+
+
+def main():
+    """Train on all ranks and report from rank 0."""
+    args = parser.parse_args()
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.keras.utils.set_random_seed(args.seed + hvd.rank())
+    (images, labels), test = digits()
+    each = len(images) // hvd.size()
+    mine = slice(hvd.rank() * each, (hvd.rank() + 1) * each)
+
+    model = make_model()
+    optimizer = tf.keras.optimizers.SGD(args.lr, momentum=0.9, nesterov=True)
+    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateScheduleCallback(args.lr, 0.1, start_epoch=args.epochs // 2, momentum_correction=False),
+    ]
+    model.fit(
+        images[mine], labels[mine], batch_size=args.batch_size, epochs=args.epochs, callbacks=callbacks, verbose=0
+    )
+    accuracy = model.evaluate(*test, verbose=0)[1]
+    if args.save:
+        np.savez(f"{args.save}.{hvd.rank()}.npz", *model.get_weights())
+    if hvd.rank() == 0:
+        print(f"accuracy {accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""``dgcrun --doctor``: what is made of facts, what a step costs, and the link measured over the loopback."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.bucket import TensorSpec
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.launch import doctor, link, plan
+from dgc_horovod.launch.doctor import BAD, NOTE, OK, Facts
+from dgc_horovod.launch.hosts import HostReport, Ssh
+from dgc_horovod.launch.link import Link
+from dgc_horovod.launch.plan import Plan, Row
+from dgc_horovod.launch.settings import resolve
+from dgc_horovod.ops import registry
+from dgc_horovod.ops.schema import ResidualFeed
+from dgc_horovod.traffic import Traffic
+
+GIGABIT, RESNET50, VGG16 = 1e9, 25_600_000, 138_400_000
+
+
+# -- plan
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("25.6M", 25_600_000), ("350k", 350_000), ("1.3B", 1_300_000_000), ("7G", 7 * 10**9), (" 12 ", 12), ("0.5K", 500)],
+)
+def test_sizes(text, size):
+    assert plan.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "M", "-3M", "2.5", "0", "0.0001K", "1e6", "12T", "nan", "1,000"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match=r"--model-size must be .* got"):
+        plan.parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "arguments, flag",
+    [((0, 0.1, 2, None), "--model-size"), ((1, 0.0, 2, None), "--step-ms"), ((1, float("nan"), 2, None), "--step-ms"),
+     ((1, 0.1, 1, None), "-np"), ((1, 0.1, 2, 0.0), "--link-gbps")],
+)  # fmt: skip
+def test_plans_that_are_none(arguments, flag):
+    with pytest.raises(ConfigError, match=flag):
+        Plan(*arguments)
+
+
+@pytest.mark.parametrize("workers, density", [(2, 0.001), (16, 0.001), (64, 0.25)])
+def test_bytes_are_those_that_the_exchange_counts(workers, density):
+    """0.2% of 3 M elements in a vector, the rest in matrices of 2^20."""
+    config = DGCConfig(density=density, bucket_bytes=4 * 2**20, momentum_correction=False)
+    shapes = [("b", (6_000,)), ("w1", (1, 2**20)), ("w2", (1, 2**20)), ("w3", (1, 2_994_000 - 2**21))]
+    traffic, kernels = Traffic(), registry.choose("cpu")
+    specs = [TensorSpec(*shape) for shape in shapes]
+    exchange = BucketExchange(specs, config, lambda name: kernels, 0, workers, True, traffic)
+    for engine in exchange.engines:
+        gradient = np.random.default_rng(0).standard_normal(engine.bucket.numel).astype(np.float32)
+        engine.offer(0, kernels.from_host(gradient), ResidualFeed())
+        exchange.compress(engine)
+    marks = 12 * len(exchange.engines) * 2 if density == 0.25 else 0  # flags and steps at a scattered vector's end
+    by_allreduce = 0 if workers == 2 else 2 * (workers - 1) * 4 * 6_000 // workers
+    assert 0 <= traffic.received + by_allreduce - plan.link_bytes(3_000_000, config, workers) <= marks
+
+
+@pytest.mark.parametrize("elements, least, most", [(RESNET50, 0.8, 1.2), (VGG16, 4.5, 5.5)])
+def test_dense_takes_as_long_as_was_measured_on_two_hosts(elements, least, most):
+    rows = plan.price(Plan(elements, 0.18, 2, GIGABIT), DGCConfig(), "dgc", 0.02)
+    assert least < rows[0].exchange < most
+    assert rows[0].nbytes == 4 * elements and rows[1].nbytes == 2 * elements
+
+
+def test_a_step_by_hand():
+    """16 workers, 10^7 elements, T = 90 ms of which 60 hide, 1 Gbit/s of which 102.5 MB/s are reached."""
+    config = DGCConfig()
+    dense, half, alone, overlapped = plan.price(Plan(10**7, 0.09, 16, GIGABIT), config, "dgc", 0.01)
+    assert dense.nbytes == 75_000_000 and half.nbytes == 37_500_000
+    assert dense.exchange == pytest.approx(0.7327, rel=1e-3) and dense.step == pytest.approx(0.09 + 0.6727, rel=1e-3)
+    assert half.exchange == pytest.approx(0.3669, rel=1e-3) and half.step == pytest.approx(0.09 + 0.3069, rel=1e-3)
+    # 28 bits for each of 9,980 elements from 15 others, and 20,000 elements in fp32 by allreduce
+    assert alone.nbytes == pytest.approx(15 * 9_980 * 28 / 8 + 150_000, rel=0.01)
+    assert alone.exchange == pytest.approx(0.001 + alone.nbytes / 102.5e6, rel=1e-6)
+    assert alone.step == pytest.approx(0.09 + 0.01 + alone.exchange) and overlapped.step == pytest.approx(0.1)
+    clipped = plan.price(Plan(10**7, 0.09, 16, GIGABIT), config.replace(clip_norm=1.0), "dgc", 0.01)
+    assert clipped[3].step == clipped[2].step  # its messages wait for the whole gradient
+
+
+@pytest.mark.parametrize(
+    "gigabits, said", [(1, "pays: "), (100, "do not use it: "), (5.6, "may pay; measure it: ")]
+)  # fmt: skip
+def test_verdicts(gigabits, said):
+    step = Plan(RESNET50, 0.18, 16, gigabits * GIGABIT)
+    rows = plan.price(step, DGCConfig(), "dgc", 0.03)
+    assert plan.verdict(rows).startswith(said)
+    lines = plan.show(step, rows).splitlines()
+    assert lines[-1] == plan.verdict(rows) and max(map(len, lines)) <= 98
+
+
+@pytest.mark.parametrize(
+    "steps, said",
+    [
+        ((4.0, 1.11, 1.0, 0.9), "pays: 4.0x faster steps than with dense fp32, 1.1x than with fp16"),
+        ((1.11, 4.0, 1.0, 0.9), "pays"),
+        ((4.0, 1.09, 1.0, 0.9), "may pay; measure it: 1.09x to 1.21x the speed of fp16"),
+        ((4.0, 1.0, 1.2, 0.96), "may pay"),
+        ((4.0, 1.0, 1.2, 0.98), "do not use it: a step takes 980 ms at best, with fp16 1,000 ms"),
+        ((1.0, 4.0, 1.2, 1.1), "do not use it"),
+    ],
+)
+def test_verdicts_at_their_limits(steps, said):
+    names = ("dense fp32", "fp16", "dgc", "overlap")
+    assert plan.verdict([Row(n, 1, 0.1, 0.1, s) for n, s in zip(names, steps, strict=True)]).startswith(said)
+
+
+@pytest.mark.parametrize("config, workers", [(DGCConfig(), 8), (DGCConfig(density=0.25), 64), (DGCConfig(), 2)])
+def test_compress_is_really_measured(config, workers):
+    assert 1e-5 < plan.measure_compress(300_000, config, workers) < 5
+
+
+# -- judging
+
+
+def marks(findings):
+    return [finding.mark for finding in findings]
+
+
+def test_environment():
+    assert marks(
+        doctor.judge_environment({"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "0", "DGC_ENABLED": "1"})
+    ) == [OK]
+    found = doctor.judge_environment(
+        {"HOROVOD_AUTOTUNE": "1", "HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_CYCLE_TIME": "20", "DGC_ENABLED": "0",
+         "DGC_CONFIG_FILE": "/etc/dgc.yaml"}
+    )  # fmt: skip
+    assert marks(found) == [NOTE] * 4 + [OK] and "/etc/dgc.yaml" in found[-1].text
+    assert all(finding.advice.startswith("unset it") for finding in found[:4])
+
+
+def report(host, problem="", **found):
+    versions = {"horovod": "0.28.1", "torch": "2.13.0", "tensorflow-cpu": "2.21.0", "python_version": "3.11.7"}
+    return HostReport(host, {**versions, **found}, problem)
+
+
+def test_hosts_alike():
+    (finding,) = doctor.judge_hosts([report("a"), report("b", **{"tensorflow-cpu": "", "tensorflow": "2.21.0"})])
+    assert finding == (OK, "a, b: Horovod 0.28.1, torch 2.13.0, TensorFlow 2.21.0, Python 3.11.7", "")
+
+
+@pytest.mark.parametrize(
+    "other, mark, said",
+    [
+        ({"torch": "2.12.0"}, BAD, "torch: 2.13.0 on a, b; 2.12.0 on c"),
+        ({"torch": ""}, BAD, "torch: 2.13.0 on a, b; none on c"),
+        ({"horovod": "0.27.0"}, BAD, "Horovod: 0.28.1 on a, b; 0.27.0 on c"),
+        ({"tensorflow-cpu": "2.20.0"}, BAD, "TensorFlow: 2.21.0 on a, b; 2.20.0 on c"),
+        ({"python_version": "3.12.1"}, NOTE, "Python: 3.11.7 on a, b; 3.12.1 on c"),
+    ],
+)
+def test_hosts_that_differ(other, mark, said):
+    fit, finding = doctor.judge_hosts([report("a"), report("b"), report("c", **other)])
+    assert finding[:2] == (mark, said) and finding.advice
+    assert fit.mark == OK and said.split(":")[0] not in fit.text
+
+
+def test_hosts_that_are_not_fit():
+    silent = HostReport("b", {}, "no answer within 60 s; is ssh to it possible without a password?")
+    fit, finding = doctor.judge_hosts([report("a"), silent])
+    assert fit.text.startswith("a: ")
+    assert finding == (BAD, "b: no answer within 60 s", "is ssh to it possible without a password?")
+    (alone,) = doctor.judge_hosts([HostReport("b", {}, "python cannot be run there: no such file")])
+    assert alone.text == "b: python cannot be run there: no such file" and alone.advice
+
+
+def facts(mpirun="/usr/bin/mpirun", packages=(), **frameworks):
+    built_for = {"pytorch": "2.13.0+cpu", "tensorflow": "2.21.0"}
+    versions = {"horovod": "0.28.1", "torch": "2.13.0+cpu", "tensorflow": "2.21.0", "built_for": built_for}
+    kernels = {"kernels": "native", "instructions": "AVX2"}
+    return Facts("python", {**versions, **kernels, **dict(packages)}, frameworks, mpirun)
+
+
+TORCH = {"version": "2.13.0+cpu", "parts": ["gloo", "mpi"], "cuda": False, "cuda_built": None}
+
+
+def test_horovod():
+    assert marks(doctor.judge_horovod(facts(torch=TORCH, tensorflow={"version": "2.21.0", "parts": []}))) == [OK] * 4
+    assert marks(doctor.judge_horovod(facts(torch={**TORCH, "version": "2.14.0"}))) == [OK, BAD, OK]
+    assert marks(doctor.judge_horovod(facts(torch=TORCH, mpirun=""))) == [OK, OK, NOTE]
+    assert marks(doctor.judge_horovod(facts(torch={**TORCH, "parts": []}))) == [OK, OK, BAD]
+    assert marks(doctor.judge_horovod(facts(torch={"error": "it crashed with SIGSEGV"}))) == [OK, BAD]
+    assert marks(doctor.judge_horovod(facts(packages={"horovod": "0.27.0"}, torch=TORCH))) == [NOTE, OK, OK]
+    assert marks(doctor.judge_horovod(facts())) == [OK, BAD]
+    assert marks(doctor.judge_horovod(facts(packages={"horovod": None}))) == [BAD]
+
+
+def test_a_framework_that_horovod_was_not_built_for_stops_no_job_of_the_other():
+    other = facts(packages={"built_for": {"pytorch": "2.13.0+cpu"}}, torch=TORCH, tensorflow={"error": "ImportError"})
+    assert marks(doctor.judge_horovod(other)) == [OK, OK, NOTE, OK]
+
+
+def test_cuda():
+    cuda = {**TORCH, "cuda": True, "cuda_built": "13.0", "cuda_kernels": "torch_eager"}
+    *_, nccl = doctor.judge_horovod(facts(torch=cuda))
+    assert nccl.text == "built without NCCL: GPU gradients go through host memory"
+    assert "HOROVOD_GPU_OPERATIONS=NCCL" in nccl.advice
+    assert not any("NCCL" in each.text for each in doctor.judge_horovod(facts(torch=TORCH)))
+    with_nccl = facts(torch={**cuda, "parts": ["gloo", "nccl"]}, packages={"triton": "3.6.0"})
+    assert marks(doctor.judge_horovod(with_nccl)) == [OK] * 3
+    cpu, gpu = doctor.judge_kernels(with_nccl)
+    assert cpu == (OK, "CPU tensors: native (AVX2)", "")
+    assert gpu.mark == NOTE and "torch_eager" in gpu.text and "Triton 3.6.0" in gpu.text
+    hidden = doctor.judge_kernels(facts(torch={**cuda, "cuda": False}))[-1]
+    assert "no CUDA device" in hidden.text
+
+
+def test_kernels():
+    slow = facts(packages={"kernels": "torch_eager", "not_native": "it was not built"})
+    assert doctor.judge_kernels(slow)[0].mark == NOTE and "compiler" in doctor.judge_kernels(slow)[0].advice
+    asked = facts(packages={"kernels": "reference"})
+    assert "DGC_BACKEND" in doctor.judge_kernels(asked)[0].text
+    none = facts(packages={"kernels": None, "error": "ModuleNotFoundError: No module named 'dgc_horovod'"})
+    assert marks(doctor.judge_kernels(none)) == [BAD]
+
+
+def test_links():
+    good, lame, cut = Link("a", 941e6, 940e6, 2e-4), Link("b", 941e6, 94e6, 2e-4), Link("c", problem="no connection")
+    found = doctor.judge_links([good, lame, cut], True)
+    assert marks(found) == [OK, NOTE, BAD]
+    assert found[0].text == "a: 941 Mbit/s there, 940 Mbit/s back, round trip 0.20 ms"
+    assert "memory" in doctor.judge_links([], False)[0].text and marks(doctor.judge_links([], True)) == [NOTE]
+
+
+# -- all of it
+
+
+@pytest.mark.parametrize("script, said", [("kill -SEGV $$", "SIGSEGV"), ("echo lost >&2; exit 3", "exit code 3: lost")])
+def test_an_interpreter_that_does_not_work_is_a_finding(tmp_path, capsys, script, said):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    assert doctor.diagnose("", str(python), Ssh(), resolve({}, {}), Plan(1000, 0.1, 2, GIGABIT)) == 1
+    out = capsys.readouterr().out
+    assert (
+        said in out and "3 of the findings, marked BAD, would stop a compressed job" in out and "do not use it" in out
+    )
+
+
+def test_a_plan_needs_a_link():
+    with pytest.raises(ConfigError, match="--link-gbps"):
+        doctor.diagnose("localhost:2", sys.executable, Ssh(), resolve({}, {}), Plan(1000, 0.1, 2, None))
+
+
+# -- link
+
+
+def run_here(arguments):
+    command = [sys.executable, "-m", "dgc_horovod.launch.link", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_link_is_really_measured():
+    found = link.measure("here", "127.0.0.1", run_here)
+    assert found.problem == ""
+    assert 1e8 < found.there_bits < 1e13 and 1e8 < found.back_bits < 1e13
+    assert 1e-6 < found.round_trip < 0.1
+
+
+@pytest.mark.parametrize("stranger", [b"", b"GET / HTTP/1.1\r\n\r\n", b"0" * 32])
+def test_a_stranger_is_turned_away(stranger):
+    """Whatever comes without the token is closed, and the wait for the right one ends in time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answers = []
+
+        def knock():
+            with socket.create_connection(listener.getsockname(), 10) as connection:
+                connection.settimeout(10)
+                connection.sendall(stranger)
+                connection.shutdown(socket.SHUT_WR)
+                try:
+                    answers.append(connection.recv(1))
+                except ConnectionResetError:
+                    answers.append(b"")
+
+        thread = threading.Thread(target=knock)
+        thread.start()
+        with pytest.raises(TimeoutError, match=r"no connection from there to 127\.0\.0\.1"):
+            link.serve(listener, "1" * 32, 1.0)
+        thread.join(20)
+    assert answers == [b""]
+
+
+def test_nobody_comes():
+    begin = time.monotonic()
+    found = link.measure("a", "127.0.0.1", lambda arguments: time.sleep(1.5) or run_here(arguments), patience=0.5)
+    assert "within 0.5 s" in found.problem and found.there_bits == 0
+    assert 1 < time.monotonic() - begin < 30
+    ended = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: gone\n")
+    gone = link.measure("a", "127.0.0.1", lambda arguments: ended)
+    assert gone.problem.endswith("has not connected back (ModuleNotFoundError: gone)")

@@ -1,0 +1,166 @@
+"""Flag before environment before file before default; what a file may hold; what the messages say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import config_file
+from dgc_horovod.launch.settings import resolve, show
+from dgc_horovod.schedule import WarmupSchedule
+
+
+def source_of(job, name):
+    return next(s.source for s in job.settings if s.variable.name == name)
+
+
+def test_every_field_has_one_variable_and_the_defaults_agree():
+    fields = {v.field: v for v in envvars.FIELDS}
+    ours = {f.name for f in dataclasses.fields(DGCConfig)} - {"warmup"}
+    warm = {f"warmup.{f.name}" for f in dataclasses.fields(WarmupSchedule)}
+    assert set(fields) == ours | warm
+    for name in ours - {"rule", "momentum_correction", "factor_masking"}:
+        default = fields[name].default
+        assert (fields[name].parse(default) if default else None) == getattr(DGCConfig(), name)
+    schedule = WarmupSchedule(steps=1)
+    for name in ("first_density", "factor"):
+        assert fields[f"warmup.{name}"].parse(fields[f"warmup.{name}"].default) == getattr(schedule, name)
+    assert resolve({"DGC_COMPRESSION": "dgc"}, {}).config == DGCConfig()
+
+
+def test_names_are_unique_and_flags_follow_from_them():
+    for names in ([v.name for v in envvars.ALL], [v.flag for v in envvars.SETTABLE], [v.key for v in envvars.SETTABLE]):
+        assert len(names) == len(set(names)) and all(names)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "file", "admin", "density", "source"),
+    [
+        ({"DGC_DENSITY": "0.1"}, {"DGC_DENSITY": "0.2"}, "0.3", "0.4", 0.1, "flag --density"),
+        ({}, {"DGC_DENSITY": "0.2"}, "0.3", "0.4", 0.2, "environment DGC_DENSITY"),
+        ({}, {}, "0.3", "0.4", 0.3, "job.yaml"),
+        ({}, {}, None, "0.4", 0.4, "admin.yaml"),
+        ({}, {"DGC_DENSITY": ""}, None, "0.4", 0.4, "admin.yaml"),  # an empty variable is not set
+        ({"DGC_COMPRESSION": "dgc"}, {}, None, None, 0.001, "default"),
+    ],
+)
+def test_precedence(flags, environment, file, admin, density, source):
+    files = [(path, {"DGC_DENSITY": text}) for path, text in (("job.yaml", file), ("admin.yaml", admin)) if text]
+    job = resolve(flags, environment, files)
+    assert job.method == "dgc" and job.config is not None and job.config.density == density
+    assert source_of(job, "DGC_DENSITY") == source
+    shown = [line for line in show(job).splitlines() if line.split()[0] == "density"]
+    assert len(shown) == 1 and shown[0].endswith(source) and str(density) in shown[0]
+
+
+def test_nothing_asked_for_is_stock_horovod():
+    job = resolve({}, {"DGC_TIMEOUT": "60"})
+    assert not job.active and job.config is None and job.variables() == {"DGC_ENABLED": "0"}
+
+
+@pytest.mark.parametrize("text", ["0", "off", "False", "no"])
+def test_enabled_off_beats_everything(text):
+    job = resolve({"DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.1"}, {"DGC_ENABLED": text})
+    assert job.switched_off and not job.active and "DGC_ENABLED is off" in show(job)
+
+
+def test_a_preset_and_what_is_set_over_it():
+    job = resolve({"DGC_COMPRESSION": "gaussian"}, {"DGC_VALUES": "4bit", "DGC_WARMUP_EPOCHS": "4"})
+    assert job.config == DGCConfig(
+        rule="gaussian", momentum_correction=False, factor_masking=False, values="4bit", warmup=WarmupSchedule(epochs=4)
+    )
+    assert resolve({"DGC_FACTOR_MASKING": "off"}, {}).config == DGCConfig(factor_masking=False)
+    assert resolve({"DGC_CLIP_NORM": "none"}, {}).config == DGCConfig()
+
+
+def test_the_ranks_read_the_same_settings_from_their_environment():
+    job = resolve(
+        {"DGC_COMPRESSION": "topk", "DGC_DENSITY": "0.02"},
+        {"DGC_CONFIG_FILE": "admin.yaml"},
+        [("admin.yaml", {"DGC_WARMUP_STEPS": "10", "DGC_BACKEND": "reference"})],
+    )
+    carried = {name: text for name, text in job.variables().items() if text}
+    assert "DGC_CONFIG_FILE" not in carried and job.variables()["DGC_CONFIG_FILE"] == ""
+    again = resolve({}, carried)
+    assert (again.method, again.config) == (job.method, job.config)
+    assert again.get(envvars.BACKEND) == "reference"
+
+
+@pytest.mark.parametrize("method", ["none", "fp16"])
+def test_fields_have_no_meaning_for_horovods_own(method):
+    with pytest.raises(ConfigError, match=f"--density has no meaning with compression {method}"):
+        resolve({"DGC_COMPRESSION": method, "DGC_DENSITY": "0.1"}, {})
+    job = resolve({"DGC_COMPRESSION": method}, {"DGC_DENSITY": "0.1"})  # a cluster's default does no harm
+    assert job.active and job.config is None and "not used" in show(job)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "said"),
+    [
+        ({"DGC_DENSITY": "10"}, {}, r"\(0, 1\].*density=0.1.*flag --density"),
+        ({}, {"DGC_DENSITY": "much"}, "environment DGC_DENSITY: density must be a number, got 'much'"),
+        ({}, {"DGC_COMPRESSION": "dcg"}, "environment DGC_COMPRESSION: method.*did you mean 'dgc'"),
+        ({}, {"DGC_MIN_NUMEL": "1.5"}, "min_numel must be a whole number"),
+        ({}, {"DGC_COMPRESS_1D": "maybe"}, "compress_1d must be on or off"),
+        ({"DGC_WARMUP_FACTOR": "0.5"}, {}, "warmup_steps or warmup_epochs"),
+        ({"DGC_WARMUP_STEPS": "5", "DGC_WARMUP_EPOCHS": "5"}, {}, "either steps or epochs"),
+        ({"DGC_COMPRESSION": "threshold"}, {}, "threshold"),
+        ({"DGC_COMPRESSION": "dgc"}, {"DGC_BACKEND": "cuda"}, "environment DGC_BACKEND"),
+        ({"DGC_COMPRESSION": "dgc"}, {"DGC_ENABLED": "perhaps"}, "enabled must be on or off"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_source(flags, environment, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(flags, environment)
+
+
+# -- the file
+
+
+def write(tmp_path, text):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_with_horovods_sections_and_ours(tmp_path):
+    path = write(
+        tmp_path,
+        "controller: gloo\nparams:\n  cycle_time_ms: 2\ncompression:\n  method: gaussian\n  density: 1e-3\n"
+        "  compress_1d: true\n  clip_norm: null\n  warmup_steps: 100\n",
+    )
+    assert config_file.load(path) == {
+        "DGC_COMPRESSION": "gaussian",
+        "DGC_DENSITY": "1e-3",
+        "DGC_COMPRESS_1D": "on",
+        "DGC_WARMUP_STEPS": "100",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("compression: {densty: 0.1}", "unknown key 'densty' in compression; did you mean 'density'"),
+        ("compresion: {density: 0.1}", "unknown key 'compresion'; did you mean 'compression'"),
+        ("params: {cycle_time: 1}", "unknown key 'cycle_time' in params; did you mean 'cycle_time_ms'"),
+        ("compression: dgc", "compression must be a mapping"),
+        ("compression: {density: [1, 2]}", "compression.density must be a single value"),
+        ("- a\n- b", "must be a mapping"),
+        ("", "is empty"),
+        ("compression: {", "not valid YAML"),
+    ],
+)
+def test_errors_in_a_file_name_the_file_and_the_key(tmp_path, text, said):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        config_file.load(path)
+    assert path in str(caught.value)
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config_file.load("/nowhere/job.yaml")
