@@ -62,10 +62,18 @@ class _Sent:
     masked: np.ndarray | None
 
 
-def _form(
+def form(
     bucket: Bucket, config: DGCConfig, density: float, workers: int
 ) -> tuple[tuple[Span, ...], PacketFormat, bool]:
-    """What is selected together at a density, the packet for it, and whether a scattered vector is sent instead."""
+    """What is selected together at a density, the packet for it, and whether a scattered vector is sent instead.
+
+    Args:
+        bucket: of which the message is.
+        config: the compression.
+        density: of the step, in (0, 1]; a bucket that is sent whole does not mind.
+        workers: N.
+    """
+    density = 1.0 if bucket.whole else density
     runs = spans(bucket, config.scope, density)
     capacity = sum(run.k for run in runs)
     indices = "every" if bucket.whole else "elias-fano"
@@ -78,7 +86,7 @@ class _Plan:
 
     def __init__(self, bucket: Bucket, config: DGCConfig, density: float, workers: int) -> None:
         self.density = density
-        self.runs, self.wire, self.scattered = _form(bucket, config, density, workers)
+        self.runs, self.wire, self.scattered = form(bucket, config, density, workers)
         capacity = self.wire.capacity
         self.predictor = FloorPredictor([r.numel for r in self.runs], [r.k for r in self.runs], config.threshold)
         self.spans = np.zeros(len(self.runs), SPAN)
@@ -250,7 +258,7 @@ class BucketEngine:
 
     def scatters(self, density: float) -> bool:
         """Whether a message of that density is a vector for an allreduce, not a packet for an allgather."""
-        return _form(self.bucket, self.config, 1.0 if self.bucket.whole else density, self.workers)[2]
+        return form(self.bucket, self.config, density, self.workers)[2]
 
     def move_in(self, i: int, other: BucketEngine, j: int) -> None:
         """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""

@@ -68,7 +68,9 @@ def main():
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
-        hvd.callbacks.LearningRateScheduleCallback(args.lr, 0.1, start_epoch=args.epochs // 2, momentum_correction=False),
+        hvd.callbacks.LearningRateScheduleCallback(
+            args.lr, 0.1, start_epoch=args.epochs // 2, momentum_correction=False
+        ),
     ]
     model.fit(
         images[mine], labels[mine], batch_size=args.batch_size, epochs=args.epochs, callbacks=callbacks, verbose=0

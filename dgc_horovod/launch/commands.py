@@ -33,6 +33,7 @@ def run(words: Sequence[str]) -> int:
     if args.doctor:
         from dgc_horovod.launch import doctor  # with it comes the engine, which a job needs in its ranks only
 
+        envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
         interpreter = hosts.interpreter_of(args.command) or sys.executable
         return doctor.diagnose(hosts.host_slots(args), interpreter, ssh, job, _plan(args))
     if not args.command:

@@ -1,7 +1,7 @@
 """``dgcrun --doctor``: what would stop a compressed job here, what would slow it, and whether it pays.
 
-What is found (`_probe`, `hosts.ask`, `link.measure`) is kept apart from what is made of it (the ``judge_`` functions,
-which only look at facts). Frameworks are imported in child processes: one that crashes or hangs is a finding.
+What is made of what is found here stands in `findings`. Frameworks are imported in child processes: one that crashes or
+hangs is a finding.
 """
 
 from __future__ import annotations
@@ -11,27 +11,34 @@ import shutil
 import signal
 import subprocess
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from dgc_horovod import __version__, envvars
+from dgc_horovod import envvars
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import hosts, link
-from dgc_horovod.launch.build_horovod import HOROVOD_VERSION
-from dgc_horovod.launch.hosts import HostReport, Ssh
+from dgc_horovod.launch.findings import (
+    BAD,
+    Facts,
+    Finding,
+    judge_environment,
+    judge_horovod,
+    judge_hosts,
+    judge_kernels,
+    judge_links,
+)
+from dgc_horovod.launch.hosts import Ssh
 from dgc_horovod.launch.link import Link
 from dgc_horovod.launch.plan import Plan, measure_compress, price, show
 from dgc_horovod.launch.settings import Job
 
-OK, NOTE, BAD = "ok", "note", "BAD"
 _COLUMNS = 100
 _CHILD_SECONDS, _LINK_SECONDS = 120, 60
 _PAYLOAD = 1448 / 1538  # of what Ethernet carries in full frames is what TCP delivers
-_BUILD = "dgcrun --build-horovod builds it for what is installed here"
 _MARK = "DGC_FOUND "
 _BEGIN = """
 import json
@@ -78,39 +85,6 @@ _TENSORFLOW = """
     import horovod.tensorflow as horovod
     found["parts"] = [part for part in ("gloo", "mpi", "nccl") if getattr(horovod, f"{part}_built")()]
 """
-_KEYS_OF_BUILD = {"torch": "pytorch", "tensorflow": "tensorflow"}  # in Horovod's metadata.json
-# What must be the same on every host, the keys of `HostReport.found` that tell, and how bad it is if it is not.
-_SAME_EVERYWHERE = (
-    ("Horovod", ("horovod",), BAD),
-    ("torch", ("torch",), BAD),
-    ("TensorFlow", ("tensorflow", "tensorflow-cpu"), BAD),
-    ("Python", ("python_version",), NOTE),
-)
-
-
-class Finding(NamedTuple):
-    """``OK``, ``NOTE`` or ``BAD``; what was found; and, where it is not ok, what to do."""
-
-    mark: str
-    text: str
-    advice: str = ""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What child processes have found on this host; "error" in one of them says what went wrong there.
-
-    Args:
-        interpreter: the Python they ran.
-        packages: versions of horovod, torch, tensorflow, triton; what Horovod was built for; the kernels.
-        frameworks: "torch", "tensorflow" -> what importing it and Horovod for it has shown; those installed.
-        mpirun: its path, "" if there is none.
-    """
-
-    interpreter: str
-    packages: Mapping[str, Any]
-    frameworks: Mapping[str, Mapping[str, Any]]
-    mpirun: str = ""
 
 
 def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Plan | None) -> int:
@@ -131,10 +105,10 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Plan | None
     if plan is not None and plan.link_bits is None and not remote:
         raise ConfigError("there is only this host, so no link to measure; give the plan its link with --link-gbps 1")
     findings = _say("environment", judge_environment(envvars.environment()))
-    facts = _probe(interpreter, job)
+    facts = _probe(interpreter)
     findings += _say("Horovod", judge_horovod(facts))
     findings += _say("kernels", judge_kernels(facts))
-    reports = _ask(names, interpreter, ssh)
+    reports = hosts.ask(names, interpreter, ssh)
     findings += _say("hosts", judge_hosts(reports))
     fit = {report.host for report in reports if not report.problem}
     links = [_measure(name, interpreter, ssh) for name in remote if name in fit]
@@ -181,22 +155,21 @@ def _with_link(plan: Plan, links: Sequence[Link]) -> Plan:
 # -- finding out
 
 
-def _probe(interpreter: str, job: Job) -> Facts:
+def _probe(interpreter: str) -> Facts:
     """Look at Horovod, the frameworks and the kernels of this host, each in a child process of its own."""
-    environment = {**envvars.environment(), envvars.BACKEND.name: job.get(envvars.BACKEND)}
-    packages = _child(interpreter, _PACKAGES, environment)
+    packages = _child(interpreter, _PACKAGES)
     codes = {name: code for name, code in (("torch", _TORCH), ("tensorflow", _TENSORFLOW)) if packages.get(name)}
     with ThreadPoolExecutor() as pool:
-        frameworks = pool.map(lambda code: _child(interpreter, code, environment), codes.values())
+        frameworks = pool.map(lambda code: _child(interpreter, code), codes.values())
         return Facts(interpreter, packages, dict(zip(codes, frameworks, strict=True)), shutil.which("mpirun") or "")
 
 
-def _child(interpreter: str, code: str, environment: Mapping[str, str]) -> dict[str, Any]:
+def _child(interpreter: str, code: str) -> dict[str, Any]:
     command = [interpreter, "-c", _BEGIN + code + _END]
     try:
         ended = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=_CHILD_SECONDS, env=environment,
+            timeout=_CHILD_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"error": f"it took more than {_CHILD_SECONDS} s"}
@@ -211,21 +184,6 @@ def _child(interpreter: str, code: str, environment: Mapping[str, str]) -> dict[
     return {"error": f"it ended with exit code {ended.returncode}: {said[-1]}"}
 
 
-def _ask(names: Sequence[str], interpreter: str, ssh: Ssh) -> list[HostReport]:
-    with ThreadPoolExecutor(max_workers=32) as pool:
-        return list(pool.map(lambda report: _with_python(report, interpreter, ssh), hosts.ask(names, interpreter, ssh)))
-
-
-def _with_python(report: HostReport, interpreter: str, ssh: Ssh) -> HostReport:
-    if not report.found:
-        return report
-    try:
-        said = hosts.run_on(report.host, [interpreter, "-V"], ssh).stdout.split()
-    except subprocess.TimeoutExpired:
-        return report
-    return replace(report, found={**report.found, "python_version": said[-1] if said else ""})
-
-
 def _measure(host: str, interpreter: str, ssh: Ssh) -> Link:
     def run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return hosts.run_on(host, [interpreter, "-m", link.__name__, *arguments], ssh, _LINK_SECONDS)
@@ -234,164 +192,3 @@ def _measure(host: str, interpreter: str, ssh: Ssh) -> Link:
         return link.measure(host, hosts.own_address_towards(host), run)
     except OSError as error:
         return Link(host, problem=str(error))
-
-
-# -- judging
-
-
-def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """Settings of Horovod and of ours that change how a compressed job runs."""
-    findings = []
-    if environment.get("HOROVOD_AUTOTUNE") == "1":
-        text = "HOROVOD_AUTOTUNE=1 toggles Horovod's response cache, on which small messages depend"
-        findings.append(Finding(NOTE, text, "unset it"))
-    if environment.get("HOROVOD_CACHE_CAPACITY") == "0":
-        text = "HOROVOD_CACHE_CAPACITY=0 turns Horovod's response cache off: every step negotiates every message"
-        findings.append(Finding(NOTE, text, "unset it"))
-    if cycle := environment.get("HOROVOD_CYCLE_TIME"):
-        if not _is_near_one(cycle):
-            text = f"HOROVOD_CYCLE_TIME={cycle}: a message waits for the next cycle, by default one every 1 ms"
-            findings.append(Finding(NOTE, text, "unset it"))
-    if (enabled := environment.get(envvars.ENABLED.name)) and not envvars.ENABLED.parse(enabled):
-        text = f"{envvars.ENABLED.name}={enabled}: nothing is compressed, whatever else is set"
-        findings.append(Finding(NOTE, text, "unset it to compress"))
-    if path := environment.get(envvars.CONFIG_FILE.name):
-        findings.append(Finding(OK, f"{envvars.CONFIG_FILE.name}: every job takes settings from {path}"))
-    return findings or [Finding(OK, "no setting stands in the way")]
-
-
-def _is_near_one(cycle: str) -> bool:
-    try:
-        return 0.25 <= float(cycle) <= 4
-    except ValueError:
-        return False
-
-
-def judge_horovod(facts: Facts) -> list[Finding]:
-    """Horovod's version, what it was built for, and its controllers."""
-    version = facts.packages.get("horovod")
-    if version is None:
-        reason = facts.packages.get("error")
-        text = f"{facts.interpreter} has no Horovod" + (f" ({reason})" if reason else "")
-        return [Finding(BAD, text, _BUILD)]
-    right = version == HOROVOD_VERSION
-    findings = [Finding(OK, f"Horovod {version}")] if right else [
-        Finding(NOTE, f"Horovod {version}: only {HOROVOD_VERSION} is tested", _BUILD)
-    ]  # fmt: skip
-    findings += [_judge_framework(name, facts) for name in facts.frameworks]
-    if not facts.frameworks:
-        advice = "install one (pip install torch), then run dgcrun --build-horovod"
-        return [*findings, Finding(BAD, "neither torch nor TensorFlow is installed", advice)]
-    built = [found["parts"] for found in facts.frameworks.values() if "parts" in found]
-    return findings + (_judge_parts(built[0], facts) if built else [])
-
-
-def _judge_framework(name: str, facts: Facts) -> Finding:
-    found = facts.frameworks[name]
-    version = found.get("version") or facts.packages[name]
-    built_for = facts.packages.get("built_for", {})
-    built = built_for.get(_KEYS_OF_BUILD[name])
-    if built not in (None, version):
-        return Finding(BAD, f"Horovod was built for {name} {built}, installed is {version}", _BUILD)
-    if "error" not in found:
-        return Finding(OK, f"{name} {version}: Horovod is built for it" if built else f"{name} {version}")
-    if built_for and built is None:
-        return Finding(NOTE, f"Horovod was not built for {name}, of which {version} is installed", _BUILD)
-    return Finding(BAD, f"import of {name} {version} and horovod.{name}: {found['error']}", _BUILD)
-
-
-def _judge_parts(parts: Sequence[str], facts: Facts) -> list[Finding]:
-    findings = []
-    controllers = [name for part, name in (("gloo", "Gloo"), ("mpi", "MPI")) if part in parts]
-    if not controllers:
-        findings.append(Finding(BAD, "Horovod was built with neither Gloo nor MPI", _BUILD))
-    elif "mpi" in parts and not facts.mpirun:
-        advice = "launch with --gloo, or put the folder of mpirun on PATH"
-        findings.append(Finding(NOTE, f"controllers: {', '.join(controllers)}, but no mpirun on PATH", advice))
-    else:
-        path = f" ({facts.mpirun})" if "mpi" in parts else ""
-        findings.append(Finding(OK, f"controllers: {', '.join(controllers)}{path}"))
-    torch = facts.frameworks.get("torch", {})
-    if (torch.get("cuda") or torch.get("cuda_built")) and "nccl" not in parts:
-        advice = "build with HOROVOD_GPU_OPERATIONS=NCCL: dgcrun --build-horovod"
-        findings.append(Finding(NOTE, "built without NCCL: GPU gradients go through host memory", advice))
-    return findings
-
-
-def judge_kernels(facts: Facts) -> list[Finding]:
-    """What compresses CPU tensors, and CUDA tensors where there are any."""
-    packages, torch = facts.packages, facts.frameworks.get("torch", {})
-    name = packages.get("kernels")
-    if name is None:
-        advice = f"install dgc_horovod {__version__} for {facts.interpreter}"
-        return [Finding(BAD, f"no kernels: {packages.get('error', 'unknown error')}", advice)]
-    if name == "native":
-        findings = [Finding(OK, f"CPU tensors: native ({packages['instructions']})")]
-    else:
-        reason = packages.get("not_native", f"{envvars.BACKEND.name} asks for them")
-        advice = "install a C++ compiler, then dgc_horovod again" if "not_native" in packages else "set it to auto"
-        findings = [Finding(NOTE, f"CPU tensors: {name}, several times slower than native: {reason}", advice)]
-    if torch.get("cuda"):
-        triton = packages.get("triton")
-        text = f"CUDA tensors: {torch.get('cuda_kernels', 'none')}; packets go through host memory; " + (
-            f"Triton {triton} is installed, not used" if triton else "Triton is not installed"
-        )
-        findings.append(Finding(NOTE, text, "compare a short run with one of --compression none"))
-    elif torch.get("cuda_built"):
-        text = f"torch is built for CUDA {torch['cuda_built']} and sees no CUDA device"
-        findings.append(Finding(NOTE, text, "for a GPU look at nvidia-smi and CUDA_VISIBLE_DEVICES"))
-    return findings
-
-
-def judge_hosts(reports: Sequence[HostReport]) -> list[Finding]:
-    """Whether every host is fit, and the versions that must be the same."""
-    findings = []
-    for report in reports:
-        if report.problem:
-            text, _, advice = report.problem.rpartition("; ")
-            same = "the same Python environment must be at the same path on every host"
-            findings.append(Finding(BAD, f"{report.host}: {text or advice}", advice if text else same))
-    answered = [report for report in reports if report.found]
-    shared = []
-    for name, keys, mark in _SAME_EVERYWHERE:
-        with_version: dict[str, list[str]] = {}
-        for report in answered:
-            version = next((report.found[key] for key in keys if report.found.get(key)), "none")
-            with_version.setdefault(version, []).append(report.host)
-        if len(with_version) > 1:
-            parts = [f"{version} on {_some(names)}" for version, names in with_version.items()]
-            findings.append(Finding(mark, f"{name}: {'; '.join(parts)}", "install the same version on every host"))
-        shared += [f"{name} {version}" for version in with_version if len(with_version) == 1 and version != "none"]
-    fit = [report.host for report in reports if not report.problem]
-    if fit:
-        findings.insert(0, Finding(OK, f"{_some(fit)}: {', '.join(shared)}"))
-    return findings
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
-
-
-def judge_links(links: Sequence[Link], any_remote: bool) -> list[Finding]:
-    """The measured links; `any_remote`: whether the job has a host but this one."""
-    if not any_remote:
-        text = "only this host: its ranks talk through memory, where compression rarely pays"
-        return [Finding(NOTE, text, "name the hosts with -H a:8,b:8")]
-    if not links:
-        return [Finding(NOTE, "none measured: no other host is fit", "cure what is BAD above")]
-    return [_judge_link(each) for each in links]
-
-
-def _judge_link(each: Link) -> Finding:
-    if each.problem:
-        advice = "let the hosts connect to one another on any TCP port: Horovod's ranks need it too"
-        return Finding(BAD, f"{each.host}: {each.problem}", advice)
-    there, back = each.there_bits, each.back_bits
-    text = f"{each.host}: {_rate(there)} there, {_rate(back)} back, round trip {1e3 * each.round_trip:.2f} ms"
-    if max(there, back) > 2 * min(there, back):
-        return Finding(NOTE, text, "the slower direction decides: look for other traffic, limits, a duplex mismatch")
-    return Finding(OK, text)
-
-
-def _rate(bits: float) -> str:
-    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 10**10 else f"{bits / 1e6:,.0f} Mbit/s"

@@ -28,8 +28,9 @@ _SSH_SECONDS, _ANSWER_SECONDS = 10, 60
 _MARK = "DGC_HOST "
 # Run by the job's own interpreter, with the job's environment and folder, on every host.
 _PROBE = """
-import importlib.metadata, json, os, socket, sys
+import importlib.metadata, json, os, platform, socket, sys
 found = {"hostname": socket.gethostname(), "python": sys.executable, "folder": os.getcwd()}
+found["python_version"] = platform.python_version()
 for name in ("horovod", "torch", "tensorflow", "tensorflow-cpu"):
     try: found[name] = importlib.metadata.version(name)
     except Exception: pass

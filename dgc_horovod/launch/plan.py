@@ -35,11 +35,10 @@ import numpy as np
 
 from dgc_horovod import bucket as layout
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.engine import BucketEngine
+from dgc_horovod.engine import BucketEngine, form
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import MomentumFeed, ResidualFeed
-from dgc_horovod.packet import PacketFormat
 from dgc_horovod.traffic import Traffic
 
 _REACHED = 0.82  # of the link
@@ -118,8 +117,8 @@ def link_bytes(elements: int, config: DGCConfig, workers: int) -> int:
     """
     plan, traffic = layout.plan(_tensors(elements, config), config, workers), Traffic()
     for bucket in plan.buckets:
-        wire = _packet(bucket, config)
-        if layout.sends_scattered(bucket.numel, wire.body_bytes, workers):
+        _, wire, scattered = form(bucket, config, config.final_density, workers)
+        if scattered:
             traffic.count_allreduce(4 * bucket.numel, workers)
         else:
             traffic.count_allgather(wire.nbytes, workers)
@@ -135,13 +134,6 @@ def _tensors(elements: int, config: DGCConfig) -> list[layout.TensorSpec]:
     starts = range(0, elements - small, most)
     matrices = [layout.TensorSpec(f"weight{i}", (1, min(most, elements - small - i))) for i in starts]
     return [layout.TensorSpec("biases", (small,)), *matrices]
-
-
-def _packet(bucket: layout.Bucket, config: DGCConfig) -> PacketFormat:
-    runs = layout.spans(bucket, config.scope, config.final_density)
-    indices = "every" if bucket.whole else "elias-fano"
-    capacity = bucket.numel if bucket.whole else sum(run.k for run in runs)
-    return PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
 
 
 def measure_compress(elements: int, config: DGCConfig, workers: int) -> float:

@@ -15,8 +15,8 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.bucket import TensorSpec
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange import BucketExchange
-from dgc_horovod.launch import doctor, link, plan
-from dgc_horovod.launch.doctor import BAD, NOTE, OK, Facts
+from dgc_horovod.launch import doctor, findings, link, plan
+from dgc_horovod.launch.findings import BAD, NOTE, OK, Facts
 from dgc_horovod.launch.hosts import HostReport, Ssh
 from dgc_horovod.launch.link import Link
 from dgc_horovod.launch.plan import Plan, Row
@@ -135,9 +135,9 @@ def marks(findings):
 
 def test_environment():
     assert marks(
-        doctor.judge_environment({"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "0", "DGC_ENABLED": "1"})
+        findings.judge_environment({"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "0", "DGC_ENABLED": "1"})
     ) == [OK]
-    found = doctor.judge_environment(
+    found = findings.judge_environment(
         {"HOROVOD_AUTOTUNE": "1", "HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_CYCLE_TIME": "20", "DGC_ENABLED": "0",
          "DGC_CONFIG_FILE": "/etc/dgc.yaml"}
     )  # fmt: skip
@@ -151,7 +151,7 @@ def report(host, problem="", **found):
 
 
 def test_hosts_alike():
-    (finding,) = doctor.judge_hosts([report("a"), report("b", **{"tensorflow-cpu": "", "tensorflow": "2.21.0"})])
+    (finding,) = findings.judge_hosts([report("a"), report("b", **{"tensorflow-cpu": "", "tensorflow": "2.21.0"})])
     assert finding == (OK, "a, b: Horovod 0.28.1, torch 2.13.0, TensorFlow 2.21.0, Python 3.11.7", "")
 
 
@@ -166,17 +166,17 @@ def test_hosts_alike():
     ],
 )
 def test_hosts_that_differ(other, mark, said):
-    fit, finding = doctor.judge_hosts([report("a"), report("b"), report("c", **other)])
+    fit, finding = findings.judge_hosts([report("a"), report("b"), report("c", **other)])
     assert finding[:2] == (mark, said) and finding.advice
     assert fit.mark == OK and said.split(":")[0] not in fit.text
 
 
 def test_hosts_that_are_not_fit():
     silent = HostReport("b", {}, "no answer within 60 s; is ssh to it possible without a password?")
-    fit, finding = doctor.judge_hosts([report("a"), silent])
+    fit, finding = findings.judge_hosts([report("a"), silent])
     assert fit.text.startswith("a: ")
     assert finding == (BAD, "b: no answer within 60 s", "is ssh to it possible without a password?")
-    (alone,) = doctor.judge_hosts([HostReport("b", {}, "python cannot be run there: no such file")])
+    (alone,) = findings.judge_hosts([HostReport("b", {}, "python cannot be run there: no such file")])
     assert alone.text == "b: python cannot be run there: no such file" and alone.advice
 
 
@@ -191,51 +191,51 @@ TORCH = {"version": "2.13.0+cpu", "parts": ["gloo", "mpi"], "cuda": False, "cuda
 
 
 def test_horovod():
-    assert marks(doctor.judge_horovod(facts(torch=TORCH, tensorflow={"version": "2.21.0", "parts": []}))) == [OK] * 4
-    assert marks(doctor.judge_horovod(facts(torch={**TORCH, "version": "2.14.0"}))) == [OK, BAD, OK]
-    assert marks(doctor.judge_horovod(facts(torch=TORCH, mpirun=""))) == [OK, OK, NOTE]
-    assert marks(doctor.judge_horovod(facts(torch={**TORCH, "parts": []}))) == [OK, OK, BAD]
-    assert marks(doctor.judge_horovod(facts(torch={"error": "it crashed with SIGSEGV"}))) == [OK, BAD]
-    assert marks(doctor.judge_horovod(facts(packages={"horovod": "0.27.0"}, torch=TORCH))) == [NOTE, OK, OK]
-    assert marks(doctor.judge_horovod(facts())) == [OK, BAD]
-    assert marks(doctor.judge_horovod(facts(packages={"horovod": None}))) == [BAD]
+    assert marks(findings.judge_horovod(facts(torch=TORCH, tensorflow={"version": "2.21.0", "parts": []}))) == [OK] * 4
+    assert marks(findings.judge_horovod(facts(torch={**TORCH, "version": "2.14.0"}))) == [OK, BAD, OK]
+    assert marks(findings.judge_horovod(facts(torch=TORCH, mpirun=""))) == [OK, OK, NOTE]
+    assert marks(findings.judge_horovod(facts(torch={**TORCH, "parts": []}))) == [OK, OK, BAD]
+    assert marks(findings.judge_horovod(facts(torch={"error": "it crashed with SIGSEGV"}))) == [OK, BAD]
+    assert marks(findings.judge_horovod(facts(packages={"horovod": "0.27.0"}, torch=TORCH))) == [NOTE, OK, OK]
+    assert marks(findings.judge_horovod(facts())) == [OK, BAD]
+    assert marks(findings.judge_horovod(facts(packages={"horovod": None}))) == [BAD]
 
 
 def test_a_framework_that_horovod_was_not_built_for_stops_no_job_of_the_other():
     other = facts(packages={"built_for": {"pytorch": "2.13.0+cpu"}}, torch=TORCH, tensorflow={"error": "ImportError"})
-    assert marks(doctor.judge_horovod(other)) == [OK, OK, NOTE, OK]
+    assert marks(findings.judge_horovod(other)) == [OK, OK, NOTE, OK]
 
 
 def test_cuda():
     cuda = {**TORCH, "cuda": True, "cuda_built": "13.0", "cuda_kernels": "torch_eager"}
-    *_, nccl = doctor.judge_horovod(facts(torch=cuda))
+    *_, nccl = findings.judge_horovod(facts(torch=cuda))
     assert nccl.text == "built without NCCL: GPU gradients go through host memory"
     assert "HOROVOD_GPU_OPERATIONS=NCCL" in nccl.advice
-    assert not any("NCCL" in each.text for each in doctor.judge_horovod(facts(torch=TORCH)))
+    assert not any("NCCL" in each.text for each in findings.judge_horovod(facts(torch=TORCH)))
     with_nccl = facts(torch={**cuda, "parts": ["gloo", "nccl"]}, packages={"triton": "3.6.0"})
-    assert marks(doctor.judge_horovod(with_nccl)) == [OK] * 3
-    cpu, gpu = doctor.judge_kernels(with_nccl)
+    assert marks(findings.judge_horovod(with_nccl)) == [OK] * 3
+    cpu, gpu = findings.judge_kernels(with_nccl)
     assert cpu == (OK, "CPU tensors: native (AVX2)", "")
     assert gpu.mark == NOTE and "torch_eager" in gpu.text and "Triton 3.6.0" in gpu.text
-    hidden = doctor.judge_kernels(facts(torch={**cuda, "cuda": False}))[-1]
+    hidden = findings.judge_kernels(facts(torch={**cuda, "cuda": False}))[-1]
     assert "no CUDA device" in hidden.text
 
 
 def test_kernels():
     slow = facts(packages={"kernels": "torch_eager", "not_native": "it was not built"})
-    assert doctor.judge_kernels(slow)[0].mark == NOTE and "compiler" in doctor.judge_kernels(slow)[0].advice
+    assert findings.judge_kernels(slow)[0].mark == NOTE and "compiler" in findings.judge_kernels(slow)[0].advice
     asked = facts(packages={"kernels": "reference"})
-    assert "DGC_BACKEND" in doctor.judge_kernels(asked)[0].text
+    assert "DGC_BACKEND" in findings.judge_kernels(asked)[0].text
     none = facts(packages={"kernels": None, "error": "ModuleNotFoundError: No module named 'dgc_horovod'"})
-    assert marks(doctor.judge_kernels(none)) == [BAD]
+    assert marks(findings.judge_kernels(none)) == [BAD]
 
 
 def test_links():
     good, lame, cut = Link("a", 941e6, 940e6, 2e-4), Link("b", 941e6, 94e6, 2e-4), Link("c", problem="no connection")
-    found = doctor.judge_links([good, lame, cut], True)
+    found = findings.judge_links([good, lame, cut], True)
     assert marks(found) == [OK, NOTE, BAD]
     assert found[0].text == "a: 941 Mbit/s there, 940 Mbit/s back, round trip 0.20 ms"
-    assert "memory" in doctor.judge_links([], False)[0].text and marks(doctor.judge_links([], True)) == [NOTE]
+    assert "memory" in findings.judge_links([], False)[0].text and marks(findings.judge_links([], True)) == [NOTE]
 
 
 # -- all of it

@@ -1,0 +1,110 @@
+"""Scripts that nobody has edited, dense and under ``dgcrun --dgc``: ``python -m benchmarks.existing``.
+
+Trains examples/existing_torch.py (with fp16 allreduce; and with clipping at c) and examples/existing_keras.py on two
+ranks, over Gloo and over MPI, and compares the accuracies; every run's two replicas must have the same bits. Prints a
+table, puts it into examples/README.md and writes ``benchmarks/results/existing.json``. About 15 minutes on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.report import ROOT, markdown, save, write_into_page
+
+CLIP = "0.5"
+DENSITY = "0.01"
+CONTROLLERS = {"Gloo": ["--gloo"], "MPI": ["--mpi", "--mpi-args=--oversubscribe --allow-run-as-root"]}
+RUN_TIMEOUT_SECONDS = 300
+
+
+class Script(NamedTuple):
+    """An unedited script: how it is called, and the launchers of its dense and of its compressed run."""
+
+    name: str
+    command: tuple[str, ...]
+    dense: tuple[str, ...]
+    compressed: tuple[str, ...]
+
+
+_DGC = ("dgcrun", "--dgc", "--density", DENSITY)
+SCRIPTS = (
+    Script("torch, fp16 flag", ("existing_torch.py", "--fp16-allreduce"), ("horovodrun",), _DGC),
+    Script(
+        f"torch, clipping at {CLIP}",
+        ("existing_torch.py", "--fp16-allreduce", "--clip", CLIP),
+        ("horovodrun",),
+        (*_DGC, "--dgc-clip-norm", CLIP),
+    ),
+    # plain horovodrun cannot train it under Keras 3
+    Script("Keras, model.fit", ("existing_keras.py",), ("dgcrun", "--compression", "none"), _DGC),
+)
+
+
+def train(launcher: tuple[str, ...], controller: str, command: tuple[str, ...], seed: int) -> dict[str, Any]:
+    """One run on two ranks: its accuracy, and what its summary line says of the bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = [sys.executable, f"examples/{command[0]}", *command[1:], "--seed", str(seed), "--save", f"{folder}/w"]
+        words = [launcher[0], *CONTROLLERS[controller], "-np", "2", *launcher[1:], *script]
+        ended = subprocess.run(
+            words, cwd=ROOT, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_SECONDS,
+        )  # fmt: skip
+        found = re.search(r"accuracy (\d\.\d+)", ended.stdout)
+        if ended.returncode or not found:
+            sys.exit(f"{' '.join(words)}: exit {ended.returncode}\n{ended.stdout[-4000:]}")
+        replicas = [_weights(file) for file in sorted(Path(folder).iterdir())]
+    if len(replicas) != 2 or replicas[0] != replicas[1]:
+        sys.exit(f"{' '.join(words)}: the replicas differ")
+    ratio = re.search(r"(\S+)x less than fp32", ended.stdout)
+    return {"accuracy": float(found[1]), "ratio": float(ratio[1]) if ratio else None}
+
+
+def _weights(file: Path) -> list[bytes]:
+    """The bits of every array that a rank has saved."""
+    if file.suffix == ".npz":
+        return [array.tobytes() for array in np.load(file).values()]
+    return [tensor.numpy().tobytes() for tensor in torch.load(file).values()]
+
+
+def main() -> None:
+    """Run everything."""
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.existing", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: %(default)s)")
+    seeds = range(parser.parse_args().seeds)
+    runs = [(script, controller) for script in SCRIPTS for controller in CONTROLLERS]
+    figures, rows = [], []
+    with tqdm(total=2 * len(runs) * len(seeds), unit="run") as bar:
+        for script, controller in runs:
+            found: dict[str, list[dict[str, Any]]] = {"dense": [], "dgc": []}
+            for seed in seeds:
+                for kind, launcher in (("dense", script.dense), ("dgc", script.compressed)):
+                    found[kind].append(train(launcher, controller, script.command, seed))
+                    bar.update()
+            figures.append({"script": script.name, "controller": controller, "runs": found})
+            means = {kind: 100 * statistics.mean(run["accuracy"] for run in each) for kind, each in found.items()}
+            less = statistics.mean(run["ratio"] for run in found["dgc"])
+            gap = f"{means['dgc'] - means['dense']:+.2f}"
+            shown = [f"{mean:.2f} %" for mean in means.values()]
+            rows.append([f"{script.name}, {controller}", *shown, gap, f"{less:.0f}×"])
+    text = markdown(["", "dense", f"dgc at density {DENSITY}", "points", "less sent than fp32"], rows)
+    text += f"\n\n2 ranks, mean of {len(seeds)} seeds; the two replicas of every run have the same bits."
+    print(text)
+    save("existing", figures)
+    write_into_page(ROOT / "examples/README.md", "existing", f"{text} Made by `python -m benchmarks.existing`.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""dgcrun's command line: Horovod's parser with our flags, and a help that fits a screen."""
+
+from __future__ import annotations
+
+import pytest
+
+from dgc_horovod import envvars
+from dgc_horovod.launch import flags
+
+
+def test_our_flags_and_horovods_go_together():
+    args, given = flags.parse(
+        ["-np", "2", "-H", "a:1,b:1", "--density", "0.01", "--cycle", "2", "--dgc-clip-norm=5", "--gloo",
+         "python", "train.py", "--density", "7"]
+    )  # fmt: skip
+    assert (args.num_proc, args.hosts, args.cycle_time_ms, args.use_gloo) == (2, "a:1,b:1", 2.0, True)
+    assert given == {"DGC_DENSITY": "0.01", "DGC_CLIP_NORM": "5"}
+    assert args.command == ["python", "train.py", "--density", "7"]
+
+
+@pytest.mark.parametrize("variable", envvars.SETTABLE, ids=lambda v: v.name)
+def test_every_setting_has_a_flag(variable):
+    value = [] if variable is envvars.ALLOW_INACTIVE else ["some"]
+    _, given = flags.parse(["-np", "2", variable.flag, *value, "python", "train.py"])
+    assert given == {variable.name: value[0] if value else "on"}
+
+
+def test_dgc_is_compression_dgc():
+    assert flags.parse(["-np", "1", "--dgc", "true"])[1] == {"DGC_COMPRESSION": "dgc"}
+    assert flags.parse(["-np", "1", "--compression", "topk", "true"])[1] == {"DGC_COMPRESSION": "topk"}
+
+
+@pytest.mark.parametrize("command", flags.COMMANDS)
+def test_np_is_not_needed_where_no_job_is_started(command):
+    args, _ = flags.parse([command])
+    assert getattr(args, command.removeprefix("--").replace("-", "_"))
+
+
+def test_np_is_needed_for_a_job(capsys):
+    with pytest.raises(SystemExit) as ended:
+        flags.parse(["--dgc", "python", "train.py"])
+    assert ended.value.code == 2 and "-np" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        flags.parse(["-np", "2", "--dgc-densty", "0.1", "python", "train.py"])
+    assert ended.value.code == 2 and "did you mean --dgc-density" in capsys.readouterr().err
+
+
+def test_help_fits_a_screen_and_names_everything(capsys):
+    with pytest.raises(SystemExit) as ended:
+        flags.parse(["--help"])
+    text = capsys.readouterr().out
+    ours, theirs = text.split("Horovod's own")
+    assert ended.value.code == 0 and len(ours.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 120
+    for variable in envvars.SETTABLE:
+        (line,) = [line for line in ours.splitlines() if line.startswith(f"  {variable.flag} ")]
+        assert variable.meaning.split(",")[0][:20] in line
+        assert not variable.default or f"[{variable.default}]" in " ".join(ours.split())
+    for flag in ("--hosts", "--gloo", "--cycle-time-ms", "--host-discovery-script", "--config-file"):
+        assert flag in text
+    assert "--dgc" not in theirs
