@@ -140,7 +140,7 @@ def _say_whether_it_pays(plan: Plan, job: Job) -> None:
     method = job.method if job.config is not None else "dgc"
     config = job.config or DGCConfig(**PRESETS[method])
     rows = price(plan, config, method, measure_compress(plan.elements, config, plan.workers))
-    print(f"\ndoes it pay?\n{textwrap.indent(show(plan, rows), '  ')}")
+    print(f"\ndoes it pay? an estimate\n{textwrap.indent(show(plan, rows), '  ')}")
 
 
 def _with_link(plan: Plan, links: Sequence[Link]) -> Plan:
