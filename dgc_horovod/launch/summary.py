@@ -139,10 +139,13 @@ def _line(method: str, stats: dict[str, Any], asked_fp16: bool) -> str:
     sent, dense = stats["bytes_sent"], stats["bytes_dense"]
     density = f", density {stats['selected'] / stats['elements']:.3g}" if stats["elements"] else ""
     half = f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for" if asked_fp16 else ""
+    times = (
+        f"; {stats['compress_seconds']:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks"
+    )
     return (
         f"{method}{density}: in {stats['steps']:,} steps sent {_bytes(sent)} and received "
-        f"{_bytes(stats['bytes_received'])} a rank, {dense / sent:.3g}x less than fp32 ({_bytes(dense)}){half}; "
-        f"{stats['compress_seconds']:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks"
+        f"{_bytes(stats['bytes_received'])} a rank, {dense / sent:.3g}x less than fp32 ({_bytes(dense)}){half}"
+        f"{times if stats['elements'] else ''}"
     )
 
 

@@ -1,0 +1,95 @@
+"""Scripts that know Horovod only, in ranks with the activation on PYTHONPATH."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from tests.helpers.logs import messages
+from tests.helpers.training import batches, fingerprint, smooth_model
+
+
+def _train(scaled: bool, others: bool = False) -> tuple[nn.Module, Any]:
+    """SGD with a loss scale, as in Horovod's own example; `others`: a second scaler for a second model in between."""
+    model, second = smooth_model(), smooth_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled, growth_interval=7)
+    other = torch.amp.GradScaler("cpu", init_scale=64.0)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9), m.named_parameters())
+        for m in ([model, second] if others else [model])
+    ]
+    for x, y in batches(20, hvd.rank()):
+        for m, optimizer, loss_scale in zip([model, second], optimizers, [scaler, other], strict=False):
+            optimizer.zero_grad()
+            loss_scale.scale(F.mse_loss(m(x), y)).backward()
+            optimizer.synchronize()
+            loss_scale.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                loss_scale.step(optimizer)
+            loss_scale.update()
+    return model, optimizers[0]
+
+
+def loss_scale_is_seen() -> dict[str, Any]:
+    """The same bits with and without a GradScaler that nobody has told us of, also with a second one in between."""
+    hvd.init()
+    plain, optimizer = _train(False)
+    stats = optimizer.compression_stats()
+    return {
+        "same bits": fingerprint(plain) == fingerprint(_train(True)[0]) == fingerprint(_train(True, others=True)[0]),
+        "density": stats["selected"] / stats["elements"],
+    }
+
+
+def own_choice_is_kept() -> dict[str, Any]:
+    """A script that has chosen one of ours keeps it, and is told so."""
+    from dgc_horovod.torch import Compression
+
+    hvd.init()
+    model = smooth_model()
+    with messages() as texts:
+        for _ in range(2):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), Compression.topk(0.5)
+            )
+    return {"density": optimizer._dgc.config.density, "told": sum("chooses its compression" in t for t in texts)}
+
+
+def adam_is_told() -> dict[str, Any]:
+    """One notice that the mathematics changes."""
+    hvd.init()
+    model = smooth_model()
+    with messages() as texts:
+        hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+    return {"told": sum("the mathematics changes" in text for text in texts)}
+
+
+def after_another_init() -> dict[str, Any]:
+    """Horovod shut down and initialised again, and initialised twice: everything still in its place."""
+    hvd.init()
+    if not hvd.mpi_enabled():  # MPI cannot begin again
+        hvd.shutdown()
+        hvd.init()
+    hvd.init()
+    model = smooth_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    return {"compresses": hasattr(optimizer, "compression_stats"), "size": hvd.size()}
+
+
+def stock_stays_reachable() -> dict[str, Any]:
+    """``none`` and the functions of Horovod that nobody replaced work as before."""
+    hvd.init()
+    stock = inspect.unwrap(hvd.DistributedOptimizer)
+    model = smooth_model()
+    optimizer = stock(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return {
+        "stock": not hasattr(optimizer, "compression_stats"),
+        "sum": hvd.allreduce(torch.ones(1), op=hvd.Sum).item(),
+    }

@@ -1,0 +1,46 @@
+"""What a job with the activation on PYTHONPATH does to scripts that know Horovod only."""
+
+from __future__ import annotations
+
+import pytest
+
+from dgc_horovod.launch.site import FOLDER
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = ["loss_scale_is_seen", "own_choice_is_kept", "adam_is_told", "after_another_init", "stock_stays_reachable"]
+SETTINGS = {
+    "PYTHONPATH": FOLDER,
+    "DGC_COMPRESSION": "dgc",
+    "DGC_DENSITY": "0.05",
+    "DGC_COMPRESS_1D": "on",
+    "DGC_MIN_NUMEL": "1",
+}
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def ranks(request):
+    found = run_ranks(2, [f"activated.{case}" for case in CASES], request.param, environment=SETTINGS)
+    return [{name.split(".")[1]: result for name, result in each.items()} for each in found]
+
+
+def test_the_loss_scale_is_seen_without_an_edit(ranks):
+    for rank in ranks:
+        assert rank["loss_scale_is_seen"]["same bits"]
+        assert 0.04 < rank["loss_scale_is_seen"]["density"] < 0.06
+
+
+def test_a_choice_among_ours_is_the_scripts(ranks):
+    assert [rank["own_choice_is_kept"] for rank in ranks] == [{"density": 0.5, "told": n} for n in (1, 0)]
+
+
+def test_adam_is_told_once_on_rank_0(ranks):
+    assert [rank["adam_is_told"]["told"] for rank in ranks] == [1, 0]
+
+
+def test_horovod_may_be_initialised_again(ranks):
+    assert all(rank["after_another_init"] == {"compresses": True, "size": 2} for rank in ranks)
+
+
+def test_stock_stays_reachable(ranks):
+    assert all(rank["stock_stays_reachable"] == {"stock": True, "sum": 2.0} for rank in ranks)
