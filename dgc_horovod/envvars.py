@@ -157,8 +157,6 @@ HOSTS = EnvironmentVariable("DGC_HOSTS", "", "the hosts, in rank order; set by d
 SETTABLE = (COMPRESSION, *FIELDS, TIMEOUT, BACKEND, METRICS_FILE, ALLOW_INACTIVE)  # by flag and config file too
 ALL = (*SETTABLE, ENABLED, CONFIG_FILE, DESK, HOSTS)
 
-_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-
 
 def from_environment() -> dict[str, str]:
     """What is set of `ALL`, by name; an empty text counts as not set."""
@@ -177,11 +175,6 @@ def put_into_environment(values: Mapping[str, str]) -> None:
 def environment() -> dict[str, str]:
     """A copy of the whole environment, for a child."""
     return dict(os.environ)
-
-
-def is_rank() -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
-    return any(name in os.environ for name in _RANK)
 
 
 def store_addresses() -> list[str]:

@@ -62,9 +62,9 @@ def imported(module: ModuleType) -> None:
         return
     if module.__name__ == "horovod.mxnet":
         raise UnsupportedUse("dgc_horovod has no adapter for MXNet; set DGC_ENABLED=0 to train with stock Horovod")
-    if module.__name__ in _ADAPTERS and module.__name__ not in _replacements.modules:
-        _replacements.modules.add(module.__name__)
-        _waiting.append(module)
+    if module.__name__ in _ADAPTERS and not hasattr(module.DistributedOptimizer, "__wrapped__"):
+        if module not in _waiting:
+            _waiting.append(module)
     for each in list(_waiting):
         adapter, names = _ADAPTERS[each.__name__]
         # a script may import the adapter itself, which imports Horovod: then the adapter has to be complete first

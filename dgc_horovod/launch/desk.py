@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from horovod.runner.http.http_server import KVStoreServer
 
 _SECONDS = 5.0  # for one request
+_PAUSES = (0.1, 0.3, 1.0)  # seconds, before another try
 ACTIVE = "active"  # the key under which rank 0 says that Horovod was imported and compression is on
 
 
@@ -62,6 +64,14 @@ class Desk:
         return None if answer is None else json.loads(answer)
 
     def _request(self, key: str, data: bytes | None) -> bytes | None:
+        for pause in _PAUSES:  # one thread serves all ranks, who all come at once
+            try:
+                return self._try(key, data)
+            except OSError:
+                time.sleep(pause)
+        return self._try(key, data)
+
+    def _try(self, key: str, data: bytes | None) -> bytes | None:
         failed: OSError | None = None
         for base in list(self._bases):
             request = urllib.request.Request(f"{base}/{self._scope}/{key}", data, method="PUT" if data else "GET")

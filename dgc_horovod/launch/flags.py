@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 from unittest import mock
 
+import yaml
 from horovod.runner import launch
 from horovod.runner.common.util import config_parser
 
 from dgc_horovod import envvars
 from dgc_horovod.envvars import EnvironmentVariable
+from dgc_horovod.errors import ConfigError
 
 _PREFIX = "dgc_"  # of our entries in the parsed arguments
 # Flags that do something else than start a job; with one of them -np is not needed.
@@ -41,6 +43,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     Args:
         arguments: without the name of the program.
 
+    Raises:
+        ConfigError: a value of Horovod's, or its config file, is wrong.
+
     Returns:
         Horovod's namespace (its values from the config file in it), and name of a variable -> text for our flags.
     """
@@ -50,7 +55,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         mock.patch.object(launch, "argparse", replaced),
         mock.patch.object(config_parser, "set_args_from_config", _horovods_settings),
     ):
-        args = launch.parse_args()
+        try:
+            args = launch.parse_args()
+        except (OSError, ValueError, yaml.YAMLError) as error:  # Horovod reads its part of the config file in there
+            raise ConfigError(str(error)) from None
     given = vars(args)
     flags = {v.name: given[_PREFIX + v.name] for v in envvars.SETTABLE if given[_PREFIX + v.name] is not None}
     return args, flags
@@ -80,9 +88,10 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "prog": "dgcrun", "usage": _USAGE})
         ours = self.add_argument_group("compression")
-        ours.add_argument("--dgc", dest=_PREFIX + envvars.COMPRESSION.name, action="store_const", const="dgc")
+        method, one_of = _PREFIX + envvars.COMPRESSION.name, ours.add_mutually_exclusive_group()
+        one_of.add_argument("--dgc", dest=method, action="store_const", const="dgc")
         for variable in envvars.SETTABLE:
-            _add(ours, variable)
+            _add(one_of if variable is envvars.COMPRESSION else ours, variable)
         for flag in COMMANDS:
             ours.add_argument(flag, action=_Command)
         for flag, (metavar, _) in PLAN.items():

@@ -23,6 +23,7 @@ from horovod.runner.util.remote import get_remote_command
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.site import FOLDER
 
 _SSH_SECONDS, _ANSWER_SECONDS = 10, 60
 _MARK = "DGC_HOST "
@@ -187,15 +188,16 @@ def check(slots: str, command: Sequence[str], ssh: Ssh) -> list[str]:
     if bad and interpreter is not None:
         lines = [f"  {report.host}: {report.problem}" for report in bad]
         raise ConfigError("\n".join(["not every host can compress, so nothing was started:", *lines]))
-    from dgc_horovod.launch.site import FOLDER
-
     return list(dict.fromkeys([FOLDER, *(report.found["site"] for report in reports if "site" in report.found)]))
 
 
 def own_address_towards(host: str) -> str:
-    """The IPv4 address of this machine that `host` can reach; the loopback one for this machine itself."""
+    """The IPv4 address of this machine that `host` can reach, the loopback one for itself; "" if there is no route."""
     if not is_remote(host):
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing; the route tells the address
-        return probe.getsockname()[0]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing; the route tells the address
+            return probe.getsockname()[0]
+    except OSError:
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,6 +17,8 @@ from dgc_horovod.launch import hosts, settings
 from dgc_horovod.launch.desk import ACTIVE, DeskServer
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.summary import EXIT_INACTIVE
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_job(args: Any, job: Job, ssh: hosts.Ssh) -> int:
@@ -55,7 +58,7 @@ def _own_addresses(slots: str) -> list[str]:
     names = [part.split(":")[0] for part in slots.split(",") if part]
     if not names:  # only a discovery script knows the hosts
         return sorted(network.get_local_host_addresses())
-    return list(dict.fromkeys(hosts.own_address_towards(name) for name in names))
+    return list(dict.fromkeys(filter(None, map(hosts.own_address_towards, names))))
 
 
 def _never_alive(job: Job) -> int:
@@ -81,6 +84,7 @@ class _Launcher:
         self._child = os.fork()
         if self._child == 0:
             os.close(self._writing)
+            os.setsid()  # over MPI it is a shell that starts mpirun: a signal has to reach both
             sys.exit(_child(args, reading))
         os.close(reading)
 
@@ -90,11 +94,8 @@ class _Launcher:
             pipe.write(desk)
 
     def wait(self) -> int:
-        """Wait for its end; returns the exit code. Ctrl-C reaches the child by itself, other signals are passed on."""
-        before = {
-            signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
-            **{number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGHUP)},
-        }
+        """Wait for its end; returns the exit code. Signals are passed on to all that belongs to it."""
+        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
         try:
             status = os.waitpid(self._child, 0)[1]
         finally:
@@ -104,7 +105,8 @@ class _Launcher:
         return code if code >= 0 else 128 - code
 
     def _pass_on(self, number: int, frame: Any) -> None:
-        os.kill(self._child, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child, number)
 
 
 def _child(args: Any, reading: int) -> int:

@@ -35,7 +35,6 @@ class Replacements:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.outcome = summary.Outcome(job)
-        self.modules: set[str] = set()  # of Horovod, in which something is or will be replaced
         self._roll_calls = 0
         self._undo: list[Callable[[], None]] = []
 

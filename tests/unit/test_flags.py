@@ -30,6 +30,12 @@ def test_dgc_is_compression_dgc():
     assert flags.parse(["-np", "1", "--compression", "topk", "true"])[1] == {"DGC_COMPRESSION": "topk"}
 
 
+def test_two_methods_at_once_are_an_error(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["-np", "1", "--dgc", "--compression", "gaussian", "true"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", flags.COMMANDS)
 def test_np_is_not_needed_where_no_job_is_started(command):
     args, _ = flags.parse([command])
