@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.report import ROOT, markdown, save, write_into_page
 
-CLIP = "0.5"
+CLIP = "1.0"
 DENSITY = "0.01"
 CONTROLLERS = {"Gloo": ["--gloo"], "MPI": ["--mpi", "--mpi-args=--oversubscribe --allow-run-as-root"]}
 RUN_TIMEOUT_SECONDS = 300

@@ -6,6 +6,7 @@ docs/environment.md all follow from `ALL`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,14 +23,33 @@ def _switch(text: str) -> bool:
     return _SWITCH[text.lower()]
 
 
+def _number(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError
+    return value
+
+
+def _positive(text: str) -> float:
+    if not (value := _number(text)) > 0:
+        raise ValueError
+    return value
+
+
+def _whole(text: str) -> int:
+    if not (value := _number(text)).is_integer():
+        raise ValueError
+    return int(value)
+
+
 def _text(text: str) -> str:
     return text
 
 
 # How a kind of value is read, what a flag's help calls it, and what a message says of it.
 _KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "number": (float, "X", "a number"),
-    "whole": (int, "N", "a whole number"),
+    "number": (_number, "X", "a number"),
+    "seconds": (_positive, "S", "a positive number of seconds"),
+    "whole": (_whole, "N", "a whole number"),
     "switch": (_switch, "on|off", "on or off (1/0, true/false, yes/no)"),
     "text": (_text, "TEXT", "a text"),
     "path": (_text, "PATH", "a path"),
@@ -44,7 +64,7 @@ class EnvironmentVariable:
         name: of the environment variable, ``DGC_...``.
         default: as a user would write it; "" for none.
         meaning: one line on what it does, with unit and range.
-        kind: "number", "whole", "switch", "text" or "path".
+        kind: "number", "seconds", "whole", "switch", "text" or "path".
         group: the heading that it stands under in ``dgcrun --help`` and docs/environment.md.
         flag: of dgcrun; "" if it has none.
         field: of DGCConfig, or of WarmupSchedule as "warmup.FIELD"; "" if it is none.
@@ -133,7 +153,7 @@ FIELDS = (
     _field("seed", "0", "of the rules that draw at random, >= 0", "whole", _WIRE),
 )
 TIMEOUT = EnvironmentVariable(
-    "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "number", flag="--dgc-timeout"
+    "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "seconds", flag="--dgc-timeout"
 )
 BACKEND = EnvironmentVariable(
     "DGC_BACKEND", "auto", "kernels: C++ (native), torch operations or NumPy (slow)",
@@ -178,14 +198,14 @@ def environment() -> dict[str, str]:
 
 
 def store_addresses() -> list[str]:
-    """Key-value stores that this rank can report to: that of Horovod's Gloo launcher, else that of `dgcrun`."""
+    """Key-value stores that this rank may report to: that of `dgcrun`, and that of Horovod's Gloo launcher."""
     host, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}") for part in ("ADDR", "PORT"))
-    return [*([f"dgc@{host}:{port}"] if host and port else []), *([DESK.read()] if DESK.read() else [])]
+    return [*([DESK.read()] if DESK.read() else []), *([f"dgc@{host}:{port}"] if host and port else [])]
 
 
 def warn_of_stalls_within(seconds: float) -> None:
     """Let Horovod name the ranks that a collective waits for, within `seconds`, unless the user has set a time."""
-    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, min(60, int(seconds)))))
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, int(min(60, seconds)))))
 
 
 def horovod_elastic() -> bool:
@@ -204,13 +224,4 @@ def timeout_seconds() -> float:
     Raises:
         ConfigError: it is not a positive number.
     """
-    text = TIMEOUT.read()
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = float("nan")
-    if not seconds > 0:
-        raise ConfigError(
-            f"{TIMEOUT.name} must be a positive number of seconds, got {text!r}; default {TIMEOUT.default}"
-        )
-    return seconds
+    return TIMEOUT.parse(TIMEOUT.read())

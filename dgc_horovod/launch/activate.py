@@ -24,7 +24,6 @@ _ADAPTERS = {
     "horovod.tensorflow.keras": ("dgc_horovod.tensorflow.keras", keras_names),
     "horovod.keras": ("dgc_horovod.tensorflow.keras", keras_names),
 }
-_hook = ImportHook()
 _replacements: Replacements | None = None
 _waiting: list[ModuleType] = []
 
@@ -35,8 +34,8 @@ def activate() -> None:
     Raises:
         ConfigError: the settings are wrong.
     """
-    if _hook not in sys.meta_path:
-        sys.meta_path.insert(0, _hook)
+    if not any(getattr(finder, "is_dgc_hook", False) for finder in sys.meta_path):
+        sys.meta_path.insert(0, ImportHook())
     for name in FRAMEWORKS:
         module = sys.modules.get(name)
         if module is not None:
@@ -46,8 +45,7 @@ def activate() -> None:
 def deactivate() -> None:
     """Put Horovod's own names back; optimizers that are wrapped already stay as they are."""
     global _replacements
-    if _hook in sys.meta_path:
-        sys.meta_path.remove(_hook)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(finder, "is_dgc_hook", False)]
     if _replacements is not None:
         _replacements.revert()
         _replacements = None
@@ -78,7 +76,7 @@ def _from_environment() -> Replacements:
     _clean_path()
     given = envvars.from_environment()
     path = given.get(envvars.CONFIG_FILE.name)
-    job = resolve({}, given, [(path, config_file.load(path))] if path else [])
+    job = resolve({}, given, [(path, config_file.load(path, for_everyone=True))] if path else [])
     if job.active:
         envvars.put_into_environment(job.variables())  # what stands in a file is read from the environment elsewhere
     replacements = Replacements(job)

@@ -22,7 +22,9 @@ def run(words: Sequence[str]) -> int:
         ConfigError: a setting is wrong, or some host is not fit for the job.
     """
     args, given = flags.parse(words)
-    job = _job(args, given)
+    if args.build_horovod:
+        raise ConfigError("--build-horovod must be the first word after dgcrun")
+    job = job_of(args, given)
     ssh = hosts.Ssh(args.ssh_port, args.ssh_identity_file)
     if args.show_config:
         print(settings.show(job))
@@ -41,18 +43,30 @@ def run(words: Sequence[str]) -> int:
     return run_job(args, job, ssh)
 
 
-def _job(args: Any, given: dict[str, str]) -> Job:
-    """Flags before environment before the job's config file before the one for everyone."""
+def job_of(args: Any, given: dict[str, str]) -> Job:
+    """The settings of a job: flags before environment before its config file before the one for everyone.
+
+    Args:
+        args: Horovod's parsed arguments.
+        given: name of a variable -> text, of our flags.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
     environment = envvars.from_environment()
-    paths = [args.config_file, environment.get(envvars.CONFIG_FILE.name)]
-    files = [(path, config_file.load(path)) for path in dict.fromkeys(paths) if path]
+    files = [(args.config_file, config_file.load(args.config_file))] if args.config_file else []
+    everyones = environment.get(envvars.CONFIG_FILE.name)
+    if everyones:
+        files.append((everyones, config_file.load(everyones, for_everyone=True)))
     return settings.resolve(given, environment, files)
 
 
 def _exports(job: Job) -> str:
     """Lines for a shell: a job prolog, or a module file."""
-    if not job.active:
+    if job.switched_off:
         return f"export {envvars.ENABLED.name}=0"
+    if not job.method:
+        raise ConfigError("no compression was asked for, so there is nothing to export; e.g. dgcrun --dgc --print-env")
     lines = [f"export {name}={shlex.quote(text)}" for name, text in job.variables().items() if text]
     return "\n".join([*lines, f'export PYTHONPATH={shlex.quote(FOLDER)}"${{PYTHONPATH:+:$PYTHONPATH}}"'])
 

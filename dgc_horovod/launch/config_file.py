@@ -31,11 +31,12 @@ HOROVOD_KEYS: dict[str, tuple[str, ...]] = {
 _VARIABLES = {variable.key: variable for variable in envvars.SETTABLE}
 
 
-def load(path: str) -> dict[str, str]:
+def load(path: str, for_everyone: bool = False) -> dict[str, str]:
     """The ``compression:`` section of a config file.
 
     Args:
         path: of a YAML file; the other sections are Horovod's and are checked for unknown keys only.
+        for_everyone: it is the one that ``DGC_CONFIG_FILE`` names, which Horovod does not read.
 
     Returns:
         Name of the environment variable -> text.
@@ -46,16 +47,33 @@ def load(path: str) -> dict[str, str]:
     content = _read(path)
     _check_keys(path, "", content, [*HOROVOD_KEYS, SECTION])
     for section, keys in HOROVOD_KEYS.items():
+        if for_everyone and section in content:
+            raise ConfigError(
+                f"{path}: {section} is Horovod's, which reads its sections from --config-file only; only {SECTION} may "
+                f"stand in the file that {envvars.CONFIG_FILE.name} names"
+            )
         if keys and content.get(section) is not None:
             _check_keys(path, section, _mapping(path, section, content[section]), keys)
     given = _mapping(path, SECTION, content.get(SECTION) or {})
     _check_keys(path, SECTION, given, _VARIABLES)
-    return {_VARIABLES[key].name: _text(path, key, value) for key, value in given.items() if value is not None}
+    texts = {key: _text(path, key, value) for key, value in given.items() if value is not None}
+    return {_VARIABLES[key].name: text for key, text in texts.items()}
+
+
+class _NoDoubles(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _read(path: str) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.load(Path(path).read_text(), _NoDoubles)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -81,8 +99,8 @@ def _check_keys(path: str, section: str, given: Mapping[str, Any], allowed: Coll
 
 
 def _text(path: str, key: str, value: Any) -> str:
-    if isinstance(value, bool):
+    if isinstance(value, bool) and _VARIABLES[key].kind == "switch":
         return "on" if value else "off"
-    if isinstance(value, (str, int, float)):
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
     raise ConfigError(f"{path}: {SECTION}.{key} must be a single value, got {value!r}")

@@ -1,92 +1,167 @@
-"""Where ranks report to their launcher: Horovod's key-value store over HTTP, in `dgcrun` or Horovod's rendezvous.
+"""Where ranks report to their launcher: small JSON entries over HTTP, in `dgcrun` and in Horovod's own Gloo launcher.
 
 Entries are JSON, never pickles: nothing that a stranger puts there is executed.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import secrets
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from horovod.runner.http.http_server import KVStoreServer
-
-_SECONDS = 5.0  # for one request
-_PAUSES = (0.1, 0.3, 1.0)  # seconds, before another try
-ACTIVE = "active"  # the key under which rank 0 says that Horovod was imported and compression is on
+_REQUEST_SECONDS = 5.0
+_PAUSES = (0.2, 1.0)  # seconds, before another try
+_MOST_BYTES = 4096  # of an entry
 
 
 class DeskServer:
-    """The store in `dgcrun`, reachable from every host; a scope that nobody guesses keeps strangers' entries apart."""
+    """The store in `dgcrun`; a scope that nobody guesses keeps strangers out."""
 
     def __init__(self) -> None:
-        self._server = KVStoreServer(verbose=0)
         self._scope = f"dgc-{secrets.token_hex(8)}"
-        self.port: int = self._server.start_server()
+        self._server = _Server(("", 0), _Handler)
+        self._server.scope = self._scope
+        threading.Thread(target=self._server.serve_forever, name="dgc-desk", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.server_address[1]
 
     def address(self, own_addresses: Sequence[str]) -> str:
         """What ranks need to find it: ``SCOPE@ADDRESS,ADDRESS:PORT``."""
         return f"{self._scope}@{','.join(own_addresses)}:{self.port}"
 
-    def has(self, key: str) -> bool:
-        """Whether somebody has reported `key`."""
-        with self._server.httpd.cache_lock:
-            return key in self._server.httpd.cache.get(self._scope, {})
+    @property
+    def heard_of(self) -> bool:
+        """Whether any rank has reported anything."""
+        return bool(self._server.entries)
+
+    def get(self, key: str) -> Any:
+        """The entry under `key`, None if there is none."""
+        data = self._server.entries.get(key)
+        return None if data is None else json.loads(data)
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown_server()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 1024  # all ranks come at once
+    daemon_threads = True
+    scope = ""
+
+    def __init__(self, *args: Any) -> None:
+        self.entries: dict[str, bytes] = {}
+        super().__init__(*args)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a rank that hangs up asks again; the job's output is no place for it
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _REQUEST_SECONDS
+
+    def do_GET(self) -> None:
+        data = self.server.entries.get(self._key() or "")
+        self._answer(404 if data is None else 200, data or b"")
+
+    def do_PUT(self) -> None:
+        key, length = self._key(), int(self.headers.get("Content-Length") or 0)
+        if key is None or not 0 < length <= _MOST_BYTES:
+            return self._answer(400, b"")
+        self.server.entries[key] = self.rfile.read(length)
+        self._answer(200, b"")
+
+    def _key(self) -> str | None:
+        scope, _, key = self.path.lstrip("/").partition("/")
+        return key if secrets.compare_digest(scope.encode(), self.server.scope.encode()) else None
+
+    def _answer(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
 
 
 class Desk:
-    """A rank's view of a store.
+    """A rank's view of the stores that it can report to; whoever can reach any of them sees what is there.
 
     Args:
-        address: as `DeskServer.address` gives it.
+        addresses: each as `DeskServer.address` gives it.
     """
 
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.names = ", ".join(address.split("@")[-1] for address in addresses)
+        self._stores = [_Store(address) for address in addresses]
+
+    def put(self, key: str, entry: Any) -> None:
+        """Report `entry` under `key`, to every store. Raises OSError if none can be reached."""
+        self._each(key, json.dumps(entry).encode())
+
+    def get(self, key: str) -> Any:
+        """The entry under `key`, None if there is none yet. Raises OSError if no store can be reached."""
+        found = [data for data in self._each(key, None) if data]
+        return json.loads(found[0]) if found else None
+
+    def _each(self, key: str, data: bytes | None) -> list[bytes | None]:
+        answers, failed = [], OSError("there is no store")
+        for store in self._stores:
+            try:
+                answers.append(store.request(key, data))
+            except OSError as error:
+                failed = error
+        if not answers:
+            raise failed
+        return answers
+
+
+class _Store:
     def __init__(self, address: str) -> None:
         self._scope, place = address.split("@")
         names, port = place.rsplit(":", 1)
-        self._bases = [f"http://{name}:{port}" for name in names.split(",")]
+        self._bases = [f"http://{name}:{port}" for name in names.split(",") if name]
+        # a proxy of the cluster is for the world outside
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._dead: OSError | None = None
 
-    def put(self, key: str, entry: Any) -> None:
-        """Report `entry` under `key`. Raises OSError if the store cannot be reached."""
-        self._request(key, json.dumps(entry).encode())
-
-    def get(self, key: str) -> Any:
-        """The entry under `key`, None if there is none yet. Raises OSError if the store cannot be reached."""
-        answer = self._request(key, None)
-        return None if answer is None else json.loads(answer)
-
-    def _request(self, key: str, data: bytes | None) -> bytes | None:
-        for pause in _PAUSES:  # one thread serves all ranks, who all come at once
-            try:
-                return self._try(key, data)
-            except OSError:
+    def request(self, key: str, data: bytes | None) -> bytes | None:
+        """GET, or PUT of `data`; None for what is not there. Raises OSError; once it has, it does so at once."""
+        if self._dead is not None:
+            raise self._dead
+        for pause in (*_PAUSES, None):
+            for base in list(self._bases):
+                try:
+                    answer = self._ask(base, key, data)
+                except (OSError, http.client.HTTPException) as error:
+                    failed = OSError(str(error) or type(error).__name__)
+                    continue
+                self._bases = [base]  # the one that works
+                return answer
+            if pause is not None:
                 time.sleep(pause)
-        return self._try(key, data)
+        self._dead = failed
+        raise failed
 
-    def _try(self, key: str, data: bytes | None) -> bytes | None:
-        failed: OSError | None = None
-        for base in list(self._bases):
-            request = urllib.request.Request(f"{base}/{self._scope}/{key}", data, method="PUT" if data else "GET")
-            try:
-                # a proxy of the cluster is for the world outside
-                opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-                with opener.open(request, timeout=_SECONDS) as response:
-                    answer = response.read()
-            except urllib.error.HTTPError as error:
-                if error.code != 404:
-                    raise
-                answer = None
-            except OSError as error:
-                failed = error
-                continue
-            self._bases = [base]  # the one that works
-            return answer
-        raise failed or OSError(f"no address of the store: {key}")
+    def _ask(self, base: str, key: str, data: bytes | None) -> bytes | None:
+        request = urllib.request.Request(f"{base}/{self._scope}/{key}", data, method="PUT" if data else "GET")
+        try:
+            with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
+                return response.read()
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise

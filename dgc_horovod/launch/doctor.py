@@ -100,7 +100,7 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Plan | None
     Raises:
         ConfigError: the plan needs a link, and none was given or measured.
     """
-    names = list(dict.fromkeys(part.split(":")[0] for part in slots.split(",") if part)) or ["localhost"]
+    names = hosts.names_of(slots) or ["localhost"]
     remote = [name for name in names if hosts.is_remote(name)]
     if plan is not None and plan.link_bits is None and not remote:
         raise ConfigError("there is only this host, so no link to measure; give the plan its link with --link-gbps 1")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 from unittest import mock
 
+import horovod
 import yaml
 from horovod.runner import launch
 from horovod.runner.common.util import config_parser
@@ -19,6 +20,7 @@ from horovod.runner.common.util import config_parser
 from dgc_horovod import envvars
 from dgc_horovod.envvars import EnvironmentVariable
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import config_file
 
 _PREFIX = "dgc_"  # of our entries in the parsed arguments
 # Flags that do something else than start a job; with one of them -np is not needed.
@@ -55,9 +57,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         mock.patch.object(launch, "argparse", replaced),
         mock.patch.object(config_parser, "set_args_from_config", _horovods_settings),
     ):
+        check_horovod()
         try:
             args = launch.parse_args()
-        except (OSError, ValueError, yaml.YAMLError) as error:  # Horovod reads its part of the config file in there
+        except OSError as error:  # Horovod reads the config file in there
+            raise ConfigError(f"the config file cannot be read: {error}") from None
+        except (ValueError, yaml.YAMLError) as error:
             raise ConfigError(str(error)) from None
     given = vars(args)
     flags = {v.name: given[_PREFIX + v.name] for v in envvars.SETTABLE if given[_PREFIX + v.name] is not None}
@@ -67,8 +72,19 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
 def _horovods_settings(
     args: Any, config: Any, overridden: Any, take_over: Any = config_parser.set_args_from_config
 ) -> None:
-    if isinstance(config, dict):  # what else there may be in the file is refused where our section is read
-        take_over(args, config, overridden)
+    config_file.load(args.config_file)  # before Horovod, which takes every section for what it should be
+    take_over(args, config, overridden)
+
+
+def check_horovod() -> None:
+    """Raise ConfigError if Horovod's launcher is not laid out as we know it."""
+    needed = [(launch, "parse_args"), (launch, "_run"), (launch, "argparse"), (config_parser, "set_args_from_config")]
+    missing = [name for module, name in needed if not hasattr(module, name)]
+    if missing:
+        raise ConfigError(
+            f"Horovod {horovod.__version__} is not laid out as 0.28.1 is (its launcher lacks {', '.join(missing)}); "
+            "install 0.28.1, or use horovodrun with what dgcrun --print-env prints"
+        )
 
 
 class _Command(argparse.Action):

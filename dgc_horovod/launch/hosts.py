@@ -19,6 +19,7 @@ from typing import Any
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.common.util import hosts as horovod_hosts
 from horovod.runner.util import network
+from horovod.runner.util.lsf import LSFUtils
 from horovod.runner.util.remote import get_remote_command
 
 from dgc_horovod import __version__, envvars
@@ -27,9 +28,13 @@ from dgc_horovod.launch.site import FOLDER
 
 _SSH_SECONDS, _ANSWER_SECONDS = 10, 60
 _MARK = "DGC_HOST "
+_PYTHON = re.compile(r"python[\d.]*t?")
+_WRAPPERS = ("env", "nice", "ionice", "timeout", "numactl", "taskset", "nohup", "stdbuf", "setsid")
 # Run by the job's own interpreter, with the job's environment and folder, on every host.
 _PROBE = """
-import importlib.metadata, json, os, platform, socket, sys
+import sys
+sys.path.pop(0)  # the current folder, which is not where a script finds its modules
+import importlib.metadata, json, os, platform, socket
 found = {"hostname": socket.gethostname(), "python": sys.executable, "folder": os.getcwd()}
 found["python_version"] = platform.python_version()
 for name in ("horovod", "torch", "tensorflow", "tensorflow-cpu"):
@@ -69,11 +74,18 @@ class HostReport:
 
 def host_slots(args: Any) -> str:
     """``a:8,b:8`` from Horovod's parsed arguments; "" where only a discovery script knows."""
+    if not args.hosts and not args.hostfile and not args.host_discovery_script and LSFUtils.using_lsf():
+        return ",".join(f"{host}:{LSFUtils.get_num_gpus()}" for host in LSFUtils.get_compute_hosts())
     if args.hosts:
         return args.hosts
     if args.hostfile:
         return horovod_hosts.parse_host_files(args.hostfile)
     return "" if args.host_discovery_script else f"localhost:{args.num_proc or 1}"
+
+
+def names_of(slots: str) -> list[str]:
+    """The hosts of ``a:8,b:8``, each once."""
+    return list(dict.fromkeys(part.rsplit(":", 1)[0] for part in slots.split(",") if part))
 
 
 def host_of_rank(slots: str, rank: int, workers: int) -> str:
@@ -86,17 +98,13 @@ def host_of_rank(slots: str, rank: int, workers: int) -> str:
 
 
 def interpreter_of(command: Sequence[str]) -> str | None:
-    """The Python that `command` runs: its first word, or that of a console script; None if it cannot be told."""
-    words = list(command)
-    if words and Path(words[0]).name == "env":
-        words = words[1:]
-    while words and re.fullmatch(r"\w+=.*", words[0], re.DOTALL):
-        words = words[1:]
-    if not words:
+    """The Python that `command` runs, perhaps behind `nice` and the like, or as a script; None if it cannot be told."""
+    pythons = [word for word in command if _PYTHON.fullmatch(Path(word).name)]
+    if not command or command[0] in pythons or Path(command[0]).name in _WRAPPERS:
+        return pythons[0] if pythons else None
+    if pythons:  # a script may be about to run it, in an environment of its own
         return None
-    if re.fullmatch(r"python[\d.]*", Path(words[0]).name):
-        return words[0]
-    return _of_script(shutil.which(words[0]) or words[0])
+    return _of_script(shutil.which(command[0]) or command[0])
 
 
 def _of_script(path: str) -> str | None:
@@ -105,8 +113,8 @@ def _of_script(path: str) -> str | None:
             first = file.readline(512).decode(errors="replace")
     except OSError:
         return None
-    found = re.match(r"#!\s*(?:\S*/env\s+)?(\S*python[\d.]*)\s*$", first)
-    return found[1] if found else None
+    words = first.removeprefix("#!").split() if first.startswith("#!") else []
+    return next((word for word in words if _PYTHON.fullmatch(Path(word).name)), None)
 
 
 def is_remote(host: str) -> bool:
@@ -181,7 +189,7 @@ def check(slots: str, command: Sequence[str], ssh: Ssh) -> list[str]:
         ConfigError: on some host the job would run uncompressed; names every such host and the reason.
     """
     interpreter = interpreter_of(command)
-    names = [part.split(":")[0] for part in slots.split(",") if part] or ["localhost"]
+    names = names_of(slots) or ["localhost"]
     reports = ask(names, interpreter or sys.executable, ssh)
     bad = [report for report in reports if report.problem]
     # a shell script may well use another Python than ours: there the roll-call at hvd.init() decides

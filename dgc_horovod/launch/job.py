@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import signal
 import sys
+import threading
 from typing import Any
 
 from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import envvars
-from dgc_horovod.launch import hosts, settings
-from dgc_horovod.launch.desk import ACTIVE, DeskServer
+from dgc_horovod.launch import hosts, settings, summary
+from dgc_horovod.launch.child import Child
+from dgc_horovod.launch.desk import DeskServer
 from dgc_horovod.launch.settings import Job
-from dgc_horovod.launch.summary import EXIT_INACTIVE
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
 
 
 def run_job(args: Any, job: Job, ssh: hosts.Ssh) -> int:
@@ -38,85 +37,66 @@ def run_job(args: Any, job: Job, ssh: hosts.Ssh) -> int:
         print(f"dgcrun: {settings.show(job).splitlines()[0]}", file=sys.stderr)
         return _horovods_launcher(args)
     _put_on_path(hosts.check(slots, args.command, ssh))
-    launcher = _Launcher(args)
+
+    def work(desk: str) -> int:
+        envvars.put_into_environment({envvars.DESK.name: desk})
+        return _horovods_launcher(args)
+
+    child = Child(work)
     desk = DeskServer()  # after the fork: its thread would not survive one
-    launcher.go(desk.address(_own_addresses(slots)))
-    code = launcher.wait()
-    alive = desk.has(ACTIVE)
+    quiet = threading.Timer(_QUIET_SECONDS, _say_if_quiet, (desk,))
+    quiet.daemon = True
+    quiet.start()
+    child.tell(desk.address(_own_addresses(slots)))
+    code = child.wait()
+    quiet.cancel()
     desk.close()
-    if code == 0 and not alive:
-        return _never_alive(job)
-    return code
+    return code or _look_at_the_end(desk, job)
 
 
 def _put_on_path(folders: list[str]) -> None:
-    path = [*folders, *envvars.environment().get("PYTHONPATH", "").split(os.pathsep)]
-    envvars.put_into_environment({"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path)))})
+    before = envvars.environment().get("PYTHONPATH")  # an empty part of it means the current folder
+    envvars.put_into_environment({"PYTHONPATH": os.pathsep.join([*folders, *([before] if before else [])])})
 
 
 def _own_addresses(slots: str) -> list[str]:
-    names = [part.split(":")[0] for part in slots.split(",") if part]
-    if not names:  # only a discovery script knows the hosts
-        return sorted(network.get_local_host_addresses())
-    return list(dict.fromkeys(filter(None, map(hosts.own_address_towards, names))))
+    """Of this machine, those first by which the hosts are reached."""
+    likely = [hosts.own_address_towards(name) for name in hosts.names_of(slots)]
+    others = sorted(network.get_local_host_addresses()) if "" in likely or not likely else []
+    return list(dict.fromkeys([*filter(None, likely), *others]))
 
 
-def _never_alive(job: Job) -> int:
-    allowed = job.get(envvars.ALLOW_INACTIVE)
-    print(
-        f"dgc_horovod: NOT ACTIVE: compression {job.method} was asked for, but no rank has called hvd.init() of "
-        "horovod.torch or horovod.tensorflow in a Python that ran dgc_horovod's sitecustomize"
-        + ("" if allowed else "; --allow-inactive makes this no error"),
-        file=sys.stderr,
-    )
-    return 0 if allowed else EXIT_INACTIVE
+def _say_if_quiet(desk: DeskServer) -> None:
+    if not desk.heard_of:
+        _say(
+            f"dgcrun: for {_QUIET_SECONDS:.0f} s no rank has called hvd.init() with compression on; if the script "
+            "should have by now, it trains uncompressed (PYTHONPATH reset? another Python?)"
+        )
 
 
-class _Launcher:
-    """Horovod's launcher in a child of its own: over MPI it turns into mpirun, and we have to outlive it.
-
-    Args:
-        args: Horovod's parsed arguments.
-    """
-
-    def __init__(self, args: Any) -> None:
-        reading, self._writing = os.pipe()
-        self._child = os.fork()
-        if self._child == 0:
-            os.close(self._writing)
-            os.setsid()  # over MPI it is a shell that starts mpirun: a signal has to reach both
-            sys.exit(_child(args, reading))
-        os.close(reading)
-
-    def go(self, desk: str) -> None:
-        """Let the child begin. `desk`: where its ranks report to."""
-        with os.fdopen(self._writing, "w") as pipe:
-            pipe.write(desk)
-
-    def wait(self) -> int:
-        """Wait for its end; returns the exit code. Signals are passed on to all that belongs to it."""
-        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
-        try:
-            status = os.waitpid(self._child, 0)[1]
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        code = os.waitstatus_to_exitcode(status)
-        return code if code >= 0 else 128 - code
-
-    def _pass_on(self, number: int, frame: Any) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child, number)
+def _look_at_the_end(desk: DeskServer, job: Job) -> int:
+    """The exit code of a job that has ended without an error: was it compressed?"""
+    end = desk.get(summary.END)
+    if end is not None:  # rank 0 has told the user itself
+        reason = end["inactive"]
+    elif not desk.heard_of:
+        reason = (
+            "no rank has called hvd.init() of horovod.torch or horovod.tensorflow in a Python that ran dgc_horovod's "
+            f"sitecustomize (or none can reach port {desk.port} of this machine)"
+        )
+    else:
+        reason = "" if desk.get(summary.WRAPPED) else summary.NOTHING_WRAPPED
+    if end is None:
+        _say(
+            f"dgc_horovod: NOT ACTIVE: compression {job.method} was asked for, but {reason}"
+            if reason
+            else "dgc_horovod: no summary: rank 0 has ended without Python's exit handlers (os._exit)"
+        )
+    return summary.EXIT_INACTIVE if reason and not job.get(envvars.ALLOW_INACTIVE) else 0
 
 
-def _child(args: Any, reading: int) -> int:
-    """Run Horovod's launcher once the parent says where its desk is; not at all if the parent has died."""
-    with os.fdopen(reading) as pipe:
-        desk = pipe.read()
-    if not desk:
-        return 1
-    envvars.put_into_environment({envvars.DESK.name: desk})
-    return _horovods_launcher(args)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _horovods_launcher(args: Any) -> int:
@@ -130,7 +110,7 @@ def _horovods_launcher(args: Any) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return 130
     except Exception as error:
         print(f"dgcrun: {error}", file=sys.stderr)
         return 1

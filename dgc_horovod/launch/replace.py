@@ -35,7 +35,6 @@ class Replacements:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.outcome = summary.Outcome(job)
-        self._roll_calls = 0
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, stock: Any, ours: Any) -> None:
@@ -70,7 +69,7 @@ class Replacements:
             arguments = signature.bind(*args, **kwargs).arguments
             arguments["compression"] = self._choose(arguments.get("compression", compressions.none), compressions)
             made = ours(**arguments)
-            self.outcome.wrapped += 1
+            self.outcome.has_wrapped()
             return made
 
         return compressing
@@ -95,18 +94,13 @@ class Replacements:
                 return init(*args, **kwargs)
             roll_call.prepare()
             result = init(*args, **kwargs)
-            self._all_here(horovod.rank(), horovod.size())
+            # a newcomer of an elastic job comes when the others are under way; parts of a job do not know each other
+            part = (args[0] if args else kwargs.get("comm")) not in (None, [])
+            roll_call.hold(horovod.rank(), 1 if part or envvars.horovod_elastic() else horovod.size())
+            self.outcome.begin(horovod.rank())
             return result
 
         return initializing
-
-    def _all_here(self, rank: int, workers: int) -> None:
-        if not envvars.horovod_elastic():  # there a newcomer comes when the others are long under way
-            roll_call.hold(rank, workers, self._roll_calls)
-        self._roll_calls += 1
-        if rank == 0:
-            roll_call.tell_launcher()
-        self.outcome.begin(rank)
 
 
 def torch_names(replacements: Replacements, horovod: ModuleType) -> None:
@@ -116,8 +110,15 @@ def torch_names(replacements: Replacements, horovod: ModuleType) -> None:
 
     watch_scalers()
     replacements.on_revert(stop_watching)
-    scaler: Any = SeenScaler()
-    ours = functools.partial(DistributedOptimizer, grad_scaler=scaler)
+
+    def ours(**arguments: Any) -> Any:
+        if replacements.job.config is None:
+            return DistributedOptimizer(**arguments)
+        scaler: Any = SeenScaler()
+        made = DistributedOptimizer(**arguments, grad_scaler=scaler)
+        scaler.belongs_to(made)
+        return made
+
     stock = horovod.DistributedOptimizer
     replacements.replace(stock, replacements.compressing(stock, ours, horovod.Compression))
     replacements.replace(horovod.init, replacements.initializing(horovod))

@@ -32,8 +32,10 @@ class Setting(NamedTuple):
     @property
     def value(self) -> Any:
         """The text as a value of its kind, None for none. Raises ConfigError, naming the source."""
-        if self.text in ("", OF_METHOD):
+        if not self.given and self.text in ("", OF_METHOD):
             return None
+        if not self.text:
+            raise ConfigError(f"{self.source}: {self.variable.key} is empty; leave it out, or give it a value")
         return self.variable.parse(self.text, self.source)
 
 

@@ -13,12 +13,18 @@ from typing import Any
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.desk import Desk
 from dgc_horovod.launch.settings import UNCOMPRESSED, Job
 from dgc_horovod.report import make_visible
 from dgc_horovod.traffic import ledger, total
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
+WRAPPED, END = "wrapped", "end"  # what rank 0 reports to dgcrun
+NOTHING_WRAPPED = (
+    "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
+    "itself (hvd.allreduce) cannot be compressed"
+)
 _METRICS_EVERY = 10.0  # seconds
 
 
@@ -36,6 +42,9 @@ class Outcome:
         self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
         self._told: set[str] = set()
         self._start = time.monotonic()
+        self._process = os.getpid()
+        address = envvars.DESK.read()
+        self._desk = Desk([address]) if address else None
 
     def begin(self, rank: int) -> None:
         """``hvd.init()`` is done. Raises ConfigError if the metrics file cannot be written."""
@@ -44,7 +53,10 @@ class Outcome:
         self.rank, self._start = rank, time.monotonic()
         path = self.job.get(envvars.METRICS_FILE)
         if rank == 0 and path:
-            self._write_metrics(path, final=False)
+            try:
+                self._write_metrics(path, final=False)
+            except OSError as error:
+                raise ConfigError(f"the metrics file {path!r} cannot be written: {error}") from None
             threading.Thread(target=self._write_on, args=(path,), name="dgc-metrics", daemon=True).start()
 
     def watch_exit(self) -> None:
@@ -62,6 +74,23 @@ class Outcome:
             sys.stderr.flush()
             os._exit(code)
 
+    def has_wrapped(self) -> None:
+        """An optimizer, a tape or a model is ours now."""
+        self.wrapped += 1
+        if self.wrapped == 1:
+            self._report(WRAPPED, True)
+
+    def _report(self, key: str, entry: Any) -> bool:
+        """Tell dgcrun, from rank 0; returns whether it has heard."""
+        if self._desk is None or self.rank != 0:
+            return False
+        try:
+            self._desk.put(key, entry)
+        except OSError as error:
+            self.tell_once(f"dgcrun cannot be reached at {self._desk.names} ({error})")
+            return False
+        return True
+
     def tell_once(self, text: str) -> None:
         """Log `text` on rank 0, the first time."""
         if text not in self._told and not self.rank:
@@ -76,10 +105,7 @@ class Outcome:
     def why_inactive(self) -> str:
         """Why this job was not compressed although it should have been; "" if it was."""
         if not self.wrapped and not ledger:
-            return (
-                "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that "
-                "exchanges gradients itself (hvd.allreduce) cannot be compressed"
-            )
+            return NOTHING_WRAPPED
         if self.job.method in UNCOMPRESSED or not ledger:  # not ledger: rank 0 is in no process set
             return ""
         stats = self.stats()
@@ -103,7 +129,13 @@ class Outcome:
     def _write_on(self, path: str) -> None:
         while True:
             time.sleep(_METRICS_EVERY)
-            self._write_metrics(path, final=False)
+            self._try_metrics(path, final=False)
+
+    def _try_metrics(self, path: str, final: bool) -> None:
+        try:
+            self._write_metrics(path, final)
+        except OSError as error:
+            self.tell_once(f"the metrics file {path!r} cannot be written any more: {error}")
 
     def _write_metrics(self, path: str, final: bool) -> None:
         record = {
@@ -114,25 +146,23 @@ class Outcome:
             "final": final,
             **self.stats(),
         }
-        try:
-            with open(path, "a") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise ConfigError(f"the metrics file {path!r} cannot be written: {error}") from None
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
 
     def end(self) -> int:
-        """Print the summary on rank 0; returns the exit code that it asks for."""
-        if self.rank != 0:
+        """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
+        if self.rank != 0 or os.getpid() != self._process:
             return 0
         path = self.job.get(envvars.METRICS_FILE)
         if path:
-            self._write_metrics(path, final=True)
+            self._try_metrics(path, final=True)
         failed = getattr(sys, "last_value", None) is not None  # an error of its own ended the script
-        inactive = bool(self.why_inactive())
+        inactive = self.why_inactive()
         if not (failed and inactive):
             print(f"dgc_horovod: {self.line()}", file=sys.stderr, flush=True)
+        heard = self._report(END, {"inactive": inactive})
         allowed = self.job.get(envvars.ALLOW_INACTIVE)
-        return EXIT_INACTIVE if inactive and not failed and not allowed else 0
+        return EXIT_INACTIVE if inactive and not (failed or allowed or heard) else 0
 
 
 def _line(method: str, stats: dict[str, Any], asked_fp16: bool) -> str:

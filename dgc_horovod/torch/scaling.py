@@ -1,4 +1,4 @@
-"""The loss scale of a script that nobody has edited: the GradScaler is seen when it scales a loss."""
+"""The loss scale of a script that nobody has edited: its GradScalers are seen when they are used."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from typing import Any
 
 import torch
 
-_Scaler: Any = torch.amp.GradScaler  # its method is put back by `stop_watching`
+_Scaler: Any = torch.amp.GradScaler
+_SEEN = ("scale", "unscale_", "step")  # its methods that are wrapped, and put back by `stop_watching`
+_last: weakref.ref[Any] | None = None  # the scaler that has scaled a loss last
+_drivers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # optimizer -> its scaler, None: none
 
 
 class SeenScaler:
-    """Stands for the script's GradScaler, whichever it is: the last one that has scaled a loss; else a scale of 1."""
+    """Stands for the GradScaler that drives an optimizer, whichever it is.
 
-    _last: weakref.ref[Any] | None = None
+    It is known once that scaler has unscaled or stepped the optimizer, or once the optimizer has stepped without one.
+    Before that, during the first step, it is taken to be the one that has scaled a loss last.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: weakref.ref[Any] | None = None
+
+    def belongs_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on watch `optimizer`, which is the wrapped one."""
+        self._optimizer = weakref.ref(optimizer)
+        optimizer.register_step_post_hook(_stepped)
 
     def is_enabled(self) -> bool:
         """True: whether a script has a scaler shows only when it is used."""
@@ -31,25 +44,39 @@ class SeenScaler:
 
     @property
     def _scaler(self) -> Any:
-        return SeenScaler._last() if SeenScaler._last is not None else None
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer in _drivers:
+            driver = _drivers[optimizer]
+            return driver() if driver is not None else None
+        return _last() if _last is not None else None
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    _drivers.setdefault(optimizer, None)
 
 
 def watch_scalers() -> None:
-    """From now on notice every GradScaler that scales a loss."""
-    if not hasattr(_Scaler.scale, "__wrapped__"):
-        _Scaler.scale = _noticed(_Scaler.scale)
+    """From now on notice every use of a GradScaler."""
+    for name in _SEEN:
+        method = getattr(_Scaler, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(_Scaler, name, _noticed(method))
 
 
 def stop_watching() -> None:
-    """Put torch's own method back."""
-    _Scaler.scale = getattr(_Scaler.scale, "__wrapped__", _Scaler.scale)
-    SeenScaler._last = None
+    """Put torch's own methods back."""
+    for name in _SEEN:
+        setattr(_Scaler, name, getattr(getattr(_Scaler, name), "__wrapped__", getattr(_Scaler, name)))
 
 
-def _noticed(scale: Any) -> Any:
-    @functools.wraps(scale)
-    def noticed(self: Any, outputs: Any) -> Any:
-        SeenScaler._last = weakref.ref(self)
-        return scale(self, outputs)
+def _noticed(method: Any) -> Any:
+    @functools.wraps(method)
+    def noticed(self: Any, what: Any, *args: Any, **kwargs: Any) -> Any:
+        global _last
+        if isinstance(what, torch.optim.Optimizer):
+            _drivers[what] = weakref.ref(self)
+        else:
+            _last = weakref.ref(self)
+        return method(self, what, *args, **kwargs)
 
     return noticed

@@ -161,3 +161,20 @@ def test_a_file_for_everyone(tmp_path):
 def test_a_script_that_imports_our_adapter_first(module):
     code = f"import dgc_horovod.{module}, horovod.{module} as hvd; print({IS_OURS})"
     assert python(code) == ["True"]
+
+
+def test_two_folders_of_ours_are_one(tmp_path):
+    """As where dgcrun comes from one environment and the job's Python from another."""
+    site = tmp_path / "dgc_horovod" / "launch" / "site"
+    site.mkdir(parents=True)
+    (site / "sitecustomize.py").write_text(open(os.path.join(FOLDER, "sitecustomize.py")).read())
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.other = True")
+    code = """
+import sys
+print(sys.other, sum(getattr(finder, "is_dgc_hook", False) for finder in sys.meta_path))
+import horovod.torch as hvd
+from dgc_horovod.launch import activate
+activate.deactivate()
+print(sum(getattr(finder, "is_dgc_hook", False) for finder in sys.meta_path))
+"""
+    assert python(code, PYTHONPATH=os.pathsep.join([str(site), FOLDER, str(tmp_path)])) == ["True 1", "0"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -197,14 +196,51 @@ def test_without_a_store_horovod_names_the_missing_ranks():
 )
 def test_what_is_not_compressed_is_said_and_fails(command, reason):
     code, output = dgcrun(*DGC, *command)
-    assert code != 0 and output.count("NOT ACTIVE") == 1 and reason in output, output
+    assert code == 3 and output.count("NOT ACTIVE") == 1 and reason in output, output
     code, output = dgcrun(*DGC, "--allow-inactive", *command)
     assert code == 0 and output.count("NOT ACTIVE") == 1, output
 
 
 def test_nothing_large_enough_is_not_active():
     code, output = dgcrun(*DGC, "--dgc-min-numel", "1000000", *TORCH)
-    assert code != 0 and "every tensor is 1-D or has fewer than min_numel=1000000 elements" in output
+    assert code == 3 and "every tensor is 1-D or has fewer than min_numel=1000000 elements" in output
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 1), m.named_parameters())", 0, "no summary"),
+     ("", 3, "has made no DistributedOptimizer")],
+)  # fmt: skip
+def test_a_rank_that_leaves_without_exit_handlers(end, code, said):
+    script = f"import os, torch, horovod.torch as hvd; hvd.init(); m = torch.nn.Linear(99, 99); {end or 0}; os._exit(0)"
+    found = dgcrun(*DGC, sys.executable, "-c", script, workers=1)
+    assert found.code == code and said in found.output, found.output
+
+
+def test_a_metrics_file_that_breaks_takes_nothing_with_it(tmp_path):
+    path = tmp_path / "metrics"
+    script = f"import os, horovod.torch as hvd; hvd.init(); os.remove({str(path)!r}); os.mkdir({str(path)!r})"
+    code, output = dgcrun(*DGC, "--dgc-metrics-file", str(path), sys.executable, "-c", script, workers=1)
+    assert code == 3 and "cannot be written any more" in output and output.count("NOT ACTIVE") == 1, output
+    code, output = dgcrun(*DGC, "--dgc-metrics-file", "/nowhere/metrics", sys.executable, "-c", script, workers=1)
+    assert code != 0 and "'/nowhere/metrics' cannot be written" in output
+
+
+def test_an_unreachable_desk_is_said_and_a_proxy_is_not_asked():
+    """Over Gloo the ranks also report to Horovod's own store: the job runs, and only the last word is missing."""
+    command = ["env", "DGC_DESK=x@127.0.0.1:9", "http_proxy=http://127.0.0.1:9", *TORCH]
+    code, output = dgcrun(*DGC, "--allow-inactive", *command)
+    assert code == 0 and "dgcrun cannot be reached at 127.0.0.1:9" in output and summary(output)["steps"] == 54, output
+    assert "can reach port" in output
+    code, output = dgcrun(*DGC, *TORCH, http_proxy="http://127.0.0.1:9")
+    assert code == 0 and summary(output)["steps"] == 54, output
+
+
+def test_the_rest_of_pythonpath_stays_as_it_is(tmp_path):
+    """An empty part means the current folder, for scripts in other folders."""
+    code = "import os; print('path', [p for p in os.environ['PYTHONPATH'].split(':')][-2:])"
+    _, output = dgcrun(*DGC, sys.executable, "-c", code, workers=1, PYTHONPATH=":/foo")
+    assert "path ['', '/foo']" in output, output
 
 
 def test_a_script_that_fails_is_left_alone():
@@ -241,25 +277,37 @@ def test_show_config_tells_every_source(tmp_path):
     assert lines["values"] == ["bf16", "default"]
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_signal_ends_everything(controller):
-    """SIGTERM, as a batch system sends it, reaches the launcher and the ranks."""
+def start(controller: str, mark: str) -> subprocess.Popen[str]:
+    """A job whose ranks say "up" and wait."""
+    command = ["dgcrun", *CONTROLLERS[controller], "-np", "2", *DGC, sys.executable, "-c", mark]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=child_environment({})
+    )
+
+
+@pytest.mark.parametrize(
+    ("controller", "number"),
+    [("gloo", signal.SIGINT), ("gloo", signal.SIGKILL), ("mpi", signal.SIGTERM), ("mpi", signal.SIGKILL)],
+    ids=str,
+)
+def test_a_signal_to_dgcrun_ends_everything(controller, number):
+    """As a batch system sends it; not even SIGKILL, which nobody can catch, leaves ranks behind."""
     if controller not in built_controllers():
         pytest.skip(f"this Horovod was built without {controller}")
-    mark = f"import time, horovod.torch as hvd; hvd.init(); print('up', flush=True); time.sleep(100)  # {os.getpid()}"
-    command = ["dgcrun", *CONTROLLERS[controller], "-np", "2", *DGC, sys.executable, "-c", mark]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=child_environment({})
-    ) as process:
+    mark = f"import time, horovod.torch as hvd; hvd.init(); print('up', flush=True); time.sleep(100)  # {time.time()}"
+    with start(controller, mark) as process:
         try:
             assert process.stdout is not None
             while "up" not in process.stdout.readline():
                 assert process.poll() is None
             ranks = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             process.communicate(timeout=60)
             assert process.returncode != 0 and len(ranks) >= 1
             _, alive = psutil.wait_procs(ranks, timeout=20)
             assert not alive
         finally:
             kill_tree(process.pid)
+            for rank in psutil.process_iter(["cmdline"]):
+                if mark in (rank.info["cmdline"] or []):
+                    rank.kill()

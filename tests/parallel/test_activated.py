@@ -8,7 +8,14 @@ from dgc_horovod.launch.site import FOLDER
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["loss_scale_is_seen", "own_choice_is_kept", "adam_is_told", "after_another_init", "stock_stays_reachable"]
+CASES = [
+    "loss_scale_is_seen",
+    "each_optimizer_has_its_scaler",
+    "own_choice_is_kept",
+    "adam_is_told",
+    "after_another_init",
+    "stock_stays_reachable",
+]
 SETTINGS = {
     "PYTHONPATH": FOLDER,
     "DGC_COMPRESSION": "dgc",
@@ -28,6 +35,10 @@ def test_the_loss_scale_is_seen_without_an_edit(ranks):
     for rank in ranks:
         assert rank["loss_scale_is_seen"]["same bits"]
         assert 0.04 < rank["loss_scale_is_seen"]["density"] < 0.06
+
+
+def test_each_optimizer_has_its_scaler(ranks):
+    assert all(rank["each_optimizer_has_its_scaler"] == {"fp32 first": True, "scaled one": True} for rank in ranks)
 
 
 def test_a_choice_among_ours_is_the_scripts(ranks):

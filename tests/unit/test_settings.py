@@ -9,8 +9,9 @@ import pytest
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import config_file
+from dgc_horovod.launch import commands, config_file, flags
 from dgc_horovod.launch.settings import resolve, show
+from dgc_horovod.launch.site import sitecustomize
 from dgc_horovod.schedule import WarmupSchedule
 
 
@@ -111,6 +112,12 @@ def test_fields_have_no_meaning_for_horovods_own(method):
         ({"DGC_COMPRESSION": "threshold"}, {}, "threshold"),
         ({"DGC_COMPRESSION": "dgc"}, {"DGC_BACKEND": "cuda"}, "environment DGC_BACKEND"),
         ({"DGC_COMPRESSION": "dgc"}, {"DGC_ENABLED": "perhaps"}, "enabled must be on or off"),
+        ({"DGC_COMPRESSION": ""}, {}, "flag --compression: method is empty"),
+        ({"DGC_DENSITY": ""}, {}, "flag --density: density is empty"),
+        ({"DGC_DENSITY": "nan"}, {}, "must be a number"),
+        ({"DGC_RULE": "of the method"}, {}, "rule must be one of"),
+        ({"DGC_TIMEOUT": "-5"}, {}, "timeout must be a positive number of seconds"),
+        ({"DGC_TIMEOUT": "inf"}, {}, "timeout must be a positive number of seconds"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_source(flags, environment, said):
@@ -150,6 +157,10 @@ def test_a_file_with_horovods_sections_and_ours(tmp_path):
         ("compression: dgc", "compression must be a mapping"),
         ("compression: {density: [1, 2]}", "compression.density must be a single value"),
         ("- a\n- b", "must be a mapping"),
+        ("params: 5\ncompression: {}", "params must be a mapping"),
+        ("compression: {density: 0.1, density: 0.2}", "the key 'density' stands twice"),
+        ("compression: {density: 0.1}\ncompression: {}", "the key 'compression' stands twice"),
+        ("compression: {metrics_file: yes}", "compression.metrics_file must be a single value"),
         ("", "is empty"),
         ("compression: {", "not valid YAML"),
     ],
@@ -159,6 +170,30 @@ def test_errors_in_a_file_name_the_file_and_the_key(tmp_path, text, said):
     with pytest.raises(ConfigError, match=said) as caught:
         config_file.load(path)
     assert path in str(caught.value)
+
+
+def test_whole_numbers_may_be_written_as_floats(tmp_path):
+    path = write(tmp_path, "compression: {min_numel: 1e3, bucket_bytes: 1000.0}")
+    config = resolve({}, {}, [(path, config_file.load(path))]).config
+    assert (config.min_numel, config.bucket_bytes) == (1000, 1000)
+
+
+def test_the_file_for_everyone_goes_last_and_has_our_section_only(tmp_path, monkeypatch):
+    everyones, own = tmp_path / "all.yaml", tmp_path / "own.yaml"
+    everyones.write_text("compression: {density: 0.5, values: 4bit}")
+    own.write_text("compression: {density: 0.25}\nparams: {cycle_time_ms: 3}")
+    monkeypatch.setenv("DGC_CONFIG_FILE", str(everyones))
+    args, given = flags.parse(["-np", "1", "--config-file", str(own), "true"])
+    job = commands.job_of(args, given)
+    assert (job.config.density, job.config.values, args.cycle_time_ms) == (0.25, "4bit", 3)
+    everyones.write_text("compression: {density: 0.5}\nparams: {cycle_time_ms: 3}")
+    with pytest.raises(ConfigError, match=r"params is Horovod's.*--config-file only"):
+        commands.job_of(args, given)
+
+
+def test_the_words_for_off_are_the_same_before_and_after_the_package_is_imported():
+    words = [word for word in ("0", "off", "false", "no", "1", "on", "true", "yes") if not envvars.ENABLED.parse(word)]
+    assert tuple(words) == sitecustomize._OFF
 
 
 def test_a_file_that_is_not_there():

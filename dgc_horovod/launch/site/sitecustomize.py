@@ -12,10 +12,11 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+_ENDS = os.path.join("dgc_horovod", "launch", "site")
 FRAMEWORKS = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras", "horovod.mxnet")
 ADAPTERS = ("dgc_horovod.torch", "dgc_horovod.tensorflow", "dgc_horovod.tensorflow.keras")
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -25,18 +26,20 @@ _OFF = ("0", "off", "false", "no")
 class ImportHook(importlib.abc.MetaPathFinder):
     """Calls ``dgc_horovod.launch.activate.imported(module)`` after a module of `FRAMEWORKS` or `ADAPTERS` has run."""
 
+    is_dgc_hook = True
+
     def __init__(self) -> None:
-        self._looking = False
+        self._here = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """The spec that the other finders give, with our call after its module has run."""
-        if name not in (*FRAMEWORKS, *ADAPTERS) or self._looking:
+        if name not in (*FRAMEWORKS, *ADAPTERS) or getattr(self._here, "looking", False):
             return None
-        self._looking = True
+        self._here.looking = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._looking = False
+            self._here.looking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Followed(spec.loader)
         return spec
@@ -78,9 +81,9 @@ def is_wanted() -> bool:
 
 def _run_hidden() -> None:
     """Run the sitecustomize that would have been found without this folder."""
-    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
+    others = [entry for entry in sys.path if not entry.rstrip(os.sep).endswith(_ENDS)]  # there may be several of us
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if spec is None or spec.loader is None or os.path.dirname(os.path.abspath(spec.origin or "")) == HERE:
+    if spec is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
     sys.modules["sitecustomize"] = module  # what a program that asks for it expects

@@ -46,6 +46,37 @@ def loss_scale_is_seen() -> dict[str, Any]:
     }
 
 
+def each_optimizer_has_its_scaler() -> dict[str, Any]:
+    """An optimizer in fp32 beside one with a loss scale, in either order: the bits of each alone."""
+    hvd.init()
+
+    def run(kinds: str) -> dict[str, str]:
+        models = {kind: smooth_model() for kind in kinds}
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        optimizers = {
+            kind: hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9), m.named_parameters())
+            for kind, m in models.items()
+        }
+        for x, y in batches(20, hvd.rank()):
+            for kind, m in models.items():
+                optimizers[kind].zero_grad()
+                loss = F.mse_loss(m(x), y)
+                if kind == "p":
+                    loss.backward()
+                    optimizers[kind].step()
+                    continue
+                scaler.scale(loss).backward()
+                optimizers[kind].synchronize()
+                with optimizers[kind].skip_synchronize():
+                    scaler.step(optimizers[kind])
+                scaler.update()
+        return {kind: fingerprint(m) for kind, m in models.items()}
+
+    alone = {**run("p"), **run("s")}
+    # where the loss scale comes first, the fp32 one takes it for its own in its first step, of which little is lost
+    return {"fp32 first": run("ps") == alone, "scaled one": run("sp")["s"] == alone["s"]}
+
+
 def own_choice_is_kept() -> dict[str, Any]:
     """A script that has chosen one of ours keeps it, and is told so."""
     from dgc_horovod.torch import Compression

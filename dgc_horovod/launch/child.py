@@ -1,0 +1,94 @@
+"""A child process for Horovod's launcher, which over MPI turns into mpirun: signals reach it, nothing outlives us."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+_KILLED_AFTER = 30.0  # seconds; Horovod gives its ranks 5 to end
+
+
+class Child:
+    """Runs ``work(told)`` in a session of its own, once it is told something.
+
+    Args:
+        work: what to run; returns an exit code.
+    """
+
+    def __init__(self, work: Callable[[str], int]) -> None:
+        reading, self._writing = os.pipe()
+        self._ended_by: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._writing)
+            os.setsid()  # over MPI a shell starts mpirun: a signal has to reach both
+            sys.exit(_when_told(work, reading))
+        os.close(reading)
+        self._guard()
+
+    def _guard(self) -> None:
+        """A process that does nothing but outlive us, and then end the child: nobody can catch SIGKILL."""
+        held, self._held = os.pipe()
+        self._guard_pid = os.fork()
+        if self._guard_pid == 0:
+            os.close(self._held)
+            os.close(self._writing)
+            os.setsid()
+            if not os.read(held, 1):  # we have died
+                _end(self.pid)
+            os._exit(0)
+        os.close(held)
+
+    def tell(self, text: str) -> None:
+        """Let it begin. `text`: for `work`."""
+        with os.fdopen(self._writing, "w") as pipe:
+            pipe.write(text)
+
+    def wait(self) -> int:
+        """Wait for its end; returns the exit code, never 0 if a signal has ended it. Signals are passed on."""
+        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        try:
+            status = os.waitpid(self.pid, 0)[1]
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.write(self._held, b".")
+            os.waitpid(self._guard_pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            return 128 - code
+        return code or (128 + self._ended_by if self._ended_by else 0)
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        _signal(self.pid, number)
+        if number in _ENDING and self._ended_by is None:
+            self._ended_by = number
+            timer = threading.Timer(_KILLED_AFTER, _signal, (self.pid, signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+
+def _when_told(work: Callable[[str], int], reading: int) -> int:
+    with os.fdopen(reading) as pipe:
+        told = pipe.read()
+    return work(told) if told else 1  # the parent has died
+
+
+def _end(pid: int) -> None:
+    _signal(pid, signal.SIGTERM)
+    time.sleep(_KILLED_AFTER)
+    _signal(pid, signal.SIGKILL)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
