@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -84,11 +83,18 @@ def _when_told(work: Callable[[str], int], reading: int) -> int:
 
 
 def _end(pid: int) -> None:
-    _signal(pid, signal.SIGTERM)
-    time.sleep(_KILLED_AFTER)
+    deadline = time.monotonic() + _KILLED_AFTER
+    there = _signal(pid, signal.SIGTERM)
+    while there and time.monotonic() < deadline:
+        time.sleep(0.2)
+        there = _signal(pid, 0)
     _signal(pid, signal.SIGKILL)
 
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+def _signal(pid: int, number: int) -> bool:
+    """Send a signal to the child's process group; returns whether there is one."""
+    try:
         os.killpg(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
