@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -16,7 +15,6 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.launch import roll_call, summary
 from dgc_horovod.launch.settings import Job
 
-_log = logging.getLogger("dgc_horovod")
 _CALLBACKS = (
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",

@@ -14,6 +14,7 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.schedule import WarmupSchedule
 
 UNCOMPRESSED = ("none", "fp16")  # methods of Horovod's own
+_OF_THRESHOLD = ("threshold", "max_density")
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 
 
@@ -119,7 +120,11 @@ def _method(settings: Sequence[Setting]) -> tuple[str, list[Setting]]:
     """The method, and the settings of DGCConfig that somebody has given."""
     fields = [setting for setting in settings if setting.given and setting.variable.field]
     chosen = next(setting for setting in settings if setting.variable is envvars.COMPRESSION)
-    return (chosen.value if chosen.given else "dgc" if fields else ""), fields
+    method = chosen.value if chosen.given else "dgc" if fields else ""
+    if method != "threshold" and chosen.source.startswith(FROM_FLAG):
+        # what a cluster's default says of the threshold is for the method that it has chosen
+        fields = [s for s in fields if s.variable.field not in _OF_THRESHOLD or s.source.startswith(FROM_FLAG)]
+    return method, fields
 
 
 def _refuse_useless_flags(method: str, fields: Sequence[Setting]) -> None:
@@ -165,11 +170,18 @@ def show(job: Job) -> str:
             text = job.method
         elif text == OF_METHOD and job.config is not None:
             text = _as_text(getattr(job.config, setting.variable.field))
-        unused = setting.given and setting.variable.field and job.config is None
+        unused = setting.given and setting.variable.field and not _is_used(setting, job)
         rows.append((setting.variable.key, text or "-", setting.source + (" (not used)" if unused else "")))
     width = max(len(key) for key, _, _ in rows)
     return "\n".join([headline, *(f"  {key:{width}}  {text:14}  {source}" for key, text, source in rows)])
 
 
+def _is_used(setting: Setting, job: Job) -> bool:
+    if job.config is None:
+        return False
+    field = setting.variable.field
+    return field not in _OF_THRESHOLD or getattr(job.config, field) == setting.value
+
+
 def _as_text(value: Any) -> str:
-    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)

@@ -99,6 +99,15 @@ def test_fields_have_no_meaning_for_horovods_own(method):
     assert job.active and job.config is None and "not used" in show(job)
 
 
+def test_another_method_leaves_the_threshold_of_the_file_behind():
+    file = {"DGC_COMPRESSION": "threshold", "DGC_THRESHOLD": "0.01", "DGC_DENSITY": "0.02"}
+    assert resolve({}, {}, [("all.yaml", file)]).config.threshold == 0.01
+    job = resolve({"DGC_COMPRESSION": "dgc"}, {}, [("all.yaml", file)])
+    assert job.config == DGCConfig(density=0.02)
+    (line,) = [line for line in show(job).splitlines() if line.split()[0] == "threshold"]
+    assert line.endswith("(not used)")
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "said"),
     [
