@@ -2,12 +2,14 @@
 
 Trains examples/existing_torch.py (with fp16 allreduce; and with clipping at c) and examples/existing_keras.py on two
 ranks, over Gloo and over MPI, and compares the accuracies; every run's two replicas must have the same bits. Prints a
-table, puts it into examples/README.md and writes ``benchmarks/results/existing.json``. About 15 minutes on 2 cores.
+table and puts it into examples/README.md. About 15 minutes on 2 cores. Every run is kept in
+``benchmarks/results/existing.json``, so that a study that was stopped goes on; remove the file to measure anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import statistics
@@ -20,9 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.report import ROOT, markdown, save, write_into_page
+from benchmarks.report import RESULTS, ROOT, environment, markdown, write_into_page
 
-CLIP = "1.0"
+KEPT = RESULTS / "existing.json"
+CLIPS = ("1.0", "0.5")  # now and then, and in most steps
 DENSITY = "0.01"
 CONTROLLERS = {"Gloo": ["--gloo"], "MPI": ["--mpi", "--mpi-args=--oversubscribe --allow-run-as-root"]}
 RUN_TIMEOUT_SECONDS = 300
@@ -40,15 +43,28 @@ class Script(NamedTuple):
 _DGC = ("dgcrun", "--dgc", "--density", DENSITY)
 SCRIPTS = (
     Script("torch, fp16 flag", ("existing_torch.py", "--fp16-allreduce"), ("horovodrun",), _DGC),
-    Script(
-        f"torch, clipping at {CLIP}",
-        ("existing_torch.py", "--fp16-allreduce", "--clip", CLIP),
-        ("horovodrun",),
-        (*_DGC, "--dgc-clip-norm", CLIP),
+    *(
+        Script(
+            f"torch, clipping at {c}",
+            ("existing_torch.py", "--fp16-allreduce", "--clip", c),
+            ("horovodrun",),
+            (*_DGC, "--dgc-clip-norm", c),
+        )
+        for c in CLIPS
     ),
     # plain horovodrun cannot train it under Keras 3
     Script("Keras, model.fit", ("existing_keras.py",), ("dgcrun", "--compression", "none"), _DGC),
 )
+
+
+def run(launcher: tuple[str, ...], controller: str, command: tuple[str, ...], seed: int) -> dict[str, Any]:
+    """What `train` gives: from the file of results, or now."""
+    key = " ".join([launcher[0], controller, *launcher[1:], *command, "--seed", str(seed)])
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if key not in kept:
+        kept[key] = {**train(launcher, controller, command, seed), "environment": environment()}
+        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    return kept[key]
 
 
 def train(launcher: tuple[str, ...], controller: str, command: tuple[str, ...], seed: int) -> dict[str, Any]:
@@ -85,15 +101,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: %(default)s)")
     seeds = range(parser.parse_args().seeds)
     runs = [(script, controller) for script in SCRIPTS for controller in CONTROLLERS]
-    figures, rows = [], []
+    rows = []
     with tqdm(total=2 * len(runs) * len(seeds), unit="run") as bar:
         for script, controller in runs:
             found: dict[str, list[dict[str, Any]]] = {"dense": [], "dgc": []}
             for seed in seeds:
                 for kind, launcher in (("dense", script.dense), ("dgc", script.compressed)):
-                    found[kind].append(train(launcher, controller, script.command, seed))
+                    found[kind].append(run(launcher, controller, script.command, seed))
                     bar.update()
-            figures.append({"script": script.name, "controller": controller, "runs": found})
             means = {kind: 100 * statistics.mean(run["accuracy"] for run in each) for kind, each in found.items()}
             less = statistics.mean(run["ratio"] for run in found["dgc"])
             gap = f"{means['dgc'] - means['dense']:+.2f}"
@@ -102,7 +117,6 @@ def main() -> None:
     text = markdown(["", "dense", f"dgc at density {DENSITY}", "points", "less sent than fp32"], rows)
     text += f"\n\n2 ranks, mean of {len(seeds)} seeds; the two replicas of every run have the same bits."
     print(text)
-    save("existing", figures)
     write_into_page(ROOT / "examples/README.md", "existing", f"{text} Made by `python -m benchmarks.existing`.")
 
 

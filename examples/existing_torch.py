@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 TEST_IMAGES = 597
 
 parser = argparse.ArgumentParser(description="Train a small convolutional net on digits.")
-parser.add_argument("--epochs", type=int, default=60)
+parser.add_argument("--epochs", type=int, default=40)
 parser.add_argument("--batch-size", type=int, default=16, help="images of one backward pass")
 parser.add_argument("--batches-per-allreduce", type=int, default=2, help="backward passes before one exchange")
 parser.add_argument("--lr", type=float, default=0.05)
