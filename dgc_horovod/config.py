@@ -86,7 +86,8 @@ class DGCConfig:
         if (self.rule == "threshold") != (self.threshold is not None):
             raise ConfigError(
                 f"rule={self.rule!r} with threshold={self.threshold}: a threshold goes with rule='threshold' and "
-                "only with it; e.g. Compression.threshold(0.01, max_density=0.02)"
+                "only with it; e.g. Compression.threshold(0.01, max_density=0.02), or --compression threshold "
+                "--dgc-threshold 0.01"
             )
         if self.rule == "threshold" and self.warmup is not None:
             raise ConfigError("warmup has no meaning with rule='threshold', whose density is not set; drop one of them")
@@ -129,7 +130,7 @@ def _is_number(value: Any) -> bool:
 
 def _check_fraction(name: str, value: Any) -> None:
     if not _is_number(value) or not 0 < value <= 1:
-        hint = f"; for {value:g}x compression pass {name}={1 / value:g}" if _is_number(value) and value > 1 else ""
+        hint = f"; for {value:g}x compression pass {name}={1 / value:g}" if _is_number(value) and value >= 2 else ""
         raise ConfigError(f"{name} must be in (0, 1], got {value!r}{hint}")
 
 

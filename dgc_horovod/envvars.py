@@ -6,6 +6,7 @@ docs/environment.md all follow from `ALL`.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -181,6 +182,13 @@ ALL = (*SETTABLE, ENABLED, CONFIG_FILE, DESK, HOSTS)
 def from_environment() -> dict[str, str]:
     """What is set of `ALL`, by name; an empty text counts as not set."""
     return {variable.name: os.environ[variable.name] for variable in ALL if os.environ.get(variable.name)}
+
+
+def unknown() -> dict[str, str]:
+    """Names in the environment that look like ours and are not, with the nearest that is, or ""."""
+    known = [variable.name for variable in ALL]
+    strangers = [name for name in os.environ if name.startswith("DGC_") and name not in known]
+    return {name: next(iter(difflib.get_close_matches(name, known, n=1)), "") for name in strangers}
 
 
 def put_into_environment(values: Mapping[str, str]) -> None:

@@ -70,5 +70,5 @@ def describe(exchange: BucketExchange, notice: str = "") -> None:
     elif config.momentum_correction and config.warmup is None and config.density < 0.01:
         _log.warning(
             "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
-            "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...)"
+            "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...), or --dgc-warmup-steps N with dgcrun"
         )

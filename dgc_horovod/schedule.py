@@ -79,7 +79,8 @@ class WarmupSchedule:
             raise ConfigError(
                 "the warm-up is given in epochs but the epoch is not known: pass steps_per_epoch to WarmupSchedule, "
                 "or call DistributedSampler.set_epoch / optimizer.set_epoch before the first step of each epoch "
-                "(in Keras BroadcastGlobalVariablesCallback does), or give the warm-up in steps"
+                "(in Keras BroadcastGlobalVariablesCallback does), or give the warm-up in steps "
+                "(dgcrun: --dgc-warmup-steps, or --dgc-warmup-steps-per-epoch beside the epochs)"
             )
         return epoch / self.epochs
 

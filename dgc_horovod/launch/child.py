@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -53,19 +54,21 @@ class Child:
             pipe.write(text)
 
     def wait(self) -> int:
-        """Wait for its end; returns the exit code, never 0 if a signal has ended it. Signals are passed on."""
+        """Wait for its end; returns its exit code, 128 + n if signal n was to end it. Signals are passed on."""
         before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
         try:
             status = os.waitpid(self.pid, 0)[1]
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            os.write(self._held, b".")
+            with contextlib.suppress(OSError):  # somebody has killed the guard
+                os.write(self._held, b".")
             os.waitpid(self._guard_pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code < 0:
-            return 128 - code
-        return code or (128 + self._ended_by if self._ended_by else 0)
+        if self._ended_by is not None:
+            print(f"dgcrun: stopped by {signal.Signals(self._ended_by).name}", file=sys.stderr, flush=True)
+            return 128 + self._ended_by
+        return code if code >= 0 else 128 - code
 
     def _pass_on(self, number: int, frame: Any) -> None:
         _signal(self.pid, number)

@@ -38,8 +38,13 @@ def run(words: Sequence[str]) -> int:
         envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
         interpreter = hosts.interpreter_of(args.command) or sys.executable
         return doctor.diagnose(hosts.host_slots(args), interpreter, ssh, job, _plan(args))
+    if args.model_size or args.step_ms or args.link_gbps:
+        raise ConfigError("--model-size, --step-ms and --link-gbps go with --doctor")
     if not args.command:
         raise ConfigError("no command was given, e.g. dgcrun -np 2 --dgc python train.py")
+    late = [word for word in args.command if word == "--dgc" or word.startswith("--dgc-")]
+    if late:
+        print(f"dgcrun: {late[0]} stands after the command, so the script gets it and dgcrun does not", file=sys.stderr)
     return run_job(args, job, ssh)
 
 
@@ -54,6 +59,8 @@ def job_of(args: Any, given: dict[str, str]) -> Job:
         ConfigError: one is wrong.
     """
     environment = envvars.from_environment()
+    for name, nearest in envvars.unknown().items():
+        print(f"dgcrun: {name} is set and means nothing{nearest and f'; did you mean {nearest}?'}", file=sys.stderr)
     files = [(args.config_file, config_file.load(args.config_file))] if args.config_file else []
     everyones = environment.get(envvars.CONFIG_FILE.name)
     if everyones:

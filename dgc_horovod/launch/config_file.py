@@ -85,7 +85,8 @@ def _read(path: str) -> Mapping[str, Any]:
 
 def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: {name} must be a mapping of keys to values, got {value!r}")
+        hint = "; e.g. compression: {method: dgc}" if name == SECTION else ""
+        raise ConfigError(f"{path}: {name} must be a mapping of keys to values, got {value!r}{hint}")
     return value
 
 

@@ -112,13 +112,15 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Plan | None
     findings += _say("hosts", judge_hosts(reports))
     fit = {report.host for report in reports if not report.problem}
     links = [_measure(name, interpreter, ssh) for name in remote if name in fit]
-    findings += _say("links", judge_links(links, bool(remote)))
+    if remote or plan is None:
+        findings += _say("links", judge_links(links, bool(remote)))
     bad = sum(finding.mark == BAD for finding in findings)
     print(f"\n{f'{bad} of the findings, marked BAD,' if bad else 'nothing here'} would stop a compressed job")
     if plan is not None:
         _say_whether_it_pays(_with_link(plan, links), job)
     else:
-        print("whether it pays for your model: add --model-size 25.6M --step-ms 180 -np 16 [--link-gbps 1]")
+        link_flag = "" if remote else " --link-gbps 1"
+        print(f"whether it pays for your model: add --model-size 25.6M --step-ms 180 -np 16{link_flag}")
     return 1 if bad else 0
 
 

@@ -27,6 +27,7 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.site import FOLDER
 
 _SSH_SECONDS, _ANSWER_SECONDS = 10, 60
+_SSH_FAILED = 255  # ssh's own exit code
 _MARK = "DGC_HOST "
 _PYTHON = re.compile(r"python[\d.]*t?")
 _WRAPPERS = ("env", "nice", "ionice", "timeout", "numactl", "taskset", "nohup", "stdbuf", "setsid")
@@ -158,8 +159,10 @@ def _ask_one(host: str, interpreter: str, ssh: Ssh) -> HostReport:
         return HostReport(host, {}, f"no answer within {_ANSWER_SECONDS} s; is ssh to it possible without a password?")
     lines = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
     if not lines:
-        said = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
-        return HostReport(host, {}, f"{interpreter} cannot be run there: {said[-1] if said else 'no output'}")
+        said = ((answer.stderr.strip() or answer.stdout.strip()).splitlines() or ["no output"])[-1]
+        if answer.returncode == _SSH_FAILED and is_remote(host):
+            return HostReport(host, {}, f"{said}; ssh to it must work without a password")
+        return HostReport(host, {}, f"{interpreter} cannot be run there: {said}")
     found = json.loads(lines[-1].removeprefix(_MARK))
     return HostReport(host, found, _problem(found))
 

@@ -12,7 +12,7 @@ from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import envvars
-from dgc_horovod.launch import hosts, settings, summary
+from dgc_horovod.launch import hosts, roll_call, settings, summary
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.desk import DeskServer
 from dgc_horovod.launch.settings import Job
@@ -51,6 +51,8 @@ def run_job(args: Any, job: Job, ssh: hosts.Ssh) -> int:
     code = child.wait()
     quiet.cancel()
     desk.close()
+    if code and desk.get(roll_call.verdict(0)):
+        _say("dgcrun: compression was not active on every rank, so every rank was stopped: see NotActivated above")
     return code or _look_at_the_end(desk, job)
 
 
@@ -76,6 +78,8 @@ def _say_if_quiet(desk: DeskServer) -> None:
 
 def _look_at_the_end(desk: DeskServer, job: Job) -> int:
     """The exit code of a job that has ended without an error: was it compressed?"""
+    if job.method == "none":
+        return 0
     end = desk.get(summary.END)
     if end is not None:  # rank 0 has told the user itself
         reason = end["inactive"]
@@ -88,7 +92,7 @@ def _look_at_the_end(desk: DeskServer, job: Job) -> int:
         reason = "" if desk.get(summary.WRAPPED) else summary.NOTHING_WRAPPED
     if end is None:
         _say(
-            f"dgc_horovod: NOT ACTIVE: compression {job.method} was asked for, but {reason}"
+            f"dgc_horovod: {summary.not_active(job.method, reason)}"
             if reason
             else "dgc_horovod: no summary: rank 0 has ended without Python's exit handlers (os._exit)"
         )

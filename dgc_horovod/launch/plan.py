@@ -243,7 +243,11 @@ def show(plan: Plan, rows: Sequence[Row]) -> str:
         gain, scaling = rows[0].step / row.step, plan.step_seconds / row.step
         times = f"{_ms(row.exchange):>12}{_ms(row.compress) if row.compress else '':>11}{_ms(row.step):>12}"
         lines.append(f"{row.name:26}{_size(row.nbytes):>15}{times}{f'{gain:.2f}x':>10}{scaling:>9.0%}")
-    return "\n".join([*lines, "The dense rows hide exchange behind up to 2/3 of the computing.", "", verdict(rows)])
+    notes = [
+        "Compress was measured just now on one CPU thread of this machine. The dense rows and the last one",
+        "hide exchange behind up to 2/3 of the computing. Scaling: computing divided by the whole step.",
+    ]
+    return "\n".join([*lines, *notes, "", verdict(rows)])
 
 
 def _ms(seconds: float) -> str:

@@ -51,7 +51,7 @@ def hold(rank: int, workers: int) -> None:
         desk.put(present(number, rank), socket.gethostname())
         if workers == 1:
             return
-        absent = (_count if rank == 0 else _verdict)(desk, number, workers, seconds)
+        absent = (_count if rank == 0 else _await_verdict)(desk, number, workers, seconds)
     except OSError as error:
         _log.warning(
             "dgc_horovod: rank %d cannot reach its launcher at %s (%s); if no rank can, whether all of them compress "
@@ -67,6 +67,11 @@ def present(number: int, rank: int) -> str:
     return f"{number}.rank{rank}"
 
 
+def verdict(number: int) -> str:
+    """The key under which rank 0 publishes who is absent."""
+    return f"{number}.verdict"
+
+
 def _count(desk: Desk, number: int, workers: int, seconds: float) -> list[int]:
     """Rank 0: wait for all; publish and return who is absent."""
     absent, deadline = list(range(workers)), time.monotonic() + seconds
@@ -75,15 +80,15 @@ def _count(desk: Desk, number: int, workers: int, seconds: float) -> list[int]:
         if not absent or time.monotonic() > deadline:
             break
         time.sleep(_LOOK_EVERY)
-    desk.put(f"{number}.verdict", absent[:_MOST_NAMED])
+    desk.put(verdict(number), absent[:_MOST_NAMED])
     return absent
 
 
-def _verdict(desk: Desk, number: int, workers: int, seconds: float) -> list[int]:
+def _await_verdict(desk: Desk, number: int, workers: int, seconds: float) -> list[int]:
     """Every other rank: what rank 0 says; if it says nothing, whom this rank cannot see."""
     deadline, pause = time.monotonic() + seconds + 5 * _LOOK_AT_LEAST_EVERY, _LOOK_EVERY
     while time.monotonic() < deadline:
-        absent: Any = desk.get(f"{number}.verdict")
+        absent: Any = desk.get(verdict(number))
         if absent is not None:
             return [int(rank) for rank in absent]
         time.sleep(pause * random.uniform(0.5, 1))  # not all at once

@@ -15,6 +15,7 @@ from dgc_horovod.schedule import WarmupSchedule
 
 UNCOMPRESSED = ("none", "fp16")  # methods of Horovod's own
 _OF_THRESHOLD = ("threshold", "max_density")
+_LENGTHS = ("warmup.steps", "warmup.epochs")
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 
 
@@ -24,6 +25,7 @@ class Setting(NamedTuple):
     variable: EnvironmentVariable
     text: str
     source: str
+    layer: int = 0  # of the source: the lower goes before the higher
 
     @property
     def given(self) -> bool:
@@ -69,7 +71,7 @@ class Job:
         """The environment that carries these settings to the ranks; "" where a variable is not to be set."""
         if not self.active:
             return {envvars.ENABLED.name: "0"}
-        given = {setting.variable.name: setting.text if setting.given else "" for setting in self.settings}
+        given = {s.variable.name: s.text if s.given and _is_used(s, self) else "" for s in self.settings}
         return {**given, envvars.COMPRESSION.name: self.method, envvars.CONFIG_FILE.name: ""}
 
 
@@ -109,11 +111,11 @@ def _find(
     if name in flags:
         return Setting(variable, flags[name], f"{FROM_FLAG} {variable.flag}")
     if environment.get(name):
-        return Setting(variable, environment[name], f"environment {name}")
-    for path, values in files:
+        return Setting(variable, environment[name], f"environment {name}", 1)
+    for layer, (path, values) in enumerate(files, 2):
         if name in values:
-            return Setting(variable, values[name], path)
-    return Setting(variable, variable.default, FROM_DEFAULT)
+            return Setting(variable, values[name], path, layer)
+    return Setting(variable, variable.default, FROM_DEFAULT, len(files) + 2)
 
 
 def _method(settings: Sequence[Setting]) -> tuple[str, list[Setting]]:
@@ -121,10 +123,17 @@ def _method(settings: Sequence[Setting]) -> tuple[str, list[Setting]]:
     fields = [setting for setting in settings if setting.given and setting.variable.field]
     chosen = next(setting for setting in settings if setting.variable is envvars.COMPRESSION)
     method = chosen.value if chosen.given else "dgc" if fields else ""
-    if method != "threshold" and chosen.source.startswith(FROM_FLAG):
-        # what a cluster's default says of the threshold is for the method that it has chosen
-        fields = [s for s in fields if s.variable.field not in _OF_THRESHOLD or s.source.startswith(FROM_FLAG)]
-    return method, fields
+    return method, [setting for setting in fields if not _is_beaten(setting, fields, chosen, method)]
+
+
+def _is_beaten(setting: Setting, fields: Sequence[Setting], chosen: Setting, method: str) -> bool:
+    """Whether a setting does not go with another one that goes before it: a cluster's default is for its own choice."""
+    field = setting.variable.field
+    if field in _OF_THRESHOLD:
+        return method != "threshold" and chosen.layer < setting.layer
+    if field in _LENGTHS:
+        return any(other.variable.field in _LENGTHS and other.layer < setting.layer for other in fields)
+    return False
 
 
 def _refuse_useless_flags(method: str, fields: Sequence[Setting]) -> None:
@@ -170,16 +179,19 @@ def show(job: Job) -> str:
             text = job.method
         elif text == OF_METHOD and job.config is not None:
             text = _as_text(getattr(job.config, setting.variable.field))
-        unused = setting.given and setting.variable.field and not _is_used(setting, job)
+        unused = setting.given and not _is_used(setting, job)
         rows.append((setting.variable.key, text or "-", setting.source + (" (not used)" if unused else "")))
     width = max(len(key) for key, _, _ in rows)
     return "\n".join([headline, *(f"  {key:{width}}  {text:14}  {source}" for key, text, source in rows)])
 
 
 def _is_used(setting: Setting, job: Job) -> bool:
-    if job.config is None:
-        return False
+    """Whether a setting has come into the config, where it is one of those."""
     field = setting.variable.field
+    if job.config is None or not field:
+        return not field
+    if field in _LENGTHS:
+        return getattr(job.config.warmup, field.removeprefix("warmup."), None) == setting.value
     return field not in _OF_THRESHOLD or getattr(job.config, field) == setting.value
 
 

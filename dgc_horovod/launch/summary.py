@@ -104,6 +104,8 @@ class Outcome:
 
     def why_inactive(self) -> str:
         """Why this job was not compressed although it should have been; "" if it was."""
+        if self.job.method == "none":
+            return ""
         if not self.wrapped and not ledger:
             return NOTHING_WRAPPED
         if self.job.method in UNCOMPRESSED or not ledger:  # not ledger: rank 0 is in no process set
@@ -120,11 +122,12 @@ class Outcome:
         """The summary, for people."""
         reason = self.why_inactive()
         if reason:
-            return f"NOT ACTIVE: compression {self.job.method} was asked for, but {reason}"
+            return not_active(self.job.method, reason)
         stats = self.stats()
         if not stats["bytes_sent"]:
             return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
-        return _line(self.job.method, stats, "fp16" in self.asked)
+        final = self.job.config.final_density if self.job.config is not None else 1.0
+        return _line(self.job.method, final, stats, "fp16" in self.asked)
 
     def _write_on(self, path: str) -> None:
         while True:
@@ -159,23 +162,41 @@ class Outcome:
         failed = getattr(sys, "last_value", None) is not None  # an error of its own ended the script
         inactive = self.why_inactive()
         if not (failed and inactive):
-            print(f"dgc_horovod: {self.line()}", file=sys.stderr, flush=True)
+            print(f"dgc_horovod: {self.line()}{' (ended by an error)' * failed}", file=sys.stderr, flush=True)
         heard = self._report(END, {"inactive": inactive})
         allowed = self.job.get(envvars.ALLOW_INACTIVE)
         return EXIT_INACTIVE if inactive and not (failed or allowed or heard) else 0
 
 
-def _line(method: str, stats: dict[str, Any], asked_fp16: bool) -> str:
-    sent, dense = stats["bytes_sent"], stats["bytes_dense"]
-    density = f", density {stats['selected'] / stats['elements']:.3g}" if stats["elements"] else ""
-    half = f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for" if asked_fp16 else ""
-    times = (
-        f"; {stats['compress_seconds']:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks"
-    )
-    return (
-        f"{method}{density}: in {stats['steps']:,} steps sent {_bytes(sent)} and received "
-        f"{_bytes(stats['bytes_received'])} a rank, {dense / sent:.3g}x less than fp32 ({_bytes(dense)}){half}"
-        f"{times if stats['elements'] else ''}"
+def not_active(method: str, reason: str) -> str:
+    """What a user is told of a job that was not compressed."""
+    return f"NOT ACTIVE: compression {method} was asked for, but {reason}. --allow-inactive makes this no error"
+
+
+def _line(method: str, final_density: float, stats: dict[str, Any], asked_fp16: bool) -> str:
+    sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
+    parts = [
+        f"{stats['steps']:,} steps",
+        f"a rank sent {_bytes(sent)}, {dense / sent:.3g}x less than fp32 ({_bytes(dense)})",
+    ]
+    if asked_fp16:
+        parts[-1] += f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for"
+    if received:
+        parts.append(f"received {_bytes(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
+    if stats["elements"]:
+        parts.append(
+            f"{stats['compress_seconds']:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks"
+        )
+    return f"{method}{_density(final_density, stats)}: {'; '.join(parts)}"
+
+
+def _density(final: float, stats: dict[str, Any]) -> str:
+    """What was sent on average, and what it came down to where that is not the same."""
+    if not stats["elements"]:
+        return ""
+    mean = stats["selected"] / stats["elements"]
+    return f", density {mean:.3g}" + (
+        "" if 0.75 * final < mean < 1.25 * final else f" on average ({final:g} in the end)"
     )
 
 

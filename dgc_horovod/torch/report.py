@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LATE_CHANGE = (
     "p.grad was changed between backward() and synchronize(), when it had been taken already; the change has no "
-    "effect. To clip, pass clip_norm=c to the compression"
+    "effect. To clip, pass clip_norm=c to the compression (dgcrun: --dgc-clip-norm c)"
 )
 UNSCALED_TOO_EARLY = (
     "GradScaler.unscale_ or step() ran before the gradients were synchronized. Call optimizer.synchronize() before "
@@ -16,5 +16,5 @@ SCALER_NOT_PASSED = (
 )
 CLIPPED_UPDATE = (
     "p.grad was changed between synchronize() and step(). After compression it is an update that arrives in bursts, "
-    "and what is clipped off it is lost; pass clip_norm=c to the compression instead"
+    "and what is clipped off it is lost; pass clip_norm=c to the compression instead (dgcrun: --dgc-clip-norm c)"
 )

@@ -37,7 +37,7 @@ def dgcrun(*words: str, controller: str = "gloo", workers: int = 2, **environmen
 
 def summary(output: str) -> dict[str, float]:
     """The figures of the one summary line."""
-    (found,) = re.findall(r"dgc_horovod: \w+, density (\S+): in (\S+) steps .* (\S+)x less than fp32 (.*)", output)
+    (found,) = re.findall(r"dgc_horovod: \w+, density (\S+): (\S+) steps; .*? (\S+)x less than fp32 (.*)", output)
     half = re.search(r"(\S+)x less than the fp16", found[3])
     figures = {"density": float(found[0]), "steps": int(found[1]), "ratio": float(found[2])}
     return {**figures, **({"half": float(half[1])} if half else {})}

@@ -52,7 +52,7 @@ def test_environment_and_config_arrive_and_the_job_is_compressed(hosts, tmp_path
     for rank, host in enumerate(hosts.names):
         assert f"rank {rank} on {host} density 0.01 timeout 50 mine a b'c$d" in output, output
     code, output = dgcrun(hosts, "--dgc", "--density", "0.01", sys.executable, *TORCH)
-    assert code == 0 and "accuracy" in output and re.search(r"dgc, density 0.01: in 36 steps sent", output), output
+    assert code == 0 and "accuracy" in output and re.search(r"dgc, density 0.01: 36 steps; ", output), output
 
 
 def test_a_host_without_the_package_is_named_before_anything_starts(hosts):
@@ -96,7 +96,7 @@ def test_a_virtual_environment_in_another_place_on_the_other_host(hosts, tmp_pat
     on_second(hosts, "mount", "-t", "tmpfs", "none", str(PACKAGE))
     on_second(hosts, "mount", "--bind", str(copy / "dgc_horovod"), str(copy / "dgc_horovod"))
     code, output = dgcrun(hosts, "--dgc", "--density", "0.01", str(python), *TORCH)
-    assert code == 0 and re.search(r"dgc, density 0.01: in 36 steps sent", output), output
+    assert code == 0 and re.search(r"dgc, density 0.01: 36 steps; ", output), output
 
 
 def test_doctor_measures_the_link_between_them():

@@ -29,7 +29,7 @@ def hold_all(desk, workers, absent=(), seconds=2.0, monkeypatch=None):
         try:
             view = Desk([desk.address(["127.0.0.1"])])
             view.put(roll_call.present(0, rank), "here")
-            found = (roll_call._count if rank == 0 else roll_call._verdict)(view, 0, workers, seconds)
+            found = (roll_call._count if rank == 0 else roll_call._await_verdict)(view, 0, workers, seconds)
             ended[rank] = NotActivated(roll_call._message(found, workers, view.names)) if found else None
         except OSError as error:
             ended[rank] = error
