@@ -92,7 +92,7 @@ def _look_at_the_end(desk: DeskServer, job: Job) -> int:
         reason = "" if desk.get(summary.WRAPPED) else summary.NOTHING_WRAPPED
     if end is None:
         _say(
-            f"dgc_horovod: {summary.not_active(job.method, reason)}"
+            f"dgc_horovod: {summary.not_active(job, reason)}"
             if reason
             else "dgc_horovod: no summary: rank 0 has ended without Python's exit handlers (os._exit)"
         )

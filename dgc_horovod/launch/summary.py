@@ -122,7 +122,7 @@ class Outcome:
         """The summary, for people."""
         reason = self.why_inactive()
         if reason:
-            return not_active(self.job.method, reason)
+            return not_active(self.job, reason)
         stats = self.stats()
         if not stats["bytes_sent"]:
             return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
@@ -168,9 +168,10 @@ class Outcome:
         return EXIT_INACTIVE if inactive and not (failed or allowed or heard) else 0
 
 
-def not_active(method: str, reason: str) -> str:
+def not_active(job: Job, reason: str) -> str:
     """What a user is told of a job that was not compressed."""
-    return f"NOT ACTIVE: compression {method} was asked for, but {reason}. --allow-inactive makes this no error"
+    hint = "" if job.get(envvars.ALLOW_INACTIVE) else ". --allow-inactive makes this no error"
+    return f"NOT ACTIVE: compression {job.method} was asked for, but {reason}{hint}"
 
 
 def _line(method: str, final_density: float, stats: dict[str, Any], asked_fp16: bool) -> str:
