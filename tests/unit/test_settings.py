@@ -99,6 +99,21 @@ def test_fields_have_no_meaning_for_horovods_own(method):
     assert job.active and job.config is None and "not used" in show(job)
 
 
+@pytest.mark.parametrize("source", ["flag", "environment"])
+def test_a_warmup_in_steps_takes_the_place_of_the_files_epochs(source):
+    own, file = {"DGC_WARMUP_STEPS": "10"}, {"DGC_WARMUP_EPOCHS": "4", "DGC_WARMUP_FACTOR": "0.5"}
+    job = resolve(own if source == "flag" else {}, own if source == "environment" else {}, [("all.yaml", file)])
+    assert job.config.warmup == WarmupSchedule(steps=10, factor=0.5)
+    assert job.variables()["DGC_WARMUP_EPOCHS"] == "" and job.variables()["DGC_WARMUP_STEPS"] == "10"
+    (line,) = [line for line in show(job).splitlines() if line.split()[0] == "warmup_epochs"]
+    assert line.endswith("(not used)")
+
+
+def test_a_variable_that_means_nothing_is_noticed(monkeypatch):
+    monkeypatch.setenv("DGC_DENSTY", "0.1")
+    assert envvars.unknown() == {"DGC_DENSTY": "DGC_DENSITY"}
+
+
 def test_another_method_leaves_the_threshold_of_the_file_behind():
     file = {"DGC_COMPRESSION": "threshold", "DGC_THRESHOLD": "0.01", "DGC_DENSITY": "0.02"}
     assert resolve({}, {}, [("all.yaml", file)]).config.threshold == 0.01
