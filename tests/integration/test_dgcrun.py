@@ -63,7 +63,7 @@ def test_a_torch_script_as_it_is(tmp_path, controller):
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)) and "p.grad was changed" not in output
 
 
-@pytest.mark.parametrize("method", ["dgc", "none", "fp16"])
+@pytest.mark.parametrize("method", ["dgc", "none", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_a_keras_script_as_it_is(tmp_path, method):
     flags = DGC if method == "dgc" else ["--compression", method]
     code, output = dgcrun(*flags, *KERAS, "--save", str(tmp_path / "w"))
@@ -122,7 +122,7 @@ def test_a_config_file_and_a_metrics_file(tmp_path):
     assert 0 < last["bytes_sent"] < last["bytes_dense"] / 80
 
 
-@pytest.mark.parametrize("how", ["shell script", "module", "console script"])
+@pytest.mark.parametrize("how", ["shell script", pytest.param("module", marks=pytest.mark.slow), "console script"])
 def test_however_python_is_started(tmp_path, how):
     (tmp_path / "train_package").mkdir()
     (tmp_path / "train_package" / "__main__.py").write_text((ROOT / "examples" / "existing_torch.py").read_text())
@@ -155,7 +155,7 @@ def test_exports_make_plain_launchers_compress(tmp_path):
 # -- fail closed
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_a_rank_that_is_not_active_stops_every_rank(controller):
     start = time.monotonic()
     code, output = dgcrun(*DGC, "bash", "-c", HALF + shlex.join(TORCH), controller=controller, DGC_TIMEOUT="5")
@@ -221,10 +221,9 @@ def test_a_metrics_file_that_breaks_takes_nothing_with_it(tmp_path):
     script = f"import os, horovod.torch as hvd; hvd.init(); os.remove({str(path)!r}); os.mkdir({str(path)!r})"
     code, output = dgcrun(*DGC, "--dgc-metrics-file", str(path), sys.executable, "-c", script, workers=1)
     assert code == 3 and "cannot be written any more" in output and output.count("NOT ACTIVE") == 1, output
-    code, output = dgcrun(*DGC, "--dgc-metrics-file", "/nowhere/metrics", sys.executable, "-c", script, workers=1)
-    assert code != 0 and "'/nowhere/metrics' cannot be written" in output
 
 
+@pytest.mark.slow
 def test_an_unreachable_desk_is_said():
     """Over Gloo the ranks also report to Horovod's own store: the job runs, and only the last word is missing."""
     code, output = dgcrun(*DGC, "--allow-inactive", "env", "DGC_DESK=x@127.0.0.1:9", *TORCH)
@@ -283,7 +282,12 @@ def start(controller: str, mark: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("controller", "number"),
-    [("gloo", signal.SIGINT), ("gloo", signal.SIGKILL), ("mpi", signal.SIGTERM), ("mpi", signal.SIGKILL)],
+    [
+        ("gloo", signal.SIGINT),
+        ("mpi", signal.SIGTERM),
+        pytest.param("gloo", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("mpi", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_signal_to_dgcrun_ends_everything(controller, number):

@@ -17,8 +17,8 @@ pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra 
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = {
-    "torch_digits": ["none", "fp16", "dgc", "topk", "gaussian", "random"],
-    "torch_lstm": ["none", "dgc", "topk"],
+    "torch_digits": ["none", "fp16", "dgc", "gaussian"],
+    "torch_lstm": ["none", "dgc"],
     "keras_digits": ["dgc"],
     "keras_loop": ["dgc"],
 }
