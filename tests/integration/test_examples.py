@@ -17,12 +17,18 @@ pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra 
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = {
-    "torch_digits": ["none", "fp16", "dgc", "gaussian"],
-    "torch_lstm": ["none", "dgc"],
+    "torch_digits": ["none", "fp16", "dgc", "topk", "gaussian", "random"],
+    "torch_lstm": ["none", "dgc", "topk"],
     "keras_digits": ["dgc"],
     "keras_loop": ["dgc"],
 }
-RUNS = [(example, choice, "") for example, choices in CHOICES.items() for choice in choices]
+# The README's commands run some of the others, to their end; the rest are slow tests.
+IN_CI = [("torch_digits", "fp16"), ("torch_lstm", "topk"), ("keras_loop", "dgc")]
+RUNS = [
+    pytest.param(example, choice, "", marks=[] if (example, choice) in IN_CI else pytest.mark.slow)
+    for example, choices in CHOICES.items()
+    for choice in choices
+]
 
 
 @pytest.mark.parallel

@@ -8,7 +8,12 @@ from tests.helpers.ranks import run_ranks
 from tests.parallel.cases.replicas import COMPRESSIONS
 
 pytestmark = pytest.mark.parallel
-LAUNCHES = [("gloo", 2), ("gloo", 3), ("gloo", 4), pytest.param("mpi", 2, marks=pytest.mark.mpi)]
+LAUNCHES = [
+    ("gloo", 2),
+    ("gloo", 3),
+    pytest.param("gloo", 4, marks=pytest.mark.slow),
+    pytest.param("mpi", 2, marks=pytest.mark.mpi),
+]
 
 
 @pytest.mark.parametrize(("controller", "workers"), LAUNCHES)

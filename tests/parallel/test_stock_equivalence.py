@@ -21,7 +21,12 @@ SAME = 1e-5
 
 @pytest.fixture(
     scope="module",
-    params=[("gloo", 2), ("gloo", 3), ("gloo", 4), pytest.param(("mpi", 2), marks=pytest.mark.mpi)],
+    params=[
+        ("gloo", 2),
+        ("gloo", 3),
+        pytest.param(("gloo", 4), marks=pytest.mark.slow),
+        pytest.param(("mpi", 2), marks=pytest.mark.mpi),
+    ],
     ids=str,
 )
 def ranks(request):
