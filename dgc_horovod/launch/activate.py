@@ -15,9 +15,8 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.launch import config_file
 from dgc_horovod.launch.replace import Replacements, keras_names, tensorflow_names, torch_names
 from dgc_horovod.launch.settings import resolve
-from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook
+from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, is_ours
 
-_SITE = os.path.join("dgc_horovod", "launch", "site")
 _ADAPTERS = {
     "horovod.torch": ("dgc_horovod.torch", torch_names),
     "horovod.tensorflow": ("dgc_horovod.tensorflow", tensorflow_names),
@@ -87,9 +86,7 @@ def _from_environment() -> Replacements:
 
 def _clean_path() -> None:
     """Take our folder off PYTHONPATH and ``sys.path``: data loaders and compilers are no ranks."""
-    envvars.put_into_environment({"PYTHONPATH": _without_site(envvars.environment().get("PYTHONPATH", ""))})
-    sys.path[:] = [entry for entry in sys.path if not entry.rstrip(os.sep).endswith(_SITE)]
-
-
-def _without_site(path: str) -> str:
-    return os.pathsep.join(part for part in path.split(os.pathsep) if not part.rstrip(os.sep).endswith(_SITE))
+    entries = envvars.environment().get("PYTHONPATH", "").split(os.pathsep)
+    kept = os.pathsep.join(entry for entry in entries if not is_ours(entry))
+    envvars.put_into_environment({"PYTHONPATH": kept})
+    sys.path[:] = [entry for entry in sys.path if not is_ours(entry)]

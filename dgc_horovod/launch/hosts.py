@@ -131,13 +131,13 @@ def run_on(
     Raises:
         subprocess.TimeoutExpired: it did not end within `seconds`.
     """
-    line = shell_line(host, command, ssh)
+    line = _shell_line(host, command, ssh)
     return subprocess.run(
         ["/bin/sh", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
     )
 
 
-def shell_line(host: str, command: Sequence[str], ssh: Ssh) -> str:
+def _shell_line(host: str, command: Sequence[str], ssh: Ssh) -> str:
     """The line for a shell that does what `run_on` says."""
     values = (f"{k}={shlex.quote(v)}" for k, v in envvars.environment().items() if horovod_env.is_exportable(k))
     inner = f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; env {' '.join(values)} {shlex.join(command)}"

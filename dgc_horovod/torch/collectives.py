@@ -39,7 +39,7 @@ class Collectives:
         self.workers: int = process_set.size()
         self.rank: int = process_set.rank()
         self.traffic = Traffic()
-        self.timeout = envvars.timeout_seconds()
+        self._timeout = envvars.timeout_seconds()
 
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
         """Start an allgather of vectors; the result holds them in rank order."""
@@ -80,11 +80,11 @@ class Collectives:
         """
         if pending.handle is None:
             return pending.result
-        deadline, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
+        deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
         with self.traffic.timing("waiting"):
             while not hvd.poll(pending.handle):
                 if time.monotonic() > deadline:
-                    raise CollectiveTimeout(timed_out(self.rank, self.workers, pending.name, self.timeout))
+                    raise CollectiveTimeout(timed_out(self.rank, self.workers, pending.name, self._timeout))
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_PAUSE)
             return hvd.synchronize(pending.handle)

@@ -79,9 +79,14 @@ def is_wanted() -> bool:
     return on and any(name in os.environ for name in _RANK)
 
 
+def is_ours(entry: str) -> bool:
+    """Whether an entry of a path is a folder of this kind, of whichever installation."""
+    return entry.rstrip(os.sep).endswith(_ENDS)
+
+
 def _run_hidden() -> None:
     """Run the sitecustomize that would have been found without this folder."""
-    others = [entry for entry in sys.path if not entry.rstrip(os.sep).endswith(_ENDS)]  # there may be several of us
+    others = [entry for entry in sys.path if not is_ours(entry)]  # there may be several of us
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is None or spec.loader is None:
         return
