@@ -61,7 +61,7 @@ def job_of(args: Any, given: dict[str, str]) -> Job:
     environment = envvars.from_environment()
     for name, nearest in envvars.unknown().items():
         print(f"dgcrun: {name} is set and means nothing{nearest and f'; did you mean {nearest}?'}", file=sys.stderr)
-    files = [(args.config_file, config_file.load(args.config_file))] if args.config_file else []
+    files = [(args.config_file, args.compression_section)] if args.config_file else []
     everyones = environment.get(envvars.CONFIG_FILE.name)
     if everyones:
         files.append((everyones, config_file.load(everyones, for_everyone=True)))

@@ -49,7 +49,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         ConfigError: a value of Horovod's, or its config file, is wrong.
 
     Returns:
-        Horovod's namespace (its values from the config file in it), and name of a variable -> text for our flags.
+        Horovod's namespace, with its values from the config file and, as ``compression_section``, ours; and name of a
+        variable -> text for our flags.
     """
     replaced = types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": _Parser})
     with (
@@ -72,7 +73,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
 def _horovods_settings(
     args: Any, config: Any, overridden: Any, take_over: Any = config_parser.set_args_from_config
 ) -> None:
-    config_file.load(args.config_file)  # before Horovod, which takes every section for what it should be
+    # before Horovod, which takes every section for what it should be
+    args.compression_section = config_file.load(args.config_file)
     take_over(args, config, overridden)
 
 
@@ -103,6 +105,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "prog": "dgcrun", "usage": _USAGE})
+        self.set_defaults(compression_section={})
         ours = self.add_argument_group("compression")
         method, one_of = _PREFIX + envvars.COMPRESSION.name, ours.add_mutually_exclusive_group()
         one_of.add_argument("--dgc", dest=method, action="store_const", const="dgc")
