@@ -1,7 +1,7 @@
-"""Parameter shapes of three models, without the models: what a benchmark needs to make gradients of a real layout.
+"""Parameter shapes of five models, without the models: what a benchmark needs to make gradients of a real layout.
 
-Names, order and shapes are those of torchvision's ResNet-50 and VGG-16, and of an ``nn.LSTM`` language model with
-the sizes of the large network of Zaremba et al. (arXiv 1409.2329).
+Names, order and shapes are those of torchvision's ResNet-50, VGG-16 and AlexNet, of an ``nn.LSTM`` language model with
+the sizes of the large network of Zaremba et al. (arXiv 1409.2329), and of transformers' BertModel, base and uncased.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ _RESNET50_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))  # blocks, inner chan
 _RESNET_EXPANSION = 4  # a bottleneck's outer channels over its inner ones
 _VGG16_STAGES = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # convolutions, channels
 _IMAGENET_CLASSES = 1_000
+_ALEXNET_CONVOLUTIONS = ((0, 64, 3, 11), (3, 192, 64, 5), (6, 384, 192, 3), (8, 256, 384, 3), (10, 256, 256, 3))
+_BERT_VOCABULARY, _BERT_POSITIONS, _BERT_TYPES = 30_522, 512, 2
+_BERT_HIDDEN, _BERT_INNER, _BERT_LAYERS = 768, 3_072, 12
 _PTB_VOCABULARY = 10_000
 _PTB_HIDDEN = 1_500
 _PTB_LAYERS = 2
@@ -49,6 +52,33 @@ def vgg16() -> Shapes:
     shapes += _linear("classifier.0", 4096, incoming * 7 * 7)
     shapes += _linear("classifier.3", 4096, 4096)
     return [*shapes, *_linear("classifier.6", _IMAGENET_CLASSES, 4096)]
+
+
+def alexnet() -> Shapes:
+    """AlexNet (one tower) for ImageNet: 16 tensors, 61,100,840 parameters."""
+    shapes: Shapes = []
+    for position, outgoing, incoming, size in _ALEXNET_CONVOLUTIONS:
+        name = f"features.{position}"
+        shapes += [*_convolution(name, outgoing, incoming, size), (f"{name}.bias", (outgoing,))]
+    shapes += _linear("classifier.1", 4096, 256 * 6 * 6)
+    shapes += _linear("classifier.4", 4096, 4096)
+    return [*shapes, *_linear("classifier.6", _IMAGENET_CLASSES, 4096)]
+
+
+def bert_base() -> Shapes:
+    """BERT-base, the encoder with its pooler: 199 tensors, 109,482,240 parameters."""
+    sizes = {"word": _BERT_VOCABULARY, "position": _BERT_POSITIONS, "token_type": _BERT_TYPES}
+    shapes: Shapes = [(f"embeddings.{name}_embeddings.weight", (size, _BERT_HIDDEN)) for name, size in sizes.items()]
+    shapes += _normalisation("embeddings.LayerNorm", _BERT_HIDDEN)
+    for layer in range(_BERT_LAYERS):
+        name = f"encoder.layer.{layer}"
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            shapes += _linear(f"{name}.attention.{part}", _BERT_HIDDEN, _BERT_HIDDEN)
+        shapes += _normalisation(f"{name}.attention.output.LayerNorm", _BERT_HIDDEN)
+        shapes += _linear(f"{name}.intermediate.dense", _BERT_INNER, _BERT_HIDDEN)
+        shapes += _linear(f"{name}.output.dense", _BERT_HIDDEN, _BERT_INNER)
+        shapes += _normalisation(f"{name}.output.LayerNorm", _BERT_HIDDEN)
+    return [*shapes, *_linear("pooler.dense", _BERT_HIDDEN, _BERT_HIDDEN)]
 
 
 def lstm_ptb() -> Shapes:
@@ -90,4 +120,10 @@ def _linear(name: str, outgoing: int, incoming: int) -> Shapes:
     return [(f"{name}.weight", (outgoing, incoming)), (f"{name}.bias", (outgoing,))]
 
 
-SHAPES: dict[str, Callable[[], Shapes]] = {"resnet50": resnet50, "vgg16": vgg16, "lstm-ptb": lstm_ptb}
+SHAPES: dict[str, Callable[[], Shapes]] = {
+    "resnet50": resnet50,
+    "vgg16": vgg16,
+    "alexnet": alexnet,
+    "lstm-ptb": lstm_ptb,
+    "bert-base": bert_base,
+}

@@ -109,7 +109,7 @@ class BucketExchange:
             received: the ranks' packets after one another, or the sum of their vectors.
             loss_scale: see `compress`.
         """
-        with self.tally.traffic.timing("compressing"):
+        with self.tally.traffic.timing("decoding"):
             finite = engine.receive(received)
             return engine.fill(self.mean_scale * loss_scale) and finite
 

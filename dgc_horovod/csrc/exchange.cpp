@@ -1,6 +1,10 @@
 // What was sent leaves the residual; what came back is added up.
 #include <atomic>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "dgc.h"
 #include "rounding.h"
 #include "threads.h"
@@ -46,17 +50,29 @@ int64_t first_from(const Contribution& one, int64_t position) {
     return low;
 }
 
-// One block of one target: zeroed if `fresh`, then added to rank by rank while it is in the cache. Returns whether all is
-// finite.
-bool fill_block(const Target& target, int64_t start, int64_t end, const Contribution* ranks, int64_t workers,
-                float scale, bool fresh, int64_t* next) {
+// Zeroes memory that is not looked at again soon: lines that are only written need not be read first.
+void zero_past_cache(float* x, int64_t numel) {
+#if defined(__x86_64__)
+    for (; numel > 0 && reinterpret_cast<uintptr_t>(x) % 64; numel--) *x++ = 0.0f;
+    const __m128 zero = _mm_setzero_ps();
+    for (; numel >= 16; numel -= 16, x += 16) {
+        for (int i = 0; i < 16; i += 4) _mm_stream_ps(x + i, zero);
+    }
+    _mm_sfence();
+#endif
+    memset(x, 0, 4 * numel);
+}
+
+// Adds what the ranks have before `end` to one target, rank by rank. Returns whether all that was added to is finite.
+bool add(const Target& target, int64_t end, const Contribution* ranks, int64_t workers, float scale, int64_t* next) {
+    constexpr int64_t kAhead = 24;  // see dgc_settle
     float* const out = target.out - target.start;
-    if (fresh) memset(out + start, 0, 4 * (end - start));
     bool finite = true;
     for (int64_t rank = 0; rank < workers; rank++) {
         const Contribution& one = ranks[rank];
         int64_t i = next[rank];
         for (; i < one.count && one.positions[i] < end; i++) {
+            if (i + kAhead < one.count) __builtin_prefetch(out + one.positions[i + kAhead], 1);
             float& sum = out[one.positions[i]];
             sum += one.values[i] * scale;
             finite &= !not_finite(sum);
@@ -67,6 +83,7 @@ bool fill_block(const Target& target, int64_t start, int64_t end, const Contribu
 }
 
 constexpr int64_t kFillBlock = 1 << 14;
+constexpr int64_t kFewAdditions = 128;  // elements for each that is added, from which zeroing past the cache pays
 
 }  // namespace
 
@@ -75,6 +92,9 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
                          float scale, int32_t fresh, int64_t* next, int64_t threads) {
     const int64_t numel = targets[num_targets - 1].start + targets[num_targets - 1].numel;
     const int64_t parts = parts_of(numel, threads);
+    int64_t additions = 0;
+    for (int64_t rank = 0; rank < workers; rank++) additions += ranks[rank].count;
+    const bool few = fresh && additions * kFewAdditions < numel;
     std::atomic<bool> finite{true};
     in_parts(parts, [&](int64_t part) {
         const int64_t first = numel * part / parts, last = numel * (part + 1) / parts;
@@ -84,9 +104,17 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
             const Target& target = targets[t];
             const int64_t begin = target.start > first ? target.start : first;
             const int64_t stop = target.start + target.numel < last ? target.start + target.numel : last;
-            for (int64_t at = begin; at < stop; at += kFillBlock) {
-                const int64_t end = at + kFillBlock < stop ? at + kFillBlock : stop;
-                if (!fill_block(target, at, end, ranks, workers, scale, fresh != 0, mine)) finite = false;
+            // few additions: all at once; else block by block, each zeroed and added to while it is in the cache
+            const int64_t block = few ? numel : kFillBlock;
+            for (int64_t at = begin; at < stop; at += block) {
+                const int64_t end = at + block < stop ? at + block : stop;
+                float* const out = target.out + (at - target.start);
+                if (few) {
+                    zero_past_cache(out, end - at);
+                } else if (fresh) {
+                    memset(out, 0, 4 * (end - at));
+                }
+                if (!add(target, end, ranks, workers, scale, mine)) finite = false;
             }
         }
     });

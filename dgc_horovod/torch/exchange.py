@@ -79,6 +79,7 @@ class GradientExchange:
         self._place = {p: (run, i) for run in self._runs for i, p in enumerate(run.parameters)}
         dense = {parameters[name]: name for name in self.buckets.layout.dense}
         self._dense_path = DensePath(dense, collectives, settings, half=config.dense_values == "fp16")
+        self._launched: list[_BucketStep] = []  # whose exchange is under way
         self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
 
     def _kernels_of(self, p: Parameter) -> Kernels:
@@ -110,12 +111,13 @@ class GradientExchange:
         Returns:
             A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
         """
-        gradient = self._gradient(p).reshape(-1).to(torch.float32)
+        own = _flat_memory(p)
+        gradient = self._gradient(p).reshape(-1).to(torch.float32) if own is None else own
         if decay:
             gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
         run, i = self._place[p]
         with self._lock:
-            self._aim(run, i, p)
+            self._aim(run, i, p, own)
             run.engine.offer(i, _as_array(gradient, run.engine.kernels), feed)
             if self.config.clip_norm is not None:
                 self._launch_if_all_submitted()
@@ -157,6 +159,7 @@ class GradientExchange:
             run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
         else:
             run.pending = self.collectives.allgather(payload, name)
+        self._launched.append(run)
 
     def _launch_if_all_submitted(self) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
@@ -188,9 +191,7 @@ class GradientExchange:
     def _result(self, p: Parameter) -> torch.Tensor:
         run, _ = self._place[p]
         if run.finite is None:
-            assert run.pending is not None
-            received = self.collectives.wait(run.pending).numpy()
-            run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
+            self._decode_launched()
         grad, target = p.grad, run.targets[p]
         if grad is None:
             raise UnsupportedUse(
@@ -199,16 +200,20 @@ class GradientExchange:
             )
         return grad if _is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
 
-    def _aim(self, run: _BucketStep, i: int, p: Parameter) -> None:
-        """Say where the update of `p` is put together: in ``p.grad``, or beside it where that does not do."""
-        grad = p.grad
-        assert grad is not None
-        fits = not grad.is_sparse and grad.dtype == torch.float32 and grad.is_contiguous()
-        if fits and self._is_first_in(grad):
-            run.targets[p] = grad.detach().view(-1)
-        else:
-            run.targets[p] = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
-        run.engine.targets.put(i, _as_array(run.targets[p], run.engine.kernels))
+    def _decode_launched(self) -> None:
+        """Wait for what is under way in the order of its launch: one bucket is decoded while the next is on the wire."""
+        for run in self._launched:
+            assert run.pending is not None
+            received = self.collectives.wait(run.pending).numpy()
+            run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
+        self._launched.clear()
+
+    def _aim(self, run: _BucketStep, i: int, p: Parameter, own: torch.Tensor | None) -> None:
+        """Say where the update of `p` is put together: in `own`, the memory of ``p.grad``, or beside it."""
+        if own is None or not self._is_first_in(own):
+            own = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+        run.targets[p] = own
+        run.engine.targets.put(i, _as_array(own, run.engine.kernels))
 
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
@@ -241,6 +246,7 @@ class GradientExchange:
             run.pending = run.finite = None
             run.targets.clear()  # they would keep gradients alive that the script has let go of
             run.engine.targets.clear()
+        self._launched.clear()
         self._taken.clear()
         self._dense_path.clear()
 
@@ -259,7 +265,7 @@ class GradientExchange:
         if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
             for run in self._runs:
                 for i, p in enumerate(run.parameters):
-                    self._aim(run, i, p)
+                    self._aim(run, i, p, _flat_memory(p))
                 run.engine.fill(self.buckets.mean_scale)
                 for p, target in run.targets.items():
                     if p.grad is not None and not p.grad.is_sparse and not _is_in(target, p.grad):
@@ -275,6 +281,14 @@ class GradientExchange:
         segment = run.engine.bucket.segments[i]
         for ours, theirs in zip(run.engine.adam_moments(), moments, strict=True):
             torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))
+
+
+def _flat_memory(p: Parameter) -> torch.Tensor | None:
+    """The memory of ``p.grad`` as a vector, if what is exchanged can be read and put together there."""
+    grad = p.grad
+    if grad is None or grad.is_sparse or grad.dtype != torch.float32 or not grad.is_contiguous():
+        return None
+    return grad.detach().view(-1)
 
 
 def _norm(parameters: Iterable[Parameter]) -> float:
