@@ -1,6 +1,7 @@
 """N hosts on one Linux machine, for Horovod's launcher over shaped links: ``python -m benchmarks.netlab``."""
 
-from benchmarks.netlab.hosts import Lab, lab
+from benchmarks.netlab.hosts import Lab
+from benchmarks.netlab.lifecycle import lab
 from benchmarks.netlab.network import unavailable
 from benchmarks.netlab.tools import NetlabError
 

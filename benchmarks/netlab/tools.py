@@ -37,12 +37,12 @@ def call(*command: str) -> str:
 
 def lacking() -> str | None:
     """What no command can do without and is not here, and what to do; None if nothing."""
+    if os.geteuid():
+        return "network namespaces need root: run it with sudo"
     missing = [command for command in PACKAGES if shutil.which(command) is None]
     if missing:
         packages = " ".join(sorted({PACKAGES[command] for command in missing}))
         return f"not found: {', '.join(missing)}; install {packages}"
     if importlib.util.find_spec("asyncssh") is None:
         return "the Python package asyncssh, the hosts' ssh server, is not installed: pip install asyncssh"
-    if os.geteuid():
-        return "network namespaces need root: run it with sudo"
     return None

@@ -14,7 +14,7 @@ from benchmarks.netlab import lab, unavailable
 from tests.helpers.jobs import child_environment
 
 PACKAGE = Path(dgc_horovod.__file__).parent
-HOSTS = ["-H", "nlh1:1,nlh2:1", "-np", "2", "--gloo"]
+HOSTS = ["-H", "host1:1,host2:1", "-np", "2", "--gloo"]
 TORCH = ["examples/existing_torch.py", "--epochs", "2"]
 WHO = (
     "import os, socket, horovod.torch as hvd; hvd.init(); print('rank', hvd.rank(), 'on', socket.gethostname(), "
@@ -59,8 +59,8 @@ def test_a_host_without_the_package_is_named_before_anything_starts(hosts):
     on_second(hosts, "mount", "-t", "tmpfs", "none", str(PACKAGE))
     code, output = dgcrun(hosts, "--dgc", sys.executable, *TORCH)
     assert code == 2 and "accuracy" not in output and "Traceback" not in output
-    assert "nothing was started" in output and re.search(r"nlh2: \S+ has no dgc_horovod .*; install", output), output
-    assert "nlh1:" not in output
+    assert "nothing was started" in output and re.search(r"host2: \S+ has no dgc_horovod .*; install", output), output
+    assert "host1:" not in output
 
 
 def test_a_host_with_another_version_is_named(hosts, tmp_path):
@@ -73,16 +73,16 @@ def test_a_host_with_another_version_is_named(hosts, tmp_path):
 
 
 def test_a_rank_that_is_not_active_is_named_with_its_host(hosts):
-    script = 'if [ "$(hostname)" = nlh2 ]; then unset PYTHONPATH; fi; exec "$0" "$@"'
+    script = 'if [ "$(hostname)" = host2 ]; then unset PYTHONPATH; fi; exec "$0" "$@"'
     code, output = dgcrun(hosts, "--dgc", "bash", "-c", script, sys.executable, *TORCH, DGC_TIMEOUT="5")
     assert code != 0 and "accuracy" not in output
-    assert "NotActivated: compression is not active on rank 1 (nlh2) of 2 ranks" in output, output
+    assert "NotActivated: compression is not active on rank 1 (host2) of 2 ranks" in output, output
 
 
 def test_a_host_that_does_not_answer(hosts):
     on_second(hosts, "ip", "link", "set", "eth0", "down")
     code, output = dgcrun(hosts, "--dgc", sys.executable, *TORCH)
-    assert code == 2 and "nothing was started" in output and "nlh2: " in output, output
+    assert code == 2 and "nothing was started" in output and "host2: " in output, output
 
 
 def test_a_virtual_environment_in_another_place_on_the_other_host(hosts, tmp_path):
@@ -105,7 +105,7 @@ def test_doctor_measures_the_link_between_them():
     with lab(2, "200mbit") as hosts:
         command = ["dgcrun", "--doctor", *HOSTS, "--model-size", "25.6M", "--step-ms", "180"]
         ended = hosts.run(1, command, timeout=200, env=child_environment({}))
-    found = re.search(r"nlh2: (\d+) Mbit/s there, (\d+) Mbit/s back", ended.stdout)
+    found = re.search(r"host2: (\d+) Mbit/s there, (\d+) Mbit/s back", ended.stdout)
     assert ended.returncode == 0 and found, ended.stdout + ended.stderr
     assert all(100 < int(rate) < 215 for rate in found.groups())
     assert "pays: " in ended.stdout

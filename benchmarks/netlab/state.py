@@ -1,0 +1,78 @@
+"""What a lab keeps in /run while it is up, and the right to have one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.netlab import network
+from benchmarks.netlab.tools import NetlabError
+
+STATE = Path("/run/dgc-netlab")  # names of namespaces are the machine's, so the rest is too
+KEY, NO_SSH = STATE / "key", STATE / "no-ssh"
+RECORD = STATE / "lab.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A lab that is up.
+
+    Args:
+        hosts: how many.
+        rate: nominal, of each link in each direction.
+        ranks: that are to run on each host.
+        kept: it has been brought up to stay until somebody takes it down.
+        measured: Mbit/s from the first host to the second, and back; empty if not measured.
+    """
+
+    hosts: int
+    rate: str
+    ranks: int
+    kept: bool = False
+    measured: tuple[float, ...] = ()
+
+    def write(self) -> None:
+        """Keep it; there is none before all of the lab is up."""
+        new = RECORD.with_suffix(".new")
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(RECORD)
+
+
+def read() -> Record | None:
+    """The lab that is up, if one is."""
+    return Record(**json.loads(RECORD.read_text())) if RECORD.exists() else None
+
+
+def reserve() -> socket.socket:
+    """Claim the machine's only lab, until the socket is closed: at the latest by the end of this process.
+
+    Raises:
+        NetlabError: another process has claimed it.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0{network.PREFIX}claim")  # a name in the kernel, which no process that is killed leaves behind
+    except OSError:
+        claim.close()
+        raise NetlabError("another process has a lab up on this machine; wait until it has ended") from None
+    return claim
+
+
+def file(number: int, kind: str) -> Path:
+    """A file of a host: "pid" of its ssh server, or "log" of what that says."""
+    return STATE / f"{number}.{kind}"
+
+
+def server(number: int) -> int | None:
+    """Process id of a host's ssh server, if it still lives."""
+    pid_file = file(number, "pid")
+    written = pid_file.read_text() if pid_file.exists() else ""
+    with contextlib.suppress(psutil.Error):
+        if written and f"{KEY}.pub" in psutil.Process(int(written)).cmdline():  # and not another with the same id
+            return int(written)
+    return None
