@@ -121,7 +121,6 @@ class BucketEngine:
         self.rank, self.workers = rank, workers
         self.state = State(kernels.new(bucket.numel))
         self.gradients, self.targets = kernels.gradients(bucket), kernels.targets(bucket)
-        self._offered = 0
         self._every = np.arange(bucket.numel if bucket.whole else 0, dtype=np.int32)
         self._plan: _Plan | None = None
         self._packets: np.ndarray | None = None
@@ -145,12 +144,6 @@ class BucketEngine:
         elif self.state.moments is None and isinstance(feed, AdamFeed):
             self.adam_moments()
         self.gradients.put(i, gradient, feed)
-        self._offered += 1
-
-    @property
-    def complete(self) -> bool:
-        """Whether every segment's gradient is here."""
-        return self._offered == len(self.bucket.segments)
 
     def compress(self, scale: float, step: int, density: float) -> Message:
         """Take in the gradients that were offered, then select, encode and subtract what is sent.
@@ -174,7 +167,7 @@ class BucketEngine:
         looks = rule.by_size and not self.bucket.whole
         plan.spans["floor"] = plan.predictor.floors if looks else math.inf
         want_sums = rule.wants_sums and not self.bucket.whole
-        self._step, self._offered = step, 0
+        self._step = step
         room = plan.predictor.room if looks else 0
         seen = self.kernels.take_in(self.gradients, self.state, scale, plan.spans, room, want_sums)
         if not seen.residual_finite:  # sums of finite gradients can leave fp32's range

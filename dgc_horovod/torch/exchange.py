@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -22,6 +23,9 @@ from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, laid_out_as
 
 Parameter = torch.Tensor
+_WHOLE = ResidualFeed()
+_NARROW = (torch.float16, torch.bfloat16)
+FeedOf = Callable[[Parameter], tuple[Feed, float]]
 
 
 @dataclass
@@ -30,9 +34,16 @@ class _BucketStep:
 
     engine: BucketEngine
     parameters: tuple[Parameter, ...]
+    arrived: int = 0  # gradients
     pending: Pending | None = None
     finite: bool | None = None  # None until the ranks' messages are back
-    targets: dict[Parameter, torch.Tensor] = field(default_factory=dict)  # where the engine puts each update
+    targets: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
+    narrow: bool = False  # whether an update goes into another dtype than fp32
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient is there."""
+        return self.arrived == len(self.parameters)
 
 
 class GradientExchange:
@@ -100,42 +111,33 @@ class GradientExchange:
         """Whether `p` is on the sparse path."""
         return self.buckets.is_compressed(self.names[p])
 
-    def submit(self, p: Parameter, feed: Feed, decay: float = 0.0) -> Callable[[], torch.Tensor]:
-        """Take the gradient of a compressed tensor; start its bucket's exchange if it is the last one in.
+    def submit(self, p: Parameter, feed_of: FeedOf) -> Callable[[], torch.Tensor]:
+        """The gradient of `p` is ready; start what it was the last one for.
+
+        This is called between the passes over two buckets, whose data have just gone through the caches: it does
+        little, and what a bucket's tensors need is done when all of them are there.
 
         Args:
             p: a parameter with a gradient.
-            feed: how it enters the residual.
-            decay: weight decay to add to the gradient first (Adam's coupled form).
+            feed_of: how a compressed tensor's gradient enters the residual, and what decay is added to it before.
 
         Returns:
             A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
         """
-        own = _flat_memory(p)
-        gradient = self._gradient(p).reshape(-1).to(torch.float32) if own is None else own
-        if decay:
-            gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
-        run, i = self._place[p]
+        place = self._place.get(p)
         with self._lock:
-            self._aim(run, i, p, own)
-            run.engine.offer(i, _as_array(gradient, run.engine.kernels), feed)
-            if self.config.clip_norm is not None:
-                self._launch_if_all_submitted()
-            elif run.engine.complete:
-                self._launch(run, 1.0)
-        return lambda: self._result(p)
-
-    def submit_dense(self, p: Parameter) -> Callable[[], torch.Tensor]:
-        """Take the gradient of a dense-path tensor and start its exchange; returns as `submit` does."""
-        if p in self._place:
-            return self.submit(p, ResidualFeed())
-        with self._lock:
-            self._dense_path.gradients[p] = self._gradient(p)
-            if self.config.clip_norm is not None:
-                self._launch_if_all_submitted()
+            if place is None:
+                self._dense_path.gradients[p] = self._gradient(p)
             else:
+                place[0].arrived += 1
+            if self.config.clip_norm is not None:
+                self._launch_if_all_arrived(feed_of)
+            elif place is None:
                 self._dense_path.launch(p)
-        return lambda: self._dense_path.result(p)
+            elif place[0].complete:
+                self._offer(place[0], feed_of)
+                self._launch(place[0], 1.0)
+        return partial(self._dense_path.result, p) if place is None else partial(self._result, p, *place)
 
     def _gradient(self, p: Parameter) -> torch.Tensor:
         grad = p.grad
@@ -151,8 +153,21 @@ class GradientExchange:
 
     # -- exchange
 
+    def _offer(self, run: _BucketStep, feed_of: FeedOf) -> None:
+        """Give the engine every gradient of a bucket."""
+        kernels = run.engine.kernels
+        for i, p in enumerate(run.parameters):
+            feed, decay = (_WHOLE, 0.0) if run.engine.bucket.whole else feed_of(p)
+            array = self._aim(run, i, p)
+            if array is None or decay:
+                gradient = self._gradient(p).reshape(-1).to(torch.float32)
+                if decay:
+                    gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
+                array = _as_array(gradient, kernels)
+            run.engine.offer(i, array, feed)
+
     def _launch(self, run: _BucketStep, clip: float) -> None:
-        engine = run.engine
+        engine, run.arrived = run.engine, 0
         message = self.buckets.compress(engine, clip, self._loss_scale())
         payload, name = torch.from_numpy(message.payload), f"bucket{engine.bucket.index}"
         if message.scattered:
@@ -161,10 +176,12 @@ class GradientExchange:
             run.pending = self.collectives.allgather(payload, name)
         self._launched.append(run)
 
-    def _launch_if_all_submitted(self) -> None:
+    def _launch_if_all_arrived(self, feed_of: FeedOf) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
-        if not (self._dense_path.complete and all(run.engine.complete for run in self._runs)):
+        if not (self._dense_path.complete and all(run.complete for run in self._runs)):
             return
+        for run in self._runs:
+            self._offer(run, feed_of)
         squares = sum(self._square(gradient) for gradient in self._dense_path.gradients.values())
         clip = self.buckets.clip_factor(squares, self._loss_scale())
         for run in self._runs:
@@ -188,11 +205,10 @@ class GradientExchange:
 
     # -- gradients out
 
-    def _result(self, p: Parameter) -> torch.Tensor:
-        run, _ = self._place[p]
+    def _result(self, p: Parameter, run: _BucketStep, i: int) -> torch.Tensor:
         if run.finite is None:
             self._decode_launched()
-        grad, target = p.grad, run.targets[p]
+        grad, target = p.grad, run.targets[i]
         if grad is None:
             raise UnsupportedUse(
                 f"the gradient of {self.names[p]!r} was removed between backward() and step() (model.zero_grad()?); "
@@ -201,19 +217,28 @@ class GradientExchange:
         return grad if _is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
 
     def _decode_launched(self) -> None:
-        """Wait for what is under way in the order of its launch: one bucket is decoded while the next is on the wire."""
+        """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
         for run in self._launched:
             assert run.pending is not None
             received = self.collectives.wait(run.pending).numpy()
             run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
         self._launched.clear()
 
-    def _aim(self, run: _BucketStep, i: int, p: Parameter, own: torch.Tensor | None) -> None:
-        """Say where the update of `p` is put together: in `own`, the memory of ``p.grad``, or beside it."""
-        if own is None or not self._is_first_in(own):
-            own = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
-        run.targets[p] = own
-        run.engine.targets.put(i, _as_array(own, run.engine.kernels))
+    def _aim(self, run: _BucketStep, i: int, p: Parameter) -> Any:
+        """Say where the update of `p` is put together: in the memory of ``p.grad``, or beside it if that does not do.
+
+        Returns:
+            That memory as an array, if the update goes there.
+        """
+        target = _flat_memory(p)
+        run.narrow |= target is None
+        fits = target is not None and self._is_first_in(target)
+        if target is None or not fits:
+            target = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+        array = _as_array(target, run.engine.kernels)
+        run.targets.append(target)
+        run.engine.targets.put(i, array)
+        return array if fits else None
 
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
@@ -238,12 +263,12 @@ class GradientExchange:
 
     def _updates_finite(self) -> bool:
         """Whether every update is finite in a narrower dtype of ``p.grad`` too; the same on every rank."""
-        narrow = (p.grad for p in self._place if p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16))
-        return all(bool(torch.isfinite(grad).all()) for grad in narrow)
+        grads = [p.grad for run in self._runs if run.narrow for p in run.parameters if p.grad is not None]
+        return all(bool(torch.isfinite(grad).all()) for grad in grads if grad.dtype in _NARROW)
 
     def _forget_step(self) -> None:
         for run in self._runs:
-            run.pending = run.finite = None
+            run.pending, run.finite, run.narrow = None, None, False
             run.targets.clear()  # they would keep gradients alive that the script has let go of
             run.engine.targets.clear()
         self._launched.clear()
@@ -265,9 +290,9 @@ class GradientExchange:
         if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
             for run in self._runs:
                 for i, p in enumerate(run.parameters):
-                    self._aim(run, i, p, _flat_memory(p))
+                    self._aim(run, i, p)
                 run.engine.fill(self.buckets.mean_scale)
-                for p, target in run.targets.items():
+                for p, target in zip(run.parameters, run.targets, strict=True):
                     if p.grad is not None and not p.grad.is_sparse and not _is_in(target, p.grad):
                         p.grad.copy_(target.view(p.shape))
             self._dense_path.put_back()

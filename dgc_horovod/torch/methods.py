@@ -13,6 +13,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.ops.schema import Feed
 from dgc_horovod.report import NOT_FINITE, describe
 from dgc_horovod.torch import epochs
 from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
@@ -64,6 +65,7 @@ class CompressedMethods:
         update.prepare(self)
         if config.warmup is not None and config.warmup.needs_epoch:
             epochs.observe(self._dgc.buckets)
+        self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
         if collectives.rank == 0:
@@ -99,13 +101,15 @@ class CompressedMethods:
             p.grad = torch.zeros_like(p)
         self._synchronized = False
         self._dgc_watch.taken(p)
-        if not self._dgc.is_compressed(p):
-            return self._dgc.submit_dense(p), None
-        group, state = self.param_groups[self._dgc_group_of[p]], self.state
-        moments = self._dgc_update.adopt_state(p, group, state[p])
+        return self._dgc.submit(p, self._feed_of), None
+
+    def _feed_of(self: Any, p: torch.Tensor) -> tuple[Feed, float]:
+        """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
+        group = self.param_groups[self._dgc_group_of[p]]
+        moments = self._dgc_update.adopt_state(p, group, self.state)
         if moments is not None:
             self._dgc.load_moments(p, moments)
-        return self._dgc.submit(p, self._dgc_update.feed(p, group), self._dgc_update.decay_before(group)), None
+        return self._dgc_update.feed(p, group), self._dgc_update.decay_before(group)
 
     def synchronize(self: Any) -> None:
         """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank.
@@ -169,13 +173,12 @@ class CompressedMethods:
 
     def _check_nothing_unfrozen(self: Any) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and p not in self._requires_update:
-                    raise UnsupportedUse(
-                        f"{self._parameter_names[p]!r} did not require a gradient when the optimizer was wrapped and "
-                        "does now; wrap the optimizer while it does, and freeze it afterwards"
-                    )
+        for p in self._dgc_frozen:
+            if p.requires_grad:
+                raise UnsupportedUse(
+                    f"{self._parameter_names[p]!r} did not require a gradient when the optimizer was wrapped and "
+                    "does now; wrap the optimizer while it does, and freeze it afterwards"
+                )
 
     def _check_untouched(self: Any) -> None:
         """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""

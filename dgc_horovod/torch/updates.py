@@ -8,9 +8,10 @@ Adam the direction has been formed locally, and what is left is the plain step.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ _log = logging.getLogger("dgc_horovod")
 
 Group = dict[str, Any]
 Parameter = torch.Tensor
+States = Mapping[Parameter, dict[str, Any]]  # of an optimizer
+_momentum_feed = functools.cache(MomentumFeed)  # one for all tensors of a group
 
 
 class PlainUpdate:
@@ -53,9 +56,7 @@ class PlainUpdate:
         """Apply one exchanged step: `own_step` runs the user's optimizer on every ``p.grad`` there is."""
         own_step()
 
-    def adopt_state(
-        self, p: Parameter, group: Group, state: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def adopt_state(self, p: Parameter, group: Group, states: States) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Moments found in the optimizer's state (a stock checkpoint) that the engine takes over."""
         return None
 
@@ -94,11 +95,12 @@ class SGDUpdate(_SplitUpdate):
         super().prepare(optimizer)
         self._placeholders = {p for group in optimizer.param_groups for p in group["params"]}
 
-    def adopt_state(self, p: Parameter, group: Group, state: dict[str, Any]) -> None:
+    def adopt_state(self, p: Parameter, group: Group, states: States) -> None:
         """Lets go of the zeros of `prepare` before u takes up memory: without decay b would stay zero."""
-        if p not in self._placeholders:
+        if not self._placeholders or p not in self._placeholders:
             return
         self._placeholders.discard(p)
+        state = states[p]
         buffer = state.get("momentum_buffer")
         if not group["weight_decay"] and buffer is not None and not buffer.any():
             state["momentum_buffer"] = None
@@ -106,7 +108,7 @@ class SGDUpdate(_SplitUpdate):
     def feed(self, p: Parameter, group: Group) -> Feed:
         if group["momentum"] and group["dampening"]:
             raise UnsupportedUse(_refusal("SGD's dampening", "dampening=0"))
-        return MomentumFeed(float(group["momentum"]), bool(group["nesterov"]))
+        return _momentum_feed(float(group["momentum"]), bool(group["nesterov"]))
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
         lr = float(group["lr"])
@@ -153,9 +155,8 @@ class AdamUpdate(_SplitUpdate):
     def decay_before(self, group: Group) -> float:
         return 0.0 if self._decoupled(group) else float(group["weight_decay"])
 
-    def adopt_state(
-        self, p: Parameter, group: Group, state: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def adopt_state(self, p: Parameter, group: Group, states: States) -> tuple[torch.Tensor, torch.Tensor] | None:
+        state = states[p]
         if "exp_avg" not in state:
             return None
         self._steps[p] = int(state["step"])

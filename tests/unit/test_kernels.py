@@ -183,7 +183,7 @@ def test_settle_put_and_fill(kernels):
 def test_fill_adds_in_rank_order(workers, seed):
     """Sums of many magnitudes, whose bits depend on the order of addition."""
     rng = np.random.default_rng(seed)
-    numel = int(rng.integers(1, 40_000))
+    numel = int(rng.integers(1, 120_000))
     bucket = Bucket(0, (Segment("a", 0, numel // 3 + 1), Segment("b", numel // 3 + 1, numel - numel // 3)))
     ranks = []
     for _ in range(workers):
