@@ -70,6 +70,7 @@ class NativeKernels:
 
     name = "native"
     array_kind = "numpy"
+    takes_tensors = True
 
     def __init__(self, threads: int = 0, library: Any = None) -> None:
         self._library = library or native.load()
@@ -150,8 +151,12 @@ class NativeKernels:
     # -- looking at v
 
     def sums(self, x: np.ndarray) -> tuple[float, float]:
-        out, chunk_sums = np.empty(2), np.empty(2 * (x.size // CHUNK + 1))
-        self._library.dgc_sums(address(x), x.size, address(chunk_sums), self.threads, address(out))
+        return self.sums_at(address(x), x.size)
+
+    def sums_at(self, place: int | None, numel: int) -> tuple[float, float]:
+        """`sums` of what lies at an address."""
+        out, chunk_sums = np.empty(2), np.empty(2 * (numel // CHUNK + 1))
+        self._library.dgc_sums(place, numel, address(chunk_sums), self.threads, address(out))
         return float(out[0]), float(out[1])
 
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:

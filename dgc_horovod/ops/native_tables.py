@@ -35,9 +35,11 @@ LAYOUT = np.dtype(
 NO_SEGMENTS = np.empty(0, SEGMENT)
 
 
-def address(array: np.ndarray | None) -> int | None:
-    """Where a contiguous array begins, for a call; the caller keeps it alive."""
-    return None if array is None else array.ctypes.data
+def address(array: Any) -> int | None:
+    """Where a contiguous array or tensor begins, for a call; the caller keeps it alive."""
+    if array is None:
+        return None
+    return array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
 
 
 class Scratch:
@@ -88,13 +90,13 @@ class NativeGradients:
         self.bucket, self._kernels = bucket, kernels
         self.table = _table(bucket, SEGMENT)
         self._addresses = self.table["gradient"]
-        self.arrays: list[np.ndarray | None] = [None] * len(bucket.segments)
+        self.arrays: list[Any] = [None] * len(bucket.segments)
         self._feeds: list[Feed | None] = [None] * len(bucket.segments)
         self.scratch: Scratch | None = None
 
-    def put(self, i: int, gradient: np.ndarray, feed: Feed) -> None:
+    def put(self, i: int, gradient: Any, feed: Feed) -> None:
         self.arrays[i] = gradient
-        self._addresses[i] = gradient.ctypes.data
+        self._addresses[i] = address(gradient)
         if feed is not self._feeds[i] and feed != self._feeds[i]:  # it seldom changes, except Adam's
             self._feeds[i] = feed
             self._describe(self.table[i], feed)
@@ -111,7 +113,11 @@ class NativeGradients:
             row["correction1"], row["root2"], row["eps"] = 1 - b1**t, (1 - b2**t) ** 0.5, feed.eps
 
     def squared_norm(self) -> float:
-        return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays if gradient is not None)
+        return sum(
+            self._kernels.sums_at(address(gradient), segment.numel)[1]
+            for gradient, segment in zip(self.arrays, self.bucket.segments, strict=True)
+            if gradient is not None
+        )
 
 
 class NativeTargets:
@@ -120,11 +126,11 @@ class NativeTargets:
     def __init__(self, bucket: Bucket) -> None:
         self.table = _table(bucket, TARGET)
         self._addresses = self.table["out"]
-        self._arrays: list[np.ndarray | None] = [None] * len(bucket.segments)
+        self._arrays: list[Any] = [None] * len(bucket.segments)
 
-    def put(self, i: int, target: np.ndarray) -> None:
+    def put(self, i: int, target: Any) -> None:
         self._arrays[i] = target
-        self._addresses[i] = target.ctypes.data
+        self._addresses[i] = address(target)
 
     def clear(self) -> None:
         self._arrays = [None] * len(self._arrays)

@@ -35,6 +35,7 @@ class ReferenceKernels(ComposedKernels):
 
     name = "reference"
     array_kind = "numpy"
+    takes_tensors = False
 
     def new(self, numel: int) -> np.ndarray:
         return np.zeros(numel, np.float32)

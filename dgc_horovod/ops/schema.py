@@ -149,6 +149,7 @@ class Kernels(Protocol):
 
     name: str
     array_kind: str  # "numpy" or "torch": what an Array is; those of torch also have from_dlpack and to_dlpack
+    takes_tensors: bool  # whether gradients and targets may be torch tensors too: contiguous, on the host, of any shape
     coder: Coder
 
     # -- arrays

@@ -45,6 +45,7 @@ class TorchEagerKernels(ComposedKernels):
 
     name = "torch_eager"
     array_kind = "torch"
+    takes_tensors = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

@@ -160,10 +160,10 @@ class GradientExchange:
             feed, decay = (_WHOLE, 0.0) if run.engine.bucket.whole else feed_of(p)
             array = self._aim(run, i, p)
             if array is None or decay:
-                gradient = self._gradient(p).reshape(-1).to(torch.float32)
+                gradient = self._gradient(p).contiguous().to(torch.float32)
                 if decay:
-                    gradient = gradient + p.detach().reshape(-1).float() * (decay * self._loss_scale())
-                array = _as_array(gradient, kernels)
+                    gradient = gradient + p.detach().contiguous().float() * (decay * self._loss_scale())
+                array = _handed(gradient, kernels)
             run.engine.offer(i, array, feed)
 
     def _launch(self, run: _BucketStep, clip: float) -> None:
@@ -201,7 +201,7 @@ class GradientExchange:
 
     def _square(self, gradient: torch.Tensor) -> float:
         kernels = self._kernels_of(gradient)
-        return kernels.sums(_as_array(gradient.reshape(-1).to(torch.float32), kernels))[1]
+        return kernels.sums(_flat_array(gradient.contiguous().to(torch.float32), kernels))[1]
 
     # -- gradients out
 
@@ -230,12 +230,14 @@ class GradientExchange:
         Returns:
             That memory as an array, if the update goes there.
         """
-        target = _flat_memory(p)
-        run.narrow |= target is None
-        fits = target is not None and self._is_first_in(target)
-        if target is None or not fits:
+        target = p.grad
+        assert target is not None
+        plain = not target.is_sparse and target.dtype == torch.float32 and target.is_contiguous()
+        run.narrow |= not plain
+        fits = plain and self._is_first_in(target)
+        if not fits:
             target = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
-        array = _as_array(target, run.engine.kernels)
+        array = _handed(target, run.engine.kernels)
         run.targets.append(target)
         run.engine.targets.put(i, array)
         return array if fits else None
@@ -308,14 +310,6 @@ class GradientExchange:
             torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))
 
 
-def _flat_memory(p: Parameter) -> torch.Tensor | None:
-    """The memory of ``p.grad`` as a vector, if what is exchanged can be read and put together there."""
-    grad = p.grad
-    if grad is None or grad.is_sparse or grad.dtype != torch.float32 or not grad.is_contiguous():
-        return None
-    return grad.detach().view(-1)
-
-
 def _norm(parameters: Iterable[Parameter]) -> float:
     """L2 norm of every dense ``p.grad`` together."""
     grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
@@ -323,9 +317,18 @@ def _norm(parameters: Iterable[Parameter]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
 
 
-def _as_array(x: torch.Tensor, kernels: Kernels) -> Any:
-    return x.numpy() if kernels.array_kind == "numpy" else x
+def _handed(x: torch.Tensor, kernels: Kernels) -> Any:
+    """A contiguous tensor as `kernels` take gradients and targets."""
+    return x if kernels.takes_tensors else _flat_array(x, kernels)
+
+
+def _flat_array(x: torch.Tensor, kernels: Kernels) -> Any:
+    """A contiguous tensor as an Array of `kernels`."""
+    flat = x.detach().view(-1)
+    return flat.numpy() if kernels.array_kind == "numpy" else flat
 
 
 def _is_in(target: torch.Tensor, grad: torch.Tensor) -> bool:
+    if target is grad:
+        return True
     return not grad.is_sparse and target.data_ptr() == grad.data_ptr() and grad.is_contiguous()
