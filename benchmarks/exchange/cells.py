@@ -1,0 +1,117 @@
+"""One cell of the study: model, number of hosts, rate; all methods in one launch. Cells are kept as they come."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ranks
+from benchmarks.exchange.worker import Order
+from benchmarks.netlab import Lab
+from benchmarks.report import environment
+from benchmarks.shapes import SHAPES, numel
+
+HERE = "here"  # the rate of ranks on this machine, with no emulated hosts
+_TIMEOUT_SECONDS = 3_000
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one launch measures.
+
+    Args:
+        model: whose shapes.
+        workers: N, one on each host.
+        rate: of the hosts' links, nominal.
+    """
+
+    model: str
+    workers: int
+    rate: str
+
+    @property
+    def key(self) -> str:
+        """Its name in the file of results."""
+        return f"{self.model}, N={self.workers}, {self.rate}"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The cells that have been measured, by their keys."""
+    return json.loads(file.read_text()) if file.exists() else {}  # type: ignore[no-any-return]
+
+
+def keep(file: Path, cell: Cell, figures: dict[str, Any]) -> None:
+    """Put the figures of one cell into the file of results."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(dict(sorted({**read(file), cell.key: figures}.items())), indent=1) + "\n")
+
+
+def measure(cell: Cell, order: Order, hosts: Lab | None, launches: int) -> dict[str, Any]:
+    """Launch the ranks of a cell, and again, so that no moment of a noisy machine decides; wait for them.
+
+    Args:
+        cell: what to measure.
+        order: for the ranks; its folder has the model's gradients.
+        hosts: that are up; None: ranks on this machine.
+        launches: how many; the steps of all count alike.
+
+    Raises:
+        LaunchError: a launch failed or did not end; nothing of it is left running.
+    """
+    link = [hosts.one_way(), *_both_ways(hosts)] if hosts else []
+    found = [_launch(cell, order, hosts) for _ in range(launches)]
+    return {
+        "environment": environment(),
+        "link_mbit": [round(rate) for rate in link],
+        "density": order.density,
+        "rows": [_row(cell, name, [[rank[name] for rank in one] for one in found]) for name in order.methods],
+    }
+
+
+def _launch(cell: Cell, order: Order, hosts: Lab | None) -> list[dict[str, Any]]:
+    """Each rank's figures, by the names of the methods."""
+    ranks.launch("benchmarks.exchange.worker", [json.dumps(asdict(order))], cell.workers, hosts, _TIMEOUT_SECONDS)
+    files = [Path(order.folder, f"rank{rank}.json") for rank in range(cell.workers)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _both_ways(hosts: Lab) -> list[float]:
+    """The rate of a link whose two directions are busy, as in a ring."""
+    return hosts.measure([(1, 2), (2, 1)])
+
+
+def _row(cell: Cell, method: str, launches: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """What JSON has of a method: a step is over when the slowest rank has finished it."""
+    steps = [[max(times) for times in zip(*(rank["ms"] for rank in one), strict=True)] for one in launches]
+    ordered, every = sorted(itertools.chain(*steps)), list(itertools.chain(*launches))
+    shapes = SHAPES[cell.model]()
+    phases = {name: [ms for rank in every for ms in rank["phases_ms"][name]] for name in every[0]["phases_ms"]}
+    return {
+        "what": "exchange",
+        "model": cell.model,
+        "parameters": numel(shapes),
+        "tensors": len(shapes),
+        "workers": cell.workers,
+        "rate": cell.rate,
+        "method": method,
+        "steps": len(ordered),
+        "ms": {f"p{percent}": round(_percentile(ordered, percent), 3) for percent in (10, 50, 90)},
+        "launch_medians_ms": [round(statistics.median(each), 3) for each in steps],
+        "backward_ms": round(statistics.median(ms for rank in every for ms in rank["backward_ms"]), 3),
+        "phases_ms": {name: round(statistics.median(values), 3) for name, values in phases.items()},
+        "bytes": round(statistics.mean(rank["bytes"] for rank in every)),
+        "checked": every[0]["checked"],
+    }
+
+
+def _percentile(ordered: Sequence[float], percent: int) -> float:
+    """Of a sorted sequence, by linear interpolation."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,140 @@
+"""One rank of `benchmarks.exchange`: every method in turn on one model's shapes; writes its figures to a file.
+
+horovodrun -np 2 python -m benchmarks.exchange.worker '{"model": "resnet50", ...}'
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from benchmarks.exchange.check import checked_step
+from benchmarks.exchange.gradients import Gradients
+from benchmarks.exchange.methods import METHODS, Method
+from benchmarks.shapes import SHAPES
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ranks of one launch are to do.
+
+    Args:
+        model: whose shapes.
+        methods: names of methods, in order.
+        density: of those that compress.
+        seconds: that the timed steps of a method should take.
+        warm_up: steps before them, where a step is short.
+        steps: at most as many are timed.
+        folder: with the gradients; each rank's figures go there too.
+        master: address of rank 0, for torch.distributed.
+    """
+
+    model: str
+    methods: tuple[str, ...]
+    density: float
+    seconds: float
+    warm_up: int
+    steps: int
+    folder: str
+    master: str
+
+
+class Clock:
+    """Steps of one method, timed: each begins on all ranks at once."""
+
+    def __init__(self, method: Method, gradients: Gradients) -> None:
+        self.method, self.gradients, self.number = method, gradients, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """What has been timed so far does not count."""
+        self.milliseconds: list[float] = []
+        self.backward: list[float] = []
+        self.phases: dict[str, list[float]] = {name: [] for name in self.method.phases()}
+
+    def run(self, steps: int) -> None:
+        """`steps` more."""
+        for _ in range(steps):
+            self.method.clear()
+            loss = self.method.forward(self.gradients.of(hvd.rank(), self.number))
+            before = self.method.phases()
+            hvd.barrier()
+            start = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+            handed_over = time.perf_counter()
+            self.method.finish()
+            self.milliseconds.append(1e3 * (time.perf_counter() - start))
+            self.backward.append(1e3 * (handed_over - start))
+            for name, seconds in self.method.phases().items():
+                self.phases[name].append(1e3 * (seconds - before[name]))
+            self.number += 1
+
+    def longest(self) -> float:
+        """Seconds of the last step, on the slowest rank."""
+        return float(hvd.allgather(torch.tensor([self.milliseconds[-1]]), name="longest").max()) / 1e3
+
+
+def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
+    """The figures of one method on this rank."""
+    method = METHODS[name](SHAPES[order.model](), order.density)
+    clock = Clock(method, gradients)
+    clock.run(1)  # says how long a step takes, although what is set up once is in it
+    clock.run(min(order.warm_up, int(order.seconds / clock.longest())))
+    checked = checked_step(method, gradients, hvd.rank(), hvd.size(), clock.number)
+    steps = max(1, min(order.steps, int(order.seconds / clock.longest())))
+    clock.forget()
+    sent = _bytes_out()
+    clock.run(steps)
+    return {
+        "ms": clock.milliseconds,
+        "backward_ms": clock.backward,
+        "phases_ms": clock.phases,
+        "bytes": (_bytes_out() - sent) / steps,
+        "checked": checked,
+    }
+
+
+def _bytes_out() -> int:
+    """Bytes that have left this host; on the loopback, that have left the machine's ranks together."""
+    table = Path("/proc/self/net/dev").read_text()
+    found = {line[1]: int(line[2].split()[8]) for line in re.finditer(r"^ *(\w+): *(.*)$", table, re.MULTILINE)}
+    return found.get("eth0", found["lo"])
+
+
+def main() -> None:
+    """All methods of the order, one after another."""
+    words = json.loads(sys.argv[1])
+    order = Order(**{**words, "methods": tuple(words["methods"])})
+    hvd.init()
+    torch.set_num_threads(1)
+    if any("DDP" in name for name in order.methods):
+        address = f"tcp://{order.master}:29400"
+        torch.distributed.init_process_group("gloo", address, world_size=hvd.size(), rank=hvd.rank())
+    gradients = Gradients(Path(order.folder), [shape for _, shape in SHAPES[order.model]()])
+    figures = {}
+    for name in order.methods:
+        if hvd.rank() == 0:
+            print(f"METHOD {name}", flush=True)
+        figures[name] = measure(name, order, gradients)
+        gc.collect()  # the next one needs the memory
+        # and connections of its own: after seconds of dense gradients the same ones are slower for all that follows
+        hvd.shutdown()
+        hvd.init()
+    Path(order.folder, f"rank{hvd.rank()}.json").write_text(json.dumps(figures))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

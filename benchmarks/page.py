@@ -1,0 +1,156 @@
+"""Makes docs/benchmarks.md and README's table and plot from the JSON of the studies: ``python -m benchmarks.page``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import plots, scaling
+from benchmarks.exchange import tables
+from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
+from benchmarks.plots import IMAGES, TITLES
+from benchmarks.report import RESULTS, ROOT, markdown, write_into_page
+from benchmarks.training import analysis, runs
+from benchmarks.training import tables as tables_of_training
+
+PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+_SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
+# What the project has promised: model, hosts, rate, slower method, how many times
+PROMISES = (
+    ("resnet50", 2, "1gbit", "dense", 30),
+    ("resnet50", 2, "1gbit", "fp16", 20),
+    ("resnet50", 2, "1gbit", "published DGC", 6),
+    ("vgg16", 2, "1gbit", "dense", 30),
+    ("vgg16", 2, "1gbit", "published DGC", 11),
+    ("resnet50", 2, "10gbit", "dense", 10),
+    ("resnet50", 4, "1gbit", "dense", 30),
+)
+
+
+def exchange_rows() -> list[Row]:
+    """Every row of the exchange study."""
+    kept = json.loads((RESULTS / "exchange.json").read_text())
+    return [row for cell in kept.values() for row in cell["rows"]]
+
+
+def cell(rows: Sequence[Row], model: str, workers: int, rate: str | None = None) -> list[Row]:
+    """The rows of one model and one N, and of one rate if it is given."""
+    return [
+        row
+        for row in rows
+        if (row["model"], row["workers"]) == (model, workers) and rate in (None, row["rate"])
+    ]  # fmt: skip
+
+
+def promises(rows: Sequence[Row]) -> str:
+    """What was to be shown, and what was measured."""
+    lines = []
+    for model, workers, rate, method, times in PROMISES:
+        mine = cell(rows, model, workers, rate)
+        own, other = median(mine, "dgc", rate), median(mine, method, rate)
+        if own and other:
+            name = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}: than {method}"
+            spread = " – ".join(milliseconds(_step(mine, "dgc")["ms"][part]) for part in ("p10", "p90"))
+            lines.append([name, milliseconds(other), milliseconds(own), spread, ratio(other, own), f"{times}×"])
+    return markdown(["dgc is faster", "ms", "dgc, ms", "its 10th – 90th percentile", "times", "aim"], lines)
+
+
+def _step(rows: Sequence[Row], method: str) -> Row:
+    return next(row for row in rows if row["method"] == method)
+
+
+def links(kept: dict[str, Any]) -> str:
+    """What the shaped links carry: nominal rate, one way alone, and each way with both busy."""
+    found: dict[str, list[list[float]]] = {}
+    for key, each in kept.items():
+        if each["link_mbit"]:
+            found.setdefault(key.rsplit(", ", 1)[1], []).append(each["link_mbit"])
+    lines = [
+        [NAMES[rate], *(f"{statistics.median(column):,.0f}" for column in zip(*found[rate], strict=True))]
+        for rate in NAMES
+        if rate in found
+    ]
+    return markdown(["nominal", "one way alone, Mbit/s", "there, both ways busy", "back, both ways busy"], lines)
+
+
+def losses(rows: Sequence[Row]) -> str:
+    """Where dgc is no faster than the better of dense and fp16, in words."""
+    worse = []
+    for model, workers, rate in dict.fromkeys((row["model"], row["workers"], row["rate"]) for row in rows):
+        mine = cell(rows, model, workers, rate)
+        own = median(mine, "dgc", rate)
+        others = [time for name in ("dense", "fp16") if (time := median(mine, name, rate))]
+        if own and others and own >= min(others):
+            place = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}"
+            worse.append(f"{place} ({milliseconds(own)} against {milliseconds(min(others))} ms)")
+    return "In no cell measured." if not worse else "; ".join(worse) + "."
+
+
+def exchange_page(rows: Sequence[Row], kept: dict[str, Any]) -> None:
+    """The parts of the page that the exchange study fills."""
+    write_into_page(PAGE, "promises", promises(rows))
+    write_into_page(PAGE, "links", links(kept))
+    write_into_page(PAGE, "losses", losses(rows))
+    cells = [(model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
+    write_into_page(
+        PAGE, "exchange", "\n\n".join(tables.times(cell(rows, *each)) for each in cells) + f"\n\n{_SECTION}"
+    )
+    ours = [row for row in rows if row["method"] in ("dgc", "published DGC") and row["workers"] == 2]
+    write_into_page(PAGE, "phases", tables.phases(ours, "1gbit"))
+    plots.step_times(rows, ["resnet50", "vgg16", "bert-base"], 2, IMAGES / "step_time.svg")
+    plots.bytes_sent(rows, IMAGES / "bytes.svg")
+    density = next(iter(kept.values()))["density"]
+    plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], density, IMAGES / "efficiency.svg")
+    write_into_page(PAGE, "efficiency", _efficiency(rows, density))
+
+
+def _efficiency(rows: Sequence[Row], density: float) -> str:
+    lines = []
+    for rate in ("1gbit", "10gbit"):
+        mine = [row for row in rows if (row["model"], row["rate"]) == ("resnet50", rate)]
+        for method in ("dense", "dgc"):
+            known = {**scaling.measured(mine, method), **scaling.modelled(mine, method, density)}
+            shown = [f"{scaling.efficiency(known[n]):.0%}" if n in known else "" for n in (2, 4, 8, *scaling.MODELLED)]
+            lines.append([f"{NAMES[rate]}, {method}", *shown])
+    head = ["", *(f"N = {n}" for n in (2, 4, 8)), *(f"N = {n}, modelled" for n in scaling.MODELLED)]
+    return markdown(head, lines)
+
+
+def readme_table(rows: Sequence[Row]) -> str:
+    """README's table: one line a model, N = 2, 1 Gbps."""
+    lines = []
+    for model in TITLES:
+        mine = cell(rows, model, 2, "1gbit")
+        if mine:
+            own, dense = median(mine, "dgc", "1gbit"), median(mine, "dense", "1gbit")
+            shown = [milliseconds(median(mine, m, "1gbit")) for m in ("dense", "fp16", "published DGC", "dgc")]
+            sent = _step(mine, "dense")["bytes"] / _step(mine, "dgc")["bytes"]
+            name = f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.0f} M"
+            lines.append([name, *shown, ratio(dense, own), f"{sent:,.0f}×"])
+    head = ["ms a step to exchange", "dense", "fp16", "published DGC", "dgc", "faster than dense", "fewer bytes"]
+    return markdown(head, lines)
+
+
+def training_page() -> None:
+    """The part of the page that the training study fills."""
+    study = runs.load()
+    text = f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`."
+    write_into_page(PAGE, "training", text)
+    plots.quality(analysis.curves(study["runs"]), 2, IMAGES / "quality.svg")
+
+
+def main() -> None:
+    """Everything for which there are results."""
+    kept = json.loads((RESULTS / "exchange.json").read_text())
+    rows = exchange_rows()
+    exchange_page(rows, kept)
+    write_into_page(README, "benchmarks", readme_table(rows))
+    if runs.KEPT.exists():
+        training_page()
+    print(f"{PAGE.relative_to(ROOT)}, {README.relative_to(ROOT)} and their plots are made anew")
+
+
+if __name__ == "__main__":
+    main()

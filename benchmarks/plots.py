@@ -1,0 +1,153 @@
+"""The plots of docs/benchmarks.md, drawn from the JSON of the studies; matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import scaling
+from benchmarks.exchange.tables import NAMES, median
+from benchmarks.report import ROOT
+from benchmarks.training.analysis import Curve
+from benchmarks.training.tasks import TASKS
+
+IMAGES = ROOT / "docs" / "images"
+TITLES = {
+    "resnet50": "ResNet-50",
+    "vgg16": "VGG-16",
+    "alexnet": "AlexNet",
+    "lstm-ptb": "LSTM, PTB",
+    "bert-base": "BERT-base",
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "dense": {"color": "#444444", "marker": "o"},
+    "fp16": {"color": "#999999", "marker": "o"},
+    "torch DDP, PowerSGD 2": {"color": "#e69f00", "marker": "s", "linestyle": ":"},
+    "published DGC": {"color": "#d55e00", "marker": "s"},
+    "dgc": {"color": "#0072b2", "marker": "D", "linewidth": 2.2},
+    "dgc, gaussian": {"color": "#009e73", "marker": "D"},
+    "gaussian": {"color": "#009e73", "marker": "D"},
+    "no exchange": {"color": "#bbbbbb", "marker": "", "linestyle": "--"},
+}
+_SHOWN = ("dense", "fp16", "torch DDP, PowerSGD 2", "published DGC", "dgc", "no exchange")
+
+Row = dict[str, Any]
+
+
+def step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: Path) -> None:
+    """Time of the exchange over the link's rate, a panel a model.
+
+    Args:
+        rows: of the exchange study.
+        models: one panel each.
+        workers: N.
+        file: to write.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(
+        1, len(models), figsize=(4.2 * len(models), 3.8), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, model in zip(panels[0], models, strict=True):
+        mine = [row for row in rows if (row["model"], row["workers"]) == (model, workers)]
+        rates = [rate for rate in NAMES if any(row["rate"] == rate for row in mine) and rate != "here"]
+        for method in _SHOWN:
+            points = [(at, median(mine, method, rate)) for at, rate in enumerate(rates)]
+            points = [point for point in points if point[1] is not None]
+            if points:
+                axes.semilogy(*zip(*points, strict=True), label=method, **{**STYLES[method], "markersize": 5})
+        axes.set_xticks(range(len(rates)), [NAMES[rate] for rate in rates])
+        axes.set_title(f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.1f} M parameters", fontsize=10)
+        axes.grid(alpha=0.3, which="major")
+    panels[0][0].set_ylabel("milliseconds a step")
+    panels[0][-1].legend(frameon=False, fontsize=8)
+    _save(figure, file)
+
+
+def bytes_sent(rows: Sequence[Row], file: Path) -> None:
+    """Bytes that leave a host in a step, a group of bars a model; N = 2."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
+    mine = [row for row in rows if row["workers"] == 2]
+    models = [model for model in TITLES if any(row["model"] == model for row in mine)]
+    shown = [method for method in _SHOWN if method != "no exchange"]
+    for place, method in enumerate(shown):
+        for at, model in enumerate(models):
+            sent = next((r["bytes"] for r in mine if (r["model"], r["method"]) == (model, method)), None)
+            if sent:
+                label = method if at == 0 else None
+                axes.bar(at + (place - 2) * 0.17, sent, 0.16, color=STYLES[method]["color"], label=label)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(models)), [TITLES[model] for model in models])
+    axes.set_ylabel("bytes a step, from each host")
+    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
+    _save(figure, file)
+
+
+def efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: float, file: Path) -> None:
+    """Scaling efficiency over N, a panel a rate: measured (points) and modelled (dashed)."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(
+        1, len(rates), figsize=(4.2 * len(rates), 3.4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, rate in zip(panels[0], rates, strict=True):
+        mine = [row for row in rows if (row["model"], row["rate"]) == (model, rate)]
+        for method in ("dense", "fp16", "published DGC", "dgc"):
+            style = {**STYLES[method], "markersize": 5}
+            found = {n: 100 * scaling.efficiency(ms) for n, ms in scaling.measured(mine, method).items()}
+            axes.semilogx(*zip(*found.items(), strict=True), label=method, **style)
+            if method in ("dense", "dgc"):
+                guess = {n: 100 * scaling.efficiency(ms) for n, ms in scaling.modelled(mine, method, density).items()}
+                dashed = {**style, "linestyle": "--", "markerfacecolor": "white", "linewidth": 1.2}
+                axes.semilogx(*zip(*guess.items(), strict=True), label=f"{method}, modelled", **dashed)
+        axes.set_xticks((2, 4, 8, *scaling.MODELLED), map(str, (2, 4, 8, *scaling.MODELLED)))
+        axes.minorticks_off()
+        axes.set_ylim(0, 100)
+        axes.set_xlabel("hosts, N")
+        axes.set_title(f"{TITLES[model]}, {NAMES[rate]}", fontsize=10)
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("scaling efficiency, %")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    _save(figure, file)
+
+
+def quality(curves: Sequence[Curve], hosts: int, file: Path) -> None:
+    """Quality over training time, a row a task and a column a rate; a line a seed, dotted the target of the first.
+
+    Args:
+        curves: of the training study.
+        hosts: N.
+        file: to write.
+    """
+    import matplotlib.pyplot as plt
+
+    mine = [curve for curve in curves if curve.hosts == hosts]
+    tasks, rates = (list(dict.fromkeys(getattr(curve, name) for curve in mine)) for name in ("task", "rate"))
+    figure, panels = plt.subplots(
+        len(tasks), len(rates), figsize=(5.2 * len(rates), 3.2 * len(tasks)), layout="constrained", squeeze=False
+    )
+    for task, line in zip(tasks, panels, strict=True):
+        for rate, axes in zip(rates, line, strict=True):
+            for curve in (curve for curve in mine if (curve.task, curve.rate) == (task, rate)):
+                first = curve.seed == mine[0].seed
+                style = {"color": STYLES[curve.method]["color"], "label": curve.method if first else None}
+                axes.semilogx(curve.seconds, curve.quality, linewidth=1.2, **style)
+                if first and curve.method == "dense":
+                    axes.axhline(curve.target, color="0.6", linestyle=":", linewidth=1)
+            axes.set_title(f"{task}, {hosts} hosts, {NAMES[rate]}", fontsize=10)
+            axes.set_xlabel("seconds of training")
+            axes.grid(alpha=0.3)
+        line[0].set_ylabel(TASKS[task].unit)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    _save(figure, file)
+
+
+def _save(figure: Any, file: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)

@@ -1,0 +1,60 @@
+"""Starts one rank on each emulated host, or all of them on this machine, by ``horovodrun``; nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.netlab import Lab
+from benchmarks.report import ROOT
+
+
+class LaunchError(RuntimeError):
+    """A launch that failed or took too long, with the end of what it printed."""
+
+
+def launch(module: str, arguments: Sequence[str], ranks: int, hosts: Lab | None, seconds: float) -> None:
+    """Run ``python -m module`` on every rank, over Gloo, each on one thread.
+
+    Args:
+        module: what to run.
+        arguments: its words.
+        ranks: how many; as many as hosts, where there are any.
+        hosts: the lab that is up, or None for ranks on this machine.
+        seconds: then it is killed with all that it started.
+
+    Raises:
+        LaunchError: it failed or took too long; nothing of it is left running.
+    """
+    where = ["-H", hosts.slots] if hosts else []
+    command = ["horovodrun", "--gloo", "-np", str(ranks), *where, sys.executable, "-m", module, *arguments]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    try:
+        if hosts:
+            # torch.distributed looks for the address of the machine's name, which each host has its own of
+            ended = hosts.run(1, command, seconds, {**variables, "GLOO_SOCKET_IFNAME": "eth0"})
+            status, said = ended.returncode, ended.stdout + ended.stderr
+        else:
+            status, said = _here(command, variables, seconds)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{' '.join(command)}: not done after {seconds:.0f} s, killed") from None
+    if status:
+        raise LaunchError(f"{' '.join(command)}: exit {status}\n{said[-4000:]}")
+
+
+def _here(command: list[str], variables: dict[str, str], seconds: float) -> tuple[int, str]:
+    with subprocess.Popen(
+        command, env={**os.environ, **variables}, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # horovodrun's ranks are sessions of their own, and end with it
+            raise
+    return process.returncode, said

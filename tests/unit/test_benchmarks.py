@@ -1,0 +1,94 @@
+"""The arithmetic of the benchmarks, and that the pages say what the files of results say."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from benchmarks import page, scaling
+from benchmarks.exchange import gradients, tables
+from benchmarks.exchange.cells import _percentile
+from benchmarks.report import RESULTS
+from benchmarks.shapes import SHAPES, numel
+
+PARAMETERS = {
+    "resnet50": (161, 25_557_032),
+    "vgg16": (32, 138_357_544),
+    "alexnet": (16, 61_100_840),
+    "lstm-ptb": (11, 66_034_000),
+    "bert-base": (199, 109_482_240),
+}
+
+
+def row(method: str, workers: int, ms: float, rate: str = "1gbit", **more):
+    """What the exchange study keeps of a method."""
+    phases = {"compress": 15.0, "decode": 6.0, "wait": 2.0} if method == "dgc" else {}
+    return {
+        "model": "resnet50", "parameters": 25_557_032, "workers": workers, "rate": rate, "method": method,
+        "ms": {"p10": 0.9 * ms, "p50": ms, "p90": 1.1 * ms}, "phases_ms": phases, "bytes": 10**6, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_shapes_are_those_of_the_model(model):
+    shapes = SHAPES[model]()
+    assert (len(shapes), numel(shapes)) == PARAMETERS[model]
+    assert len({name for name, _ in shapes}) == len(shapes)
+
+
+def test_gradients_differ_over_ranks_and_steps_but_not_over_calls(tmp_path):
+    shapes = [(30, 40), (7,)]
+    gradients.write(tmp_path, [math.prod(shape) for shape in shapes])
+    source = gradients.Gradients(tmp_path, shapes)
+    first = source.of(rank=0, step=0)
+    assert [tuple(g.shape) for g in first] == shapes
+    assert all((a == b).all() for a, b in zip(first, source.of(0, 0), strict=True))
+    for other in (source.of(1, 0), source.of(0, 1)):
+        assert all((a != b).any() for a, b in zip(first, other, strict=True))
+    assert len({g.untyped_storage().data_ptr() for g in first}) == len(shapes)  # as a backward pass leaves them
+
+
+def test_percentiles_interpolate():
+    assert [_percentile([1.0, 2.0, 3.0, 4.0], p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
+    assert _percentile([7.0], 90) == 7.0
+
+
+def test_times_are_compared_with_dense_of_the_same_rate():
+    rows = [
+        row("dense", 2, 1000.0),
+        row("dgc", 2, 25.0),
+        row("dense", 2, 300.0, "10gbit"),
+        row("dgc", 2, 20.0, "10gbit"),
+    ]
+    lines = tables.times(rows).splitlines()
+    assert lines[0] == "| resnet50, N = 2 | sent a step | 1 Gbps | 10 Gbps |"
+    assert lines[3] == "| dgc | 1,000 kB | 25.0 (40×) | 20.0 (15×) |"
+
+
+def test_the_model_of_scaling_continues_what_was_measured():
+    ring = {n: 2 * (n - 1) / n * 4 * 25_557_032 * 8 / 1e9 * 1e3 / 0.8 for n in (2, 4, 8)}  # 0.8 of the link
+    rows = [row("dense", n, ms) for n, ms in ring.items()] + [row("dgc", 2, 25.0)]
+    dense, dgc = (scaling.modelled(rows, method, 0.001) for method in ("dense", "dgc"))
+    assert list(dense) == list(dgc) == list(scaling.MODELLED)
+    assert ring[8] < dense[16] < dense[64] < 8 / 7 * ring[8]  # a ring's volume hardly grows any more
+    assert 25.0 < dgc[16] < dgc[32] < dgc[64] < dense[64]  # gathered packets do
+    assert scaling.efficiency(200.0, 200.0) == 0.5
+
+
+def test_losses_are_named():
+    rows = [row("dense", 2, 10.0), row("fp16", 2, 8.0), row("dgc", 2, 9.0)]
+    assert page.losses(rows) == "ResNet-50, N = 2, 1 Gbps (9.0 against 8.0 ms)."
+    assert page.losses([row("dense", 2, 10.0), row("dgc", 2, 9.0)]) == "In no cell measured."
+
+
+def test_pages_show_what_was_measured():
+    """As after `python -m benchmarks.page`."""
+    kept = json.loads((RESULTS / "exchange.json").read_text())
+    rows = page.exchange_rows()
+    text = page.PAGE.read_text()
+    for table in (page.promises(rows), page.links(kept), page.losses(rows)):
+        assert table in text
+    assert page.readme_table(rows) in page.README.read_text()
+    assert all(row["checked"] for row in rows)
