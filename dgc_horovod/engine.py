@@ -136,7 +136,8 @@ class BucketEngine:
 
         Args:
             i: its number in the bucket.
-            gradient: flat float32 Array; read by `compress`, and must not change before.
+            gradient: flat float32 Array, or what `Kernels.takes_tensors` allows; read by `compress`, and must not
+                change before.
             feed: how it enters the residual.
         """
         if isinstance(feed, MomentumFeed) and feed.momentum:

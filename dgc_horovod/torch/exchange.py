@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,7 +91,7 @@ class GradientExchange:
         self._place = {p: (run, i) for run in self._runs for i, p in enumerate(run.parameters)}
         dense = {parameters[name]: name for name in self.buckets.layout.dense}
         self._dense_path = DensePath(dense, collectives, settings, half=config.dense_values == "fp16")
-        self._launched: list[_BucketStep] = []  # whose exchange is under way
+        self._launched: deque[_BucketStep] = deque()  # whose exchange is under way
         self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
 
     def _kernels_of(self, p: Parameter) -> Kernels:
@@ -139,9 +140,17 @@ class GradientExchange:
                 self._launch(place[0], 1.0)
         return partial(self._dense_path.result, p) if place is None else partial(self._result, p, *place)
 
+    def _grad(self, p: Parameter) -> torch.Tensor:
+        """``p.grad``, which must be there from its hook to the end of the step."""
+        if p.grad is None:
+            raise UnsupportedUse(
+                f"the gradient of {self.names[p]!r} was removed between backward() and step() (model.zero_grad()?); "
+                "its exchange was under way. Clear gradients after step(), or before backward()"
+            )
+        return p.grad
+
     def _gradient(self, p: Parameter) -> torch.Tensor:
-        grad = p.grad
-        assert grad is not None
+        grad = self._grad(p)
         if grad.is_sparse:
             if not self.settings.sparse_as_dense:
                 raise UnsupportedUse(
@@ -155,7 +164,8 @@ class GradientExchange:
 
     def _offer(self, run: _BucketStep, feed_of: FeedOf) -> None:
         """Give the engine every gradient of a bucket."""
-        kernels = run.engine.kernels
+        kernels, run.arrived = run.engine.kernels, 0
+        run.targets.clear()
         for i, p in enumerate(run.parameters):
             feed, decay = (_WHOLE, 0.0) if run.engine.bucket.whole else feed_of(p)
             array = self._aim(run, i, p)
@@ -167,7 +177,7 @@ class GradientExchange:
             run.engine.offer(i, array, feed)
 
     def _launch(self, run: _BucketStep, clip: float) -> None:
-        engine, run.arrived = run.engine, 0
+        engine = run.engine
         message = self.buckets.compress(engine, clip, self._loss_scale())
         payload, name = torch.from_numpy(message.payload), f"bucket{engine.bucket.index}"
         if message.scattered:
@@ -208,21 +218,18 @@ class GradientExchange:
     def _result(self, p: Parameter, run: _BucketStep, i: int) -> torch.Tensor:
         if run.finite is None:
             self._decode_launched()
-        grad, target = p.grad, run.targets[i]
-        if grad is None:
-            raise UnsupportedUse(
-                f"the gradient of {self.names[p]!r} was removed between backward() and step() (model.zero_grad()?); "
-                "its exchange was under way. Clear gradients after step(), or before backward()"
-            )
+        assert run.finite is not None
+        grad, target = self._grad(p), run.targets[i]
         return grad if _is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
 
     def _decode_launched(self) -> None:
         """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
-        for run in self._launched:
+        while self._launched:  # after an error the rest can still be waited for
+            run = self._launched[0]
             assert run.pending is not None
             received = self.collectives.wait(run.pending).numpy()
             run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
-        self._launched.clear()
+            self._launched.popleft()
 
     def _aim(self, run: _BucketStep, i: int, p: Parameter) -> Any:
         """Say where the update of `p` is put together: in the memory of ``p.grad``, or beside it if that does not do.
@@ -230,9 +237,8 @@ class GradientExchange:
         Returns:
             That memory as an array, if the update goes there.
         """
-        target = p.grad
-        assert target is not None
-        plain = not target.is_sparse and target.dtype == torch.float32 and target.is_contiguous()
+        target = self._grad(p).detach()  # it keeps the memory, should the script give p.grad another
+        plain = _is_plain(target)
         run.narrow |= not plain
         fits = plain and self._is_first_in(target)
         if not fits:
@@ -310,6 +316,13 @@ class GradientExchange:
             torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))
 
 
+def _is_plain(grad: torch.Tensor) -> bool:
+    """Whether kernels can read and write `grad` by its address: fp32, every element in its place."""
+    if type(grad) is not torch.Tensor or grad.is_sparse or grad.is_neg():
+        return False
+    return grad.dtype == torch.float32 and grad.is_contiguous()
+
+
 def _norm(parameters: Iterable[Parameter]) -> float:
     """L2 norm of every dense ``p.grad`` together."""
     grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
@@ -329,6 +342,4 @@ def _flat_array(x: torch.Tensor, kernels: Kernels) -> Any:
 
 
 def _is_in(target: torch.Tensor, grad: torch.Tensor) -> bool:
-    if target is grad:
-        return True
     return not grad.is_sparse and target.data_ptr() == grad.data_ptr() and grad.is_contiguous()

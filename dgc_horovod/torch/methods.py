@@ -173,7 +173,10 @@ class CompressedMethods:
 
     def _check_nothing_unfrozen(self: Any) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
-        for p in self._dgc_frozen:
+        late = self._dgc_frozen
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._dgc_group_of):
+            late = [p for group in self.param_groups for p in group["params"] if p not in self._requires_update]
+        for p in late:
             if p.requires_grad:
                 raise UnsupportedUse(
                     f"{self._parameter_names[p]!r} did not require a gradient when the optimizer was wrapped and "

@@ -26,7 +26,7 @@ _log = logging.getLogger("dgc_horovod")
 Group = dict[str, Any]
 Parameter = torch.Tensor
 States = Mapping[Parameter, dict[str, Any]]  # of an optimizer
-_momentum_feed = functools.cache(MomentumFeed)  # one for all tensors of a group
+_momentum_feed = functools.lru_cache(maxsize=16)(MomentumFeed)  # one for all tensors of a group
 
 
 class PlainUpdate:

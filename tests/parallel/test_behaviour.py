@@ -13,7 +13,7 @@ pytestmark = pytest.mark.parallel
 CASES = [
     "hand_tables", "loss_scaling", "clipping", "epochs_observed", "low_precision",
     "larger_batch_identity", "synchronize_twice", "cast_after_wrapping", "channels_last_clipped", "resume_on_rank_zero",
-    "step_hooks", "half_overflow",
+    "step_hooks", "half_overflow", "other_memory",
 ]  # fmt: skip
 
 
@@ -61,6 +61,11 @@ def test_epoch_is_observed(ranks):
 def test_synchronize_twice_is_once(ranks):
     for rank in ranks:
         assert len(set(rank["behaviour.synchronize_twice"]["fingerprints"])) == 1
+
+
+def test_memory_given_to_a_gradient_during_its_exchange_counts_for_nothing(ranks):
+    found = {text for rank in ranks for text in rank["behaviour.other_memory"]["fingerprints"]}
+    assert len(found) == 1
 
 
 def test_low_precision(ranks):

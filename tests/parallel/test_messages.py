@@ -35,6 +35,7 @@ def test_script_habits(ranks):
         ("not called", r"Compression.dgc\(density=0.001\)"),
         ("dampening", "dampening=0"),
         ("zero_grad between", "before step"),
+        ("gradients removed", r"was removed between backward\(\) and step\(\)"),
         ("stock given ours", "dgc_horovod.torch import DistributedOptimizer.*dgcrun"),
         ("epoch unknown", "steps_per_epoch"),
         ("arguments swapped", "second argument is named_parameters"),

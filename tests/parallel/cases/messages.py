@@ -68,6 +68,7 @@ def script_habits() -> dict[str, Any]:
             )
         ),
         "zero_grad between": _error(lambda: _zero_grad_between(model)),
+        "gradients removed": _error(_gradients_removed),
         "stock given ours": _error(lambda: _stock_given_ours()),
         "epoch unknown": _error(lambda: _epoch_unknown()),
         "arguments swapped": _error(lambda: DistributedOptimizer(momentum_sgd(model), Compression.dgc())),
@@ -103,6 +104,17 @@ def _zero_grad_between(model: nn.Module) -> None:
         optimizer.zero_grad()
     finally:
         optimizer.step()
+
+
+def _gradients_removed() -> None:
+    """By the model's own zero_grad, while a tensor that was not used keeps its bucket from leaving."""
+    model, unused = smooth_model(), nn.Parameter(torch.zeros(40, 40))
+    sgd = torch.optim.SGD([*model.parameters(), unused], lr=0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(sgd, [*model.named_parameters(), ("unused", unused)], Compression.dgc(0.1))
+    x, y = next(iter(batches(1, hvd.rank())))
+    F.mse_loss(model(x), y).backward()
+    model.zero_grad()
+    optimizer.step()
 
 
 def _stock_given_ours() -> None:
