@@ -98,11 +98,14 @@ def efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: f
         for method in ("dense", "fp16", "published DGC", "dgc"):
             style = {**STYLES[method], "markersize": 5}
             found = {n: 100 * scaling.efficiency(ms) for n, ms in scaling.measured(mine, method).items()}
+            if not found:
+                continue
             axes.semilogx(*zip(*found.items(), strict=True), label=method, **style)
             if method in ("dense", "dgc"):
-                guess = {n: 100 * scaling.efficiency(ms) for n, ms in scaling.modelled(mine, method, density).items()}
+                guess = {2: found[2]} if 2 in found else {}
+                guess |= {n: 100 * scaling.efficiency(ms) for n, ms in scaling.modelled(mine, method, density).items()}
                 dashed = {**style, "linestyle": "--", "markerfacecolor": "white", "linewidth": 1.2}
-                axes.semilogx(*zip(*guess.items(), strict=True), label=f"{method}, modelled", **dashed)
+                axes.semilogx(list(guess), list(guess.values()), label=f"{method}, modelled", **dashed)
         axes.set_xticks((2, 4, 8, *scaling.MODELLED), map(str, (2, 4, 8, *scaling.MODELLED)))
         axes.minorticks_off()
         axes.set_ylim(0, 100)

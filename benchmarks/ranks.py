@@ -12,6 +12,10 @@ from pathlib import Path
 from benchmarks.netlab import Lab
 from benchmarks.report import ROOT
 
+# For every method alike: large tensors lie in huge pages, where glibc can (2.35 and later). In a virtual machine each
+# small page that is looked up costs a walk through the tables of both.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
 
 class LaunchError(RuntimeError):
     """A launch that failed or took too long, with the end of what it printed."""
@@ -34,6 +38,7 @@ def launch(module: str, arguments: Sequence[str], ranks: int, hosts: Lab | None,
     command = ["horovodrun", "--gloo", "-np", str(ranks), *where, sys.executable, "-m", module, *arguments]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    variables.update(_HUGE_PAGES)
     try:
         if hosts:
             # torch.distributed looks for the address of the machine's name, which each host has its own of

@@ -53,4 +53,7 @@ def write_into_page(page: Path, marker: str, text: str) -> None:
     """Replace what stands between ``<!-- marker: begin -->`` and ``<!-- marker: end -->`` of a page."""
     begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    page.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page.read_text()))
+    made, count = pattern.subn(lambda _: f"{begin}\n{text}\n{end}", page.read_text())
+    if count != 1:
+        raise ValueError(f"{page.name} has {count} places for {marker!r}, not 1")
+    page.write_text(made)

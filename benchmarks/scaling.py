@@ -5,11 +5,11 @@ exchange E(N) behind it, that is ``T / (T + E(N))``.
 
 The model, for N beyond those measured, n elements, k of them sent, a link of B bits a second::
 
-    dense       E = 2*(N-1)/N * 4n * 8/B / r          r: what dense reached of B at the largest N measured
-    compressed  E = C + D + (N-2)*k*d + 1 ms + bytes(N) * 8/B / r
+    dense       E(N) = 2*(N-1)/N * 4n * 8/B / r             r: what dense reached of B at N = 2
+    compressed  E(N) = E(2) + (N-2)*k*d + (bytes(N) - bytes(2)) * 8/B / r
 
-C and D are compress and decode as measured at N = 2, where every rank has a core; d, nanoseconds for each element
-received, is from `python -m benchmarks.kernels decode`; bytes(N) is what the packets really weigh.
+At N = 2 every rank has a core. d, nanoseconds for each element received, is from `python -m benchmarks.kernels decode`;
+bytes(N) is what the packets really weigh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dgc_horovod.launch.plan import link_bytes
 COMPUTE_MS = 200.0
 MODELLED = (16, 32, 64)
 BITS = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10}
-_CYCLE_MS = 1.0
 
 Row = dict[str, Any]
 
@@ -53,23 +52,17 @@ def modelled(rows: Sequence[Row], method: str, density: float) -> dict[int, floa
         method: "dense" or "dgc".
         density: of what was measured.
     """
-    dense, n = measured(rows, "dense"), rows[0]["parameters"]
-    own = next((row for row in rows if row["method"] == method and row["workers"] == 2), None)
-    if not dense or own is None:
+    at_two, dense_at_two = (measured(rows, name).get(2) for name in (method, "dense"))
+    if at_two is None or dense_at_two is None:
         return {}
-    bit_ms = 1e3 / BITS[rows[0]["rate"]]
-    largest = max(dense)
-    reached = _ring_bytes(n, largest) * 8 * bit_ms / dense[largest]
+    n, bit_ms = rows[0]["parameters"], 1e3 / BITS[rows[0]["rate"]]
+    byte_ms = dense_at_two / _ring_bytes(n, 2)  # that is 8/B/r
+    assert byte_ms > 8 * bit_ms, "faster than the link"
     if method == "dense":
-        return {workers: _ring_bytes(n, workers) * 8 * bit_ms / reached for workers in MODELLED}
-    local = own["phases_ms"]["compress"] + own["phases_ms"]["decode"] + _CYCLE_MS
-    received_ms = density * n * _decode_nanoseconds() / 1e6
-    return {
-        workers: local
-        + (workers - 2) * received_ms
-        + link_bytes(n, DGCConfig(density=density), workers) * 8 * bit_ms / reached
-        for workers in MODELLED
-    }
+        return {workers: _ring_bytes(n, workers) * byte_ms for workers in MODELLED}
+    config, received_ms = DGCConfig(density=density), density * n * _decode_nanoseconds() / 1e6
+    at = {workers: link_bytes(n, config, workers) for workers in (2, *MODELLED)}
+    return {workers: at_two + (workers - 2) * received_ms + (at[workers] - at[2]) * byte_ms for workers in MODELLED}
 
 
 def _workers(row: Row) -> int:

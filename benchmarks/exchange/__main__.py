@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.exchange import cells, gradients, tables
 from benchmarks.exchange.cells import HERE, Cell
@@ -44,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--launches", type=int, default=2, metavar="L", help="of each cell, their steps together (default: %(default)s)"
     )
-    add("--again", action="store_true", help="measure what has been measured already, too")
+    add("--again", action="store_true", help="measure anew what is in the results already; without it, that is shown")
     add("--quick", action="store_true", help="a smoke test of a minute; keeps nothing, and does without root")
     return made
 
@@ -62,8 +64,11 @@ def study(options: argparse.Namespace, file: Path) -> None:
     """Measure every cell that is asked for and not in `file`; the large arrays of a model are made once."""
     from tqdm import tqdm
 
-    asked = [Cell(model, n, rate) for rate in options.rates for n in options.workers for model in options.models]
-    left = [cell for cell in asked if options.again or cell.key not in cells.read(file)]
+    places = itertools.product(options.rates, options.workers, options.models)
+    asked = [Cell(model, n, rate, options.density) for rate, n, model in places]
+    left = [cell for cell in asked if options.again or not _has(cells.read(file), cell, options.methods)]
+    if len(left) < len(asked):
+        print(f"{len(asked) - len(left)} of {len(asked)} cells are in {file.name} already and are not measured again")
     with tempfile.TemporaryDirectory() as top, tqdm(total=len(left), unit="cell") as bar:
         for rate, workers in dict.fromkeys((cell.rate, cell.workers) for cell in left):
             with _hosts(workers, rate) as hosts:
@@ -72,6 +77,11 @@ def study(options: argparse.Namespace, file: Path) -> None:
                     order = _order(cell, options, _folder(Path(top), cell.model), hosts)
                     cells.keep(file, cell, cells.measure(cell, order, hosts, options.launches))
                     bar.update()
+
+
+def _has(kept: dict[str, Any], cell: Cell, methods: Sequence[str]) -> bool:
+    """Whether every method of a cell has been measured."""
+    return cell.key in kept and {*methods} <= {row["method"] for row in kept[cell.key]["rows"]}
 
 
 def _folder(top: Path, model: str) -> Path:
@@ -90,8 +100,8 @@ def _order(cell: Cell, options: argparse.Namespace, folder: Path, hosts: Lab | N
     )  # fmt: skip
 
 
-def _print(file: Path, models: Sequence[str], workers: Sequence[int], rates: Sequence[str]) -> None:
-    rows = [row for cell in cells.read(file).values() for row in cell["rows"]]
+def _print(file: Path, models: Sequence[str], workers: Sequence[int], rates: Sequence[str], density: float) -> None:
+    rows = [row for cell in cells.read(file).values() if cell["density"] == density for row in cell["rows"]]
     for n in workers:
         for model in models:
             found = [row for row in rows if (row["model"], row["workers"]) == (model, n) and row["rate"] in rates]
@@ -113,7 +123,7 @@ def main() -> None:
             study(options, file)
         except (NetlabError, LaunchError) as error:
             raise SystemExit(f"benchmarks.exchange: {error}") from None
-        _print(file, options.models, options.workers, options.rates)
+        _print(file, options.models, options.workers, options.rates, options.density)
     print(f"\nexchange: {time.monotonic() - start:.0f} s")
 
 

@@ -28,16 +28,18 @@ class Cell:
         model: whose shapes.
         workers: N, one on each host.
         rate: of the hosts' links, nominal.
+        density: of what compresses.
     """
 
     model: str
     workers: int
     rate: str
+    density: float
 
     @property
     def key(self) -> str:
         """Its name in the file of results."""
-        return f"{self.model}, N={self.workers}, {self.rate}"
+        return f"{self.model}, N={self.workers}, {self.rate}, density {self.density:g}"
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -46,9 +48,16 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def keep(file: Path, cell: Cell, figures: dict[str, Any]) -> None:
-    """Put the figures of one cell into the file of results."""
+    """Put the figures of one cell into the file of results; those of other methods stay if they are of this machine."""
+    kept = read(file)
+    before = kept.get(cell.key)
+    if before and before["environment"] == figures["environment"]:
+        new = {row["method"] for row in figures["rows"]}
+        figures = {**figures, "rows": [*(row for row in before["rows"] if row["method"] not in new), *figures["rows"]]}
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(dict(sorted({**read(file), cell.key: figures}.items())), indent=1) + "\n")
+    fresh = file.with_suffix(".new")  # a study may be stopped at any moment
+    fresh.write_text(json.dumps(dict(sorted({**kept, cell.key: figures}.items())), indent=1) + "\n")
+    fresh.replace(file)
 
 
 def measure(cell: Cell, order: Order, hosts: Lab | None, launches: int) -> dict[str, Any]:
@@ -68,15 +77,17 @@ def measure(cell: Cell, order: Order, hosts: Lab | None, launches: int) -> dict[
     return {
         "environment": environment(),
         "link_mbit": [round(rate) for rate in link],
-        "density": order.density,
+        "density": cell.density,
         "rows": [_row(cell, name, [[rank[name] for rank in one] for one in found]) for name in order.methods],
     }
 
 
 def _launch(cell: Cell, order: Order, hosts: Lab | None) -> list[dict[str, Any]]:
     """Each rank's figures, by the names of the methods."""
-    ranks.launch("benchmarks.exchange.worker", [json.dumps(asdict(order))], cell.workers, hosts, _TIMEOUT_SECONDS)
     files = [Path(order.folder, f"rank{rank}.json") for rank in range(cell.workers)]
+    for file in files:  # of another launch
+        file.unlink(missing_ok=True)
+    ranks.launch("benchmarks.exchange.worker", [json.dumps(asdict(order))], cell.workers, hosts, _TIMEOUT_SECONDS)
     return [json.loads(file.read_text()) for file in files]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
+import horovod.torch as hvd
 import numpy as np
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -15,9 +17,10 @@ from benchmarks.exchange.published import PublishedExchange
 from benchmarks.shapes import Shapes
 from dgc_horovod.torch import Compression, DistributedOptimizer
 
+MASTER = "EXCHANGE_MASTER"  # the variable with the address of rank 0
 MOMENTUM = 0.9
 _STAGES = 8  # of the backward pass; gradients of later tensors are there first, as in a model
-_POWER_SGD_RANK, _POWER_SGD_START = 2, 2
+POWER_SGD_RANK, _POWER_SGD_START = 2, 2
 
 
 class _Handover(torch.autograd.Function):
@@ -65,6 +68,8 @@ class Method:
         shapes: of the model.
     """
 
+    untimed = 0  # first steps that are unlike the others
+
     def __init__(self, shapes: Shapes) -> None:
         self.model = GivenGradients(shapes)
         self.runs: torch.nn.Module = self.model
@@ -84,6 +89,20 @@ class Method:
 
     def finish(self) -> None:
         """Wait until every ``p.grad`` is what the optimizer may apply."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        hvd.barrier()
+
+    def gathered(self, value: float) -> list[float]:
+        """Every rank's `value`."""
+        return hvd.allgather(torch.tensor([value], dtype=torch.float64), name="value").tolist()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """After the last step. The next method has connections of its own: after seconds of dense gradients the same
+        ones are slower for all that follows."""
+        hvd.shutdown()
+        hvd.init()
 
     def phases(self) -> dict[str, float]:
         """Seconds of the method's own work so far, by what it was."""
@@ -109,6 +128,8 @@ class HorovodMethod(Method):
 class CompressedMethod(HorovodMethod):
     """Ours; it knows where its time goes."""
 
+    untimed = 6  # until the guess of the threshold is near
+
     def phases(self) -> dict[str, float]:
         traffic = self.optimizer._dgc.collectives.traffic
         return {"compress": traffic.compressing, "decode": traffic.decoding, "wait": traffic.waiting}
@@ -116,6 +137,8 @@ class CompressedMethod(HorovodMethod):
 
 class PublishedMethod(Method):
     """The public code of Lin et al., tensor by tensor."""
+
+    untimed = 2
 
     def __init__(self, shapes: Shapes, density: float) -> None:
         super().__init__(shapes)
@@ -130,11 +153,25 @@ class PublishedMethod(Method):
 
 
 class DDPMethod(Method):
-    """torch's DistributedDataParallel over Gloo, with a communication hook if one is given."""
+    """torch's DistributedDataParallel over Gloo, with a communication hook if one is given; Horovod is off meanwhile.
+
+    Args:
+        shapes: of the model.
+        hook: for the communication.
+        state: of the hook; the hook then approximates.
+    """
+
+    _next_port = 29_400
 
     def __init__(self, shapes: Shapes, hook: Callable[..., Any] | None = None, state: Any = None) -> None:
         super().__init__(shapes)
+        rank, size = hvd.rank(), hvd.size()
+        hvd.shutdown()
+        address = f"tcp://{os.environ[MASTER]}:{DDPMethod._next_port}"
+        DDPMethod._next_port += 1
+        torch.distributed.init_process_group("gloo", address, world_size=size, rank=rank)
         self.approximate = state is not None
+        self.untimed = _POWER_SGD_START + 2 if self.approximate else 0
         # PowerSGD starts collectives in callbacks, whose order over Gloo differs between ranks as soon as there are
         # two buckets: the job then dies
         bucket = {"bucket_cap_mb": 1 << 20} if self.approximate else {}
@@ -142,9 +179,21 @@ class DDPMethod(Method):
         if hook is not None:
             self.runs.register_comm_hook(state, hook)
 
+    def barrier(self) -> None:
+        torch.distributed.barrier()
+
+    def gathered(self, value: float) -> list[float]:
+        every: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(every, value)
+        return every
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
+        hvd.init()
+
 
 def _power_sgd(shapes: Shapes) -> Method:
-    state = powerSGD_hook.PowerSGDState(None, _POWER_SGD_RANK, start_powerSGD_iter=_POWER_SGD_START)
+    state = powerSGD_hook.PowerSGDState(None, POWER_SGD_RANK, start_powerSGD_iter=_POWER_SGD_START)
     return DDPMethod(shapes, powerSGD_hook.powerSGD_hook, state)
 
 
@@ -153,17 +202,14 @@ def _compressed(**fields: Any) -> Callable[[Shapes, float], Method]:
 
 
 NOTHING = "no exchange"
-OURS: dict[str, Callable[[Shapes, float], Method]] = {
-    "dgc": _compressed(),
-    "dgc, 4-bit values": _compressed(values="4bit"),
-    "dgc, sampled": _compressed(rule="sampled"),
-    "dgc, gaussian": _compressed(rule="gaussian"),
-}
 METHODS: dict[str, Callable[[Shapes, float], Method]] = {
     NOTHING: lambda shapes, _: Method(shapes),
     "dense": lambda shapes, _: HorovodMethod(shapes, Compression.none),
     "fp16": lambda shapes, _: HorovodMethod(shapes, Compression.fp16),
-    **OURS,
+    "dgc": _compressed(),
+    "dgc, 4-bit values": _compressed(values="4bit"),
+    "dgc, sampled": _compressed(rule="sampled"),
+    "dgc, gaussian": _compressed(rule="gaussian"),
     "published DGC": PublishedMethod,
     "torch DDP": lambda shapes, _: DDPMethod(shapes),
     "torch DDP, fp16 hook": lambda shapes, _: DDPMethod(shapes, default_hooks.fp16_compress_hook),

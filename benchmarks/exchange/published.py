@@ -38,6 +38,7 @@ class PublishedExchange:
         compressed = [name for name, p in named if p.dim() > 1]
         self._number = {name: i for i, name in enumerate(compressed)}
         self._flow = _PerTensor([tuple(p.shape) for _, p in named if p.dim() > 1], density, momentum)
+        self.k = sum(self._flow.k)
         self._handles: dict[str, tuple[int, ...]] = {}
         self.seconds = {"compress": 0.0, "wait": 0.0, "decode": 0.0}
         for name, p in named:

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.exchange.check import checked_step
 from benchmarks.exchange.gradients import Gradients
-from benchmarks.exchange.methods import METHODS, Method
+from benchmarks.exchange.methods import MASTER, METHODS, Method
 from benchmarks.shapes import SHAPES
 
 
@@ -52,8 +52,8 @@ class Order:
 class Clock:
     """Steps of one method, timed: each begins on all ranks at once."""
 
-    def __init__(self, method: Method, gradients: Gradients) -> None:
-        self.method, self.gradients, self.number = method, gradients, 0
+    def __init__(self, method: Method, gradients: Gradients, rank: int) -> None:
+        self.method, self.gradients, self.rank, self.number = method, gradients, rank, 0
         self.forget()
 
     def forget(self) -> None:
@@ -66,9 +66,9 @@ class Clock:
         """`steps` more."""
         for _ in range(steps):
             self.method.clear()
-            loss = self.method.forward(self.gradients.of(hvd.rank(), self.number))
+            loss = self.method.forward(self.gradients.of(self.rank, self.number))
             before = self.method.phases()
-            hvd.barrier()
+            self.method.barrier()
             start = time.perf_counter()
             loss.backward()  # type: ignore[no-untyped-call]
             handed_over = time.perf_counter()
@@ -81,25 +81,28 @@ class Clock:
 
     def longest(self) -> float:
         """Seconds of the last step, on the slowest rank."""
-        return float(hvd.allgather(torch.tensor([self.milliseconds[-1]]), name="longest").max()) / 1e3
+        return max(self.method.gathered(self.milliseconds[-1])) / 1e3
 
 
 def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
     """The figures of one method on this rank."""
+    rank, workers = hvd.rank(), hvd.size()
     method = METHODS[name](SHAPES[order.model](), order.density)
-    clock = Clock(method, gradients)
+    clock = Clock(method, gradients, rank)
     clock.run(1)  # says how long a step takes, although what is set up once is in it
-    clock.run(min(order.warm_up, int(order.seconds / clock.longest())))
-    checked = checked_step(method, gradients, hvd.rank(), hvd.size(), clock.number)
+    clock.run(max(method.untimed, min(order.warm_up, int(order.seconds / clock.longest()))))
+    checked = checked_step(method, gradients, rank, workers, clock.number)
     steps = max(1, min(order.steps, int(order.seconds / clock.longest())))
     clock.forget()
     sent = _bytes_out()
     clock.run(steps)
+    sent = _bytes_out() - sent
+    method.close()
     return {
         "ms": clock.milliseconds,
         "backward_ms": clock.backward,
         "phases_ms": clock.phases,
-        "bytes": (_bytes_out() - sent) / steps,
+        "bytes": sent / steps,
         "checked": checked,
     }
 
@@ -117,9 +120,7 @@ def main() -> None:
     order = Order(**{**words, "methods": tuple(words["methods"])})
     hvd.init()
     torch.set_num_threads(1)
-    if any("DDP" in name for name in order.methods):
-        address = f"tcp://{order.master}:29400"
-        torch.distributed.init_process_group("gloo", address, world_size=hvd.size(), rank=hvd.rank())
+    os.environ[MASTER] = order.master
     gradients = Gradients(Path(order.folder), [shape for _, shape in SHAPES[order.model]()])
     figures = {}
     for name in order.methods:
@@ -127,14 +128,8 @@ def main() -> None:
             print(f"METHOD {name}", flush=True)
         figures[name] = measure(name, order, gradients)
         gc.collect()  # the next one needs the memory
-        # and connections of its own: after seconds of dense gradients the same ones are slower for all that follows
-        hvd.shutdown()
-        hvd.init()
     Path(order.folder, f"rank{hvd.rank()}.json").write_text(json.dumps(figures))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

@@ -41,7 +41,7 @@ class Row:
         samples_per_s: of all ranks together, at that time.
         efficiency: that over the no-op row's.
         sent, received: MB per rank and step.
-        less: how many times fewer bytes than fp32 are sent.
+        less: how many times fewer bytes than with fp32 come in: a packet goes to every other rank.
         extrapolated: seconds are steps times time per step, not the clock's.
         bar: what the median gain has to be, or None where nothing was promised.
     """
@@ -174,7 +174,7 @@ def _rows_of(runs: Runs, task: str, hosts: int, rate: str, seeds: list[int]) -> 
         made = [runs[key(task, hosts, whole, method, seed)] for seed in seeds]
         ms = free_ms if method == NO_OP else step_ms(runs, task, hosts, rate, method, seeds)
         count = sum(len(run["milliseconds"]) for run in made)
-        sent, received, fp32 = (sum(run[name] for run in made) for name in ("sent", "received", "sent_fp32"))
+        sent, received, fp32 = (sum(run[name] for run in made) for name in ("sent", "received", "received_fp32"))
         yield Row(
             task, hosts, rate, method,
             quality=tuple(run["curve"][-1][2] for run in made if run["curve"]),
@@ -186,7 +186,7 @@ def _rows_of(runs: Runs, task: str, hosts: int, rate: str, seeds: list[int]) -> 
             efficiency=free_ms / ms,
             sent=sent / count / 1e6,
             received=received / count / 1e6,
-            less=fp32 / sent if sent else math.inf,
+            less=fp32 / received if received else math.inf,
             extrapolated=method == NO_OP or whole != rate,
             bar=min(BARS[rate], SHARE_OF_CAP * cap) if method in COMPRESSED and rate in BARS else None,
         )  # fmt: skip

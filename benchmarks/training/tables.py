@@ -23,7 +23,7 @@ def study(found: runs.Study) -> str:
 
 def _table(rows: Sequence[analysis.Row]) -> str:
     head = ["", TASKS[rows[0].task].unit, "steps to target", "seconds to target", "gain", "bar", "ms a step"]
-    head += ["samples/s", "efficiency", "MB sent a step", "less"]
+    head += ["samples/s", "efficiency", "MB received a step", "less"]
     return markdown(head, [[row.method, *_cells(row)] for row in rows])
 
 
@@ -39,8 +39,8 @@ def _cells(row: analysis.Row) -> list[str]:
         f"{row.step_ms:.1f}",
         f"{row.samples_per_s:.0f}",
         f"{row.efficiency:.0%}",
-        f"{row.sent:.3g}",
-        f"{row.less:.0f}×" if row.sent else "",
+        f"{row.received:.3g}",
+        f"{row.less:.0f}×" if row.received else "",
     ]
 
 
