@@ -96,7 +96,8 @@ def machine(kept: dict[str, Any]) -> str:
 def losses(rows: Sequence[Row]) -> str:
     """Where dgc is no faster than the best of all that is not ours, in words."""
     worse = []
-    for model, workers, rate in dict.fromkeys((row["model"], row["workers"], row["rate"]) for row in rows):
+    places = dict.fromkeys((row["model"], row["workers"], row["rate"]) for row in rows)
+    for model, workers, rate in places:
         mine = cell(rows, model, workers, rate)
         own = median(mine, "dgc", rate)
         others = [row for row in mine if row["method"] != NOTHING and not row["method"].startswith("dgc")]
@@ -104,7 +105,7 @@ def losses(rows: Sequence[Row]) -> str:
         if own and best and own >= best["ms"]["p50"]:
             place = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}"
             worse.append(f"{place} ({milliseconds(own)} ms, {best['method']} {milliseconds(best['ms']['p50'])} ms)")
-    return "In no cell measured." if not worse else "; ".join(worse) + "."
+    return "; ".join(worse) + "." if worse else f"None of the {len(places)} that were measured."
 
 
 def exchange_page(rows: Sequence[Row], kept: dict[str, Any]) -> None:
