@@ -19,8 +19,8 @@ from benchmarks.training import tables as tables_of_training
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 _SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
-# What the project has promised: model, hosts, rate, slower method, how many times
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
+# What the project has promised: model, hosts, rate, slower method, how many times
 PROMISES = (
     ("resnet50", 2, "1gbit", "dense", 30),
     ("resnet50", 2, "1gbit", "fp16", 20),

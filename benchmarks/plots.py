@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scaling
-from benchmarks.exchange.tables import NAMES, median
+from benchmarks.exchange.tables import NAMES, Row, median
 from benchmarks.report import ROOT
 from benchmarks.training.analysis import Curve
 from benchmarks.training.tasks import TASKS
@@ -31,8 +31,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "no exchange": {"color": "#bbbbbb", "marker": "", "linestyle": "--"},
 }
 _SHOWN = ("dense", "fp16", "torch DDP, PowerSGD 2", "published DGC", "dgc", "no exchange")
-
-Row = dict[str, Any]
 
 
 def step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: Path) -> None:
@@ -152,5 +150,6 @@ def _save(figure: Any, file: Path) -> None:
     import matplotlib.pyplot as plt
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, metadata={"Date": None})
+    with plt.rc_context({"svg.hashsalt": file.name}):  # the same figures make the same file
+        figure.savefig(file, metadata={"Date": None})
     plt.close(figure)

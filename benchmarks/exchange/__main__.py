@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -88,7 +89,7 @@ def _folder(top: Path, model: str) -> Path:
     folder = top / model
     if not folder.exists():
         folder.mkdir()
-        gradients.write(folder, [gradients.size(shape) for _, shape in SHAPES[model]()])
+        gradients.write(folder, [math.prod(shape) for _, shape in SHAPES[model]()])
     return folder
 
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import ranks
 from benchmarks.exchange.worker import Order
 from benchmarks.netlab import Lab
@@ -121,8 +123,5 @@ def _row(cell: Cell, method: str, launches: Sequence[Sequence[dict[str, Any]]]) 
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:
-    """Of a sorted sequence, by linear interpolation."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    """By linear interpolation."""
+    return float(np.percentile(ordered, percent))

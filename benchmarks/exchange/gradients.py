@@ -35,11 +35,6 @@ def write(folder: Path, numels: Sequence[int], seed: int = 0) -> None:
     scale.flush()
 
 
-def size(shape: Sequence[int]) -> int:
-    """Elements of a tensor."""
-    return math.prod(shape)
-
-
 def _file(folder: Path, name: str, size: int, mode: str) -> np.ndarray:
     return np.memmap(folder / f"{name}.f32", np.float32, mode, shape=(size,))  # type: ignore[call-overload, no-any-return]
 
@@ -54,7 +49,7 @@ class Gradients:
 
     def __init__(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> None:
         self.shapes = shapes
-        numels = [size(shape) for shape in shapes]
+        numels = [math.prod(shape) for shape in shapes]
         ends = np.cumsum(numels).tolist()
         self._places = [slice(end - numel, end) for end, numel in zip(ends, numels, strict=True)]
         self._noise = _file(folder, "noise", sum(numels) + _SLACK, "r")

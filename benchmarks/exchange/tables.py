@@ -53,14 +53,14 @@ def times(rows: Sequence[Row]) -> str:
         shown = []
         for rate in rates:
             own, dense = median(rows, method, rate), median(rows, "dense", rate)
-            times = f" ({ratio(dense, own)})" if own and dense and method != "dense" else ""
-            shown.append(f"{milliseconds(own)}{times}")
+            faster = f" ({ratio(dense, own)})" if own and dense and method != "dense" else ""
+            shown.append(f"{milliseconds(own)}{faster}")
         lines.append([method, size(mine[0]["bytes"]), *shown])
     return markdown(head, lines)
 
 
 def phases(rows: Sequence[Row], rate: str) -> str:
-    """Where the step's time goes, of the methods that know, at one rate; milliseconds, mean of the ranks."""
+    """Where the step's time goes, of the methods that know, at one rate; milliseconds, medians over ranks and steps."""
     known = [row for row in rows if row["rate"] == rate and row["phases_ms"]]
     return markdown(
         ["ms a step", "compress", "wait for the others", "decode", "whole step"],

@@ -124,8 +124,6 @@ def main() -> None:
     gradients = Gradients(Path(order.folder), [shape for _, shape in SHAPES[order.model]()])
     figures = {}
     for name in order.methods:
-        if hvd.rank() == 0:
-            print(f"METHOD {name}", flush=True)
         figures[name] = measure(name, order, gradients)
         gc.collect()  # the next one needs the memory
     Path(order.folder, f"rank{hvd.rank()}.json").write_text(json.dumps(figures))

@@ -97,7 +97,7 @@ class SGDUpdate(_SplitUpdate):
 
     def adopt_state(self, p: Parameter, group: Group, states: States) -> None:
         """Lets go of the zeros of `prepare` before u takes up memory: without decay b would stay zero."""
-        if not self._placeholders or p not in self._placeholders:
+        if p not in self._placeholders:
             return
         self._placeholders.discard(p)
         state = states[p]
