@@ -131,7 +131,7 @@ class BucketEngine:
 
     # -- sending
 
-    def offer(self, i: int, gradient: Array, feed: Feed) -> None:
+    def offer(self, i: int, gradient: Array, feed: Feed, in_place: bool = False) -> None:
         """Segment i's gradient is ready.
 
         Args:
@@ -139,12 +139,16 @@ class BucketEngine:
             gradient: flat float32 Array, or what `Kernels.takes_tensors` allows; read by `compress`, and must not
                 change before.
             feed: how it enters the residual.
+            in_place: the update goes where the gradient is, into memory that nothing else uses: `compress` leaves
+                zeros there, which saves `fill` the pass in which it would zero a target.
         """
         if isinstance(feed, MomentumFeed) and feed.momentum:
             self.momentum()
         elif self.state.moments is None and isinstance(feed, AdamFeed):
             self.adam_moments()
-        self.gradients.put(i, gradient, feed)
+        self.gradients.put(i, gradient, feed, in_place)
+        if in_place:
+            self.targets.put(i, gradient, cleared=True)
 
     def compress(self, scale: float, step: int, density: float) -> Message:
         """Take in the gradients that were offered, then select, encode and subtract what is sent.
@@ -353,8 +357,8 @@ class BucketEngine:
     def fill(self, scale: float) -> bool:
         """``update = scale * sum over ranks of what they sent``, added in rank order: the same bits on every rank.
 
-        It goes into `targets`, of which one must have been put for each segment. May be called again until the next
-        `receive`.
+        It goes into `targets`, of which one must have been put for each segment that was not offered in place. To be
+        called again, until the next `receive`, it needs all of them.
 
         Args:
             scale: 1/N for the mean, 1 for the sum, times the loss scale.

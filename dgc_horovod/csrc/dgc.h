@@ -32,13 +32,13 @@ enum Bad : int32_t { kBadGradient = 1, kBadResidual = 2 };
 
 // One parameter inside a bucket, and how its gradient enters the residual.
 struct Segment {
-    const float* gradient;
+    float* gradient;
     int64_t start, numel;
     int32_t kind;
     float momentum;
     float keep1, take1, keep2, take2;    // Adam's b1, 1-b1, b2, 1-b2
     float correction1, root2, eps;       // 1-b1^t, sqrt(1-b2^t)
-    int32_t unused;
+    int32_t clears;                      // whether the gradient is zero afterwards
 };
 
 // A run of a bucket from which elements are selected together; sum and squares are filled in.
@@ -66,6 +66,8 @@ struct Found {
 struct Target {
     float* out;
     int64_t start, numel;
+    int32_t cleared;  // zero already
+    int32_t unused;
 };
 
 // What one rank sent.

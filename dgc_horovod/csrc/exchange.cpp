@@ -105,13 +105,14 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
             const int64_t begin = target.start > first ? target.start : first;
             const int64_t stop = target.start + target.numel < last ? target.start + target.numel : last;
             // few additions: all at once; else block by block, each zeroed and added to while it is in the cache
-            const int64_t block = few ? numel : kFillBlock;
+            const bool zeroes = fresh && !target.cleared;
+            const int64_t block = few || !zeroes ? numel : kFillBlock;
             for (int64_t at = begin; at < stop; at += block) {
                 const int64_t end = at + block < stop ? at + block : stop;
                 float* const out = target.out + (at - target.start);
-                if (few) {
+                if (zeroes && few) {
                     zero_past_cache(out, end - at);
-                } else if (fresh) {
+                } else if (zeroes) {
                     memset(out, 0, 4 * (end - at));
                 }
                 if (!add(target, end, ranks, workers, scale, mine)) finite = false;

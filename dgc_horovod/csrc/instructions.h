@@ -6,8 +6,7 @@ namespace dgc {
 
 // A piece of one segment inside one chunk. u is the momentum or Adam's first moment.
 struct Piece {
-    float *u, *second, *v;
-    const float* gradient;
+    float *u, *second, *v, *gradient;
     int64_t numel;
     int32_t position;  // of its first element in the bucket
     float scale, floor;

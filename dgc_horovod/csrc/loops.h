@@ -89,14 +89,15 @@ struct Padded {
     }
 };
 
-template <int kind>
+template <int kind, bool clears>
 inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     Ints bad_gradient = {}, bad_residual = {};
-    const auto step = [&](float* u_at, float* second_at, float* v_at, const float* gradient, int32_t position,
+    const auto step = [&](float* u_at, float* second_at, float* v_at, float* gradient, int32_t position,
                           uint32_t lanes) {
         Floats v = load(v_at);
         if (kind != kLook) {
             Floats g = load(gradient);
+            if (clears) store(gradient, Floats{});
             const Ints bad = not_finite(g);
             bad_gradient |= bad;
             g = (Floats)((Ints)g & ~bad) * piece.scale;
@@ -138,8 +139,14 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
         if (has_u) memcpy(piece.u + i, u.x, 4 * rest);
         if (kind == kAdam) memcpy(piece.second + i, second.x, 4 * rest);
+        if (clears) memcpy(piece.gradient + i, g.x, 4 * rest);
     }
     return (any(bad_gradient) ? kBadGradient : 0) | (any(bad_residual) ? kBadResidual : 0);
+}
+
+template <int kind>
+int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
+    return how.clears ? update_as<kind, true>(how, piece, hits) : update_as<kind, false>(how, piece, hits);
 }
 
 int32_t update(const Segment& how, const Piece& piece, Hits& hits) {
@@ -148,7 +155,7 @@ int32_t update(const Segment& how, const Piece& piece, Hits& hits) {
         case kMomentum: return update_as<kMomentum>(how, piece, hits);
         case kNesterov: return update_as<kNesterov>(how, piece, hits);
         case kAdam: return update_as<kAdam>(how, piece, hits);
-        default: return update_as<kLook>(how, piece, hits);
+        default: return update_as<kLook, false>(how, piece, hits);
     }
 }
 

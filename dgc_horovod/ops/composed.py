@@ -30,9 +30,10 @@ class ListedTargets:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.arrays: list[Array | None] = [None] * len(bucket.segments)
+        self.cleared = [False] * len(bucket.segments)
 
-    def put(self, i: int, target: Array) -> None:
-        self.arrays[i] = target
+    def put(self, i: int, target: Array, cleared: bool = False) -> None:
+        self.arrays[i], self.cleared[i] = target, cleared
 
     def clear(self) -> None:
         self.arrays = [None] * len(self.arrays)
@@ -99,9 +100,10 @@ class ListedGradients:
         self.bucket, self._kernels = bucket, kernels
         self.arrays: list[Array | None] = [None] * len(bucket.segments)
         self.feeds: list[Feed] = [ResidualFeed()] * len(bucket.segments)
+        self.clears = [False] * len(bucket.segments)
 
-    def put(self, i: int, gradient: Array, feed: Feed) -> None:
-        self.arrays[i], self.feeds[i] = gradient, feed
+    def put(self, i: int, gradient: Array, feed: Feed, clears: bool = False) -> None:
+        self.arrays[i], self.feeds[i], self.clears[i] = gradient, feed, clears
 
     def squared_norm(self) -> float:
         return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays)
@@ -124,6 +126,8 @@ class ComposedKernels(Primitives, Protocol):
             if not self.all_finite(gradient):
                 finite, gradient = False, self.zero_unless_finite(gradient)
             self._accumulate(state, slice(segment.start, segment.start + segment.numel), gradient, feed, scale)
+            if gradients.clears[i]:
+                self.fill_zero(gradients.arrays[i])
             gradients.arrays[i] = None
         found = []
         for span in spans:
@@ -186,8 +190,9 @@ class ComposedKernels(Primitives, Protocol):
 
     def fill(self, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
         finite = True
-        for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
-            if fresh:
+        for i, segment in enumerate(targets.bucket.segments):
+            target = targets.arrays[i]
+            if fresh and not targets.cleared[i]:
                 self.fill_zero(target)
             for positions, values in contributions:
                 low, high = np.searchsorted(positions, [segment.start, segment.start + segment.numel])

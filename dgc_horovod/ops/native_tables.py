@@ -18,7 +18,7 @@ _RESIDUAL, _MOMENTUM, _NESTEROV, _ADAM = 1, 2, 3, 4  # enum Kind
 SEGMENT = np.dtype(
     [("gradient", np.uintp), ("start", np.int64), ("numel", np.int64), ("kind", np.int32), ("momentum", np.float32)]
     + [(name, np.float32) for name in ("keep1", "take1", "keep2", "take2", "correction1", "root2", "eps")]
-    + [("unused", np.int32)]
+    + [("clears", np.int32)]
 )
 FOUND = np.dtype(
     [(name, np.uintp) for name in ("positions", "values", "loose_positions", "loose_values")]
@@ -26,7 +26,9 @@ FOUND = np.dtype(
     + [(name, np.uintp) for name in ("chunk_at", "chunk_count", "chunk_sums")]
     + [("count", np.int64)]
 )
-TARGET = np.dtype([("out", np.uintp), ("start", np.int64), ("numel", np.int64)])
+TARGET = np.dtype(
+    [("out", np.uintp), ("start", np.int64), ("numel", np.int64), ("cleared", np.int32), ("unused", np.int32)]
+)
 CONTRIBUTION = np.dtype([("positions", np.uintp), ("values", np.uintp), ("count", np.int64)])
 LAYOUT = np.dtype(
     [(name, np.int64) for name in ("numel", "capacity", "values_at")]
@@ -89,14 +91,14 @@ class NativeGradients:
     def __init__(self, bucket: Bucket, kernels: NativeKernels) -> None:
         self.bucket, self._kernels = bucket, kernels
         self.table = _table(bucket, SEGMENT)
-        self._addresses = self.table["gradient"]
+        self._addresses, self._clears = self.table["gradient"], self.table["clears"]
         self.arrays: list[Any] = [None] * len(bucket.segments)
         self._feeds: list[Feed | None] = [None] * len(bucket.segments)
         self.scratch: Scratch | None = None
 
-    def put(self, i: int, gradient: Any, feed: Feed) -> None:
+    def put(self, i: int, gradient: Any, feed: Feed, clears: bool = False) -> None:
         self.arrays[i] = gradient
-        self._addresses[i] = address(gradient)
+        self._addresses[i], self._clears[i] = address(gradient), clears
         if feed is not self._feeds[i] and feed != self._feeds[i]:  # it seldom changes, except Adam's
             self._feeds[i] = feed
             self._describe(self.table[i], feed)
@@ -125,12 +127,12 @@ class NativeTargets:
 
     def __init__(self, bucket: Bucket) -> None:
         self.table = _table(bucket, TARGET)
-        self._addresses = self.table["out"]
+        self._addresses, self._cleared = self.table["out"], self.table["cleared"]
         self._arrays: list[Any] = [None] * len(bucket.segments)
 
-    def put(self, i: int, target: Any) -> None:
+    def put(self, i: int, target: Any, cleared: bool = False) -> None:
         self._arrays[i] = target
-        self._addresses[i] = address(target)
+        self._addresses[i], self._cleared[i] = address(target), cleared
 
     def clear(self) -> None:
         self._arrays = [None] * len(self._arrays)

@@ -111,8 +111,11 @@ SPAN = np.dtype(
 class Gradients(Protocol):
     """The gradients of one bucket as they become ready, and how each enters the residual."""
 
-    def put(self, i: int, gradient: Array, feed: Feed) -> None:
-        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.take_in`."""
+    def put(self, i: int, gradient: Array, feed: Feed, clears: bool = False) -> None:
+        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.take_in`.
+
+        `take_in` leaves it as it is or, if it `clears`, full of zeros; no other segment's may then share its memory.
+        """
 
     def squared_norm(self) -> float:
         """Sum of the squares of all gradients; what is not finite counts as zero. One read of them."""
@@ -121,8 +124,8 @@ class Gradients(Protocol):
 class Targets(Protocol):
     """Where the update of each segment of one bucket is put together."""
 
-    def put(self, i: int, target: Array) -> None:
-        """Segment i's: a flat float32 Array, overwritten by `Kernels.fill`."""
+    def put(self, i: int, target: Array, cleared: bool = False) -> None:
+        """Segment i's: a flat float32 Array, overwritten by `Kernels.fill`; `cleared`: full of zeros by then."""
 
     def clear(self) -> None:
         """Let go of all of them."""
@@ -192,7 +195,8 @@ class Kernels(Protocol):
             room: most candidates wanted.
             want_sums: whether to fill in the spans' sum and squares (see `sampled_sums`).
 
-        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28.
+        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28; each
+        4 more where gradients are cleared, which takes far less time than to do it later: they are in the cache.
         """
 
     # -- looking at v
@@ -252,7 +256,7 @@ class Kernels(Protocol):
         Returns:
             Whether every element is finite.
 
-        Cost: one write of the targets, and N*k additions.
+        Cost: one write of the targets that are not cleared, and N*k additions.
         """
 
     def fill_summed(self, targets: Any, summed: Array, scale: float) -> bool:

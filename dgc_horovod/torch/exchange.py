@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -22,6 +21,7 @@ from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import Feed, Kernels, ResidualFeed
 from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, laid_out_as
+from dgc_horovod.torch.memory import flat_array, handed, is_alone, is_in, is_plain
 
 Parameter = torch.Tensor
 _WHOLE = ResidualFeed()
@@ -168,13 +168,15 @@ class GradientExchange:
         run.targets.clear()
         for i, p in enumerate(run.parameters):
             feed, decay = (_WHOLE, 0.0) if run.engine.bucket.whole else feed_of(p)
-            array = self._aim(run, i, p)
-            if array is None or decay:
-                gradient = self._gradient(p).contiguous().to(torch.float32)
-                if decay:
-                    gradient = gradient + p.detach().contiguous().float() * (decay * self._loss_scale())
-                array = _handed(gradient, kernels)
-            run.engine.offer(i, array, feed)
+            target, fits, alone = self._aim(run, p)
+            if fits and alone and not decay:
+                run.engine.offer(i, handed(target, kernels), feed, in_place=True)
+                continue
+            gradient = target if fits else self._gradient(p).contiguous().to(torch.float32)
+            if decay:
+                gradient = gradient + p.detach().contiguous().float() * (decay * self._loss_scale())
+            run.engine.offer(i, handed(gradient, kernels), feed)
+            run.engine.targets.put(i, handed(target, kernels))
 
     def _launch(self, run: _BucketStep, clip: float) -> None:
         engine = run.engine
@@ -211,7 +213,7 @@ class GradientExchange:
 
     def _square(self, gradient: torch.Tensor) -> float:
         kernels = self._kernels_of(gradient)
-        return kernels.sums(_flat_array(gradient.contiguous().to(torch.float32), kernels))[1]
+        return kernels.sums(flat_array(gradient.contiguous().to(torch.float32), kernels))[1]
 
     # -- gradients out
 
@@ -220,7 +222,7 @@ class GradientExchange:
             self._decode_launched()
         assert run.finite is not None
         grad, target = self._grad(p), run.targets[i]
-        return grad if _is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
+        return grad if is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
 
     def _decode_launched(self) -> None:
         """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
@@ -231,22 +233,27 @@ class GradientExchange:
             run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
             self._launched.popleft()
 
-    def _aim(self, run: _BucketStep, i: int, p: Parameter) -> Any:
-        """Say where the update of `p` is put together: in the memory of ``p.grad``, or beside it if that does not do.
+    def _aim(self, run: _BucketStep, p: Parameter) -> tuple[torch.Tensor, bool, bool]:
+        """Where the update of `p` is put together: in the memory of ``p.grad``, or beside it if that does not do.
 
         Returns:
-            That memory as an array, if the update goes there.
+            That memory; whether it is that of ``p.grad``, and whether of nothing else.
         """
-        target = self._grad(p).detach()  # it keeps the memory, should the script give p.grad another
-        plain = _is_plain(target)
+        grad = self._grad(p)
+        plain = is_plain(grad)
+        alone = plain and is_alone(grad)
         run.narrow |= not plain
-        fits = plain and self._is_first_in(target)
-        if not fits:
-            target = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
-        array = _handed(target, run.engine.kernels)
+        fits = plain and (alone or self._is_first_in(grad))
+        # detached, it keeps the memory, should the script give p.grad another
+        target = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=p.device)
         run.targets.append(target)
-        run.engine.targets.put(i, array)
-        return array if fits else None
+        return target, fits, alone
+
+    def renew_targets(self) -> None:
+        """Say once more where the updates go; there may be something else by now than the zeros that were left."""
+        for run in self._runs:
+            for i, target in enumerate(run.targets):
+                run.engine.targets.put(i, handed(target, run.engine.kernels))
 
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
@@ -297,11 +304,13 @@ class GradientExchange:
         norm, before = _norm(self.names), self._norm / self._loss_scale()
         if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
             for run in self._runs:
-                for i, p in enumerate(run.parameters):
-                    self._aim(run, i, p)
+                for p in run.parameters:
+                    self._aim(run, p)
+            self.renew_targets()
+            for run in self._runs:
                 run.engine.fill(self.buckets.mean_scale)
                 for p, target in zip(run.parameters, run.targets, strict=True):
-                    if p.grad is not None and not p.grad.is_sparse and not _is_in(target, p.grad):
+                    if p.grad is not None and not p.grad.is_sparse and not is_in(target, p.grad):
                         p.grad.copy_(target.view(p.shape))
             self._dense_path.put_back()
             self._forget_step()
@@ -316,30 +325,8 @@ class GradientExchange:
             torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))
 
 
-def _is_plain(grad: torch.Tensor) -> bool:
-    """Whether kernels can read and write `grad` by its address: fp32, every element in its place."""
-    if type(grad) is not torch.Tensor or grad.is_sparse or grad.is_neg():
-        return False
-    return grad.dtype == torch.float32 and grad.is_contiguous()
-
-
 def _norm(parameters: Iterable[Parameter]) -> float:
     """L2 norm of every dense ``p.grad`` together."""
     grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
     parts = [torch.linalg.vector_norm(grad).float() for grad in grads]
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
-
-
-def _handed(x: torch.Tensor, kernels: Kernels) -> Any:
-    """A contiguous tensor as `kernels` take gradients and targets."""
-    return x if kernels.takes_tensors else _flat_array(x, kernels)
-
-
-def _flat_array(x: torch.Tensor, kernels: Kernels) -> Any:
-    """A contiguous tensor as an Array of `kernels`."""
-    flat = x.detach().view(-1)
-    return flat.numpy() if kernels.array_kind == "numpy" else flat
-
-
-def _is_in(target: torch.Tensor, grad: torch.Tensor) -> bool:
-    return not grad.is_sparse and target.data_ptr() == grad.data_ptr() and grad.is_contiguous()

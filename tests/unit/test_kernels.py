@@ -103,13 +103,19 @@ def run_pass(kernels, sizes, feeds, spans, room, moments, scale, seed, bad=()):
     for step in range(2):
         g = np.random.default_rng(seed + step).standard_normal(bucket.numel).astype(np.float32)
         g[list(bad)] = [np.nan, np.inf, -np.inf][: len(bad)]
-        for i, segment in enumerate(bucket.segments):
-            gradients.put(i, as_array(kernels, g[segment.start : segment.start + segment.numel]), feeds[i])
+        parts = [
+            as_array(kernels, g[segment.start : segment.start + segment.numel].copy()) for segment in bucket.segments
+        ]
+        for i, part in enumerate(parts):
+            gradients.put(i, part, feeds[i], clears=(seed + step + i) % 2 == 0)
         outcome.append(gradients.squared_norm())
         seen = kernels.take_in(gradients, state, scale, spans, room, moments)
         found = None if seen.candidates is None else [x.tobytes() for x in seen.candidates]
         outcome.append((seen.gradients_finite, seen.residual_finite, seen.noted, found, spans.tobytes()))
         outcome.append([as_numpy(kernels, x).tobytes() for x in arrays])
+        outcome.append([as_numpy(kernels, x).tobytes() for x in parts])
+        for i, part in enumerate(parts):
+            assert as_numpy(kernels, part).any() == bool((seed + step + i) % 2)
     return outcome
 
 

@@ -1,0 +1,60 @@
+"""The memory of ``p.grad``: whether kernels can work in it, and whether anything else uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dgc_horovod.ops.schema import Kernels
+
+
+def is_plain(grad: torch.Tensor) -> bool:
+    """Whether kernels can read and write `grad` by its address: fp32, every element in its place."""
+    if type(grad) is not torch.Tensor or grad.is_sparse or grad.is_neg():
+        return False
+    return grad.dtype == torch.float32 and grad.is_contiguous()
+
+
+def is_alone(grad: torch.Tensor) -> bool:
+    """Whether `grad`, a parameter's ``p.grad``, is the only tensor in its memory, and of one parameter.
+
+    Autograd hands its own gradients over without a copy: it may still need that memory for the rest of the backward
+    pass, or hand it to another parameter too, where a view of each is added to the other. Such a gradient can be read,
+    but not written before the backward pass is over.
+    """
+    return _ALONE is not None and _uses(grad) == _ALONE
+
+
+def _uses(grad: torch.Tensor) -> tuple[int, int]:
+    """How many hold a tensor, and how many its memory; this call is one of them."""
+    return grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+def _uses_of_one() -> tuple[int, int] | None:
+    """`_uses` of a gradient that is alone, or None if this torch does not tell."""
+    p = torch.nn.Parameter(torch.zeros(1))
+    p.grad = torch.zeros(1)
+    try:
+        return _uses(p.grad)
+    except AttributeError:
+        return None
+
+
+_ALONE = _uses_of_one()
+
+
+def is_in(target: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Whether `target` lies where `grad` does."""
+    return not grad.is_sparse and target.data_ptr() == grad.data_ptr() and grad.is_contiguous()
+
+
+def handed(x: torch.Tensor, kernels: Kernels) -> Any:
+    """A contiguous tensor as `kernels` take gradients and targets."""
+    return x if kernels.takes_tensors else flat_array(x, kernels)
+
+
+def flat_array(x: torch.Tensor, kernels: Kernels) -> Any:
+    """A contiguous tensor as an Array of `kernels`."""
+    flat = x.detach().view(-1)
+    return flat.numpy() if kernels.array_kind == "numpy" else flat

@@ -1,0 +1,165 @@
+"""The memory of p.grad: the update is put together there, and whatever else uses that memory comes to no harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch.memory import is_alone
+from tests.helpers.training import (
+    UNROUNDED,
+    batches,
+    distance,
+    fingerprint,
+    momentum_sgd,
+    smooth_model,
+    weights,
+)
+
+
+def update_in_place() -> dict[str, Any]:
+    """The update is put together in the gradient's own memory; where that does not fit, beside it."""
+    hvd.init()
+    torch.manual_seed(0)
+    results = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+        model(torch.randn(4, 32, dtype=dtype)).pow(2).sum().backward()
+        places = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        after = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+        results[name] = {
+            "in place": places == after,
+            "held": sum(len(run.targets) for run in optimizer._dgc._runs),
+        }
+    return results
+
+
+def replaced_gradients() -> dict[str, Any]:
+    """A script that puts another tensor into p.grad between backward and step still gets the update there."""
+    hvd.init()
+    prints = []
+    for replace in (False, True):
+        model = smooth_model()
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+        for x, y in batches(5, hvd.rank()):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if replace:
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad = p.grad.clone()
+            optimizer.step()
+        prints.append(fingerprint(model))
+    return {"same": prints[0] == prints[1], "fingerprint": prints[1]}
+
+
+class _Sum(nn.Module):
+    """Views of two parameters are added, so autograd gives both gradients one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(64, 32)) for _ in range(2))
+        self.c, self.d = (nn.Parameter(torch.randn(32)) for _ in range(2))
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.a.unsqueeze(0) + self.b.unsqueeze(0)
+        return torch.tanh(x @ both[0].T + 0.0) @ both[0] + (self.c.view(1, 32) + self.d.view(1, 32))
+
+
+def shared_gradient_memory() -> dict[str, Any]:
+    """Distance from stock Horovod where gradients share memory, and a parameter has no elements."""
+    hvd.init()
+    results: dict[str, Any] = {}
+    stock = None
+    for way in ("stock", "fp32", "8bit", "two buckets"):
+        model = _Sum()
+        if way == "stock":
+            optimizer = hvd.DistributedOptimizer(momentum_sgd(model), model.named_parameters())
+        else:
+            fields = {"bucket_bytes": 8192} if way == "two buckets" else {"dense_values": way}
+            compression = Compression.dgc(1.0, factor_masking=False, **{**UNROUNDED, **fields})
+            optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 32, generator=generator)).pow(2).mean().backward()
+            shared = model.a.grad.data_ptr() == model.b.grad.data_ptr()  # type: ignore[union-attr]
+            optimizer.step()
+        stock = weights(model) if stock is None else stock
+        results[way] = {
+            "distance": distance(stock, weights(model)),
+            "fingerprint": fingerprint(model),
+            "shared": shared,
+        }
+    return results
+
+
+class _StillNeeded(nn.Module):
+    """The gradient of `a` lies in memory that the backward pass needs afterwards, for that of `b`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(64, 32)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        later = self.b.sin()
+        return torch.tanh(x @ (later + self.a.view(64, 32)).T)
+
+
+def still_needed() -> dict[str, Any]:
+    """Distance from plain torch where autograd goes on using the memory of a gradient; all ranks have the same data."""
+    hvd.init()
+    models = [_StillNeeded() for _ in range(2)]
+    alone: list[bool] = []
+    models[0].a.register_post_accumulate_grad_hook(lambda p: alone.append(is_alone(p.grad)))
+    compression = Compression.dgc(1.0, factor_masking=False, bucket_bytes=8192, **UNROUNDED)
+    plain = momentum_sgd(models[1])
+    ours = DistributedOptimizer(momentum_sgd(models[0]), models[0].named_parameters(), compression)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        x = torch.randn(8, 32, generator=generator)
+        for model, optimizer in zip(models, (ours, plain), strict=True):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+    return {"alone": alone, "distance": distance(weights(models[1]), weights(models[0]))}
+
+
+def which_are_alone() -> list[bool]:
+    """Of two parameters with one gradient, one whose gradient has a view, and one whose gradient the script holds."""
+    parameters = [nn.Parameter(torch.zeros(8)) for _ in range(4)]
+    parameters[0].grad = parameters[1].grad = torch.zeros(8)
+    parameters[2].grad = torch.zeros(8)
+    view = parameters[2].grad[:4]
+    parameters[3].grad = torch.zeros(8)
+    held = parameters[3].grad  # by the script, as the same tensor
+    found = [is_alone(p.grad) for p in parameters if p.grad is not None]
+    del view, held
+    return found
+
+
+def late_writes() -> dict[str, Any]:
+    """A rank's own noise, written into p.grad when it had been taken already, reaches no weight."""
+    hvd.init()
+    prints = []
+    for noisy in (False, True):
+        model = smooth_model()
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+        for x, y in batches(5, hvd.rank()):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for p in optimizer._dgc.compressed if noisy else ():
+                p.grad.add_(torch.randn_like(p))
+            optimizer.step()
+        prints.append(fingerprint(model))
+    return {"same": prints[0] == prints[1], "fingerprint": prints[1]}
