@@ -22,7 +22,7 @@ from torch.nn import functional
 
 TEST_IMAGES, TRAIN_COPIES, TEST_COPIES = 500, 16, 4
 NOISE = 0.2  # of pixels that range from 0 to 1
-TEXT_BYTES, VOCABULARY, WINDOW = 2_000_000, 3200, 16
+TEXT_BYTES, VOCABULARY, WINDOW = 2_000_000, 8000, 16
 VALIDATION_WINDOWS = 160  # a multiple of 2 and of 4 hosts
 
 
@@ -143,7 +143,7 @@ class Tokens(Task):
     """An LSTM language model of the tokens of Python's standard library, with a vocabulary of thousands as in PTB."""
 
     settings = Settings(
-        batch=4, steps=240, stretch=1.5, lr=5.0, lr_warmup=20, clip_norm=0.25,
+        batch=2, steps=240, stretch=2.0, lr=5.0, lr_warmup=20, clip_norm=0.25,
         density=0.005, density_warmup=8, evaluate_every=12, margin=0.03,
     )  # fmt: skip
     unit, higher_is_better = "validation loss, nats", False
