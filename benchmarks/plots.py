@@ -118,6 +118,8 @@ def efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: f
 def quality(curves: Sequence[Curve], hosts: int, file: Path) -> None:
     """Quality over training time, a row a task and a column a rate; a line a seed, dotted the target of the first.
 
+    Dashed lines are runs whose seconds are steps times the time of a step, not the clock's.
+
     Args:
         curves: of the training study.
         hosts: N.
@@ -135,7 +137,8 @@ def quality(curves: Sequence[Curve], hosts: int, file: Path) -> None:
             for curve in (curve for curve in mine if (curve.task, curve.rate) == (task, rate)):
                 first = curve.seed == mine[0].seed
                 style = {"color": STYLES[curve.method]["color"], "label": curve.method if first else None}
-                axes.semilogx(curve.seconds, curve.quality, linewidth=1.2, **style)
+                line_style = "--" if curve.computed else "-"
+                axes.semilogx(curve.seconds, curve.quality, linewidth=1.2, linestyle=line_style, **style)
                 if first and curve.method == "dense":
                     axes.axhline(curve.target, color="0.6", linestyle=":", linewidth=1)
             axes.set_title(f"{task}, {hosts} hosts, {NAMES[rate]}", fontsize=10)

@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Curve:
-    """Quality over time of one run, for a plot: the target is `target`; steps, seconds and quality go together."""
+    """Quality over time of one run: steps, seconds and quality go together; `computed`: seconds are not the clock's."""
 
     task: str
     hosts: int
@@ -82,6 +82,7 @@ class Curve:
     seconds: tuple[float, ...]
     quality: tuple[float, ...]
     target: float
+    computed: bool
 
 
 def target(runs: Runs, task: str, hosts: int, seed: int, rate: str = FAST) -> float:
@@ -107,7 +108,7 @@ def curve(runs: Runs, task: str, hosts: int, rate: str, method: str, seeds: Sequ
         pace = step_ms(runs, task, hosts, rate, method, seeds[:1]) / 1e3
         clock = tuple(step * pace for step in steps)
     goal = target(runs, task, hosts, seed, _whole_rate(rate, "dense"))
-    return Curve(task, hosts, rate, method, seed, steps, clock, quality, goal)
+    return Curve(task, hosts, rate, method, seed, steps, clock, quality, goal, computed=whole != rate)
 
 
 def _whole_rate(rate: str, method: str) -> str:

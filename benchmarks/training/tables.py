@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.report import markdown
 from benchmarks.training import analysis, runs
-from benchmarks.training.tasks import TASKS
+from benchmarks.training.tasks import STUDIED, TASKS
 
 
 def study(found: runs.Study) -> str:
@@ -29,7 +29,8 @@ def _table(rows: Sequence[analysis.Row]) -> str:
 
 def _cells(row: analysis.Row) -> list[str]:
     quality = f"{statistics.mean(row.quality):.2f}{_deviation(row.quality)}" if row.quality else ""
-    bar = "" if row.bar is None else f"{row.bar:.1f}× {'met' if row.met else 'MISSED'}"
+    capped = " (0.8 of the cap)" if row.bar is not None and row.bar < analysis.BARS[row.rate] else ""
+    bar = "" if row.bar is None else f"{row.bar:.1f}×{capped} {'met' if row.met else 'MISSED'}"
     return [
         quality,
         _median(row.steps, ".0f"),
@@ -65,6 +66,8 @@ def _footnotes(study: runs.Study) -> str:
     lines = [
         "\\* steps × median time of a step, not the clock's. "
         "No-op: dense's steps without any exchange; its gain is the cap.",
+        "The target is the last quality of that seed's dense run, less the margin; it is reached at the first evaluation "
+        f"that is as good, of every method alike. {_schedules()}",
         f"Median over seeds and range. Links as measured: {links or 'none, ranks on this machine'}.",
         f"Replicas with the same weights: {_of(found['replicas'])} runs. "
         f"Same losses on both links, bit for bit: {_of(found['same_bits'])} runs; "
@@ -75,6 +78,12 @@ def _footnotes(study: runs.Study) -> str:
         ),
     ]
     return "\n\n".join(lines)
+
+
+def _schedules() -> str:
+    """How long the compressed runs' schedules are."""
+    longer = [f"{TASKS[name].settings.stretch:g} times as long ({name})" for name in STUDIED]
+    return f"A compressed run's learning-rate schedule is {' or '.join(longer)} as the others'."
 
 
 def _of(pair: tuple[int, int]) -> str:

@@ -14,7 +14,7 @@ from dgc_horovod.errors import CollectiveTimeout
 from dgc_horovod.report import timed_out
 from dgc_horovod.traffic import Traffic
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 1e-3  # seconds between two polls; Horovod's own cycle is 1 ms
+_FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-4  # seconds between two polls; one takes microseconds
 
 
 @dataclass(frozen=True)
