@@ -66,8 +66,8 @@ def _footnotes(study: runs.Study) -> str:
     lines = [
         "\\* steps × median time of a step, not the clock's. "
         "No-op: dense's steps without any exchange; its gain is the cap.",
-        "The target is the last quality of that seed's dense run, less the margin; it is reached at the first evaluation "
-        f"that is as good, of every method alike. {_schedules()}",
+        "The target is the last quality of that seed's dense run, less the margin; every method reaches it at its "
+        f"first evaluation that is as good. {_schedules()}",
         f"Median over seeds and range. Links as measured: {links or 'none, ranks on this machine'}.",
         f"Replicas with the same weights: {_of(found['replicas'])} runs. "
         f"Same losses on both links, bit for bit: {_of(found['same_bits'])} runs; "
