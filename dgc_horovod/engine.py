@@ -139,8 +139,8 @@ class BucketEngine:
             gradient: flat float32 Array, or what `Kernels.takes_tensors` allows; read by `compress`, and must not
                 change before.
             feed: how it enters the residual.
-            in_place: the update goes where the gradient is, into memory that nothing else uses: `compress` leaves
-                zeros there, which saves `fill` the pass in which it would zero a target.
+            in_place: the update goes where the gradient is, into memory that nothing else uses and nobody writes to
+                before `fill`: `compress` leaves zeros there, which saves the pass in which a target is zeroed.
         """
         if isinstance(feed, MomentumFeed) and feed.momentum:
             self.momentum()
@@ -357,8 +357,8 @@ class BucketEngine:
     def fill(self, scale: float) -> bool:
         """``update = scale * sum over ranks of what they sent``, added in rank order: the same bits on every rank.
 
-        It goes into `targets`, of which one must have been put for each segment that was not offered in place. To be
-        called again, until the next `receive`, it needs all of them.
+        It goes into `targets`, of which one must have been put for each segment that was not offered in place. Before
+        it is called again, until the next `receive`, all must be put anew: none is zero any more.
 
         Args:
             scale: 1/N for the mean, 1 for the sum, times the loss scale.

@@ -66,7 +66,7 @@ struct Found {
 struct Target {
     float* out;
     int64_t start, numel;
-    int32_t cleared;  // zero already
+    int32_t cleared;  // zero already, unless somebody has written there since
     int32_t unused;
 };
 

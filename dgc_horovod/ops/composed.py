@@ -30,10 +30,9 @@ class ListedTargets:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.arrays: list[Array | None] = [None] * len(bucket.segments)
-        self.cleared = [False] * len(bucket.segments)
 
     def put(self, i: int, target: Array, cleared: bool = False) -> None:
-        self.arrays[i], self.cleared[i] = target, cleared
+        self.arrays[i] = target
 
     def clear(self) -> None:
         self.arrays = [None] * len(self.arrays)
@@ -190,9 +189,8 @@ class ComposedKernels(Primitives, Protocol):
 
     def fill(self, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
         finite = True
-        for i, segment in enumerate(targets.bucket.segments):
-            target = targets.arrays[i]
-            if fresh and not targets.cleared[i]:
+        for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
+            if fresh:
                 self.fill_zero(target)
             for positions, values in contributions:
                 low, high = np.searchsorted(positions, [segment.start, segment.start + segment.numel])

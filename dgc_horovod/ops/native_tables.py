@@ -136,4 +136,4 @@ class NativeTargets:
 
     def clear(self) -> None:
         self._arrays = [None] * len(self._arrays)
-        self._addresses[:] = 0
+        self._addresses[:] = self._cleared[:] = 0

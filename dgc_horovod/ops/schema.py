@@ -125,7 +125,10 @@ class Targets(Protocol):
     """Where the update of each segment of one bucket is put together."""
 
     def put(self, i: int, target: Array, cleared: bool = False) -> None:
-        """Segment i's: a flat float32 Array, overwritten by `Kernels.fill`; `cleared`: full of zeros by then."""
+        """Segment i's: a flat float32 Array, overwritten by `Kernels.fill`.
+
+        If `cleared`, it is full of zeros by then, so that a backend need not zero it.
+        """
 
     def clear(self) -> None:
         """Let go of all of them."""
@@ -196,7 +199,7 @@ class Kernels(Protocol):
             want_sums: whether to fill in the spans' sum and squares (see `sampled_sums`).
 
         Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28; each
-        4 more where gradients are cleared, which takes far less time than to do it later: they are in the cache.
+        4 more where gradients are cleared. What is written is in the cache already, and so takes little time.
         """
 
     # -- looking at v

@@ -39,6 +39,7 @@ class _BucketStep:
     pending: Pending | None = None
     finite: bool | None = None  # None until the ranks' messages are back
     targets: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
+    versions: list[int] = field(default_factory=list)  # theirs, when they were put
     narrow: bool = False  # whether an update goes into another dtype than fp32
 
     @property
@@ -166,11 +167,13 @@ class GradientExchange:
         """Give the engine every gradient of a bucket."""
         kernels, run.arrived = run.engine.kernels, 0
         run.targets.clear()
+        run.versions.clear()
         for i, p in enumerate(run.parameters):
             feed, decay = (_WHOLE, 0.0) if run.engine.bucket.whole else feed_of(p)
-            target, fits, alone = self._aim(run, p)
-            if fits and alone and not decay:
-                run.engine.offer(i, handed(target, kernels), feed, in_place=True)
+            in_place = kernels.takes_tensors and not decay and is_alone(self._grad(p))
+            target, fits = self._aim(run, p)
+            if in_place and fits:
+                run.engine.offer(i, target, feed, in_place=True)
                 continue
             gradient = target if fits else self._gradient(p).contiguous().to(torch.float32)
             if decay:
@@ -230,30 +233,27 @@ class GradientExchange:
             run = self._launched[0]
             assert run.pending is not None
             received = self.collectives.wait(run.pending).numpy()
+            for i, (target, version) in enumerate(zip(run.targets, run.versions, strict=True)):
+                if target._version != version:  # a script has written there: it is not zero any more
+                    run.engine.targets.put(i, handed(target, run.engine.kernels))
             run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
             self._launched.popleft()
 
-    def _aim(self, run: _BucketStep, p: Parameter) -> tuple[torch.Tensor, bool, bool]:
-        """Where the update of `p` is put together: in the memory of ``p.grad``, or beside it if that does not do.
+    def _aim(self, run: _BucketStep, p: Parameter) -> tuple[torch.Tensor, bool]:
+        """The next of the bucket's targets: the memory of ``p.grad``, or some beside it if that does not do.
 
         Returns:
-            That memory; whether it is that of ``p.grad``, and whether of nothing else.
+            The target; whether it lies where ``p.grad`` does.
         """
         grad = self._grad(p)
         plain = is_plain(grad)
-        alone = plain and is_alone(grad)
         run.narrow |= not plain
-        fits = plain and (alone or self._is_first_in(grad))
+        fits = plain and self._is_first_in(grad)
         # detached, it keeps the memory, should the script give p.grad another
         target = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=p.device)
         run.targets.append(target)
-        return target, fits, alone
-
-    def renew_targets(self) -> None:
-        """Say once more where the updates go; there may be something else by now than the zeros that were left."""
-        for run in self._runs:
-            for i, target in enumerate(run.targets):
-                run.engine.targets.put(i, handed(target, run.engine.kernels))
+        run.versions.append(target._version)
+        return target, fits
 
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
@@ -285,6 +285,7 @@ class GradientExchange:
         for run in self._runs:
             run.pending, run.finite, run.narrow = None, None, False
             run.targets.clear()  # they would keep gradients alive that the script has let go of
+            run.versions.clear()
             run.engine.targets.clear()
         self._launched.clear()
         self._taken.clear()
@@ -306,8 +307,8 @@ class GradientExchange:
             for run in self._runs:
                 for p in run.parameters:
                     self._aim(run, p)
-            self.renew_targets()
-            for run in self._runs:
+                for i, target in enumerate(run.targets):
+                    run.engine.targets.put(i, handed(target, run.engine.kernels))
                 run.engine.fill(self.buckets.mean_scale)
                 for p, target in zip(run.parameters, run.targets, strict=True):
                     if p.grad is not None and not p.grad.is_sparse and not is_in(target, p.grad):

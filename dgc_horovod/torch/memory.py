@@ -17,13 +17,14 @@ def is_plain(grad: torch.Tensor) -> bool:
 
 
 def is_alone(grad: torch.Tensor) -> bool:
-    """Whether `grad`, a parameter's ``p.grad``, is the only tensor in its memory, and of one parameter.
+    """Whether `grad` belongs to one parameter and is the only tensor that torch knows in its memory.
 
     Autograd hands its own gradients over without a copy: it may still need that memory for the rest of the backward
     pass, or hand it to another parameter too, where a view of each is added to the other. Such a gradient can be read,
-    but not written before the backward pass is over.
+    but not written before the backward pass is over. What a script holds of the same tensor, or of its memory by way
+    of NumPy, is not counted.
     """
-    return _ALONE is not None and _uses(grad) == _ALONE
+    return _ALONE is not None and not grad.is_sparse and _uses(grad) == _ALONE
 
 
 def _uses(grad: torch.Tensor) -> tuple[int, int]:
@@ -33,11 +34,11 @@ def _uses(grad: torch.Tensor) -> tuple[int, int]:
 
 def _uses_of_one() -> tuple[int, int] | None:
     """`_uses` of a gradient that is alone, or None if this torch does not tell."""
-    p = torch.nn.Parameter(torch.zeros(1))
-    p.grad = torch.zeros(1)
+    p = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    p.grad = torch.zeros(1, device="cpu")
     try:
         return _uses(p.grad)
-    except AttributeError:
+    except (AttributeError, TypeError):  # the counts are no public interface
         return None
 
 

@@ -123,7 +123,6 @@ class CompressedMethods:
         if _already_unscaled(self._dgc_scaler, self):
             raise UnsupportedUse(UNSCALED_TOO_EARLY)
         if self._dgc_watch.changed_since_taken():
-            self._dgc.renew_targets()
             self._tell_once("late change", LATE_CHANGE)
         _DistributedOptimizer.synchronize(self)
         self._check_nothing_unfrozen()

@@ -377,3 +377,31 @@ def test_a_segment_moves_with_all_that_is_kept_of_it(kernels, feed):
         if x is not None:
             np.testing.assert_array_equal(as_numpy(kernels, x)[here], was)
             assert not as_numpy(kernels, left)[old].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("density", [0.01, 0.3], ids=["packets", "several groups of packets or a vector"])
+def test_in_place_gives_the_same_bits(backend, density):
+    """Gradients offered in place in some steps and apart in others: as with engines that never do it."""
+    config, sizes, workers = make_config(), (3000, 70, 1500), 5
+    ours, plain = (make_engines(config, backend, workers, *sizes) for _ in range(2))
+    rng = np.random.default_rng(3)
+    for step in range(6):
+        gradients = [rng.standard_normal(sum(sizes)).astype(np.float32) for _ in range(workers)]
+        expected_messages, _ = exchange(plain, gradients, MomentumFeed(0.9), step, density)
+        parts = [split(backend, engine, g.copy()) for engine, g in zip(ours, gradients, strict=True)]
+        messages = []
+        for engine, own in zip(ours, parts, strict=True):
+            for i, part in enumerate(own):
+                in_place = (step + i) % 3 > 0
+                engine.offer(i, part, MomentumFeed(0.9), in_place)
+                if not in_place:
+                    engine.targets.put(i, part)
+            messages.append(engine.compress(1.0, step, density))
+        payloads = [message.payload for message in messages]
+        assert [p.tobytes() for p in payloads] == [m.payload.tobytes() for m in expected_messages]
+        combined = sum(payloads) if messages[0].scattered else np.concatenate(payloads)
+        for engine, other, own in zip(ours, plain, parts, strict=True):
+            assert engine.receive(combined.copy()) and engine.fill(0.2)
+            found = np.concatenate([as_numpy(backend, part) for part in own])
+            assert found.tobytes() == update_of(other, 0.2).tobytes()

@@ -185,6 +185,38 @@ def test_settle_put_and_fill(kernels):
     assert [as_numpy(kernels, t).tolist() for t in targets] == [[0, 0.5, 1, 1.5], [2, 2.5, 3, 3.5, 4, 4.5]]
 
 
+@pytest.mark.parametrize("additions", [3, 9000], ids=["few", "many"])
+def test_what_is_cleared_is_not_zeroed_again_unless_written_to(kernels, additions):
+    numel, bucket = 20_000, Bucket(0, (Segment("a", 0, 9000), Segment("b", 9000, 11_000)))
+    positions = np.sort(np.random.default_rng(0).choice(numel, additions, replace=False)).astype(np.int32)
+    sent = Elements(positions, np.ones(additions, np.float32))
+    for written in ([], [0, 9000], range(numel)):  # 0 and 9000 are looked at
+        x = np.zeros(numel, np.float32)
+        x[list(written)] = 5
+        parts = [as_array(kernels, x[s.start : s.start + s.numel].copy()) for s in bucket.segments]
+        into = kernels.targets(bucket)
+        for i, part in enumerate(parts):
+            into.put(i, part, cleared=True)
+        kernels.fill(into, [sent], 2.0, True)
+        found = np.concatenate([as_numpy(kernels, part) for part in parts])
+        assert found.sum() == 2 * additions and (found[positions] == 2).all()
+        for i, part in enumerate(parts):  # put again, it may be anything
+            into.put(i, part)
+        kernels.fill(into, [sent], 1.0, True)
+        assert sum(as_numpy(kernels, part).sum() for part in parts) == additions
+
+
+def test_native_kernels_trust_what_is_cleared():
+    """Else the pass over the targets is not saved: what stands where nobody looks stays."""
+    (native,) = (kernels for kernels in BACKENDS if kernels.name == "native")
+    bucket, target = Bucket(0, (Segment("a", 0, 100),)), np.zeros(100, np.float32)
+    target[7] = 5
+    into = native.targets(bucket)
+    into.put(0, target, cleared=True)
+    native.fill(into, [Elements(np.array([3], np.int32), np.ones(1, np.float32))], 1.0, True)
+    assert target[7] == 5 and target[3] == 1
+
+
 @given(st.integers(1, 6), st.integers(0, 10_000))
 def test_fill_adds_in_rank_order(workers, seed):
     """Sums of many magnitudes, whose bits depend on the order of addition."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.memory import is_alone
+from tests.helpers.logs import messages
 from tests.helpers.training import (
     UNROUNDED,
     batches,
@@ -120,8 +122,9 @@ def still_needed() -> dict[str, Any]:
     """Distance from plain torch where autograd goes on using the memory of a gradient; all ranks have the same data."""
     hvd.init()
     models = [_StillNeeded() for _ in range(2)]
-    alone: list[bool] = []
-    models[0].a.register_post_accumulate_grad_hook(lambda p: alone.append(is_alone(p.grad)))
+    alone: dict[str, list[bool]] = {"a": [], "b": []}
+    for name, p in models[0].named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: alone[name].append(is_alone(p.grad)))
     compression = Compression.dgc(1.0, factor_masking=False, bucket_bytes=8192, **UNROUNDED)
     plain = momentum_sgd(models[1])
     ours = DistributedOptimizer(momentum_sgd(models[0]), models[0].named_parameters(), compression)
@@ -148,18 +151,55 @@ def which_are_alone() -> list[bool]:
     return found
 
 
+def _in_place(p: Any) -> None:
+    p.grad.add_(torch.randn_like(p))
+
+
+def _by_data(p: Any) -> None:
+    p.grad.data.add_(torch.randn_like(p))
+
+
+def _by_numpy(p: Any) -> None:
+    p.grad.numpy()[...] += 1 + hvd.rank()
+
+
+def _then_replaced(p: Any) -> None:
+    p.grad.add_(torch.randn_like(p))
+    p.grad = p.grad.clone()
+
+
 def late_writes() -> dict[str, Any]:
     """A rank's own noise, written into p.grad when it had been taken already, reaches no weight."""
     hvd.init()
-    prints = []
-    for noisy in (False, True):
+    prints, zeros = {}, 0
+    for write in (None, _in_place, _by_data, _by_numpy, _then_replaced):
         model = smooth_model()
         optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
         for x, y in batches(5, hvd.rank()):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
-            for p in optimizer._dgc.compressed if noisy else ():
-                p.grad.add_(torch.randn_like(p))
+            for p in optimizer._dgc.compressed:
+                zeros += not p.grad.any()  # as `compress` leaves them
+                if write is not None:
+                    write(p)
             optimizer.step()
-        prints.append(fingerprint(model))
-    return {"same": prints[0] == prints[1], "fingerprint": prints[1]}
+        prints[write.__name__ if write else "none"] = fingerprint(model)
+    return {"prints": prints, "zeros": int(zeros)}
+
+
+def other_backend() -> dict[str, Any]:
+    """Kernels that do not write into gradients: the same bits, and no word of a change that nobody has made."""
+    hvd.init()
+    prints = []
+    with messages() as texts:
+        for backend in ("native", "torch_eager"):
+            os.environ["DGC_BACKEND"] = backend
+            model = smooth_model()
+            optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+            for x, y in batches(5, hvd.rank()):
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+            prints.append(fingerprint(model))
+    del os.environ["DGC_BACKEND"]
+    return {"same": prints[0] == prints[1], "told": [text for text in texts if "p.grad" in text]}
