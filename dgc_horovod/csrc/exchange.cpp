@@ -115,8 +115,8 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
             const int64_t begin = target.start > first ? target.start : first;
             const int64_t stop = target.start + target.numel < last ? target.start + target.numel : last;
             // few additions: all at once; else block by block, each zeroed and added to while it is in the cache
-            const bool cleared = target.cleared && looks_zero(target.out + (begin - target.start), stop - begin);
-            const bool zeroes = fresh && !cleared;
+            float* const here = target.out + (begin - target.start);
+            const bool zeroes = fresh && !(target.cleared && looks_zero(here, stop - begin));
             const int64_t block = few || !zeroes ? numel : kFillBlock;
             for (int64_t at = begin; at < stop; at += block) {
                 const int64_t end = at + block < stop ? at + block : stop;

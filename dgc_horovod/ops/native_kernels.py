@@ -24,7 +24,7 @@ from dgc_horovod.ops.schema import CHUNK, SPAN, Elements, Seen, State
 from dgc_horovod.packet import CHECKSUM_WORD, Coder, PacketFormat
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
-_CACHE_LINE = 16  # elements; a pass over state that begins between two lines takes a sixth longer
+_CACHE_LINE = 16  # elements; state begins with one, so that no vector of it lies in two
 _PROBLEMS = ("", "positions do not ascend within the bucket", "values or scales that no sender writes")
 
 

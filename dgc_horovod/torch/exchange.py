@@ -305,10 +305,8 @@ class GradientExchange:
         norm, before = _norm(self.names), self._norm / self._loss_scale()
         if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
             for run in self._runs:
-                for p in run.parameters:
-                    self._aim(run, p)
-                for i, target in enumerate(run.targets):
-                    run.engine.targets.put(i, handed(target, run.engine.kernels))
+                for i, p in enumerate(run.parameters):
+                    run.engine.targets.put(i, handed(self._aim(run, p)[0], run.engine.kernels))
                 run.engine.fill(self.buckets.mean_scale)
                 for p, target in zip(run.parameters, run.targets, strict=True):
                     if p.grad is not None and not p.grad.is_sparse and not is_in(target, p.grad):
