@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import plots, scaling
@@ -65,6 +66,19 @@ def _step(rows: Sequence[Row], method: str) -> Row:
     return next(row for row in rows if row["method"] == method)
 
 
+def alone(rows: Sequence[Row]) -> str:
+    """What a step takes where no link is in the way: one rank and nobody to exchange with, two and no shaping."""
+    lines = []
+    for model in TITLES:
+        for workers in (1, 2):
+            mine = cell(rows, model, workers, "none")
+            if {"dgc", "published DGC"} <= {row["method"] for row in mine}:
+                own, published = _step(mine, "dgc"), _step(mine, "published DGC")
+                times = (own["ms"]["p50"], own["phases_ms"]["compress"], published["ms"]["p50"])
+                lines.append([f"{TITLES[model]}, N = {workers}", *map(milliseconds, times), ratio(times[2], times[0])])
+    return markdown(["no limit to the link", "dgc, ms", "of that compress", "published DGC, ms", "times"], lines)
+
+
 def links(kept: dict[str, Any]) -> str:
     """What the shaped links carry: nominal rate, one way alone, and each way with both busy."""
     found: dict[str, list[list[float]]] = {}
@@ -81,14 +95,11 @@ def links(kept: dict[str, Any]) -> str:
 
 def machine(kept: dict[str, Any]) -> str:
     """What it was measured with."""
-    names, found = (
-        ("horovod", "torch", "numpy", "python", "dgc-horovod"),
-        [each["environment"] for each in kept.values()],
-    )
+    names = ("horovod", "torch", "numpy", "python", "dgc-horovod")
     used = {
         f"Measured with {', '.join(f'{name} {each[name]}' for name in names)}, on {each['cores']} cores of "
         f"{each['processor']}, which all ranks share."
-        for each in found
+        for each in (figures["environment"] for figures in kept.values())
     }
     return "\n".join(sorted(used))
 
@@ -96,7 +107,7 @@ def machine(kept: dict[str, Any]) -> str:
 def losses(rows: Sequence[Row]) -> str:
     """Where dgc is no faster than the best of all that is not ours, in words."""
     worse = []
-    places = dict.fromkeys((row["model"], row["workers"], row["rate"]) for row in rows)
+    places = dict.fromkeys((row["model"], row["workers"], row["rate"]) for row in rows if row["workers"] > 1)
     for model, workers, rate in places:
         mine = cell(rows, model, workers, rate)
         own = median(mine, "dgc", rate)
@@ -108,23 +119,34 @@ def losses(rows: Sequence[Row]) -> str:
     return "; ".join(worse) + "." if worse else f"None of the {len(places)} that were measured."
 
 
-def exchange_page(rows: Sequence[Row], kept: dict[str, Any]) -> None:
-    """The parts of the page that the exchange study fills."""
-    write_into_page(PAGE, "promises", promises(rows))
-    write_into_page(PAGE, "machine", machine(kept))
-    write_into_page(PAGE, "links", links(kept))
-    write_into_page(PAGE, "losses", losses(rows))
-    cells = [(model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
-    write_into_page(
-        PAGE, "exchange", "\n\n".join(tables.times(cell(rows, *each)) for each in cells) + f"\n\n{_SECTION}"
-    )
+def texts() -> dict[tuple[Path, str], str]:
+    """What stands on the pages, by page and marker."""
+    kept, rows, study = json.loads((RESULTS / "exchange.json").read_text()), exchange_rows(), runs.load()
+    cells = [cell(rows, model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
     ours = [row for row in rows if row["method"] in ("dgc", "published DGC") and row["workers"] == 2]
-    write_into_page(PAGE, "phases", tables.phases(ours, "1gbit"))
+    return {
+        (PAGE, "machine"): machine(kept),
+        (PAGE, "links"): links(kept),
+        (PAGE, "promises"): promises(rows),
+        (PAGE, "alone"): alone(rows),
+        (PAGE, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
+        (PAGE, "phases"): tables.phases(ours, "1gbit"),
+        (PAGE, "efficiency"): _efficiency(rows, DENSITY),
+        (PAGE, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
+        (PAGE, "losses"): losses(rows),
+        (README, "benchmarks"): readme_table(rows),
+        (README, "training"): sooner(analysis.rows(study["runs"])),
+    }
+
+
+def draw() -> None:
+    """The plots of the pages."""
+    rows = exchange_rows()
     shown = [model for model in ("resnet50", "vgg16", "bert-base") if cell(rows, model, 2)]
     plots.step_times(rows, shown, 2, IMAGES / "step_time.svg")
     plots.bytes_sent(rows, IMAGES / "bytes.svg")
     plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
-    write_into_page(PAGE, "efficiency", _efficiency(rows, DENSITY))
+    plots.quality(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
 
 
 def _efficiency(rows: Sequence[Row], density: float) -> str:
@@ -144,7 +166,7 @@ def readme_table(rows: Sequence[Row]) -> str:
     lines = []
     for model in TITLES:
         mine = cell(rows, model, 2, "1gbit")
-        if mine:
+        if {"dense", "dgc"} <= {row["method"] for row in mine}:
             own, dense = median(mine, "dgc", "1gbit"), median(mine, "dense", "1gbit")
             shown = [milliseconds(median(mine, m, "1gbit")) for m in _README]
             sent = _step(mine, "dense")["bytes"] / _step(mine, "dgc")["bytes"]
@@ -154,34 +176,22 @@ def readme_table(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
-def training_page() -> None:
-    """The part of the page that the training study fills."""
-    study = runs.load()
-    text = f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`."
-    write_into_page(PAGE, "training", text)
-    plots.quality(analysis.curves(study["runs"]), 2, IMAGES / "quality.svg")
-    write_into_page(README, "training", sooner(analysis.rows(study["runs"])))
-
-
 def sooner(rows: Sequence[analysis.Row]) -> str:
     """README's table: how many times sooner dgc reaches the target than dense, a line a task; N = 2."""
     mine = [row for row in rows if (row.hosts, row.method) == (2, "dgc")]
     rates = [rate for rate in (runs.FAST, runs.SLOW) if any(row.rate == rate for row in mine)]
     lines = []
     for task in dict.fromkeys(row.task for row in mine):
-        gains = [statistics.median(row.gain) for rate in rates for row in mine if (row.task, row.rate) == (task, rate)]
-        lines.append([task, *(f"{gain:.1f}×" for gain in gains)])
+        gains = {row.rate: f"{statistics.median(row.gain):.1f}×" for row in mine if row.task == task}
+        lines.append([task, *(gains.get(rate, "") for rate in rates)])
     return markdown(["sooner than dense at that quality", *(NAMES[rate] for rate in rates)], lines)
 
 
 def main() -> None:
-    """Everything for which there are results."""
-    kept = json.loads((RESULTS / "exchange.json").read_text())
-    rows = exchange_rows()
-    exchange_page(rows, kept)
-    write_into_page(README, "benchmarks", readme_table(rows))
-    if runs.KEPT.exists():
-        training_page()
+    """Everything, from what is in benchmarks/results."""
+    for (file, marker), text in texts().items():
+        write_into_page(file, marker, text)
+    draw()
     print(f"{PAGE.relative_to(ROOT)}, {README.relative_to(ROOT)} and their plots are made anew")
 
 

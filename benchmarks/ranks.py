@@ -16,9 +16,24 @@ from benchmarks.report import ROOT
 # small page that is looked up costs a walk through the tables of both.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
 
 class LaunchError(RuntimeError):
     """A launch that failed or took too long, with the end of what it printed."""
+
+
+def exit_on_signals() -> None:
+    """Let SIGTERM, and a terminal that closes, end this process as an exception would: what it has started goes too."""
+    for number in _ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, _: object) -> None:
+    for each in _ENDING:  # a terminal says it twice; what cleans up is not to be interrupted
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def launch(module: str, arguments: Sequence[str], ranks: int, hosts: Lab | None, seconds: float) -> None:
@@ -37,7 +52,8 @@ def launch(module: str, arguments: Sequence[str], ranks: int, hosts: Lab | None,
     where = ["-H", hosts.slots] if hosts else []
     command = ["horovodrun", "--gloo", "-np", str(ranks), *where, sys.executable, "-m", module, *arguments]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    modules = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = {"PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables.update(_HUGE_PAGES)
     try:
         if hosts:

@@ -49,6 +49,27 @@ def save(name: str, figures: Any) -> None:
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
+class OtherMachine(RuntimeError):
+    """A file of results was measured elsewhere: figures of two machines do not go into one table."""
+
+
+def check_machine(file: Path, environments: Iterable[dict[str, str]]) -> None:
+    """Raise OtherMachine unless everything in `file` was measured on this machine, with these versions."""
+    here = environment()
+    if any(found != here for found in environments):
+        raise OtherMachine(
+            f"{file} is of another machine or of other versions; to measure here: --file ANOTHER, or remove it"
+        )
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file of results in one go: a study may be stopped at any moment."""
+    file.parent.mkdir(exist_ok=True)
+    fresh = file.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(file)
+
+
 def write_into_page(page: Path, marker: str, text: str) -> None:
     """Replace what stands between ``<!-- marker: begin -->`` and ``<!-- marker: end -->`` of a page."""
     begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"

@@ -13,15 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.exchange import cells, gradients, tables
 from benchmarks.exchange.cells import HERE, Cell
 from benchmarks.exchange.methods import METHODS, NOTHING
 from benchmarks.exchange.worker import Order
 from benchmarks.netlab import Lab, NetlabError, lab, unavailable
-from benchmarks.ranks import LaunchError
-from benchmarks.report import RESULTS
+from benchmarks.ranks import LaunchError, exit_on_signals
+from benchmarks.report import RESULTS, OtherMachine, check_machine
 from benchmarks.shapes import SHAPES
 
 FILE = RESULTS / "exchange.json"
@@ -40,15 +39,16 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--models", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="M", help=f"of {', '.join(SHAPES)}")
     add("--workers", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="hosts (default: 2 4 8)")
-    add("--rates", nargs="+", default=RATES, metavar="R", help=f"of the links (default: {' '.join(RATES)})")
+    add("--rates", nargs="+", choices=RATES, default=RATES, metavar="R", help=f"of {', '.join(RATES)}")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="W", help=f"of {'; '.join(METHODS)}")
     add("--density", type=float, default=0.001, metavar="D", help="of what compresses (default: %(default)s)")
     add("--seconds", type=float, default=5.0, metavar="S", help="of timed steps a method (default: %(default)s)")
     add(
         "--launches", type=int, default=2, metavar="L", help="of each cell, their steps together (default: %(default)s)"
     )
-    add("--again", action="store_true", help="measure anew what is in the results already; without it, that is shown")
-    add("--quick", action="store_true", help="a smoke test of a minute; keeps nothing, and does without root")
+    add("--again", action="store_true", help="measure anew what this machine has measured already")
+    add("--file", type=Path, default=FILE, help=f"of results (default: benchmarks/results/{FILE.name})")
+    add("--quick", action="store_true", help="a smoke test of a minute, of few methods; keeps nothing, needs no root")
     return made
 
 
@@ -67,9 +67,15 @@ def study(options: argparse.Namespace, file: Path) -> None:
 
     places = itertools.product(options.rates, options.workers, options.models)
     asked = [Cell(model, n, rate, options.density) for rate, n, model in places]
-    left = [cell for cell in asked if options.again or not _has(cells.read(file), cell, options.methods)]
+    check_machine(file, (each["environment"] for each in cells.read(file).values()))
+    left = [cell for cell in asked if options.again or not {*options.methods} <= cells.methods(file, cell)]
+    for cell in left:
+        if lost := cells.methods(file, cell) - {*options.methods}:
+            raise LaunchError(
+                f"{file} has {', '.join(sorted(lost))} of {cell.key} too; measure them as well, or --file"
+            )
     if len(left) < len(asked):
-        print(f"{len(asked) - len(left)} of {len(asked)} cells are in {file.name} already and are not measured again")
+        print(f"{len(asked) - len(left)} of {len(asked)} cells are in {file.name}; --again measures them anew")
     with tempfile.TemporaryDirectory() as top, tqdm(total=len(left), unit="cell") as bar:
         for rate, workers in dict.fromkeys((cell.rate, cell.workers) for cell in left):
             with _hosts(workers, rate) as hosts:
@@ -78,11 +84,6 @@ def study(options: argparse.Namespace, file: Path) -> None:
                     order = _order(cell, options, _folder(Path(top), cell.model), hosts)
                     cells.keep(file, cell, cells.measure(cell, order, hosts, options.launches))
                     bar.update()
-
-
-def _has(kept: dict[str, Any], cell: Cell, methods: Sequence[str]) -> bool:
-    """Whether every method of a cell has been measured."""
-    return cell.key in kept and {*methods} <= {row["method"] for row in kept[cell.key]["rows"]}
 
 
 def _folder(top: Path, model: str) -> Path:
@@ -95,10 +96,18 @@ def _folder(top: Path, model: str) -> Path:
 
 def _order(cell: Cell, options: argparse.Namespace, folder: Path, hosts: Lab | None) -> Order:
     master = hosts.addresses[0] if hosts else "127.0.0.1"
-    most = (3, 4) if options.quick else (10, 40)
     return Order(
-        cell.model, tuple(options.methods), options.density, options.seconds, *most, str(folder), master
-    )  # fmt: skip
+        model=cell.model,
+        methods=tuple(options.methods),
+        density=options.density,
+        seconds=options.seconds,
+        warm_up=3 if options.quick else 10,
+        fewest=1 if options.quick else 3,
+        most=4 if options.quick else 40,
+        folder=str(folder),
+        master=master,
+        device="eth0" if hosts else "lo",
+    )
 
 
 def _print(file: Path, models: Sequence[str], workers: Sequence[int], rates: Sequence[str], density: float) -> None:
@@ -113,17 +122,20 @@ def _print(file: Path, models: Sequence[str], workers: Sequence[int], rates: Seq
 def main() -> None:
     """Do what the command line says."""
     options, start = parser().parse_args(), time.monotonic()
+    exit_on_signals()
     if options.quick:
         vars(options).update(QUICK, seconds=0.3, launches=1)
         if reason := unavailable():
             print(f"no emulated hosts, so this is ranks on one machine: {reason}")
             options.rates = [HERE]
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "quick.json") if options.quick else FILE
+        file = Path(folder, "quick.json") if options.quick else options.file
         try:
             study(options, file)
-        except (NetlabError, LaunchError) as error:
+        except (NetlabError, LaunchError, OtherMachine) as error:
             raise SystemExit(f"benchmarks.exchange: {error}") from None
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
         _print(file, options.models, options.workers, options.rates, options.density)
     print(f"\nexchange: {time.monotonic() - start:.0f} s")
 

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import ranks
 from benchmarks.exchange.worker import Order
 from benchmarks.netlab import Lab
-from benchmarks.report import environment
+from benchmarks.report import environment, replace_file
 from benchmarks.shapes import SHAPES, numel
 
 HERE = "here"  # the rate of ranks on this machine, with no emulated hosts
@@ -50,16 +50,13 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def keep(file: Path, cell: Cell, figures: dict[str, Any]) -> None:
-    """Put the figures of one cell into the file of results; those of other methods stay if they are of this machine."""
-    kept = read(file)
-    before = kept.get(cell.key)
-    if before and before["environment"] == figures["environment"]:
-        new = {row["method"] for row in figures["rows"]}
-        figures = {**figures, "rows": [*(row for row in before["rows"] if row["method"] not in new), *figures["rows"]]}
-    file.parent.mkdir(exist_ok=True)
-    fresh = file.with_suffix(".new")  # a study may be stopped at any moment
-    fresh.write_text(json.dumps(dict(sorted({**kept, cell.key: figures}.items())), indent=1) + "\n")
-    fresh.replace(file)
+    """Put a cell into the file of results, in the place of what was there: the rows of a cell are of one run."""
+    replace_file(file, json.dumps(dict(sorted({**read(file), cell.key: figures}.items())), indent=1) + "\n")
+
+
+def methods(file: Path, cell: Cell) -> set[str]:
+    """What has been measured in a cell."""
+    return {row["method"] for row in read(file).get(cell.key, {"rows": []})["rows"]}
 
 
 def measure(cell: Cell, order: Order, hosts: Lab | None, launches: int) -> dict[str, Any]:
@@ -74,7 +71,7 @@ def measure(cell: Cell, order: Order, hosts: Lab | None, launches: int) -> dict[
     Raises:
         LaunchError: a launch failed or did not end; nothing of it is left running.
     """
-    link = [hosts.one_way(), *_both_ways(hosts)] if hosts else []
+    link = [hosts.one_way(), *hosts.measure([(1, 2), (2, 1)])] if hosts and cell.workers > 1 else []
     found = [_launch(cell, order, hosts) for _ in range(launches)]
     return {
         "environment": environment(),
@@ -93,11 +90,6 @@ def _launch(cell: Cell, order: Order, hosts: Lab | None) -> list[dict[str, Any]]
     return [json.loads(file.read_text()) for file in files]
 
 
-def _both_ways(hosts: Lab) -> list[float]:
-    """The rate of a link whose two directions are busy, as in a ring."""
-    return hosts.measure([(1, 2), (2, 1)])
-
-
 def _row(cell: Cell, method: str, launches: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """What JSON has of a method: a step is over when the slowest rank has finished it."""
     steps = [[max(times) for times in zip(*(rank["ms"] for rank in one), strict=True)] for one in launches]
@@ -113,15 +105,10 @@ def _row(cell: Cell, method: str, launches: Sequence[Sequence[dict[str, Any]]]) 
         "rate": cell.rate,
         "method": method,
         "steps": len(ordered),
-        "ms": {f"p{percent}": round(_percentile(ordered, percent), 3) for percent in (10, 50, 90)},
+        "ms": {f"p{percent}": round(float(np.percentile(ordered, percent)), 3) for percent in (10, 50, 90)},
         "launch_medians_ms": [round(statistics.median(each), 3) for each in steps],
         "backward_ms": round(statistics.median(ms for rank in every for ms in rank["backward_ms"]), 3),
         "phases_ms": {name: round(statistics.median(values), 3) for name, values in phases.items()},
         "bytes": round(statistics.mean(rank["bytes"] for rank in every)),
         "checked": every[0]["checked"],
     }
-
-
-def _percentile(ordered: Sequence[float], percent: int) -> float:
-    """By linear interpolation."""
-    return float(np.percentile(ordered, percent))

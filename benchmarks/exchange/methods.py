@@ -13,6 +13,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import connections
 from benchmarks.exchange.published import PublishedExchange
 from benchmarks.shapes import Shapes
 from dgc_horovod.torch import Compression, DistributedOptimizer
@@ -101,7 +102,7 @@ class Method:
     def close(self) -> None:
         """After the last step. The next method has connections of its own: after seconds of dense gradients the same
         ones are slower for all that follows."""
-        hvd.shutdown()
+        connections.shut_down()
         hvd.init()
 
     def phases(self) -> dict[str, float]:
@@ -166,7 +167,7 @@ class DDPMethod(Method):
     def __init__(self, shapes: Shapes, hook: Callable[..., Any] | None = None, state: Any = None) -> None:
         super().__init__(shapes)
         rank, size = hvd.rank(), hvd.size()
-        hvd.shutdown()
+        connections.shut_down()
         address = f"tcp://{os.environ[MASTER]}:{DDPMethod._next_port}"
         DDPMethod._next_port += 1
         torch.distributed.init_process_group("gloo", address, world_size=size, rank=rank)

@@ -49,7 +49,7 @@ def times(rows: Sequence[Row]) -> str:
     head = [f"{rows[0]['model']}, N = {rows[0]['workers']}", "sent a step", *(NAMES[rate] for rate in rates)]
     lines = []
     for method in _in_order(rows, "method"):
-        mine = [row for row in rows if row["method"] == method]
+        mine = sorted((row for row in rows if row["method"] == method), key=lambda row: rates.index(row["rate"]))
         shown = []
         for rate in rates:
             own, dense = median(rows, method, rate), median(rows, "dense", rate)

@@ -33,10 +33,12 @@ class Order:
         methods: names of methods, in order.
         density: of those that compress.
         seconds: that the timed steps of a method should take.
-        warm_up: steps before them, where a step is short.
-        steps: at most as many are timed.
+        warm_up: steps before them, where a step is short; one where it is long.
+        fewest: steps that are timed, where they take longer than `seconds`.
+        most: steps that are timed.
         folder: with the gradients; each rank's figures go there too.
         master: address of rank 0, for torch.distributed.
+        device: of the network, by which ranks reach each other.
     """
 
     model: str
@@ -44,9 +46,11 @@ class Order:
     density: float
     seconds: float
     warm_up: int
-    steps: int
+    fewest: int
+    most: int
     folder: str
     master: str
+    device: str
 
 
 class Clock:
@@ -90,13 +94,13 @@ def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
     method = METHODS[name](SHAPES[order.model](), order.density)
     clock = Clock(method, gradients, rank)
     clock.run(1)  # says how long a step takes, although what is set up once is in it
-    clock.run(max(method.untimed, min(order.warm_up, int(order.seconds / clock.longest()))))
+    clock.run(max(1, method.untimed, min(order.warm_up, int(order.seconds / clock.longest()))))
     checked = checked_step(method, gradients, rank, workers, clock.number)
-    steps = max(1, min(order.steps, int(order.seconds / clock.longest())))
+    steps = max(order.fewest, min(order.most, int(order.seconds / clock.longest())))
     clock.forget()
-    sent = _bytes_out()
+    sent = _bytes_out(order.device)
     clock.run(steps)
-    sent = _bytes_out() - sent
+    sent = _bytes_out(order.device) - sent
     method.close()
     return {
         "ms": clock.milliseconds,
@@ -107,11 +111,11 @@ def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
     }
 
 
-def _bytes_out() -> int:
+def _bytes_out(device: str) -> int:
     """Bytes that have left this host; on the loopback, that have left the machine's ranks together."""
     table = Path("/proc/self/net/dev").read_text()
     found = {line[1]: int(line[2].split()[8]) for line in re.finditer(r"^ *(\w+): *(.*)$", table, re.MULTILINE)}
-    return found.get("eth0", found["lo"])
+    return found[device]
 
 
 def main() -> None:

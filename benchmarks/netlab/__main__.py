@@ -72,7 +72,8 @@ def main() -> None:
             record = lifecycle.keep(options.hosts, options.rate, options.per_host_ranks)
             print(f"{Lab(record.hosts, record.ranks).slots}; links: {status.links(record)}")
         elif options.command == "down":
-            lifecycle.down()
+            with state.reserve():  # never under a study that runs
+                lifecycle.down()
         elif options.command == "status":
             whole, text = status.describe()
             print(text)

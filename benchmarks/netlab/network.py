@@ -138,7 +138,7 @@ def unavailable() -> str | None:
 
 def _probe() -> None:
     """Each kind of thing that a lab is made of, once."""
-    name = f"{PREFIX}probe-{os.getpid()}"
+    name = f"dgc-probe-{os.getpid()}"  # not a lab's: one that is taken down meanwhile leaves it alone
     call("ip", "netns", "add", name)
     try:
         call("ip", "-n", name, "link", "add", "bridge", "type", "bridge")

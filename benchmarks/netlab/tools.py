@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 
 PACKAGES = {  # command -> Debian's package
     "ip": "iproute2",
@@ -38,7 +39,7 @@ def call(*command: str) -> str:
 def lacking() -> str | None:
     """What no command can do without and is not here, and what to do; None if nothing."""
     if os.geteuid():
-        return "network namespaces need root: run it with sudo"
+        return f"network namespaces need root: run it with sudo {sys.executable}"
     missing = [command for command in PACKAGES if shutil.which(command) is None]
     if missing:
         packages = " ".join(sorted({PACKAGES[command] for command in missing}))

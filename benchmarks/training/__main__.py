@@ -12,13 +12,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.netlab import NetlabError, lab, unavailable
-from benchmarks.ranks import LaunchError
+from benchmarks.ranks import LaunchError, exit_on_signals
+from benchmarks.report import OtherMachine, check_machine
 from benchmarks.training import runs, tables
 from benchmarks.training.tasks import STUDIED
 
 EPILOG = """\
-It needs root for the hosts' links, and about half an hour on 2 cores that do nothing else. What has been run is
-kept, so that a study that was stopped goes on; remove the file to measure anew.
+It needs root for the hosts' links, and about an hour on 2 cores that do nothing else. What has been run is
+kept, so that a study that was stopped goes on; to measure anew: --file.
 """
 
 
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
 def measure(launches: Sequence[runs.Launch], file: Path) -> None:
     """Run what is not kept yet, all launches for one lab on one lab."""
     study = runs.load(file)
+    check_machine(file, [study["environment"]] if study["runs"] else [])
     left = [found for launch in launches if (found := runs.missing(launch, study))]
     with tqdm(total=len(left), unit="launch", ncols=100) as bar:
         for (count, rate), group in itertools.groupby(left, lambda launch: (launch.hosts, launch.rate)):
@@ -67,6 +69,7 @@ def quick() -> None:
 def main() -> None:
     """Do what the command line says."""
     options = parser().parse_args()
+    exit_on_signals()
     try:
         if options.quick:
             quick()
@@ -77,8 +80,10 @@ def main() -> None:
             plan = [each for each in runs.plan(options.seeds) if each.task in options.tasks]
             measure([each for each in plan if each.hosts in options.hosts], options.file)
         print(tables.study(runs.load(options.file)))
-    except (NetlabError, LaunchError) as error:
+    except (NetlabError, LaunchError, OtherMachine) as error:
         raise SystemExit(f"benchmarks.training: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def _groups(runs: Runs) -> Iterator[tuple[str, int, str, list[int]]]:
     for task in tasks:
         for count in (int(each.split()[0]) for each in hosts):
             for rate in sorted(rates, key=lambda rate: rate != FAST):
-                numbers = [int(each.removeprefix("seed ")) for each in seeds]
+                numbers = sorted(int(each.removeprefix("seed ")) for each in seeds)
                 done = [n for n in numbers if key(task, count, _whole_rate(rate, "dense"), "dense", n) in runs]
                 if done and _methods(runs, task, count, rate, done):
                     yield task, count, rate, done

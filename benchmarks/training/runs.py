@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import ranks
 from benchmarks.netlab import Lab
-from benchmarks.report import RESULTS, environment
+from benchmarks.report import RESULTS, environment, replace_file
 from benchmarks.training.tasks import STUDIED, TASKS
 from benchmarks.training.worker import COMPRESSED, NO_OP, STOCK, whole_steps
 
@@ -55,7 +55,7 @@ def plan(seeds: Sequence[int]) -> Iterator[Launch]:
         for rate in (FAST, SLOW):
             for task in STUDIED:
                 for seed in seeds:
-                    first = seed == seeds[0]
+                    first = seed == min(seeds)
                     yield Launch(task, hosts, rate, seed, tuple(_methods(task, hosts, rate, first)))
 
 
@@ -109,10 +109,7 @@ def keep(launch: Launch, hosts: Lab | None, file: Path = KEPT) -> Study:
     study["runs"].update({launch.key(*run): found[run] for run in launch.methods})
     runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(study["runs"].items()))
     head = f' "environment": {json.dumps(environment())},\n "links": {json.dumps(study["links"])}'
-    file.parent.mkdir(exist_ok=True)
-    fresh = file.with_suffix(".new")  # a study may be stopped at any moment
-    fresh.write_text(f'{{\n{head},\n "runs": {{\n{runs}\n }}\n}}\n')  # a line a run
-    fresh.replace(file)
+    replace_file(file, f'{{\n{head},\n "runs": {{\n{runs}\n }}\n}}\n')  # a line a run
     return study
 
 

@@ -65,7 +65,8 @@ def _footnotes(study: runs.Study) -> str:
     links = "; ".join(f"{name}: {rate} Mbit/s" for name, rate in study["links"].items())
     lines = [
         "\\* steps × median time of a step, not the clock's. "
-        "No-op: dense's steps without any exchange; its gain is the cap.",
+        "No-op: dense's steps without any exchange; its gain is the cap. "
+        "Bytes of dense and fp16 are those of a ring, not counted.",
         "The target is the last quality of that seed's dense run, less the margin; every method reaches it at its "
         f"first evaluation that is as good. {_schedules()}",
         f"Median over seeds and range. Links as measured: {links or 'none, ranks on this machine'}.",

@@ -15,6 +15,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from benchmarks import connections
 from benchmarks.training.tasks import TASKS, Task
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 
@@ -152,7 +153,7 @@ def main() -> None:
         task = TASKS[name](hvd.rank(), hvd.size(), int(seed))  # each starts from the same weights and data
         found.append(train(task, method, int(steps)))
         # each has connections of its own: after seconds of dense gradients they are slower for all that follows
-        hvd.shutdown()
+        connections.shut_down()
         hvd.init()
     if hvd.rank() == 0:
         Path(file).write_text(json.dumps(found))

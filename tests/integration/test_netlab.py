@@ -114,11 +114,10 @@ def test_the_command_line():
     """Up, status, a command whose signals and exit status are its own, down."""
     if reason := unavailable():
         pytest.skip(reason)
+    up = netlab("up", "--hosts", "2", "--rate", f"{MBIT}mbit", "--per-host-ranks", "3")
+    assert up.returncode == 0, up.stderr  # and where it is refused, what is up is not ours to take down
     try:
-        up = netlab("up", "--hosts", "2", "--rate", f"{MBIT}mbit", "--per-host-ranks", "3")
-        assert up.returncode == 0 and re.search(r"200mbit .* measured 1\d\d Mbit/s .*, 1\d\d Mbit/s back", up.stdout), (
-            up
-        )
+        assert re.search(r"200mbit .* measured 1\d\d Mbit/s .*, 1\d\d Mbit/s back", up.stdout)
         done = netlab("run", "--host", "2", "--", "sh", "-c", "hostname; echo $NETLAB_NP $NETLAB_HOSTS; exit 7")
         assert (done.returncode, done.stdout.split()) == (7, ["host2", "6", "host1:3,host2:3"]), done.stderr
         script = "trap 'exit 9' TERM; echo waiting; while :; do sleep 0.05; done"
@@ -171,6 +170,7 @@ def test_nothing_outlives_the_lab():
         assert daemon.is_running()
         with pytest.raises(NetlabError, match="another process has a lab up"), lab(1):
             pass
+        assert "another process has a lab up" in netlab("down").stderr and daemon.is_running()
     assert ended(daemon)
     with pytest.raises(NetlabError, match="host 1 is not up"):
         hosts.run(1, ["true"])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 
-from benchmarks import page, scaling
-from benchmarks.exchange import gradients, tables
-from benchmarks.exchange.cells import _percentile
-from benchmarks.report import RESULTS
+from benchmarks import page, report, scaling
+from benchmarks.exchange import cells, gradients, tables
+from benchmarks.exchange.cells import Cell
+from benchmarks.report import OtherMachine, check_machine
 from benchmarks.shapes import SHAPES, numel
 
 PARAMETERS = {
@@ -50,11 +49,6 @@ def test_gradients_differ_over_ranks_and_steps_but_not_over_calls(tmp_path):
     assert len({g.untyped_storage().data_ptr() for g in first}) == len(shapes)  # as a backward pass leaves them
 
 
-def test_percentiles_interpolate():
-    assert [_percentile([1.0, 2.0, 3.0, 4.0], p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
-    assert _percentile([7.0], 90) == 7.0
-
-
 def test_times_are_compared_with_dense_of_the_same_rate():
     rows = [
         row("dense", 2, 1000.0),
@@ -85,10 +79,20 @@ def test_losses_are_named():
 
 def test_pages_show_what_was_measured():
     """As after `python -m benchmarks.page`."""
-    kept = json.loads((RESULTS / "exchange.json").read_text())
-    rows = page.exchange_rows()
-    text = page.PAGE.read_text()
-    for table in (page.promises(rows), page.links(kept), page.losses(rows)):
-        assert table in text
-    assert page.readme_table(rows) in page.README.read_text()
-    assert all(row["checked"] for row in rows)
+    for (file, marker), text in page.texts().items():
+        assert f"<!-- {marker}: begin -->\n{text}\n<!-- {marker}: end -->" in file.read_text(), marker
+    assert all(row["checked"] and row["steps"] >= 2 for row in page.exchange_rows())
+
+
+def test_a_cell_is_of_one_run_and_of_one_machine(tmp_path, monkeypatch):
+    file, cell = tmp_path / "exchange.json", Cell("resnet50", 2, "1gbit", 0.001)
+    here = {"processor": "this", "torch": "2"}
+    monkeypatch.setattr(report, "environment", lambda: here)
+    cells.keep(file, cell, {"environment": here, "rows": [row("dense", 2, 900.0), row("dgc", 2, 30.0)]})
+    assert cells.methods(file, cell) == {"dense", "dgc"}
+    assert not cells.methods(file, Cell("resnet50", 4, "1gbit", 0.001))
+    cells.keep(file, cell, {"environment": here, "rows": [row("dgc", 2, 31.0)]})
+    assert [each["ms"]["p50"] for each in cells.read(file)[cell.key]["rows"]] == [31.0]
+    check_machine(file, [here])
+    with pytest.raises(OtherMachine, match="--file ANOTHER"):
+        check_machine(file, [here, {**here, "processor": "another"}])
