@@ -45,7 +45,7 @@ def step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: P
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(
-        1, len(models), figsize=(4.2 * len(models), 3.8), layout="constrained", sharey=True, squeeze=False
+        1, len(models), figsize=(4.2 * len(models) + 1.8, 3.8), layout="constrained", sharey=True, squeeze=False
     )
     for axes, model in zip(panels[0], models, strict=True):
         mine = [row for row in rows if (row["model"], row["workers"]) == (model, workers)]
@@ -59,7 +59,8 @@ def step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: P
         axes.set_title(f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.1f} M parameters", fontsize=10)
         axes.grid(alpha=0.3, which="major")
     panels[0][0].set_ylabel("milliseconds a step")
-    panels[0][-1].legend(frameon=False, fontsize=8)
+    lines = panels[0][-1].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
     _save(figure, file)
 
 

@@ -72,7 +72,7 @@ def study(options: argparse.Namespace, file: Path) -> None:
     for cell in left:
         if lost := cells.methods(file, cell) - {*options.methods}:
             raise LaunchError(
-                f"{file} has {', '.join(sorted(lost))} of {cell.key} too; measure them as well, or --file"
+                f"{file} has {len(lost)} more methods of {cell.key}; measure those as well, or --file ANOTHER"
             )
     if len(left) < len(asked):
         print(f"{len(asked) - len(left)} of {len(asked)} cells are in {file.name}; --again measures them anew")
