@@ -8,8 +8,8 @@ The model, for N beyond those measured, n elements, k of them sent, a link of B 
     dense       E(N) = 2*(N-1)/N * 4n * 8/B / r             r: what dense reached of B at N = 2
     compressed  E(N) = E(2) + (N-2)*k*d + (bytes(N) - bytes(2)) * 8/B / r
 
-At N = 2 every rank has a core. d, nanoseconds for each element received, is from `python -m benchmarks.kernels decode`;
-bytes(N) is what the packets really weigh.
+At N = 2 there is a core for each rank. d, nanoseconds for each element received, is from
+`python -m benchmarks.kernels decode`; bytes(N) is what the packets really weigh.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.kernels.decode import nanoseconds_an_element
 from benchmarks.report import RESULTS
 from dgc_horovod import DGCConfig
 from dgc_horovod.launch.plan import link_bytes
@@ -75,12 +76,7 @@ def _ring_bytes(numel: int, workers: int) -> float:
 
 
 def _decode_nanoseconds() -> float:
-    """For each element received from each rank, beyond zeroing; the most of those measured at the largest N."""
+    """For each element received from each rank; the most of those measured at the largest N."""
     rows = json.loads((RESULTS / "kernels-decode.json").read_text())["figures"]
     largest = max(map(_workers, rows))
-    beyond = [
-        (r["decode_ms"] + r["add_ms"] - r["zeroing_ms"]) / (r["workers"] * r["k"])
-        for r in rows
-        if r["workers"] == largest
-    ]
-    return float(1e6 * max(beyond))
+    return max(nanoseconds_an_element(rows, row) or 0.0 for row in rows if row["workers"] == largest)
