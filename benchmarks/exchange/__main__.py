@@ -67,10 +67,11 @@ def study(options: argparse.Namespace, file: Path) -> None:
 
     places = itertools.product(options.rates, options.workers, options.models)
     asked = [Cell(model, n, rate, options.density) for rate, n, model in places]
-    check_machine(file, (each["environment"] for each in cells.read(file).values()))
-    left = [cell for cell in asked if options.again or not {*options.methods} <= cells.methods(file, cell)]
+    kept, wanted = cells.read(file), {*options.methods}
+    check_machine(file, (each["environment"] for each in kept.values()))
+    left = [cell for cell in asked if options.again or not wanted <= cells.methods(kept, cell)]
     for cell in left:
-        if lost := cells.methods(file, cell) - {*options.methods}:
+        if lost := cells.methods(kept, cell) - wanted:
             raise LaunchError(
                 f"{file} has {len(lost)} more methods of {cell.key}; measure those as well, or --file ANOTHER"
             )

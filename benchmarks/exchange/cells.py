@@ -54,9 +54,9 @@ def keep(file: Path, cell: Cell, figures: dict[str, Any]) -> None:
     replace_file(file, json.dumps(dict(sorted({**read(file), cell.key: figures}.items())), indent=1) + "\n")
 
 
-def methods(file: Path, cell: Cell) -> set[str]:
-    """What has been measured in a cell."""
-    return {row["method"] for row in read(file).get(cell.key, {"rows": []})["rows"]}
+def methods(kept: dict[str, Any], cell: Cell) -> set[str]:
+    """What has been measured in a cell of those that `read` gave."""
+    return {row["method"] for row in kept[cell.key]["rows"]} if cell.key in kept else set()
 
 
 def measure(cell: Cell, order: Order, hosts: Lab | None, launches: int) -> dict[str, Any]:

@@ -89,8 +89,8 @@ def test_a_cell_is_of_one_run_and_of_one_machine(tmp_path, monkeypatch):
     here = {"processor": "this", "torch": "2"}
     monkeypatch.setattr(report, "environment", lambda: here)
     cells.keep(file, cell, {"environment": here, "rows": [row("dense", 2, 900.0), row("dgc", 2, 30.0)]})
-    assert cells.methods(file, cell) == {"dense", "dgc"}
-    assert not cells.methods(file, Cell("resnet50", 4, "1gbit", 0.001))
+    assert cells.methods(cells.read(file), cell) == {"dense", "dgc"}
+    assert not cells.methods(cells.read(file), Cell("resnet50", 4, "1gbit", 0.001))
     cells.keep(file, cell, {"environment": here, "rows": [row("dgc", 2, 31.0)]})
     assert [each["ms"]["p50"] for each in cells.read(file)[cell.key]["rows"]] == [31.0]
     check_machine(file, [here])
