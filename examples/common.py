@@ -25,8 +25,14 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         super().__init__(prog, max_help_position=28, width=110)
 
 
-def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """The options of all examples, with the example's own defaults (``clip_norm`` only where it is given)."""
+def arguments(description: str, lr_falls: str = "to 0 along a cosine", **defaults: Any) -> argparse.ArgumentParser:
+    """The options of all examples, with the example's own defaults.
+
+    Args:
+        description: for ``--help``.
+        lr_falls: how the learning rate does.
+        defaults: by option; there is ``--clip-norm`` and ``--lr-warmup-epochs`` only where they are given.
+    """
 
     def fraction(text: str) -> float:
         value = float(text)
@@ -60,8 +66,9 @@ def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
     add("--density", type=fraction, metavar="D", help="fraction of elements sent, in (0, 1]")
     add("--epochs", type=some, metavar="E", help="passes over the data")
     add("--batch-size", type=some, metavar="B", help="samples per rank and step")
-    add("--lr", type=positive, metavar="LR", help="highest learning rate; falls to 0 along a cosine")
-    add("--lr-warmup-epochs", type=count, metavar="E", help="learning rate rises linearly over these epochs")
+    add("--lr", type=positive, metavar="LR", help=f"highest learning rate; falls {lr_falls}".replace("%", "%%"))
+    if "lr_warmup_epochs" in defaults:
+        add("--lr-warmup-epochs", type=count, metavar="E", help="learning rate rises linearly over these epochs")
     add("--warmup-epochs", type=count, metavar="E", help="density falls from 0.25 to D over these epochs; 0: D at once")
     if "clip_norm" in defaults:
         add("--clip-norm", type=positive, metavar="C", help="L2 norm at which the averaged gradient is clipped")
@@ -132,10 +139,13 @@ def traffic(optimizer: Any, numel: int, compression: str, steps: int, ranks: int
 
 
 def report(args: argparse.Namespace, quality_name: str, quality: float, seconds: float, sent: dict[str, int]) -> None:
-    """Print one sentence for people and one ``RESULT`` line for programs."""
+    """Print one sentence for people and one ``RESULT`` line for programs.
+
+    `quality_name` is "accuracy", "perplexity", or the unit of a validation loss.
+    """
     ratio = sent["bytes_dense"] / sent["bytes_sent"]
     shown = f"{quality:.1%}" if quality_name == "accuracy" else f"{quality:.3f}"
-    name = "accuracy" if quality_name == "accuracy" else f"validation loss ({quality_name})"
+    name = quality_name if quality_name in ("accuracy", "perplexity") else f"validation loss ({quality_name})"
     print(
         f"{args.compression}: {name} {shown}, sent {sent['bytes_sent'] / 1e6:.1f} MB per rank, dense fp32 would have "
         f"sent {sent['bytes_dense'] / 1e6:.0f} MB: {ratio:.{0 if ratio >= 10 else 1}f}x less"

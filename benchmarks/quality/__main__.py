@@ -1,0 +1,85 @@
+"""Trains three small models dense and compressed, part by part, and keeps how well each does."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.quality import runs, selection, tables
+from benchmarks.quality.training import Run
+from benchmarks.ranks import LaunchError, exit_on_signals
+from benchmarks.report import OtherMachine
+
+STUDIES = (*runs.STUDIES, "selection")
+QUICK_LENGTH = 0.02
+EPILOG = """\
+studies:
+  ablation    DGC part by part, rules, codecs and densities; 4 and 8 ranks, three tasks
+  longer      the gap to dense training in runs of 1, 4 and 10 times the length
+  optimizers  Nesterov's momentum and AdamW
+  real        some of the runs on Horovod's own ranks; the others are simulated in one process
+  selection   what top-k and the Gaussian rule leave behind, on vectors and on gradients
+
+All of them take two hours on two cores. What has been run is kept, so that a study that was stopped goes
+on; to measure anew: --file. `python -m benchmarks.page` makes docs/quality.md of it.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("studies", nargs="*", choices=[*STUDIES, []], metavar="STUDY", help="default: all")
+    top.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="default: 0 1 2")
+    top.add_argument("--processes", type=int, default=os.cpu_count(), metavar="P", help="default: %(default)s")
+    top.add_argument(
+        "--file", type=Path, default=runs.KEPT, help=f"of results (default: benchmarks/results/{runs.KEPT.name})"
+    )
+    top.add_argument("--table", action="store_true", help="run nothing, print the tables of what is kept")
+    top.add_argument("--quick", action="store_true", help="a few steps of each kind, to see that it works")
+    return top
+
+
+def quick() -> None:
+    """A few steps of each kind; nothing is kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "quality.json"
+        plan = [Run("lstm", variant, 2, length=QUICK_LENGTH) for variant in ("dense", "+ residual (TopK-SGD)", "dgc")]
+        runs.complete([*plan, replace(plan[-1], real=True)], file, processes=1)
+        print(tables.runs_of(runs.load(file)))
+    print(tables.vectors(selection.vectors(draws=1)))
+    selection.gradients("images", "+ residual (TopK-SGD)", steps=3)
+    print("\nA few steps: these figures mean nothing, they show that everything works.")
+
+
+def main() -> None:
+    """Do what the command line says."""
+    options = parser().parse_args()
+    exit_on_signals()
+    try:
+        if options.quick:
+            quick()
+            return
+        if not options.table:
+            studies = options.studies or STUDIES
+            plans = [runs.STUDIES[name](options.seeds) for name in studies if name in runs.STUDIES]
+            runs.complete(itertools.chain(*plans), options.file, options.processes)
+            if "selection" in studies:
+                selection.study()
+        print(tables.runs_of(runs.load(options.file)))
+    except (LaunchError, OtherMachine) as error:
+        raise SystemExit(f"benchmarks.quality: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What the runs say: each variant beside the dense run of the same seed, and which differences are more than noise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.quality.runs import Results
+from benchmarks.quality.training import Run
+from benchmarks.quality.variants import ABLATION, VARIANTS
+
+# Two-sided 5% points of Student's t, by degrees of freedom
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 11: 2.20}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: its last test loss in nats and accuracy in percent, infinite and 0 where it diverged."""
+
+    run: Run
+    loss: float
+    accuracy: float
+    traffic: float
+    curve: list[list[float]]
+    selected: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant over its seeds, in the order of the seeds; gaps are to the dense run of the same seed.
+
+    Args:
+        run: of the first seed.
+        loss, accuracy: of each seed.
+        loss_gap, accuracy_gap: the variant's less that of dense; empty for lack of a dense run.
+        traffic: bytes sent, in those of dense fp32.
+    """
+
+    run: Run
+    loss: list[float]
+    accuracy: list[float]
+    loss_gap: list[float]
+    accuracy_gap: list[float]
+    traffic: float
+
+    @property
+    def diverged(self) -> int:
+        """How many of the runs."""
+        return sum(math.isinf(loss) for loss in self.loss)
+
+
+def outcomes(results: Results) -> list[Outcome]:
+    """Every run that is kept, in the order of the variants."""
+    found = []
+    for kept in results.values():
+        loss = math.inf if kept["diverged"] else kept["loss"]
+        accuracy = 0.0 if kept["diverged"] else 100 * kept["accuracy"]
+        traffic, selected = kept.get("traffic", 1.0), kept.get("selected", [])
+        found.append(Outcome(Run(**kept["run"]), loss, accuracy, traffic, kept["curve"], selected))
+    place = {name: i for i, name in enumerate(VARIANTS)}
+    return sorted(found, key=lambda each: (place.get(each.run.variant, len(place)), each.run.seed))
+
+
+def baseline(variant: str) -> str:
+    """The dense variant that a variant is compared with: the one of the same optimizer."""
+    family = variant.split(",")[0]
+    return f"{family}, dense" if f"{family}, dense" in VARIANTS else "dense"
+
+
+def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
+    """A row a variant, number of ranks and length, of the runs that `keep` lets through."""
+    by_run = {each.run: each for each in found}
+    groups: dict[Run, list[Outcome]] = {}
+    for each in found:
+        if keep(each.run):
+            groups.setdefault(_changed(each.run, seed=0), []).append(each)
+    made = []
+    for group in groups.values():
+        pairs = [(each, by_run.get(_changed(each.run, variant=baseline(each.run.variant)))) for each in group]
+        gaps = [(each.loss - dense.loss, each.accuracy - dense.accuracy) for each, dense in pairs if dense]
+        made.append(
+            Row(
+                group[0].run,
+                [each.loss for each in group],
+                [each.accuracy for each in group],
+                [gap[0] for gap in gaps],
+                [gap[1] for gap in gaps],
+                group[0].traffic,
+            )
+        )
+    return made
+
+
+def _changed(run: Run, **changes: object) -> Run:
+    return Run(**{**vars(run), **changes})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one more part of DGC changes: test loss of `after` less that of `before`, paired by seed and ranks."""
+
+    before: str
+    after: str
+    losses: list[float]
+    accuracies: list[float]
+
+    @property
+    def clear(self) -> bool:
+        """Whether the mean is further from 0 than chance would put it in 95 of 100 cases (Student's t)."""
+        if any(math.isinf(loss) or math.isnan(loss) for loss in self.losses):
+            return True
+        error = statistics.stdev(self.losses) / math.sqrt(len(self.losses))
+        return abs(statistics.mean(self.losses)) > _T.get(len(self.losses) - 1, 2.2) * error
+
+    @property
+    def verdict(self) -> str:
+        """Whether the step goes the way of the published tables: down."""
+        down = [loss for loss in self.losses if loss < 0]
+        if any(math.isnan(loss) or math.isinf(loss) for loss in self.losses):
+            return "diverges" if math.inf in self.losses else "as published: no longer diverges"
+        if not self.clear:
+            return "within the noise"
+        return "as published" if 2 * len(down) > len(self.losses) else "**the other way**"
+
+
+def differences(found: Iterable[Outcome], task: str) -> list[Difference]:
+    """Each step of the ablation on a task, over all seeds and numbers of ranks."""
+    mine = {each.run: each for each in found if each.run.task == task and each.run.length == 1 and not each.run.real}
+    names = [name for name in list(ABLATION)[1:] if any(run.variant == name for run in mine)]
+    made = []
+    for before, after in itertools.pairwise(names):
+        pairs = [
+            (mine[_changed(run, variant=before)], each)
+            for run, each in mine.items()
+            if run.variant == after and _changed(run, variant=before) in mine
+        ]
+        losses = [b.loss - a.loss for a, b in pairs]
+        made.append(Difference(before, after, losses, [b.accuracy - a.accuracy for a, b in pairs]))
+    return made

@@ -1,0 +1,51 @@
+"""How many elements a run selects, in k, and how many bytes it sends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from dgc_horovod.bucket import spans
+from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.schedule import density_at
+
+
+class Counts:
+    """The counts of one rank's exchange over a run.
+
+    Args:
+        exchange: of rank 0; None for dense training, of which there is nothing to count.
+    """
+
+    def __init__(self, exchange: BucketExchange | None) -> None:
+        self._exchange, self._before = exchange, 0
+        self._since: list[float] = []
+        self._closed: list[list[float]] = []
+
+    def count(self) -> None:
+        """A step is done."""
+        if self._exchange is not None:
+            tally, config = self._exchange.tally, self._exchange.config
+            k = self._k(density_at(config.final_density, config.warmup, tally.steps - 1))
+            self._since.append((tally.selected - self._before) / k)
+            self._before = tally.selected
+
+    def close(self) -> None:
+        """The next point of the curve is reached."""
+        if self._since:
+            mean = sum(self._since) / len(self._since)
+            self._closed.append([round(value, 4) for value in (min(self._since), mean, max(self._since))])
+            self._since.clear()
+
+    def found(self) -> dict[str, Any]:
+        """``selected``: [least, mean, most] in k up to each point of the curve; ``traffic``: bytes sent, in fp32's."""
+        if self._exchange is None:
+            return {}
+        stats = self._exchange.tally.stats()
+        return {"selected": self._closed, "traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
+
+    @functools.cache  # noqa: B019 - a run has a handful of densities, and ends
+    def _k(self, density: float) -> int:
+        assert self._exchange is not None
+        buckets = [engine.bucket for engine in self._exchange.engines if not engine.bucket.whole]
+        return sum(span.k for bucket in buckets for span in spans(bucket, self._exchange.config.scope, density))

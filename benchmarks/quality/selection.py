@@ -1,0 +1,141 @@
+"""What selection leaves behind: on Gaussian vectors, and on the gradients and residuals of training runs.
+
+The study of section 3 of the GaussianK paper (Shi et al., arXiv 1911.08772), on this project's own engine. It measures
+the remainder ``|x - C(x)|^2 / |x|^2`` of a selection C of k from d elements. Random-k leaves ``1 - k/d``; the paper's
+bound for top-k of bell-shaped vectors is ``(1 - k/d)^2``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
+from benchmarks.quality.tasks import TASKS
+from benchmarks.quality.training import Run, simulated, train
+from benchmarks.report import RESULTS, environment, replace_file
+from dgc_horovod.bucket import Bucket, Segment, count_for
+from dgc_horovod.compression import PRESETS
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.ops import registry
+from dgc_horovod.ops.schema import ResidualFeed
+
+KEPT = RESULTS / "selection.json"
+NUMEL, VECTORS = 100_000, 5
+COUNTS = (10, 100, 1_000, 5_000, 10_000, 20_000, 40_000, 60_000, 80_000, 95_000)
+RULES = ("exact", "gaussian", "sampled", "random")
+TRAINED = ("dense", "+ residual (TopK-SGD)", "+ warm-up (DGC)")
+MOMENTS = (0.0, 0.02, 0.1, 0.5, 1.0)  # of a run, at which is looked
+BINS, WIDEST = 80, 8.0  # of a histogram, in standard deviations to each side
+
+
+def selected(x: np.ndarray, k: int, rule: str) -> tuple[int, float]:
+    """How many of k elements a rule selects from x, and the remainder ``|x - C(x)|^2 / |x|^2``."""
+    config = DGCConfig(**{**PRESETS["topk"], "rule": rule, "density": k / x.size, "values": "fp32", "min_numel": 1})
+    engine = BucketEngine(Bucket(0, (Segment("x", 0, x.size),)), config, registry.choose("cpu"), 0, 1)
+    engine.offer(0, np.ascontiguousarray(x, np.float32), ResidualFeed())
+    count = engine.compress(1.0, 0, config.density).count
+    left = engine.kernels.to_host(engine.state.v).astype(np.float64)
+    return count, float(np.sum(left**2) / np.sum(x.astype(np.float64) ** 2))
+
+
+def vectors(draws: int = VECTORS) -> list[dict[str, Any]]:
+    """The mean remainder of each rule on standard normal vectors, a row a k."""
+    rows = []
+    for k in tqdm(COUNTS, desc="vectors", unit="k", ncols=100):
+        found = {rule: [selected(_normal(seed), k, rule)[1] for seed in range(draws)] for rule in RULES}
+        rows.append({"k": k, "numel": NUMEL, **{rule: float(np.mean(found[rule])) for rule in RULES}})
+    return rows
+
+
+def _normal(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32)
+
+
+def gradients(
+    task: str, variant: str, steps: int | None = None, moments: Sequence[float] = MOMENTS
+) -> list[dict[str, Any]]:
+    """What rank 0 selects from, of each matrix at some moments of a run.
+
+    That is the gradient with the residual (for DGC the sum of momenta), and for dense training the gradient alone.
+
+    Args:
+        task, variant: of the run, of four ranks.
+        steps: where it ends early.
+        moments: when to look, in the run.
+
+    Returns:
+        Rows with ``step``, ``tensor``, ``numel``, ``k``, ``kurtosis`` (3 for a Gaussian), ``histogram`` over standard
+        deviations, ``remainder`` of top-k; by rule ``counts`` in k, and ``mass``: the squares it takes, in top-k's.
+    """
+    run, rows = Run(task, variant), []
+    last = (steps or run.steps) - 1
+    looked_at = {round(moment * last) for moment in moments}
+
+    class Watched:
+        """Ranks that are looked at after some of their steps."""
+
+        def __init__(self, *words: Any) -> None:
+            self._ranks, self._step = simulated(*words), 0
+            self.optimizer, self.exchange = self._ranks.optimizer, self._ranks.exchange
+
+        def step(self, loss_of: LossOf) -> float:
+            loss = self._ranks.step(loss_of)
+            if self._step in looked_at:
+                found = _looked_at(self._ranks, TASKS[task].settings.density)
+                rows.extend({"step": self._step + 1, **row} for row in found)
+            self._step += 1
+            return loss
+
+    train(run, Watched, steps)
+    return rows
+
+
+def _looked_at(ranks: Any, density: float) -> list[dict[str, Any]]:
+    found = _residuals(ranks) if isinstance(ranks, CompressedRanks) else _dense(ranks)
+    return [{"tensor": name, **_described(x, count_for(x.size, density))} for name, x in found.items()]
+
+
+def _dense(ranks: DenseRanks) -> dict[str, np.ndarray]:
+    named = zip(ranks.parameters, ranks.gradients, strict=True)
+    return {name: gradient.flatten().numpy() for name, gradient in named if gradient.dim() > 1}
+
+
+def _residuals(ranks: CompressedRanks) -> dict[str, np.ndarray]:
+    """v as it was before the last selection: what is left, and what was sent."""
+    found = {}
+    for engine in ranks.exchanges[0].buckets.engines:
+        if engine.bucket.whole:
+            continue
+        v, sent = engine.kernels.to_host(engine.state.v).copy(), engine.contributions[0]
+        v[sent.positions] += sent.values  # not rounded: the variants here send fp32
+        found.update({segment.name: v[segment.place] for segment in engine.bucket.segments})
+    return found
+
+
+def _described(x: np.ndarray, k: int) -> dict[str, Any]:
+    scaled = (x - x.mean()) / x.std()
+    histogram = np.histogram(scaled, BINS, (-WIDEST, WIDEST))[0]
+    found = {rule: selected(x, k, rule) for rule in ("exact", "gaussian", "sampled")}
+    most = 1 - found["exact"][1]
+    return {
+        "numel": x.size, "k": k, "kurtosis": round(float((scaled.astype(np.float64) ** 4).mean()), 3),
+        "remainder": round(found["exact"][1], 6), "histogram": histogram.tolist(),
+        "counts": {rule: round(count / k, 4) for rule, (count, _) in found.items()},
+        "mass": {rule: round((1 - remainder) / most, 4) for rule, (_, remainder) in found.items()},
+    }  # fmt: skip
+
+
+def study(file: Path = KEPT) -> None:
+    """Everything, into the file."""
+    found: dict[str, Any] = {"environment": environment(), "vectors": vectors(), "gradients": {}}
+    for task, variant in tqdm(list(itertools.product(("images", "lstm"), TRAINED)), desc="runs", unit="run", ncols=100):
+        found["gradients"][f"{task}, {variant}"] = gradients(task, variant)
+    replace_file(file, json.dumps(found) + "\n")

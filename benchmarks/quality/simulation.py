@@ -1,0 +1,168 @@
+"""N ranks in one process: one model, N exchanges of dgc_horovod's own, and no Horovod between them.
+
+The ranks take turns: each computes the gradients of its shard and hands them to its own `GradientExchange`, the same
+that ``DistributedOptimizer`` uses, with engine, packets and codecs. Where Horovod would carry the messages, they are
+put on a board that all of them can read. A test compares it with real ranks, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.ops.schema import Feed
+from dgc_horovod.torch.collectives import Collectives, Pending
+from dgc_horovod.torch.dense_path import ReduceSettings
+from dgc_horovod.torch.exchange import GradientExchange
+from dgc_horovod.torch.updates import choose_update
+from dgc_horovod.traffic import Traffic
+
+LossOf = Callable[[int], Tensor]  # rank -> loss of its next batch
+
+
+class _Message:
+    """One collective of a step: what each rank has put in, and what comes out."""
+
+    def __init__(self, combine: Callable[[list[Tensor]], Tensor]) -> None:
+        self.parts: list[Tensor] = []
+        self._combine = combine
+        self._result: Tensor | None = None
+
+    def result(self) -> Tensor:
+        if self._result is None:
+            self._result = self._combine(self.parts)
+        return self._result
+
+
+Board = dict[str, _Message]  # of one step, by name
+
+
+class Loopback(Collectives):
+    """The collectives of one of N ranks of this process, which post in rank order and wait when all have posted."""
+
+    def __init__(self, rank: int, workers: int, board: Board) -> None:
+        self.rank, self.workers, self.traffic = rank, workers, Traffic()
+        self._board = board
+
+    def allgather(self, packet: Tensor, name: str) -> Pending:
+        """Post a part of what is put together in rank order."""
+        return self._post(packet, name, torch.cat)
+
+    def allreduce(
+        self, tensor: Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
+    ) -> Pending:
+        """Post a term of what is summed in rank order."""
+        factor = postscale / self.workers if op == hvd.Average else postscale
+        return self._post(tensor * prescale, name, lambda parts: sum(parts[1:], parts[0]) * factor)
+
+    def wait(self, pending: Pending) -> Tensor:
+        """What comes out; a rank may write to it."""
+        message = self._board[pending.name]
+        assert len(message.parts) == self.workers, f"{pending.name}: not every rank has posted"
+        return message.result().clone()
+
+    def _post(self, part: Tensor, name: str, combine: Callable[[list[Tensor]], Tensor]) -> Pending:
+        self._board.setdefault(name, _Message(combine)).parts.append(part)
+        return Pending(None, part, name)
+
+
+class DenseRanks:
+    """Dense training: the update is the mean of all ranks' gradients.
+
+    Args:
+        model: which all ranks share.
+        optimizer: on all of its parameters, not wrapped.
+        workers: N.
+        clip_norm: L2 norm to which the mean, or what has come out of the exchange, is clipped; or None.
+    """
+
+    exchange: BucketExchange | None = None  # of rank 0
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int, clip_norm: float | None
+    ) -> None:
+        self.parameters, self.optimizer = dict(model.named_parameters()), optimizer
+        self.workers, self.clip_norm = workers, clip_norm
+        self.gradients: list[Tensor] = []  # of rank 0 in the last step
+
+    def step(self, loss_of: LossOf) -> float:
+        """One step of all ranks; the mean of their losses."""
+        losses, gradients = [], []
+        for rank in range(self.workers):
+            losses.append(self._backward(loss_of(rank)))
+            gradients.append([p.grad for p in self.parameters.values()])
+        for p, of_ranks in zip(self.parameters.values(), zip(*gradients, strict=True), strict=True):
+            p.grad = sum(of_ranks[1:], of_ranks[0]) / self.workers
+        self.gradients = gradients[0]
+        self._apply(self.optimizer.step)
+        return sum(losses) / self.workers
+
+    def _backward(self, loss: Tensor) -> float:
+        self.optimizer.zero_grad()
+        loss.backward()
+        return loss.item()
+
+    def _apply(self, own_step: Callable[[], Any]) -> None:
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.clip_norm)
+        own_step()
+
+
+class CompressedRanks(DenseRanks):
+    """Compressed training: what ``DistributedOptimizer`` does on each rank, in turn.
+
+    Args:
+        config: the compression.
+        forgets: whether residual and momentum are thrown away at each step.
+        others: see `DenseRanks`.
+    """
+
+    def __init__(self, *others: Any, config: DGCConfig, forgets: bool = False) -> None:
+        super().__init__(*others)
+        self._forgets, self._board = forgets, Board()
+        self._update = choose_update(self.optimizer, config)
+        self._update.prepare(self.optimizer)
+        self._group = self.optimizer.param_groups[0]
+        self.exchanges = [
+            GradientExchange(
+                self.parameters,
+                dict.fromkeys(self.parameters.values(), 0),
+                config,
+                Loopback(rank, self.workers, self._board),
+                ReduceSettings(hvd.Average, 1.0, False),
+                lambda: 1.0,
+            )
+            for rank in range(self.workers)
+        ]
+        self.exchange = self.exchanges[0].buckets
+
+    def step(self, loss_of: LossOf) -> float:
+        """One step of all ranks; the mean of their losses."""
+        losses, turns = [], []
+        self._board.clear()
+        for rank, exchange in enumerate(self.exchanges):
+            losses.append(self._backward(loss_of(rank)))
+            # as hooks do: the last parameter's gradient is there first
+            results = {p: exchange.submit(p, self._feed_of) for p in reversed(self.parameters.values())}
+            turns.append({p: (p.grad, result) for p, result in results.items()})
+        for exchange, turn in zip(self.exchanges, turns, strict=True):
+            for p, (grad, _) in turn.items():
+                p.grad = grad
+            for p, (_, result) in turn.items():
+                p.grad = result()
+            finite = exchange.finish()
+            if self._forgets:
+                exchange.buckets.clear()
+        if finite:
+            self._apply(lambda: self._update.step(self.optimizer, self.exchanges[0].compressed, self.optimizer.step))
+        return sum(losses) / self.workers
+
+    def _feed_of(self, p: Tensor) -> tuple[Feed, float]:
+        self._update.adopt_state(p, self._group, self.optimizer.state)
+        return self._update.feed(p, self._group), self._update.decay_before(self._group)

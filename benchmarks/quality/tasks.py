@@ -1,0 +1,196 @@
+"""What is trained: images of digits, and the next character of Python's own sources by an LSTM and a Transformer.
+
+Small enough for hundreds of runs on two cores, hard enough that a wrong compression shows. Learning rates are near the
+top of what dense training bears, where what DGC does to momentum matters most. Settings are the same for every
+variant; what is compared is always a dense run of the same seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import lzma
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from benchmarks.quality.models import RecurrentModel, TransformerModel, image_model
+
+WORKERS = 4  # for whose number the batch is given; more ranks have smaller shards of the same whole batch
+TRAIN_DIGITS, TRAIN_COPIES, TEST_COPIES = 1297, 16, 8
+# The first 1.5 MB of the standard library of Python 3.11 (licence: PSF-2.0), as numbers of 97 symbols: newline, the
+# printable ASCII characters, and one for all others. A fixture, because the text decides what can be learnt from it.
+TEXT = Path(__file__).with_name("text.xz")
+SYMBOLS, TEST_WINDOWS = 97, 600
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a task is trained, by SGD with momentum 0.9 and a cosine from `lr` to 0.
+
+    Args:
+        batch: samples per rank and step, at four ranks.
+        steps: length of a run of length 1.
+        lr: highest learning rate.
+        clip_norm: L2 norm at which the averaged gradient is clipped, or None.
+        density: of the compressed variants.
+        stage: steps of each density of the warm-up; it stands for an epoch of the paper.
+    """
+
+    batch: int
+    steps: int
+    lr: float
+    clip_norm: float | None
+    density: float
+    stage: int
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of a model on data that it is not trained on: mean cross entropy (nats), and the share that it gets right."""
+
+    loss: float
+    accuracy: float
+
+
+class Task(ABC):
+    """A model with random weights, and its data.
+
+    Args:
+        seed: of the weights.
+    """
+
+    settings: ClassVar[Settings]
+    title: ClassVar[str]
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(1000 + seed)
+        self.model = self.make_model()
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """The model."""
+
+    @abstractmethod
+    def loss(self, samples: int, draw: Generator) -> Tensor:
+        """Mean cross entropy of a random batch, with its graph."""
+
+    @abstractmethod
+    def test_data(self) -> tuple[Tensor, Tensor]:
+        """Inputs and the right answers."""
+
+    @torch.no_grad()
+    def quality(self) -> Quality:
+        """How good the model is by now."""
+        inputs, right = self.test_data()
+        scores = self.model(inputs).flatten(0, -2)
+        loss = functional.cross_entropy(scores, right.flatten()).item()
+        return Quality(loss, (scores.argmax(-1) == right.flatten()).double().mean().item())
+
+
+class Images(Task):
+    """Scikit-learn's digits, each in several turned, scaled, moved and noisy copies."""
+
+    settings = Settings(batch=16, steps=1500, lr=0.15, clip_norm=None, density=0.001, stage=50)
+    title = "images, MLP"
+
+    def make_model(self) -> nn.Module:
+        """Three linear layers."""
+        return image_model()
+
+    def loss(self, samples: int, draw: Generator) -> Tensor:
+        """Mean cross entropy of random images."""
+        images, labels = digits()[:2]
+        chosen = torch.randint(0, len(labels), (samples,), generator=draw)
+        return functional.cross_entropy(self.model(images[chosen]), labels[chosen])
+
+    def test_data(self) -> tuple[Tensor, Tensor]:
+        """Images of 500 other digits."""
+        return digits()[2:]
+
+
+class _Text(Task):
+    """The next character, in windows from random places of the text."""
+
+    window: ClassVar[int]
+
+    def loss(self, samples: int, draw: Generator) -> Tensor:
+        """Mean cross entropy of every next character."""
+        train = text()[0]
+        starts = torch.randint(0, len(train) - self.window - 1, (samples, 1), generator=draw)
+        windows = train[starts + torch.arange(self.window + 1)]
+        return functional.cross_entropy(self.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+    def test_data(self) -> tuple[Tensor, Tensor]:
+        """Windows of the last 5% of the text."""
+        held_out = text()[1]
+        count = min(TEST_WINDOWS, len(held_out) // (self.window + 1))
+        windows = held_out[: count * (self.window + 1)].view(count, -1)
+        return windows[:, :-1], windows[:, 1:]
+
+
+class Recurrent(_Text):
+    """A character LSTM that needs clipping."""
+
+    settings = Settings(batch=4, steps=500, lr=10.0, clip_norm=0.1, density=0.005, stage=20)
+    title, window = "text, LSTM", 32
+
+    def make_model(self) -> nn.Module:
+        """One layer of 128."""
+        return RecurrentModel(SYMBOLS)
+
+
+class Transformer(_Text):
+    """A character Transformer."""
+
+    settings = Settings(batch=4, steps=400, lr=0.15, clip_norm=1.0, density=0.01, stage=20)
+    title, window = "text, Transformer", 48
+
+    def make_model(self) -> nn.Module:
+        """Two blocks of width 64."""
+        return TransformerModel(SYMBOLS, self.window)
+
+
+TASKS: dict[str, type[Task]] = {"images": Images, "lstm": Recurrent, "transformer": Transformer}
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, test images and labels; the same for every seed."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    fixed = Generator().manual_seed(1234)
+    order = torch.randperm(len(found.target), generator=fixed)
+    images = torch.tensor(found.data, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16
+    labels = torch.tensor(found.target)[order]
+    train = _disturbed(images[:TRAIN_DIGITS], TRAIN_COPIES, fixed)
+    test = _disturbed(images[TRAIN_DIGITS:], TEST_COPIES, fixed)
+    return train, labels[:TRAIN_DIGITS].repeat(TRAIN_COPIES), test, labels[TRAIN_DIGITS:].repeat(TEST_COPIES)
+
+
+def _disturbed(images: Tensor, copies: int, draw: Generator) -> Tensor:
+    """`copies` of every image, each turned, scaled, moved and sheared at random, with noise."""
+    count = len(images) * copies
+
+    def uniform(most: float, *shape: int) -> Tensor:
+        return (torch.rand(shape or (count,), generator=draw) * 2 - 1) * most
+
+    angle, scale, move, shear = uniform(0.45), 1 + uniform(0.2), uniform(0.3, count, 2), uniform(0.2)
+    rows = [scale * angle.cos(), shear - scale * angle.sin(), scale * angle.sin(), scale * angle.cos()]
+    affine = torch.cat([torch.stack(rows, 1).view(-1, 2, 2), move[:, :, None]], 2)
+    grid = functional.affine_grid(affine, [count, 1, 8, 8], align_corners=False)
+    clean = functional.grid_sample(images.repeat(copies, 1, 1, 1), grid, align_corners=False)
+    return (clean + 0.15 * torch.randn(clean.shape, generator=draw) - 0.3) / 0.37
+
+
+@functools.cache
+def text() -> tuple[Tensor, Tensor]:
+    """The text as numbers of symbols: to train on, and the last 5%."""
+    numbers = torch.frombuffer(bytearray(lzma.decompress(TEXT.read_bytes())), dtype=torch.uint8).long()
+    split = int(len(numbers) * 0.95)
+    return numbers[:split], numbers[split:]

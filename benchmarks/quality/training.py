@@ -1,0 +1,115 @@
+"""One training run: a task, a variant, so many ranks, a seed. The loop is the same for simulated and real ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Generator
+
+from benchmarks.quality.counts import Counts
+from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
+from benchmarks.quality.tasks import TASKS, WORKERS, Task
+from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
+from dgc_horovod.exchange import BucketExchange
+
+POINTS = 20  # of a curve
+HOPELESS = 50.0  # a loss, in nats, from which no run comes back
+
+
+class Ranks(Protocol):
+    """Whatever trains a task's model a step at a time."""
+
+    optimizer: torch.optim.Optimizer
+    exchange: BucketExchange | None  # of rank 0, if they compress
+
+    def step(self, loss_of: LossOf) -> float:
+        """One step; a training loss."""
+
+
+MakeRanks = Callable[["Run", Task, torch.optim.Optimizer], Ranks]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained how.
+
+    Args:
+        task: name of one of TASKS.
+        variant: name of one of VARIANTS.
+        workers: N.
+        seed: of weights and batches.
+        length: of the run and of its warm-up, in the task's own.
+        real: whether Horovod's own ranks are to do it, not simulated ones.
+    """
+
+    task: str
+    variant: str
+    workers: int = WORKERS
+    seed: int = 0
+    length: float = 1.0
+    real: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in the file of results."""
+        by = ", Horovod" if self.real else ""
+        return f"{self.task}, {self.variant}, N = {self.workers}, ×{self.length:g}, seed {self.seed}{by}"
+
+    @property
+    def steps(self) -> int:
+        """Its length."""
+        return round(TASKS[self.task].settings.steps * self.length)
+
+    @property
+    def batch(self) -> int:
+        """Samples per rank and step: N ranks together have the same whole batch, whatever N."""
+        return max(1, TASKS[self.task].settings.batch * WORKERS // self.workers)
+
+
+def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
+    """All ranks in this process."""
+    variant: Variant = VARIANTS[run.variant]
+    config = variant.config(task.settings, run.length)
+    clip_norm = task.settings.clip_norm if variant.clips == AFTERWARDS else None
+    basics = (task.model, optimizer, run.workers, clip_norm)
+    return CompressedRanks(*basics, config=config, forgets=variant.forgets) if config else DenseRanks(*basics)
+
+
+def train(run: Run, make_ranks: MakeRanks = simulated, steps: int | None = None) -> dict[str, Any]:
+    """Do a run.
+
+    Args:
+        run: which.
+        make_ranks: who computes the steps.
+        steps: stop after so many; None: all.
+
+    Returns:
+        ``curve`` of [step, test loss, test accuracy], whether it has ``diverged``, the last ``loss`` and ``accuracy``
+        (None where it has), and what `Counts.found` gives of rank 0.
+    """
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # a run that diverges would take several times as long
+    task = TASKS[run.task](run.seed)
+    optimizer = VARIANTS[run.variant].make_optimizer(task.model, task.settings)
+    highest, ranks = optimizer.param_groups[0]["lr"], make_ranks(run, task, optimizer)
+    draws = [Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.workers)]
+    curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // POINTS)
+    loss, end = 0.0, steps or run.steps
+    for step in range(end):
+        for group in ranks.optimizer.param_groups:
+            group["lr"] = highest * 0.5 * (1 + math.cos(math.pi * step / run.steps))
+        loss = ranks.step(lambda rank: task.loss(run.batch, draws[rank]))
+        counts.count()
+        if not loss < HOPELESS:
+            break
+        if (step + 1) % every == 0 or step + 1 == end:
+            quality = task.quality()
+            curve.append([step + 1, round(quality.loss, 4), round(quality.accuracy, 5)])
+            counts.close()
+    diverged = not loss < HOPELESS or not math.isfinite(curve[-1][1])
+    last = [None, None] if diverged else curve[-1][1:]
+    return {"curve": curve, "diverged": diverged, "loss": last[0], "accuracy": last[1], **counts.found()}

@@ -1,0 +1,104 @@
+"""What is compared: dense training, DGC part by part, its selection rules and codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.quality.tasks import Settings
+from dgc_horovod.compression import PRESETS
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.schedule import WarmupSchedule
+
+MOMENTUM, ADAMW_LR = 0.9, 0.003
+LOCALLY, AFTERWARDS, NEVER = "locally", "afterwards", "never"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train.
+
+    Args:
+        fields: of the compression, beside the preset "dgc"; None for dense training.
+        clips: where a task that clips does: each rank "locally", the "afterwards" exchanged gradient, or "never".
+        warmup: length of the density warm-up in that of the task; 0 for none.
+        forgets: whether what was not sent is thrown away: no residual.
+        density: of the selection, in that of the task.
+        optimizer: "sgd", "nesterov" (both with momentum 0.9) or "adamw".
+    """
+
+    fields: Mapping[str, Any] | None
+    clips: str = LOCALLY
+    warmup: float = 1.0
+    forgets: bool = False
+    density: float = 1.0
+    optimizer: str = "sgd"
+
+    def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        """The optimizer on all parameters of `model`, not wrapped."""
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=ADAMW_LR, betas=(0.9, 0.99))
+        nesterov = self.optimizer == "nesterov"
+        return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=MOMENTUM, nesterov=nesterov)
+
+    def config(self, settings: Settings, length: float) -> DGCConfig | None:
+        """The compression for a run of so many times the task's own length, whose warm-up is as much longer."""
+        if self.fields is None:
+            return None
+        clip_norm = settings.clip_norm if self.clips == LOCALLY else None
+        config = DGCConfig(density=settings.density * self.density, clip_norm=clip_norm).replace(**self.fields)
+        stage, stages = settings.stage * self.warmup * length, WarmupSchedule(steps=1).stages(config.density)
+        return config.replace(warmup=WarmupSchedule(steps=round(stage * stages))) if stage and stages else config
+
+
+def _dgc(**fields: Any) -> dict[str, Any]:
+    return {**PRESETS["dgc"], **fields}
+
+
+_PAPER = {"scope": "tensor", "values": "fp32", "dense_values": "fp32"}  # the papers' form of everything else
+_NAIVE = {**PRESETS["topk"], **_PAPER}
+_UNMASKED = _dgc(**_PAPER, factor_masking=False)
+
+# Each adds one thing to the one before it, as in the published table.
+ABLATION = {
+    "dense": Variant(None, clips=AFTERWARDS),
+    "top-k, no residual": Variant(_NAIVE, clips=AFTERWARDS, warmup=0, forgets=True),
+    "+ residual (TopK-SGD)": Variant(_NAIVE, clips=AFTERWARDS, warmup=0),
+    "+ momentum correction": Variant(_UNMASKED, clips=NEVER, warmup=0),
+    "+ local clipping": Variant(_UNMASKED, warmup=0),
+    "+ factor masking": Variant(_dgc(**_PAPER), warmup=0),
+    "+ warm-up (DGC)": Variant(_dgc(**_PAPER)),
+}
+WITHOUT = {
+    "DGC without masking": Variant(_UNMASKED),
+    "DGC without clipping": Variant(_dgc(**_PAPER), clips=NEVER),
+    "DGC without momentum correction": Variant(_NAIVE, clips=AFTERWARDS),
+}
+# The product's defaults, and what they could be instead
+CHOICES = {
+    "dgc": Variant(_dgc()),
+    "dgc, scope=tensor": Variant(_dgc(scope="tensor")),
+    "dgc, rule=gaussian": Variant(_dgc(rule="gaussian")),
+    "dgc, rule=sampled": Variant(_dgc(rule="sampled")),
+    "dgc, rule=random": Variant(_dgc(rule="random")),
+    "gaussian (GaussianK-SGD)": Variant(PRESETS["gaussian"], clips=AFTERWARDS, warmup=0),
+    "topk (TopK-SGD)": Variant(PRESETS["topk"], clips=AFTERWARDS, warmup=0),
+    "dgc, values=fp32": Variant(_dgc(values="fp32")),
+    "dgc, values=4bit": Variant(_dgc(values="4bit")),
+    "dgc, values=2bit": Variant(_dgc(values="2bit")),
+    "dgc, density 1%": Variant(_dgc(density=0.01)),
+    "dgc, density 0.1%": Variant(_dgc(density=0.001)),
+}
+# With another optimizer; the learning rate of Nesterov's form is that of the task
+OPTIMIZERS = {
+    "Nesterov, dense": Variant(None, clips=AFTERWARDS, optimizer="nesterov"),
+    "Nesterov, dgc": Variant(_dgc(), optimizer="nesterov"),
+    "AdamW, dense": Variant(None, clips=AFTERWARDS, optimizer="adamw"),
+    "AdamW, dgc": Variant(_dgc(), optimizer="adamw"),
+    "AdamW, topk": Variant(PRESETS["topk"], clips=AFTERWARDS, optimizer="adamw"),
+}
+VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS}

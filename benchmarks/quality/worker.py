@@ -1,0 +1,60 @@
+"""One rank of a run on real ranks: ``python -m benchmarks.quality.worker RUN FILE``, below horovodrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from benchmarks.quality.simulation import LossOf
+from benchmarks.quality.tasks import Task
+from benchmarks.quality.training import Run, train
+from benchmarks.quality.variants import AFTERWARDS, VARIANTS
+from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.torch import Compression, DistributedOptimizer
+
+
+class RealRank:
+    """Trains as a user's script does, on this rank; see `training.Ranks`."""
+
+    def __init__(self, run: Run, task: Task, optimizer: torch.optim.Optimizer) -> None:
+        variant = VARIANTS[run.variant]
+        config = variant.config(task.settings, run.length)
+        self._model, self._forgets = task.model, variant.forgets
+        self._clip_norm = task.settings.clip_norm if variant.clips == AFTERWARDS else None
+        self.optimizer = DistributedOptimizer(
+            optimizer, task.model.named_parameters(), compression=config or Compression.none
+        )
+        self.exchange: BucketExchange | None = self.optimizer._dgc.buckets if config else None
+
+    def step(self, loss_of: LossOf) -> float:
+        """One step; the mean of all ranks' losses, so that all of them give up together."""
+        self.optimizer.zero_grad()
+        loss = loss_of(hvd.rank())
+        loss.backward()
+        self.optimizer.synchronize()
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        if self._forgets and self.exchange:
+            self.exchange.clear()
+        return hvd.allreduce(loss.detach().double(), name="loss").item()
+
+
+def main() -> None:
+    """Do the run of the command line; rank 0 writes what it found."""
+    run, file = Run(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    hvd.init()
+    found = train(run, RealRank)
+    if hvd.rank() == 0:
+        file.write_text(json.dumps(found))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
