@@ -22,7 +22,7 @@ from benchmarks.report import RESULTS, check_machine, environment, replace_file
 
 KEPT = RESULTS / "quality.json"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
-LONGER = ("dense", "+ residual (TopK-SGD)", "dgc")
+LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, values=2bit, density ×2")
 LAUNCH_SECONDS, STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
 

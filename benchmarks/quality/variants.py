@@ -25,9 +25,9 @@ class Variant:
     Args:
         fields: of the compression, beside the preset "dgc"; None for dense training.
         clips: where a task that clips does: each rank "locally", the "afterwards" exchanged gradient, or "never".
-        warmup: length of the density warm-up in that of the task; 0 for none.
+        warmup: length of the density warm-up, in the task's own; 0 for none.
         forgets: whether what was not sent is thrown away: no residual.
-        density: of the selection, in that of the task.
+        density: of the selection, in the task's own, where `fields` do not give it.
         optimizer: "sgd", "nesterov" (both with momentum 0.9) or "adamw".
     """
 
@@ -90,6 +90,12 @@ CHOICES = {
     "dgc, values=fp32": Variant(_dgc(values="fp32")),
     "dgc, values=4bit": Variant(_dgc(values="4bit")),
     "dgc, values=2bit": Variant(_dgc(values="2bit")),
+    "dgc, values=4bit, density ×1.7": Variant(_dgc(values="4bit"), density=1.7),
+    "dgc, values=2bit, density ×2": Variant(_dgc(values="2bit"), density=2.0),
+    "dgc, no warm-up": Variant(_dgc(), warmup=0),
+    "dgc, warm-up ×0.5": Variant(_dgc(), warmup=0.5),
+    "dgc, warm-up ×2": Variant(_dgc(), warmup=2.0),
+    "dgc, factor_masking=False": Variant(_dgc(factor_masking=False)),
     "dgc, density 1%": Variant(_dgc(density=0.01)),
     "dgc, density 0.1%": Variant(_dgc(density=0.001)),
 }
