@@ -7,6 +7,7 @@ put on a board that all of them can read. A test compares it with real ranks, bi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from dgc_horovod.ops.schema import Feed
 from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.exchange import GradientExchange
-from dgc_horovod.torch.updates import choose_update
+from dgc_horovod.torch.updates import PlainUpdate, choose_update
 from dgc_horovod.traffic import Traffic
 
 LossOf = Callable[[int], Tensor]  # rank -> loss of its next batch
@@ -126,8 +127,9 @@ class CompressedRanks(DenseRanks):
     def __init__(self, *others: Any, config: DGCConfig, forgets: bool = False) -> None:
         super().__init__(*others)
         self._forgets, self._board = forgets, Board()
-        self._update = choose_update(self.optimizer, config)
-        self._update.prepare(self.optimizer)
+        self._updates = [choose_update(self.optimizer, config) for _ in range(self.workers)]
+        for update in self._updates:  # each counts its own steps
+            update.prepare(self.optimizer)
         self._group = self.optimizer.param_groups[0]
         self.exchanges = [
             GradientExchange(
@@ -146,10 +148,11 @@ class CompressedRanks(DenseRanks):
         """One step of all ranks; the mean of their losses."""
         losses, turns = [], []
         self._board.clear()
-        for rank, exchange in enumerate(self.exchanges):
+        for rank, (exchange, update) in enumerate(zip(self.exchanges, self._updates, strict=True)):
             losses.append(self._backward(loss_of(rank)))
+            feed_of = functools.partial(self._feed_of, update)
             # as hooks do: the last parameter's gradient is there first
-            results = {p: exchange.submit(p, self._feed_of) for p in reversed(self.parameters.values())}
+            results = {p: exchange.submit(p, feed_of) for p in reversed(self.parameters.values())}
             turns.append({p: (p.grad, result) for p, result in results.items()})
         for exchange, turn in zip(self.exchanges, turns, strict=True):
             for p, (grad, _) in turn.items():
@@ -160,9 +163,10 @@ class CompressedRanks(DenseRanks):
             if self._forgets:
                 exchange.buckets.clear()
         if finite:
-            self._apply(lambda: self._update.step(self.optimizer, self.exchanges[0].compressed, self.optimizer.step))
+            compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
+            self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
         return sum(losses) / self.workers
 
-    def _feed_of(self, p: Tensor) -> tuple[Feed, float]:
-        self._update.adopt_state(p, self._group, self.optimizer.state)
-        return self._update.feed(p, self._group), self._update.decay_before(self._group)
+    def _feed_of(self, update: PlainUpdate, p: Tensor) -> tuple[Feed, float]:
+        update.adopt_state(p, self._group, self.optimizer.state)  # zeros: nothing was trained before
+        return update.feed(p, self._group), update.decay_before(self._group)

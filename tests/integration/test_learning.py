@@ -7,14 +7,14 @@ Every mistake named here has been made by hand in the sources once, and the figu
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import statistics
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from benchmarks.quality import selection
 from benchmarks.quality.training import Run, train
+from tests.helpers.quality import in_processes
 
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
 WITHOUT_WARMUP, DGC = "+ factor masking", "+ warm-up (DGC)"
@@ -37,8 +37,7 @@ class Trained:
 
     def __init__(self, seeds: range) -> None:
         runs = plan(seeds)
-        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-            self._found = dict(zip(runs, pool.map(train, runs), strict=True))
+        self._found = dict(zip(runs, in_processes(train, runs), strict=True))
 
     def differences(self, task: str, variant: str, other: str, figure: str) -> list[float]:
         """Of `variant` less `other`, for each seed."""
@@ -90,7 +89,8 @@ def test_each_part_helps_in_the_order_of_the_papers(trained):
 
 def test_rules_select_about_k_on_what_training_accumulates():
     """T5: the Gaussian and the sampled rule on the residuals of a run, beside exact top-k."""
-    rows = selection.gradients("images", DGC, moments=[at / 50 for at in range(51)])
+    watch = functools.partial(selection.gradients, variant=DGC, moments=[at / 50 for at in range(51)])
+    (rows,) = in_processes(watch, ["images"])
     for rule, least_mass in (("gaussian", 0.9), ("sampled", 0.9)):
         slack = [max(1 / row["k"], 0.2) for row in rows]  # one element, where k is smaller than ten
         inside = [1 - s - 1e-3 <= row["counts"][rule] <= 1 + 1e-3 for row, s in zip(rows, slack, strict=True)]

@@ -1,0 +1,216 @@
+"""The plots of docs/quality.md; matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.plots import IMAGES, save
+from benchmarks.quality import analysis
+from benchmarks.quality.analysis import Outcome
+from benchmarks.quality.runs import LENGTHS, LONGER, WORKERS
+from benchmarks.quality.selection import BINS, WIDEST
+from benchmarks.quality.tables import GOALS
+from benchmarks.quality.tasks import TASKS
+from benchmarks.quality.variants import ABLATION, CHOICES
+
+COLOURS = {
+    "dense": "#444444",
+    "top-k, no residual": "#cc79a7",
+    "+ residual (TopK-SGD)": "#d55e00",
+    "topk (TopK-SGD)": "#d55e00",
+    "+ warm-up (DGC)": "#56b4e9",
+    "dgc": "#0072b2",
+    "dgc, rule=gaussian": "#009e73",
+    "gaussian (GaussianK-SGD)": "#e69f00",
+    "dgc, values=2bit, density ×2": "#8c5fbf",
+}
+_CURVES = ("dense", "top-k, no residual", "+ residual (TopK-SGD)", "dgc", "dgc, rule=gaussian")
+_COUNTED = ("dgc, rule=gaussian", "gaussian (GaussianK-SGD)", "dgc, rule=sampled")
+
+
+def draw(found: Sequence[Outcome], kept: dict[str, Any]) -> None:
+    """All of them.
+
+    Args:
+        found: the runs.
+        kept: of the selection study.
+    """
+    simulated = [each for each in found if not each.run.real]
+    short = [each for each in simulated if each.run.length == 1]
+    gaps(short, IMAGES / "quality_gaps.svg")
+    curves([each for each in short if each.run.workers == 4], IMAGES / "quality_curves.svg")
+    longer(simulated, IMAGES / "quality_longer.svg")
+    counts(short, IMAGES / "quality_counts.svg")
+    remainders(kept["vectors"], IMAGES / "quality_remainders.svg")
+    histograms(kept["gradients"], "images", IMAGES / "quality_histograms_images.svg")
+    histograms(kept["gradients"], "lstm", IMAGES / "quality_histograms_lstm.svg")
+
+
+def _panels(count: int, rows: int = 1, width: float = 4.2, height: float = 3.4, **more: Any) -> tuple[Any, Any]:
+    import matplotlib.pyplot as plt
+
+    size = (width * count, height * rows)
+    return plt.subplots(rows, count, figsize=size, layout="constrained", squeeze=False, **more)
+
+
+def gaps(found: Sequence[Outcome], file: Path) -> None:
+    """Test loss less that of dense training: a line a variant, a panel a task, mean ± sd over seeds."""
+    names = [name for name in (*ABLATION, *CHOICES) if name != "dense"]
+    figure, panels = _panels(len(TASKS), width=3.6, height=7, sharey=True)
+    for axes, task in zip(panels[0], TASKS, strict=True):
+        rows = {
+            (row.run.variant, row.run.workers): row
+            for row in analysis.rows(found, lambda run, task=task: run.task == task)
+        }
+        for workers, colour, shift in zip(WORKERS, ("#0072b2", "#e69f00"), (-0.15, 0.15), strict=True):
+            for place, name in enumerate(names):
+                row = rows.get((name, workers))
+                gap = [value for value in row.loss_gap if math.isfinite(value)] if row else []
+                if row and row.diverged:
+                    right = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 7}
+                    axes.text(0.98, place, "diverges", **right)
+                elif gap:
+                    deviation = statistics.stdev(gap) if len(gap) > 1 else 0.0
+                    label = f"N = {workers}" if name == "dgc" else None
+                    style = {"fmt": "o", "markersize": 4, "color": colour, "label": label}
+                    axes.errorbar(statistics.mean(gap), place + shift, xerr=deviation, **style)
+        axes.axvline(0, color="#444444", linewidth=1)
+        axes.axhline(len(ABLATION) - 1.5, color="0.8", linewidth=1)
+        axes.set_title(TASKS[task].title, fontsize=10)
+        axes.set_xscale("symlog", linthresh=0.1)
+        axes.grid(alpha=0.3, axis="x")
+    panels[0][0].set_yticks(range(len(names)), names, fontsize=8)
+    panels[0][0].invert_yaxis()
+    panels[0][1].set_xlabel("test loss less that of dense training, nats (linear up to 0.1)")
+    panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
+    save(figure, file)
+
+
+def curves(found: Sequence[Outcome], file: Path) -> None:
+    """Test loss over the steps, mean of the seeds and their range."""
+    figure, panels = _panels(len(TASKS))
+    for axes, task in zip(panels[0], TASKS, strict=True):
+        for variant in _CURVES:
+            mine = [each.curve for each in found if (each.run.task, each.run.variant) == (task, variant)]
+            points = list(zip(*mine, strict=False))
+            if points:
+                steps, losses = [point[0][0] for point in points], [[curve[1] for curve in point] for point in points]
+                axes.plot(steps, [statistics.mean(each) for each in losses], color=COLOURS[variant], label=variant)
+                ends = [[end(each) for each in losses] for end in (min, max)]
+                axes.fill_between(steps, *ends, color=COLOURS[variant], alpha=0.2, linewidth=0)
+        axes.set_title(TASKS[task].title, fontsize=10)
+        axes.set_xlabel("steps")
+        axes.grid(alpha=0.3)
+        last = [each.loss for each in found if each.run.task == task and each.run.variant in _CURVES]
+        axes.set_ylim(min(last) - 0.1, min(last) + 1.6)
+    panels[0][0].set_ylabel("test loss, nats")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    save(figure, file)
+
+
+def longer(found: Sequence[Outcome], file: Path) -> None:
+    """The gap to dense over the length of the run; the goal is dotted."""
+    figure, panels = _panels(len(GOALS))
+    for axes, (task, (name, most)) in zip(panels[0], GOALS.items(), strict=True):
+        for workers, line in zip(WORKERS, ("-", "--"), strict=True):
+            place = (task, workers)
+            rows = analysis.rows(found, lambda run, at=place: (run.task, run.workers) == at)
+            for variant in LONGER[1:]:
+                mine = {row.run.length: getattr(row, name) for row in rows if row.run.variant == variant}
+                mine = {length: gap for length in LENGTHS if (gap := mine.get(length))}
+                if mine:
+                    middle = [statistics.mean(gap) for gap in mine.values()]
+                    spread = [statistics.stdev(gap) if len(gap) > 1 else 0 for gap in mine.values()]
+                    style = {"color": COLOURS[variant], "linestyle": line, "marker": "o", "markersize": 4, "capsize": 2}
+                    axes.errorbar(list(mine), middle, spread, label=f"{variant}, N = {workers}", **style)
+        axes.axhline(0, color="#444444", linewidth=1)
+        axes.axhline(-most if name == "accuracy_gap" else most, color="#444444", linestyle=":", linewidth=1)
+        axes.set_xscale("log")
+        axes.set_xticks(LENGTHS, [f"×{length:g}" for length in LENGTHS])
+        axes.minorticks_off()
+        axes.set_title(TASKS[task].title, fontsize=10)
+        axes.set_xlabel("length of the run")
+        axes.set_ylabel("accuracy less dense's, points" if name == "accuracy_gap" else "loss less dense's, nats")
+        axes.grid(alpha=0.3)
+    panels[0][-1].legend(frameon=False, fontsize=7)
+    save(figure, file)
+
+
+def counts(found: Sequence[Outcome], file: Path) -> None:
+    """Selected elements in k over the run: the mean, and the least and the most of any step of any seed."""
+    figure, panels = _panels(len(TASKS), sharey=True)
+    for axes, task in zip(panels[0], TASKS, strict=True):
+        for variant in _COUNTED:
+            mine = [each for each in found if (each.run.task, each.run.variant) == (task, variant)]
+            if mine:
+                share = [100 * point[0] / mine[0].run.steps for point in mine[0].curve]
+                points = list(zip(*(each.selected for each in mine), strict=False))
+                least, middle, most = _ends(points)
+                axes.plot(share, middle, color=COLOURS.get(variant, "#999999"), label=variant)
+                axes.fill_between(share, least, most, color=COLOURS.get(variant, "#999999"), alpha=0.2, linewidth=0)
+        for bound in (0.8, 1.25):
+            axes.axhline(bound, color="#444444", linestyle=":", linewidth=1)
+        axes.set_title(TASKS[task].title, fontsize=10)
+        axes.set_xlabel("% of the run")
+        axes.set_ylim(0.6, 1.35)
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("selected elements, in k")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    save(figure, file)
+
+
+def _ends(points: Iterable[Sequence[Sequence[float]]]) -> tuple[list[float], list[float], list[float]]:
+    """Least, mean and most of several runs' [least, mean, most], point by point."""
+    points = list(points)
+    least = [min(each[0] for each in point) for point in points]
+    middle = [statistics.mean(each[1] for each in point) for point in points]
+    return least, middle, [max(each[2] for each in point) for point in points]
+
+
+def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """What each rule leaves of Gaussian vectors, beside the bounds."""
+    figure, panels = _panels(1, width=5.4)
+    axes, share = panels[0][0], np.array([row["k"] / row["numel"] for row in rows])
+    for rule, colour in (("exact", "#0072b2"), ("gaussian", "#009e73"), ("random", "#d55e00")):
+        name = "top-k" if rule == "exact" else rule
+        axes.plot(share, [row[rule] for row in rows], "o", markersize=4, color=colour, label=name)
+    between = np.linspace(share[0], share[-1], 200)
+    axes.plot(between, 1 - between, color="#444444", linestyle="--", linewidth=1, label="1 - k/d")
+    axes.plot(between, (1 - between) ** 2, color="#444444", linestyle=":", linewidth=1.4, label="(1 - k/d)²")
+    axes.set_xlabel("k/d, d = 100,000")
+    axes.set_ylabel("what is left, ‖x - C(x)‖² / ‖x‖²")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, file)
+
+
+def histograms(kept: dict[str, list[dict[str, Any]]], task: str, file: Path) -> None:
+    """Of what is selected from, a column a matrix and a row a way to train, over a run; a Gaussian is dotted."""
+    mine = {name.removeprefix(f"{task}, "): rows for name, rows in kept.items() if name.startswith(f"{task}, ")}
+    tensors = list(dict.fromkeys(row["tensor"] for rows in mine.values() for row in rows))
+    figure, panels = _panels(len(tensors), len(mine), width=3.0, height=2.3, sharex=True, sharey=True)
+    edges = np.linspace(-WIDEST, WIDEST, BINS + 1)
+    middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
+    gaussian = np.exp(-(middle**2) / 2) / math.sqrt(2 * math.pi)
+    for line, (variant, rows) in zip(panels, mine.items(), strict=True):
+        for axes, tensor in zip(line, tensors, strict=True):
+            found = [row for row in rows if row["tensor"] == tensor]
+            for row, shade in zip(found, np.linspace(0.15, 0.9, len(found)), strict=True):
+                density = np.array(row["histogram"]) / row["numel"] / width
+                style = {"color": (0.0, 0.25 + 0.45 * (1 - shade), 0.75, 0.35 + 0.65 * shade), "linewidth": 1}
+                axes.semilogy(middle, np.where(density > 0, density, np.nan), label=f"step {row['step']}", **style)
+            axes.semilogy(middle, gaussian, color="#444444", linestyle=":", linewidth=1)
+            axes.set_ylim(1e-5, 3)
+            axes.set_title(f"{variant}\n{tensor}", fontsize=8)
+            axes.grid(alpha=0.3)
+        line[0].set_ylabel("density", fontsize=8)
+    panels[0][-1].legend(frameon=False, fontsize=6)
+    for axes in panels[-1]:
+        axes.set_xlabel("standard deviations", fontsize=8)
+    save(figure, file)
