@@ -1,4 +1,4 @@
-"""Makes docs/benchmarks.md and README's table and plot from the JSON of the studies: ``python -m benchmarks.page``."""
+"""Makes docs/benchmarks.md, docs/quality.md and README's tables from the JSON of the studies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.exchange import tables
 from benchmarks.exchange.methods import NOTHING
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
 from benchmarks.plots import IMAGES, TITLES
+from benchmarks.quality import page as page_of_quality
 from benchmarks.report import RESULTS, ROOT, markdown, write_into_page
 from benchmarks.training import analysis, runs
 from benchmarks.training import tables as tables_of_training
@@ -136,6 +137,7 @@ def texts() -> dict[tuple[Path, str], str]:
         (PAGE, "losses"): losses(rows),
         (README, "benchmarks"): readme_table(rows),
         (README, "training"): sooner(analysis.rows(study["runs"])),
+        **page_of_quality.texts(),
     }
 
 
@@ -147,6 +149,7 @@ def draw() -> None:
     plots.bytes_sent(rows, IMAGES / "bytes.svg")
     plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
     plots.quality(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
+    page_of_quality.draw()
 
 
 def _efficiency(rows: Sequence[Row], density: float) -> str:
@@ -192,7 +195,8 @@ def main() -> None:
     for (file, marker), text in texts().items():
         write_into_page(file, marker, text)
     draw()
-    print(f"{PAGE.relative_to(ROOT)}, {README.relative_to(ROOT)} and their plots are made anew")
+    pages = dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in texts())
+    print(f"made anew: {', '.join(pages)} and their plots")
 
 
 if __name__ == "__main__":

@@ -108,35 +108,52 @@ class Difference:
     accuracies: list[float]
 
     @property
+    def diverged(self) -> bool:
+        """Whether a run of either did."""
+        return not all(math.isfinite(loss) for loss in self.losses)
+
+    @property
     def clear(self) -> bool:
         """Whether the mean is further from 0 than chance would put it in 95 of 100 cases (Student's t)."""
-        if any(math.isinf(loss) or math.isnan(loss) for loss in self.losses):
-            return True
+        if self.diverged or len(self.losses) < 2:
+            return self.diverged
         error = statistics.stdev(self.losses) / math.sqrt(len(self.losses))
-        return abs(statistics.mean(self.losses)) > _T.get(len(self.losses) - 1, 2.2) * error
+        return abs(statistics.mean(self.losses)) > _T[min(len(self.losses) - 1, max(_T))] * error
 
     @property
     def verdict(self) -> str:
         """Whether the step goes the way of the published tables: down."""
-        down = [loss for loss in self.losses if loss < 0]
-        if any(math.isnan(loss) or math.isinf(loss) for loss in self.losses):
-            return "diverges" if math.inf in self.losses else "as published: no longer diverges"
+        if self.diverged:
+            return "diverges" if math.inf in self.losses else "as published: does not diverge any more"
         if not self.clear:
             return "within the noise"
-        return "as published" if 2 * len(down) > len(self.losses) else "**the other way**"
+        return "as published" if statistics.mean(self.losses) < 0 else "**the other way**"
 
 
 def differences(found: Iterable[Outcome], task: str) -> list[Difference]:
     """Each step of the ablation on a task, over all seeds and numbers of ranks."""
-    mine = {each.run: each for each in found if each.run.task == task and each.run.length == 1 and not each.run.real}
-    names = [name for name in list(ABLATION)[1:] if any(run.variant == name for run in mine)]
-    made = []
-    for before, after in itertools.pairwise(names):
-        pairs = [
-            (mine[_changed(run, variant=before)], each)
-            for run, each in mine.items()
-            if run.variant == after and _changed(run, variant=before) in mine
-        ]
-        losses = [b.loss - a.loss for a, b in pairs]
-        made.append(Difference(before, after, losses, [b.accuracy - a.accuracy for a, b in pairs]))
-    return made
+    found = list(found)
+    names = [name for name in list(ABLATION)[1:] if any(each.run.variant == name for each in _short(found, task))]
+    return [difference(found, task, before, after) for before, after in itertools.pairwise(names)]
+
+
+def difference(found: Iterable[Outcome], task: str, before: str, after: str) -> Difference:
+    """What `after` changes against `before` on a task."""
+    mine = {each.run: each for each in _short(found, task)}
+    pairs = [
+        (mine[_changed(run, variant=before)], each)
+        for run, each in mine.items()
+        if run.variant == after and _changed(run, variant=before) in mine
+    ]
+    losses = [b.loss - a.loss for a, b in pairs]
+    return Difference(before, after, losses, [b.accuracy - a.accuracy for a, b in pairs])
+
+
+def sent(found: Iterable[Outcome], task: str, variant: str) -> float:
+    """Mean of the bytes that a variant sends, in those of dense fp32."""
+    return statistics.mean(each.traffic for each in _short(found, task) if each.run.variant == variant)
+
+
+def _short(found: Iterable[Outcome], task: str) -> list[Outcome]:
+    """The simulated runs of a task of its own length."""
+    return [each for each in found if each.run.task == task and each.run.length == 1 and not each.run.real]

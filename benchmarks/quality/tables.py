@@ -92,7 +92,7 @@ def order(found: Sequence[Outcome]) -> str:
         for step in analysis.differences(found, task):
             n = len(step.losses)
             shown = [spread(step.losses, "+.3f"), spread(step.accuracies, "+.2f")]
-            if any(math.isinf(loss) or math.isnan(loss) for loss in step.losses):
+            if step.diverged:
                 shown = ["", ""]
             lines.append([TASKS[task].title, step.after, *shown, n, step.verdict])
     return markdown(["", "what is added", "loss changes by", "accuracy by", "pairs", "verdict"], lines)
@@ -117,6 +117,25 @@ def longer(found: Sequence[Outcome]) -> str:
                     line = [f"{TASKS[task].title}, N = {workers}", variant, unit, *(spread(gap, form) for gap in gaps)]
                     lines.append([*line, goal])
     head = ["less dense's", "", "", *(f"×{length:g}" for length in LENGTHS), "at most, longest"]
+    return markdown(head, lines)
+
+
+def equal_traffic(found: Sequence[Outcome]) -> str:
+    """What changes against the defaults, paired by seed and ranks, beside what is sent; all tasks."""
+    lines = []
+    for variant in CHOICES:
+        line = [variant]
+        for task in TASKS:
+            change = analysis.difference(found, task, "dgc", variant)
+            sent = analysis.sent(found, task, variant) / analysis.sent(found, task, "dgc") if change.losses else 0
+            sign = "" if change.clear else " (noise)"
+            shown = "diverges" if change.diverged else f"{spread(change.losses, '+.3f')}{sign}"
+            line += [shown if change.losses else "", f"{sent:.2f}×" if change.losses else ""]
+        if variant != "dgc":
+            lines.append(line)
+    head = ["against `.dgc()`"]
+    for task in TASKS.values():
+        head += [f"{task.title}: loss", "bytes"]
     return markdown(head, lines)
 
 

@@ -79,13 +79,16 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
     return CompressedRanks(*basics, config=config, forgets=variant.forgets) if config else DenseRanks(*basics)
 
 
-def train(run: Run, make_ranks: MakeRanks = simulated, steps: int | None = None) -> dict[str, Any]:
+def train(
+    run: Run, make_ranks: MakeRanks = simulated, steps: int | None = None, points: int = POINTS
+) -> dict[str, Any]:
     """Do a run.
 
     Args:
         run: which.
         make_ranks: who computes the steps.
         steps: stop after so many; None: all.
+        points: of the curve.
 
     Returns:
         ``curve`` of [step, test loss, test accuracy], whether it has ``diverged``, the last ``loss`` and ``accuracy``
@@ -97,7 +100,7 @@ def train(run: Run, make_ranks: MakeRanks = simulated, steps: int | None = None)
     optimizer = VARIANTS[run.variant].make_optimizer(task.model, task.settings)
     highest, ranks = optimizer.param_groups[0]["lr"], make_ranks(run, task, optimizer)
     draws = [Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.workers)]
-    curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // POINTS)
+    curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // points)
     loss, end = 0.0, steps or run.steps
     for step in range(end):
         for group in ranks.optimizer.param_groups:

@@ -37,7 +37,7 @@ class Trained:
 
     def __init__(self, seeds: range) -> None:
         runs = plan(seeds)
-        self._found = dict(zip(runs, in_processes(train, runs), strict=True))
+        self._found = dict(zip(runs, in_processes(functools.partial(train, points=1), runs), strict=True))
 
     def differences(self, task: str, variant: str, other: str, figure: str) -> list[float]:
         """Of `variant` less `other`, for each seed."""

@@ -1,0 +1,50 @@
+"""What stands in docs/quality.md, from the JSON of the study."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.quality import analysis, plots, runs, selection, tables
+from benchmarks.quality.analysis import Outcome
+from benchmarks.report import ROOT
+
+PAGE = ROOT / "docs" / "quality.md"
+
+
+def texts() -> dict[tuple[Path, str], str]:
+    """The generated parts of the page, by marker."""
+    found, kept = analysis.outcomes(runs.load()), json.loads(selection.KEPT.read_text())
+    return {
+        (PAGE, "ablation"): "\n\n".join(tables.ablation(found, workers) for workers in runs.WORKERS),
+        (PAGE, "order"): tables.order(found),
+        (PAGE, "longer"): tables.longer(found),
+        (PAGE, "choices"): "\n\n".join(tables.choices(found, workers) for workers in runs.WORKERS),
+        (PAGE, "equal-traffic"): tables.equal_traffic(found),
+        (PAGE, "counts"): tables.counts(found),
+        (PAGE, "vectors"): tables.vectors(kept["vectors"]),
+        (PAGE, "gradients"): tables.gradients(kept["gradients"]),
+        (PAGE, "optimizers"): tables.optimizers(found),
+        (PAGE, "real"): tables.real(found),
+        (PAGE, "made-by"): made_by(found),
+    }
+
+
+def made_by(found: Sequence[Outcome]) -> str:
+    """How many runs there are, and with what."""
+    used = json.loads(runs.KEPT.read_text())["environment"]
+    versions = ", ".join(f"{name} {used[name]}" for name in ("torch", "horovod", "numpy", "python", "dgc-horovod"))
+    steps = sum(each.curve[-1][0] for each in found if each.curve)
+    seeds = len({each.run.seed for each in found})
+    middle = statistics.median(each.run.steps for each in found)
+    return (
+        f"{len(found)} runs of {seeds} seeds, {steps:,.0f} steps (median {middle:.0f} a run), on {used['processor']}, "
+        f"with {versions}."
+    )
+
+
+def draw() -> None:
+    """The plots of the page."""
+    plots.draw(analysis.outcomes(runs.load()), json.loads(selection.KEPT.read_text()))
