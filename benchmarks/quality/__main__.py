@@ -6,6 +6,7 @@ import argparse
 import itertools
 import os
 import tempfile
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("studies", nargs="*", choices=[*STUDIES, []], metavar="STUDY", help="default: all")
+    top.add_argument(
+        "studies", nargs="*", choices=[*STUDIES, "all"], default="all", metavar="STUDY", help="default: all"
+    )
     top.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="default: 0 1 2")
     top.add_argument("--processes", type=int, default=os.cpu_count(), metavar="P", help="default: %(default)s")
     top.add_argument(
@@ -54,28 +57,31 @@ def quick() -> None:
         file = Path(folder) / "quality.json"
         plan = [Run("lstm", variant, 2, length=QUICK_LENGTH) for variant in ("dense", "+ residual (TopK-SGD)", "dgc")]
         runs.complete([*plan, replace(plan[-1], real=True)], file, processes=1)
-        print(tables.runs_of(runs.load(file)))
-    print(tables.vectors(selection.vectors(draws=1)))
-    selection.gradients("images", "+ residual (TopK-SGD)", steps=3)
+        print(tables.every_run(runs.load(file)))
+    print(f"\n{tables.vectors(selection.vectors(draws=1))}\n")
+    print(tables.gradients({"images, TopK-SGD": selection.gradients("images", "+ residual (TopK-SGD)", steps=9)}))
     print("\nA few steps: these figures mean nothing, they show that everything works.")
 
 
 def main() -> None:
     """Do what the command line says."""
-    options = parser().parse_args()
+    top = parser()
+    options = top.parse_args()
+    if options.processes < 1:
+        top.error(f"--processes must be 1 or more, got {options.processes}")
+    studies = STUDIES if "all" in options.studies else options.studies
     exit_on_signals()
     try:
         if options.quick:
             quick()
             return
         if not options.table:
-            studies = options.studies or STUDIES
             plans = [runs.STUDIES[name](options.seeds) for name in studies if name in runs.STUDIES]
             runs.complete(itertools.chain(*plans), options.file, options.processes)
             if "selection" in studies:
-                selection.study()
-        print(tables.runs_of(runs.load(options.file)))
-    except (LaunchError, OtherMachine) as error:
+                selection.complete(options.file.with_name(f"{options.file.stem}-selection.json"))
+        print(tables.every_run(runs.load(options.file)) or f"Nothing is kept in {options.file} yet.")
+    except (LaunchError, OtherMachine, BrokenProcessPool, ModuleNotFoundError) as error:
         raise SystemExit(f"benchmarks.quality: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

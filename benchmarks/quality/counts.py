@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from dgc_horovod.bucket import spans
@@ -19,6 +18,7 @@ class Counts:
 
     def __init__(self, exchange: BucketExchange | None) -> None:
         self._exchange, self._before = exchange, 0
+        self._k_at: dict[float, int] = {}  # by density
         self._since: list[float] = []
         self._closed: list[list[float]] = []
 
@@ -44,8 +44,10 @@ class Counts:
         stats = self._exchange.tally.stats()
         return {"selected": self._closed, "traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
 
-    @functools.cache  # noqa: B019 - a run has a handful of densities, and ends
     def _k(self, density: float) -> int:
-        assert self._exchange is not None
-        buckets = [engine.bucket for engine in self._exchange.engines if not engine.bucket.whole]
-        return sum(span.k for bucket in buckets for span in spans(bucket, self._exchange.config.scope, density))
+        if density not in self._k_at:
+            assert self._exchange is not None
+            buckets = [engine.bucket for engine in self._exchange.engines if not engine.bucket.whole]
+            runs = [run for bucket in buckets for run in spans(bucket, self._exchange.config.scope, density)]
+            self._k_at[density] = sum(run.k for run in runs)
+        return self._k_at[density]

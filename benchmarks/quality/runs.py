@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import hashlib
 import json
 import multiprocessing
 import tempfile
@@ -17,50 +17,71 @@ from tqdm import tqdm
 from benchmarks import ranks
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
-from benchmarks.quality.variants import ABLATION, CHOICES, OPTIMIZERS, WITHOUT
+from benchmarks.quality.variants import ABLATION, CHOICES, OPTIMIZERS, VARIANTS, WITHOUT
 from benchmarks.report import RESULTS, check_machine, environment, replace_file
 
 KEPT = RESULTS / "quality.json"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
-LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, values=2bit, density ×2")
-LAUNCH_SECONDS, STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
+LONGER = ("dense", "topk (TopK-SGD)", "dgc")
+REAL = ("dense", "dgc", "dgc, rule=gaussian")
+_ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
+_LAUNCH_SECONDS, _STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
 
 
-def ablation(seeds: Sequence[int]) -> Iterator[Run]:
-    """Every variant on every task."""
-    for workers, seed, task in itertools.product(WORKERS, seeds, TASKS):
-        for variant in (*ABLATION, *WITHOUT, *CHOICES):
-            if TASKS[task].settings.clip_norm is not None or variant not in (
-                "+ local clipping",
-                "DGC without clipping",
-            ):
-                yield Run(task, variant, workers, seed)
+def _places(seeds: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Number of ranks and seed: others for each number of ranks, so that all pairs of runs are independent."""
+    for i, workers in enumerate(WORKERS):
+        yield from ((workers, seed + 100 * i) for seed in seeds)
 
 
-def longer(seeds: Sequence[int]) -> Iterator[Run]:
-    """How the gap to dense training closes as runs get longer."""
-    for workers, seed, task, length in itertools.product(WORKERS, seeds, ("images", "lstm"), LENGTHS):
-        yield from (Run(task, variant, workers, seed, length) for variant in LONGER)
+def _ablation(seeds: Sequence[int]) -> Iterator[Run]:
+    for workers, seed in _places(seeds):
+        for task in TASKS:
+            for variant in (*ABLATION, *WITHOUT, *CHOICES):
+                if _is_one_of_its_own(task, variant):
+                    yield Run(task, variant, workers, seed)
 
 
-def optimizers(seeds: Sequence[int]) -> Iterator[Run]:
-    """Other optimizers than SGD with momentum."""
+def _is_one_of_its_own(task: str, variant: str) -> bool:
+    """Whether a variant differs from the others on a task: not all tasks clip, and each has one density already."""
+    settings = TASKS[task].settings
+    if variant in _ONLY_WHERE_CLIPPED:
+        return settings.clip_norm is not None
+    return variant == "dgc" or VARIANTS[variant].config(settings) != VARIANTS["dgc"].config(settings)
+
+
+def _longer(seeds: Sequence[int]) -> Iterator[Run]:
+    for workers, seed in _places(seeds):
+        for task in ("images", "lstm"):
+            yield from (Run(task, variant, workers, seed, length) for length in LENGTHS for variant in LONGER)
+
+
+def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
     yield from (Run("transformer", variant, 4, seed) for seed in seeds for variant in OPTIMIZERS)
 
 
-def real(seeds: Sequence[int]) -> Iterator[Run]:
-    """Some of the others, by Horovod's own ranks."""
-    for task, workers, variant in itertools.product(TASKS, WORKERS, ("dense", "dgc", "dgc, rule=gaussian")):
-        yield Run(task, variant, workers, min(seeds), real=True)
+def _real(seeds: Sequence[int]) -> Iterator[Run]:
+    for workers, seed in _places([min(seeds)]):
+        yield from (Run(task, variant, workers, seed, real=True) for task in TASKS for variant in REAL)
 
 
-STUDIES = {"ablation": ablation, "longer": longer, "optimizers": optimizers, "real": real}
+STUDIES = {"ablation": _ablation, "longer": _longer, "optimizers": _optimizers, "real": _real}
 
 
 def load(file: Path = KEPT) -> Results:
     """What is kept."""
-    return json.loads(file.read_text())["runs"] if file.exists() else {}
+    return _read(file)["runs"]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {"environment": environment(), "runs": {}}
+
+
+def settings(run: Run) -> str:
+    """Hash of everything that a run's name stands for: results of other settings are not its own."""
+    task, variant = TASKS[run.task].settings, VARIANTS[run.variant]
+    return hashlib.sha256(repr((task, variant, variant.config(task))).encode()).hexdigest()[:12]
 
 
 def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
@@ -73,18 +94,25 @@ def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
 
     Raises:
         OtherMachine: the file is of another machine or of other versions.
+        BrokenProcessPool: a process was killed.
         LaunchError: real ranks failed or took too long; nothing of them is left running.
     """
-    kept = json.loads(file.read_text()) if file.exists() else {"environment": environment(), "runs": {}}
+    kept = _read(file)
     check_machine(file, [kept["environment"]])
-    left = [run for run in dict.fromkeys(plan) if run.key not in kept["runs"]]
+    left = [run for run in dict.fromkeys(plan) if kept["runs"].get(run.key, {}).get("settings") != settings(run)]
     left.sort(key=lambda run: run.steps * run.workers, reverse=True)  # the longest first: no processor waits at the end
     with tqdm(total=sum(run.steps for run in left), unit="step", unit_scale=True, ncols=100) as bar:
         for run, found in _found([run for run in left if not run.real], [run for run in left if run.real], processes):
-            kept["runs"][run.key] = {"run": dataclasses.asdict(run), **found}
-            _write(kept, file)
+            kept["runs"][run.key] = {"run": dataclasses.asdict(run), "settings": settings(run), **found}
+            lines = ",\n".join(f"  {json.dumps(key)}: {_line(kept['runs'][key])}" for key in sorted(kept["runs"]))
+            head = f' "environment": {json.dumps(kept["environment"])}'
+            replace_file(file, f'{{\n{head},\n "runs": {{\n{lines}\n }}\n}}\n')
             bar.set_description(run.key, refresh=False)
             bar.update(run.steps)
+
+
+def _line(found: dict[str, Any]) -> str:
+    return json.dumps(found, allow_nan=False)
 
 
 def _found(alone: list[Run], real: list[Run], processes: int) -> Iterator[tuple[Run, dict[str, Any]]]:
@@ -93,22 +121,18 @@ def _found(alone: list[Run], real: list[Run], processes: int) -> Iterator[tuple[
         try:
             yield from ((futures[future], future.result()) for future in as_completed(futures))
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():  # the pool itself would finish what is in its queue
+                child.kill()
             raise
     for run in real:
-        yield run, launch(run)
+        yield run, _launch(run)
 
 
-def launch(run: Run) -> dict[str, Any]:
+def _launch(run: Run) -> dict[str, Any]:
     """Do a run on Horovod's ranks; what `train` gives on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         words = [json.dumps(dataclasses.asdict(run)), str(file)]
-        seconds = LAUNCH_SECONDS + STEP_SECONDS * run.steps
+        seconds = _LAUNCH_SECONDS + _STEP_SECONDS * run.steps
         ranks.launch("benchmarks.quality.worker", words, run.workers, None, seconds)
         return json.loads(file.read_text())
-
-
-def _write(kept: dict[str, Any], file: Path) -> None:
-    runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(kept["runs"].items()))
-    replace_file(file, f'{{\n "environment": {json.dumps(kept["environment"])},\n "runs": {{\n{runs}\n }}\n}}\n')

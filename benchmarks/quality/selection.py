@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
+from benchmarks.quality.simulation import CompressedRanks, DenseRanks
 from benchmarks.quality.tasks import TASKS
-from benchmarks.quality.training import Run, simulated, train
-from benchmarks.report import RESULTS, environment, replace_file
+from benchmarks.quality.training import Run, train
+from benchmarks.report import RESULTS, check_machine, environment, replace_file
 from dgc_horovod.bucket import Bucket, Segment, count_for
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
@@ -27,18 +27,19 @@ from dgc_horovod.engine import BucketEngine
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import ResidualFeed
 
-KEPT = RESULTS / "selection.json"
+KEPT = RESULTS / "quality-selection.json"
 NUMEL, VECTORS = 100_000, 5
 COUNTS = (10, 100, 1_000, 5_000, 10_000, 20_000, 40_000, 60_000, 80_000, 95_000)
 RULES = ("exact", "gaussian", "sampled", "random")
+TASKS_LOOKED_AT = ("images", "lstm")
 TRAINED = ("dense", "+ residual (TopK-SGD)", "+ warm-up (DGC)")
 MOMENTS = (0.0, 0.02, 0.1, 0.5, 1.0)  # of a run, at which is looked
 BINS, WIDEST = 80, 8.0  # of a histogram, in standard deviations to each side
 
 
-def selected(x: np.ndarray, k: int, rule: str) -> tuple[int, float]:
-    """How many of k elements a rule selects from x, and the remainder ``|x - C(x)|^2 / |x|^2``."""
-    config = DGCConfig(**{**PRESETS["topk"], "rule": rule, "density": k / x.size, "values": "fp32", "min_numel": 1})
+def selected(x: np.ndarray, density: float, rule: str) -> tuple[int, float]:
+    """How many elements a rule selects from x, and the remainder ``|x - C(x)|^2 / |x|^2``."""
+    config = DGCConfig(**{**PRESETS["topk"], "rule": rule, "density": density, "values": "fp32"})
     engine = BucketEngine(Bucket(0, (Segment("x", 0, x.size),)), config, registry.choose("cpu"), 0, 1)
     engine.offer(0, np.ascontiguousarray(x, np.float32), ResidualFeed())
     count = engine.compress(1.0, 0, config.density).count
@@ -50,7 +51,7 @@ def vectors(draws: int = VECTORS) -> list[dict[str, Any]]:
     """The mean remainder of each rule on standard normal vectors, a row a k."""
     rows = []
     for k in tqdm(COUNTS, desc="vectors", unit="k", ncols=100):
-        found = {rule: [selected(_normal(seed), k, rule)[1] for seed in range(draws)] for rule in RULES}
+        found = {rule: [selected(_normal(seed), k / NUMEL, rule)[1] for seed in range(draws)] for rule in RULES}
         rows.append({"k": k, "numel": NUMEL, **{rule: float(np.mean(found[rule])) for rule in RULES}})
     return rows
 
@@ -77,30 +78,19 @@ def gradients(
     """
     run, rows = Run(task, variant), []
     last = (steps or run.steps) - 1
-    looked_at = {round(moment * last) for moment in moments}
+    looked_at = {round(moment * last) + 1 for moment in moments}
 
-    class Watched:
-        """Ranks that are looked at after some of their steps."""
+    def watch(ranks: Any, step: int, _: float) -> None:
+        if step in looked_at:
+            rows.extend({"step": step, **row} for row in _looked_at(ranks, TASKS[task].settings.density))
 
-        def __init__(self, *words: Any) -> None:
-            self._ranks, self._step = simulated(*words), 0
-            self.optimizer, self.exchange = self._ranks.optimizer, self._ranks.exchange
-
-        def step(self, loss_of: LossOf) -> float:
-            loss = self._ranks.step(loss_of)
-            if self._step in looked_at:
-                found = _looked_at(self._ranks, TASKS[task].settings.density)
-                rows.extend({"step": self._step + 1, **row} for row in found)
-            self._step += 1
-            return loss
-
-    train(run, Watched, steps)
+    train(run, steps=steps, points=1, watch=watch)
     return rows
 
 
 def _looked_at(ranks: Any, density: float) -> list[dict[str, Any]]:
     found = _residuals(ranks) if isinstance(ranks, CompressedRanks) else _dense(ranks)
-    return [{"tensor": name, **_described(x, count_for(x.size, density))} for name, x in found.items()]
+    return [{"tensor": name, **_described(x, density)} for name, x in found.items()]
 
 
 def _dense(ranks: DenseRanks) -> dict[str, np.ndarray]:
@@ -120,10 +110,11 @@ def _residuals(ranks: CompressedRanks) -> dict[str, np.ndarray]:
     return found
 
 
-def _described(x: np.ndarray, k: int) -> dict[str, Any]:
+def _described(x: np.ndarray, density: float) -> dict[str, Any]:
+    k = count_for(x.size, density)
     scaled = (x - x.mean()) / x.std()
     histogram = np.histogram(scaled, BINS, (-WIDEST, WIDEST))[0]
-    found = {rule: selected(x, k, rule) for rule in ("exact", "gaussian", "sampled")}
+    found = {rule: selected(x, density, rule) for rule in ("exact", "gaussian", "sampled")}
     most = 1 - found["exact"][1]
     return {
         "numel": x.size, "k": k, "kurtosis": round(float((scaled.astype(np.float64) ** 4).mean()), 3),
@@ -133,9 +124,23 @@ def _described(x: np.ndarray, k: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def study(file: Path = KEPT) -> None:
-    """Everything, into the file."""
-    found: dict[str, Any] = {"environment": environment(), "vectors": vectors(), "gradients": {}}
-    for task, variant in tqdm(list(itertools.product(("images", "lstm"), TRAINED)), desc="runs", unit="run", ncols=100):
-        found["gradients"][f"{task}, {variant}"] = gradients(task, variant)
-    replace_file(file, json.dumps(found) + "\n")
+def load(file: Path = KEPT) -> dict[str, Any]:
+    """What is kept: ``vectors``, and ``gradients`` by task and variant."""
+    if not file.exists():
+        return {"environment": environment(), "vectors": [], "gradients": {}}
+    return json.loads(file.read_text())
+
+
+def complete(file: Path = KEPT) -> None:
+    """Do what is not kept yet.
+
+    Raises:
+        OtherMachine: the file is of another machine or of other versions.
+    """
+    kept = load(file)
+    check_machine(file, [kept["environment"]])
+    kept["vectors"] = kept["vectors"] or vectors()
+    left = [name for name in itertools.product(TASKS_LOOKED_AT, TRAINED) if ", ".join(name) not in kept["gradients"]]
+    for task, variant in tqdm(left, desc="gradients", unit="run", ncols=100):
+        kept["gradients"][f"{task}, {variant}"] = gradients(task, variant)
+        replace_file(file, json.dumps(kept, allow_nan=False) + "\n")

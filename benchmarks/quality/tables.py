@@ -19,7 +19,7 @@ _ENDS = (min, statistics.mean, max)
 GOALS = {"images": ("accuracy_gap", 0.3), "lstm": ("loss_gap", 0.02)}  # of the longest runs, to dense
 
 
-def runs_of(results: Results) -> str:
+def every_run(results: Results) -> str:
     """Every run that is kept, a table a task, number of ranks and length."""
     found = analysis.outcomes(results)
     places = dict.fromkeys((each.run.task, each.run.workers, each.run.length, each.run.real) for each in found)

@@ -66,6 +66,7 @@ class Task(ABC):
 
     settings: ClassVar[Settings]
     title: ClassVar[str]
+    classes: ClassVar[int]
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(1000 + seed)
@@ -96,7 +97,7 @@ class Images(Task):
     """Scikit-learn's digits, each in several turned, scaled, moved and noisy copies."""
 
     settings = Settings(batch=16, steps=1500, lr=0.15, clip_norm=None, density=0.001, stage=50)
-    title = "images, MLP"
+    title, classes = "images, MLP", 10
 
     def make_model(self) -> nn.Module:
         """Three linear layers."""
@@ -117,6 +118,7 @@ class _Text(Task):
     """The next character, in windows from random places of the text."""
 
     window: ClassVar[int]
+    classes = SYMBOLS
 
     def loss(self, samples: int, draw: Generator) -> Tensor:
         """Mean cross entropy of every next character."""

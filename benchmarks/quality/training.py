@@ -17,7 +17,8 @@ from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
 from dgc_horovod.exchange import BucketExchange
 
 POINTS = 20  # of a curve
-HOPELESS = 50.0  # a loss, in nats, from which no run comes back
+HOPELESS = 50.0  # a training loss, in nats, from which no run comes back
+Watch = Callable[["Ranks", int, float], None]  # the ranks, steps done, their loss
 
 
 class Ranks(Protocol):
@@ -42,7 +43,7 @@ class Run:
         variant: name of one of VARIANTS.
         workers: N.
         seed: of weights and batches.
-        length: of the run and of its warm-up, in the task's own.
+        length: of the run and its learning-rate schedule, in the task's own; its density warm-up stays as it is.
         real: whether Horovod's own ranks are to do it, not simulated ones.
     """
 
@@ -73,14 +74,18 @@ class Run:
 def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
     """All ranks in this process."""
     variant: Variant = VARIANTS[run.variant]
-    config = variant.config(task.settings, run.length)
+    config = variant.config(task.settings)
     clip_norm = task.settings.clip_norm if variant.clips == AFTERWARDS else None
     basics = (task.model, optimizer, run.workers, clip_norm)
     return CompressedRanks(*basics, config=config, forgets=variant.forgets) if config else DenseRanks(*basics)
 
 
 def train(
-    run: Run, make_ranks: MakeRanks = simulated, steps: int | None = None, points: int = POINTS
+    run: Run,
+    make_ranks: MakeRanks = simulated,
+    steps: int | None = None,
+    points: int = POINTS,
+    watch: Watch = lambda ranks, step, loss: None,
 ) -> dict[str, Any]:
     """Do a run.
 
@@ -89,10 +94,11 @@ def train(
         make_ranks: who computes the steps.
         steps: stop after so many; None: all.
         points: of the curve.
+        watch: called after every step.
 
     Returns:
-        ``curve`` of [step, test loss, test accuracy], whether it has ``diverged``, the last ``loss`` and ``accuracy``
-        (None where it has), and what `Counts.found` gives of rank 0.
+        ``curve`` of [step, test loss, test accuracy]; whether it has ``diverged``, that is, is no better than a model
+        that knows nothing; the last ``loss`` and ``accuracy``, None where it has; what `Counts.found` gives of rank 0.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a run that diverges would take several times as long
@@ -101,18 +107,21 @@ def train(
     highest, ranks = optimizer.param_groups[0]["lr"], make_ranks(run, task, optimizer)
     draws = [Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.workers)]
     curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // points)
-    loss, end = 0.0, steps or run.steps
+    end = steps or run.steps
     for step in range(end):
         for group in ranks.optimizer.param_groups:
             group["lr"] = highest * 0.5 * (1 + math.cos(math.pi * step / run.steps))
         loss = ranks.step(lambda rank: task.loss(run.batch, draws[rank]))
         counts.count()
+        watch(ranks, step + 1, loss)
         if not loss < HOPELESS:
             break
         if (step + 1) % every == 0 or step + 1 == end:
             quality = task.quality()
+            if not math.isfinite(quality.loss):
+                break
             curve.append([step + 1, round(quality.loss, 4), round(quality.accuracy, 5)])
             counts.close()
-    diverged = not loss < HOPELESS or not math.isfinite(curve[-1][1])
+    diverged = not curve or curve[-1][0] < end or curve[-1][1] > math.log(task.classes)
     last = [None, None] if diverged else curve[-1][1:]
     return {"curve": curve, "diverged": diverged, "loss": last[0], "accuracy": last[1], **counts.found()}

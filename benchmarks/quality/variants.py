@@ -24,7 +24,7 @@ class Variant:
 
     Args:
         fields: of the compression, beside the preset "dgc"; None for dense training.
-        clips: where a task that clips does: each rank "locally", the "afterwards" exchanged gradient, or "never".
+        clips: where a task that clips does: on each rank ("locally"), what has come back ("afterwards"), "never".
         warmup: length of the density warm-up, in the task's own; 0 for none.
         forgets: whether what was not sent is thrown away: no residual.
         density: of the selection, in the task's own, where `fields` do not give it.
@@ -45,14 +45,14 @@ class Variant:
         nesterov = self.optimizer == "nesterov"
         return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=MOMENTUM, nesterov=nesterov)
 
-    def config(self, settings: Settings, length: float) -> DGCConfig | None:
-        """The compression for a run of so many times the task's own length, whose warm-up is as much longer."""
+    def config(self, settings: Settings) -> DGCConfig | None:
+        """The compression for a task."""
         if self.fields is None:
             return None
         clip_norm = settings.clip_norm if self.clips == LOCALLY else None
         config = DGCConfig(density=settings.density * self.density, clip_norm=clip_norm).replace(**self.fields)
-        stage, stages = settings.stage * self.warmup * length, WarmupSchedule(steps=1).stages(config.density)
-        return config.replace(warmup=WarmupSchedule(steps=round(stage * stages))) if stage and stages else config
+        steps = round(settings.stage * self.warmup * WarmupSchedule(steps=1).stages(config.density))
+        return config.replace(warmup=WarmupSchedule(steps=steps)) if steps else config
 
 
 def _dgc(**fields: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ _PAPER = {"scope": "tensor", "values": "fp32", "dense_values": "fp32"}  # the pa
 _NAIVE = {**PRESETS["topk"], **_PAPER}
 _UNMASKED = _dgc(**_PAPER, factor_masking=False)
 
-# Each adds one thing to the one before it, as in the published table.
+# In the order in which the authors of DGC have told it.
 ABLATION = {
     "dense": Variant(None, clips=AFTERWARDS),
     "top-k, no residual": Variant(_NAIVE, clips=AFTERWARDS, warmup=0, forgets=True),
@@ -105,6 +105,7 @@ OPTIMIZERS = {
     "Nesterov, dgc": Variant(_dgc(), optimizer="nesterov"),
     "AdamW, dense": Variant(None, clips=AFTERWARDS, optimizer="adamw"),
     "AdamW, dgc": Variant(_dgc(), optimizer="adamw"),
+    "AdamW, dgc, density 100%": Variant(_dgc(density=1.0), optimizer="adamw"),
     "AdamW, topk": Variant(PRESETS["topk"], clips=AFTERWARDS, optimizer="adamw"),
 }
 VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS}

@@ -23,7 +23,7 @@ class RealRank:
 
     def __init__(self, run: Run, task: Task, optimizer: torch.optim.Optimizer) -> None:
         variant = VARIANTS[run.variant]
-        config = variant.config(task.settings, run.length)
+        config = variant.config(task.settings)
         self._model, self._forgets = task.model, variant.forgets
         self._clip_norm = task.settings.clip_norm if variant.clips == AFTERWARDS else None
         self.optimizer = DistributedOptimizer(
@@ -52,7 +52,7 @@ def main() -> None:
     hvd.init()
     found = train(run, RealRank)
     if hvd.rank() == 0:
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(found, allow_nan=False))
     hvd.shutdown()
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from benchmarks.quality.training import MakeRanks, Run, simulated, train
 from benchmarks.training.worker import digest
 
+STEPS = 80
+
 
 def in_processes(function: Callable[..., Any], words: Iterable[Any]) -> list[Any]:
     """`function` of each of `words`, two at a time: `train` sets torch's threads and its treatment of denormals."""
@@ -17,23 +19,13 @@ def in_processes(function: Callable[..., Any], words: Iterable[Any]) -> list[Any
         return list(pool.map(function, words))
 
 
-def followed(run: Run, make_ranks: MakeRanks = simulated, steps: int = 40) -> dict[str, list[Any]]:
-    """The first steps of a run: the bits of all weights, and the loss, after each of them."""
+def followed(run: Run, make_ranks: MakeRanks = simulated) -> dict[str, list[Any]]:
+    """The bits of all weights, and the loss, after each of the first steps of a run, warm-up and some more."""
     found: dict[str, list[Any]] = {"weights": [], "losses": []}
 
-    class Followed:
-        """Ranks of which every step is noted."""
+    def watch(ranks: Any, step: int, loss: float) -> None:
+        found["weights"].append(digest(p for group in ranks.optimizer.param_groups for p in group["params"]))
+        found["losses"].append(loss)
 
-        def __init__(self, *words: Any) -> None:
-            self._model = words[1].model
-            self._ranks = make_ranks(*words)
-            self.optimizer, self.exchange = self._ranks.optimizer, self._ranks.exchange
-
-        def step(self, loss_of: Any) -> float:
-            loss = self._ranks.step(loss_of)
-            found["weights"].append(digest(self._model))
-            found["losses"].append(loss)
-            return loss
-
-    train(run, Followed, steps)
+    train(run, make_ranks, steps=STEPS, points=1, watch=watch)
     return found
