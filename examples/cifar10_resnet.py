@@ -4,10 +4,13 @@
 
 The data are the "CIFAR-10 python version", unpacked (https://www.cs.toronto.edu/~kriz/cifar.html). Four ranks with 32
 images each make the paper's batch of 128. The paper reports 93.75% without compression and 93.87% with it at depth 110.
+Selection per bucket and bfloat16 values are ours; with --scope tensor --values fp32 --dense-values fp32 they are the
+paper's. He et al. subtract the mean of each pixel; here it is that of each channel.
 """
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import time
 from pathlib import Path
@@ -87,7 +90,7 @@ class Block(nn.Module):
 def resnet(depth: int) -> nn.Sequential:
     """He et al. 2016, section 4.2: ``6n + 2`` layers, widths 16, 32, 64."""
     blocks, rest = divmod(depth - 2, 6)
-    if rest or not blocks:
+    if rest or blocks < 1:
         raise SystemExit(f"--depth must be 6n + 2 (20, 32, 44, 56, 110), got {depth}")
     widths = [16] + [width for width in (16, 32, 64) for _ in range(blocks)]
     model = nn.Sequential(
@@ -101,21 +104,24 @@ def resnet(depth: int) -> nn.Sequential:
     return model
 
 
-def learning_rate(args: object, epoch: int, step: int) -> float:
-    """Of an epoch and, at its start, of a step of the run."""
+def learning_rate(args: argparse.Namespace, epoch: int, step: int) -> float:
+    """Of a step of the run, which is in that epoch."""
     gentle = args.depth >= DEEP and step < GENTLE_STEPS
     return args.lr * 0.1 ** (sum(epoch >= share * args.epochs for share in LR_FALLS_AT) + gentle)
 
 
 @torch.no_grad()
-def right_answers(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> float:
-    """The share of this rank's part of the test images that the model gets right; all ranks' mean is the accuracy."""
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> float:
+    """The share of the test images that the model gets right; each rank looks at a part of them."""
+    for name, buffer in model.named_buffers():  # each rank's batch norm has seen its own images only
+        if buffer.is_floating_point():
+            buffer.copy_(hvd.allreduce(buffer, name=f"buffer.{name}"))
     model.eval()
-    images, labels = images[hvd.rank() :: hvd.size()], labels[hvd.rank() :: hvd.size()]
-    parts = zip(images.split(TEST_BATCH), labels.split(TEST_BATCH), strict=True)
-    right = sum(int((model(prepared(x).to(device)).argmax(1).cpu() == y).sum()) for x, y in parts)
+    own = slice(hvd.rank(), None, hvd.size())
+    parts = zip(images[own].split(TEST_BATCH), labels[own].split(TEST_BATCH), strict=True)
+    right = sum(int((model(prepared(x).to(device)).argmax(1).cpu() == y).sum()) for x, y in parts if len(y))
     model.train()
-    return right / len(labels)
+    return hvd.allreduce(torch.tensor(right), name="right", op=hvd.Sum).item() / len(labels)
 
 
 def main() -> None:
@@ -161,7 +167,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
     numel = sum(p.numel() for p in model.parameters())
     sent = common.traffic(optimizer, numel, args.compression, step, hvd.size())
-    quality = float(hvd.allreduce(torch.tensor(right_answers(model, *test, device)), name="metric"))
+    quality = accuracy(model, *test, device)
     if hvd.rank() == 0:
         common.report(args, "accuracy", quality, seconds, sent)
 

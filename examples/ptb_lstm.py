@@ -4,10 +4,13 @@
 
 The data are ptb.train.txt, ptb.valid.txt and ptb.test.txt, a sentence a line (Mikolov's preparation). Four ranks with
 5 sequences each make a batch of 20. The paper reports a test perplexity of 72.30 without compression, 72.24 with it.
+Selection per bucket and bfloat16 values are ours; with --scope tensor --values fp32 --dense-values fp32 they are the
+paper's.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator
@@ -35,7 +38,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], int]:
         file = folder / f"ptb.{part}.txt"
         if not file.exists():
             raise SystemExit(f"{file} is missing; the folder must have ptb.train.txt, ptb.valid.txt and ptb.test.txt")
-        words = [word for line in file.read_text().splitlines() for word in [*line.split(), END]]
+        words = [word for line in file.read_text(encoding="utf-8").splitlines() for word in [*line.split(), END]]
         if part == "train":
             number = {word: place for place, word in enumerate(dict.fromkeys(words))}
         unknown = next((word for word in words if word not in number), None)
@@ -132,7 +135,8 @@ def main() -> None:
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     torch.manual_seed(1000 * args.seed + hvd.rank())  # each rank drops other units
-    progress, start, best = common.Progress(args.epochs, hvd.rank()), time.perf_counter(), math.inf
+    progress, start = common.Progress(args.epochs, hvd.rank()), time.perf_counter()
+    best, kept = math.inf, model.state_dict()  # on the validation text
     for _ in range(args.epochs):
         states = None
         for words, following in windows(train):
@@ -147,14 +151,18 @@ def main() -> None:
                 with optimizer.skip_synchronize():
                     optimizer.step()
         found = mean_loss(model, valid)
-        if found >= best:
+        if found < best:
+            best, kept = found, copy.deepcopy(model.state_dict())
+        else:
             for group in optimizer.param_groups:
                 group["lr"] /= 4
-        best = min(best, found)
         progress.advance(found)
     seconds = time.perf_counter() - start
     numel = sum(p.numel() for p in model.parameters())
     sent = common.traffic(optimizer, numel, args.compression, args.epochs * steps_per_epoch, hvd.size())
+    if not math.isfinite(best):
+        raise SystemExit("the loss was never a finite number; try a lower --lr")
+    model.load_state_dict(kept)
     quality = math.exp(mean_loss(model, test))
     if hvd.rank() == 0:
         common.report(args, "perplexity", quality, seconds, sent)

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.quality.runs import Results
 from benchmarks.quality.training import Run
@@ -18,7 +18,7 @@ _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: its last test loss in nats and accuracy in percent, infinite and 0 where it diverged."""
+    """One run: its last test loss in nats and accuracy in percent; infinite and not a number where it diverged."""
 
     run: Run
     loss: float
@@ -57,7 +57,7 @@ def outcomes(results: Results) -> list[Outcome]:
     found = []
     for kept in results.values():
         loss = math.inf if kept["diverged"] else kept["loss"]
-        accuracy = 0.0 if kept["diverged"] else 100 * kept["accuracy"]
+        accuracy = math.nan if kept["diverged"] else 100 * kept["accuracy"]
         traffic, selected = kept.get("traffic", 1.0), kept.get("selected", [])
         found.append(Outcome(Run(**kept["run"]), loss, accuracy, traffic, kept["curve"], selected))
     place = {name: i for i, name in enumerate(VARIANTS)}
@@ -76,10 +76,10 @@ def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
     groups: dict[Run, list[Outcome]] = {}
     for each in found:
         if keep(each.run):
-            groups.setdefault(_changed(each.run, seed=0), []).append(each)
+            groups.setdefault(replace(each.run, seed=0), []).append(each)
     made = []
     for group in groups.values():
-        pairs = [(each, by_run.get(_changed(each.run, variant=baseline(each.run.variant)))) for each in group]
+        pairs = [(each, by_run.get(replace(each.run, variant=baseline(each.run.variant)))) for each in group]
         gaps = [(each.loss - dense.loss, each.accuracy - dense.accuracy) for each, dense in pairs if dense]
         made.append(
             Row(
@@ -88,14 +88,10 @@ def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
                 [each.accuracy for each in group],
                 [gap[0] for gap in gaps],
                 [gap[1] for gap in gaps],
-                group[0].traffic,
+                statistics.mean(each.traffic for each in group),
             )
         )
     return made
-
-
-def _changed(run: Run, **changes: object) -> Run:
-    return Run(**{**vars(run), **changes})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -142,9 +138,9 @@ def difference(found: Iterable[Outcome], task: str, before: str, after: str) -> 
     """What `after` changes against `before` on a task."""
     mine = {each.run: each for each in _short(found, task)}
     pairs = [
-        (mine[_changed(run, variant=before)], each)
+        (mine[replace(run, variant=before)], each)
         for run, each in mine.items()
-        if run.variant == after and _changed(run, variant=before) in mine
+        if run.variant == after and replace(run, variant=before) in mine
     ]
     losses = [b.loss - a.loss for a, b in pairs]
     return Difference(before, after, losses, [b.accuracy - a.accuracy for a, b in pairs])

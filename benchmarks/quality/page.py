@@ -11,25 +11,15 @@ from benchmarks.quality import analysis, plots, runs, selection, tables
 from benchmarks.quality.analysis import Outcome
 from benchmarks.report import ROOT
 
-PAGE = ROOT / "docs" / "quality.md"
+PAGE, README = ROOT / "docs" / "quality.md", ROOT / "README.md"
 
 
 def texts() -> dict[tuple[Path, str], str]:
-    """The generated parts of the page, by marker."""
-    found, kept = analysis.outcomes(runs.load()), json.loads(selection.KEPT.read_text())
-    return {
-        (PAGE, "ablation"): "\n\n".join(tables.ablation(found, workers) for workers in runs.WORKERS),
-        (PAGE, "order"): tables.order(found),
-        (PAGE, "longer"): tables.longer(found),
-        (PAGE, "choices"): "\n\n".join(tables.choices(found, workers) for workers in runs.WORKERS),
-        (PAGE, "equal-traffic"): tables.equal_traffic(found),
-        (PAGE, "counts"): tables.counts(found),
-        (PAGE, "vectors"): tables.vectors(kept["vectors"]),
-        (PAGE, "gradients"): tables.gradients(kept["gradients"]),
-        (PAGE, "optimizers"): tables.optimizers(found),
-        (PAGE, "real"): tables.real(found),
-        (PAGE, "made-by"): made_by(found),
-    }
+    """The generated parts of the page and of README, by marker."""
+    found, kept = analysis.outcomes(runs.load()), selection.load()
+    made = {**tables.blocks(found), "vectors": tables.vectors(kept["vectors"])}
+    made |= {"gradients": tables.gradients(kept["gradients"]), "made-by": made_by(found)}
+    return {**{(PAGE, marker): text for marker, text in made.items()}, (README, "quality"): tables.readme(found)}
 
 
 def made_by(found: Sequence[Outcome]) -> str:
@@ -47,4 +37,4 @@ def made_by(found: Sequence[Outcome]) -> str:
 
 def draw() -> None:
     """The plots of the page."""
-    plots.draw(analysis.outcomes(runs.load()), json.loads(selection.KEPT.read_text()))
+    plots.draw(analysis.outcomes(runs.load()), selection.load())

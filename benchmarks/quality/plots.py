@@ -17,18 +17,16 @@ from benchmarks.quality.runs import LENGTHS, LONGER, WORKERS
 from benchmarks.quality.selection import BINS, WIDEST
 from benchmarks.quality.tables import GOALS
 from benchmarks.quality.tasks import TASKS
-from benchmarks.quality.variants import ABLATION, CHOICES
+from benchmarks.quality.variants import ABLATION, CHOICES, WITHOUT
 
 COLOURS = {
     "dense": "#444444",
     "top-k, no residual": "#cc79a7",
     "+ residual (TopK-SGD)": "#d55e00",
     "topk (TopK-SGD)": "#d55e00",
-    "+ warm-up (DGC)": "#56b4e9",
     "dgc": "#0072b2",
     "dgc, rule=gaussian": "#009e73",
     "gaussian (GaussianK-SGD)": "#e69f00",
-    "dgc, values=2bit, density ×2": "#8c5fbf",
 }
 _CURVES = ("dense", "top-k, no residual", "+ residual (TopK-SGD)", "dgc", "dgc, rule=gaussian")
 _COUNTED = ("dgc, rule=gaussian", "gaussian (GaussianK-SGD)", "dgc, rule=sampled")
@@ -61,7 +59,7 @@ def _panels(count: int, rows: int = 1, width: float = 4.2, height: float = 3.4, 
 
 def gaps(found: Sequence[Outcome], file: Path) -> None:
     """Test loss less that of dense training: a line a variant, a panel a task, mean ± sd over seeds."""
-    names = [name for name in (*ABLATION, *CHOICES) if name != "dense"]
+    names = [name for name in (*ABLATION, *WITHOUT, *CHOICES) if name != "dense"]
     figure, panels = _panels(len(TASKS), width=3.6, height=7, sharey=True)
     for axes, task in zip(panels[0], TASKS, strict=True):
         rows = {
@@ -81,7 +79,7 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
                     style = {"fmt": "o", "markersize": 4, "color": colour, "label": label}
                     axes.errorbar(statistics.mean(gap), place + shift, xerr=deviation, **style)
         axes.axvline(0, color="#444444", linewidth=1)
-        axes.axhline(len(ABLATION) - 1.5, color="0.8", linewidth=1)
+        axes.axhline(len(ABLATION) + len(WITHOUT) - 1.5, color="0.8", linewidth=1)
         axes.set_title(TASKS[task].title, fontsize=10)
         axes.set_xscale("symlog", linthresh=0.1)
         axes.grid(alpha=0.3, axis="x")
@@ -97,8 +95,8 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
     figure, panels = _panels(len(TASKS))
     for axes, task in zip(panels[0], TASKS, strict=True):
         for variant in _CURVES:
-            mine = [each.curve for each in found if (each.run.task, each.run.variant) == (task, variant)]
-            points = list(zip(*mine, strict=False))
+            mine = [each for each in found if (each.run.task, each.run.variant) == (task, variant)]
+            points = list(zip(*(each.curve for each in mine if math.isfinite(each.loss)), strict=True))
             if points:
                 steps, losses = [point[0][0] for point in points], [[curve[1] for curve in point] for point in points]
                 axes.plot(steps, [statistics.mean(each) for each in losses], color=COLOURS[variant], label=variant)
@@ -108,7 +106,7 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
         axes.set_xlabel("steps")
         axes.grid(alpha=0.3)
         last = [each.loss for each in found if each.run.task == task and each.run.variant in _CURVES]
-        axes.set_ylim(min(last) - 0.1, min(last) + 1.6)
+        axes.set_ylim(min(last, default=0.0) - 0.1, min(last, default=0.0) + 1.6)
     panels[0][0].set_ylabel("test loss, nats")
     panels[0][0].legend(frameon=False, fontsize=8)
     save(figure, file)
@@ -123,10 +121,12 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
             rows = analysis.rows(found, lambda run, at=place: (run.task, run.workers) == at)
             for variant in LONGER[1:]:
                 mine = {row.run.length: getattr(row, name) for row in rows if row.run.variant == variant}
-                mine = {length: gap for length in LENGTHS if (gap := mine.get(length))}
+                mine = {
+                    length: mine[length] for length in LENGTHS if all(map(math.isfinite, mine.get(length, [math.nan])))
+                }
                 if mine:
                     middle = [statistics.mean(gap) for gap in mine.values()]
-                    spread = [statistics.stdev(gap) if len(gap) > 1 else 0 for gap in mine.values()]
+                    spread = [statistics.stdev(gap) if len(gap) > 1 else 0.0 for gap in mine.values()]
                     style = {"color": COLOURS[variant], "linestyle": line, "marker": "o", "markersize": 4, "capsize": 2}
                     axes.errorbar(list(mine), middle, spread, label=f"{variant}, N = {workers}", **style)
         axes.axhline(0, color="#444444", linewidth=1)
@@ -147,14 +147,17 @@ def counts(found: Sequence[Outcome], file: Path) -> None:
     figure, panels = _panels(len(TASKS), sharey=True)
     for axes, task in zip(panels[0], TASKS, strict=True):
         for variant in _COUNTED:
-            mine = [each for each in found if (each.run.task, each.run.variant) == (task, variant)]
+            mine = [
+                each
+                for each in found
+                if (each.run.task, each.run.variant) == (task, variant) and math.isfinite(each.loss)
+            ]
             if mine:
                 share = [100 * point[0] / mine[0].run.steps for point in mine[0].curve]
-                points = list(zip(*(each.selected for each in mine), strict=False))
-                least, middle, most = _ends(points)
+                least, middle, most = _ends(zip(*(each.selected for each in mine), strict=True))
                 axes.plot(share, middle, color=COLOURS.get(variant, "#999999"), label=variant)
                 axes.fill_between(share, least, most, color=COLOURS.get(variant, "#999999"), alpha=0.2, linewidth=0)
-        for bound in (0.8, 1.25):
+        for bound in (0.8, 1.0):
             axes.axhline(bound, color="#444444", linestyle=":", linewidth=1)
         axes.set_title(TASKS[task].title, fontsize=10)
         axes.set_xlabel("% of the run")

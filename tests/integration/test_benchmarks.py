@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.jobs import run
 
 
-@pytest.mark.parametrize(("name", "shown"), [("exchange", "| dgc |"), ("training", "dgc")])
+@pytest.mark.parametrize(("name", "shown"), [("exchange", "| dgc |"), ("training", "dgc"), ("quality", "| dgc |")])
 def test_quick_run_ends_with_a_table(name, shown):
     ended = run([sys.executable, "-m", f"benchmarks.{name}", "--quick"], timeout=170)
     assert ended.code == 0, ended.output

@@ -1,8 +1,24 @@
 """What DGC promises for training, on three small models: it fails where a part of it is wrong.
 
 Simulated ranks (benchmarks/quality/simulation.py): the real engine, packets and updates. Everything is compared with a
-dense run of the same seed, never with a fixed figure; the bars lie between what is right and what each mistake does.
-Every mistake named here has been made by hand in the sources once, and the figures it gave are recorded.
+dense run of the same seed, never with a fixed figure. Each of these mistakes was made by hand in the sources once; the
+table has the mean over the seeds of what is compared, and the tests that then failed.
+
+=========================  ==================  =====================  =======================  ==================
+mistake                    T1 transformer      T2 LSTM                T3 images                fails
+=========================  ==================  =====================  =======================  ==================
+none                       +0.080 (bar 0.20)   +0.107 (bar 0.17)      -1.0 points (bar -2.0)
+momentum applied twice                         +1.51                  -71 points               T2, T3, T4
+no masking                 +0.559              +0.218 (T2b: 0.000)                             T1, T2, T2b
+no residual                                    +0.527                 -20 points               T2, T3, T4
+residual not cleared                           +9.8                   at chance, diverges      T2, T3, T4
+clipped at c                                   +0.202                                          T2
+clipped at c/sqrt(N)                           +0.418                                          T2
+clipped after aggregation                      +0.418                                          T2
+no clipping                                    +1.06, diverges                                 T2
+summed, not averaged                           +0.492                 -73 points, diverges     T2, T3, T4
+warm-up ignored                                +0.173                 (T4: warm-up adds 0.0)   T2, T4
+=========================  ==================  =====================  =======================  ==================
 """
 
 from __future__ import annotations
@@ -19,7 +35,8 @@ from tests.helpers.quality import in_processes
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
 WITHOUT_WARMUP, DGC = "+ factor masking", "+ warm-up (DGC)"
 ORDER = ("top-k, no residual", "+ residual (TopK-SGD)", "+ momentum correction", WITHOUT_WARMUP, DGC)
-HARMLESS = {"loss": 50.0, "accuracy": 0.0}  # of a run that diverged
+OF_A_DIVERGED_RUN = {"loss": 50.0, "accuracy": 0.0}
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs
 
 
 def plan(seeds: range) -> list[Run]:
@@ -42,7 +59,9 @@ class Trained:
     def differences(self, task: str, variant: str, other: str, figure: str) -> list[float]:
         """Of `variant` less `other`, for each seed."""
         found = {(run.variant, run.seed): result for run, result in self._found.items() if run.task == task}
-        values = {key: HARMLESS[figure] if result["diverged"] else result[figure] for key, result in found.items()}
+        values = {
+            key: OF_A_DIVERGED_RUN[figure] if result["diverged"] else result[figure] for key, result in found.items()
+        }
         seeds = [seed for name, seed in values if name == variant]
         scale = 100 if figure == "accuracy" else 1
         return [scale * (values[variant, seed] - values[other, seed]) for seed in seeds]
@@ -57,7 +76,6 @@ def trained(request):
     return Trained(range(request.param, request.param + 3))
 
 
-@pytest.mark.timeout(900)
 def test_masking_and_correction_hold_a_transformer(trained):
     """T1: no warm-up to hide behind; at most 0.20 nats."""
     assert 0 < trained.difference("transformer", WITHOUT_WARMUP, "dense", "loss") <= 0.20
@@ -91,8 +109,17 @@ def test_rules_select_about_k_on_what_training_accumulates():
     """T5: the Gaussian and the sampled rule on the residuals of a run, beside exact top-k."""
     watch = functools.partial(selection.gradients, variant=DGC, moments=[at / 50 for at in range(51)])
     (rows,) = in_processes(watch, ["images"])
-    for rule, least_mass in (("gaussian", 0.9), ("sampled", 0.9)):
+    for rule in ("gaussian", "sampled"):
         slack = [max(1 / row["k"], 0.2) for row in rows]  # one element, where k is smaller than ten
         inside = [1 - s - 1e-3 <= row["counts"][rule] <= 1 + 1e-3 for row, s in zip(rows, slack, strict=True)]
         assert statistics.mean(inside) >= 0.99, rule
-        assert statistics.mean(row["mass"][rule] for row in rows) >= least_mass, rule
+        assert statistics.mean(row["mass"][rule] for row in rows) >= 0.9, rule
+
+
+def test_the_gaussian_rule_keeps_its_count_over_a_run():
+    """T5: every step of a run that it selects for itself."""
+    (found,) = in_processes(train, [Run("images", "dgc, rule=gaussian")])
+    least, _, most = zip(*found["selected"], strict=True)
+    assert 0.8 <= min(least) < 1, "always exactly k: this was not the Gaussian rule"
+    assert max(most) == 1
+    assert not found["diverged"]

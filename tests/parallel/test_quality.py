@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.quality import followed, in_processes
+from tests.helpers.quality import STEPS, followed, in_processes
 from tests.helpers.ranks import run_ranks
 from tests.parallel.cases.quality import FOUR, TWO
 
@@ -16,7 +16,7 @@ pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra 
 def test_simulated_and_real_ranks_have_the_same_weights_after_every_step(runs):
     ranks = [rank["quality.followed_runs"] for rank in run_ranks(runs[0].workers, ["quality.followed_runs"])]
     for run, simulated in zip(runs, in_processes(followed, runs), strict=True):
-        assert len(set(simulated["weights"])) == len(simulated["weights"]) > 30, f"{run.key}: it does not train"
+        assert len(set(simulated["weights"])) == len(simulated["weights"]) == STEPS, f"{run.key}: it does not train"
         for rank in ranks:
             assert rank[run.key]["weights"] == simulated["weights"], run.key
             assert rank[run.key]["losses"] == pytest.approx(simulated["losses"], rel=1e-6), run.key

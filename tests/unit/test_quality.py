@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks import report
 from benchmarks.quality import analysis, runs, selection, tables
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run
@@ -36,7 +37,7 @@ def test_gaps_are_to_the_dense_run_of_the_same_seed():
     assert row.accuracy_gap[:2] == pytest.approx([-1.0, -2.0])
     assert row.diverged == 1
     assert tables.spread(row.loss, ".2f") == "1 of 3 diverged"
-    assert "1 of 3 diverged" in tables.runs_of(results)
+    assert "1 of 3 diverged" in tables.every_run(results)
 
 
 def test_a_difference_is_clear_where_the_seeds_agree():
@@ -68,27 +69,56 @@ def test_runs_have_names_of_their_own_and_one_dense_run_each():
         assert run.batch * run.workers == 4 * TASKS[run.task].settings.batch
 
 
-@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("task", TASKS)
-def test_every_variant_has_a_valid_compression(task, name):
+def test_every_variant_has_a_valid_compression(task):
     settings = TASKS[task].settings
-    config = VARIANTS[name].config(settings, length=4.0)
-    if config is None:
-        assert "dense" in name
-        return
-    if "density" in name:
-        assert config.density != settings.density or f"density {100 * settings.density:g}%" in name
-    if config.warmup is not None:
-        stages = config.warmup.stages(config.density)
-        assert config.warmup.steps == pytest.approx(4 * settings.stage * stages * VARIANTS[name].warmup, abs=1)
-    assert (config.clip_norm is not None) <= (settings.clip_norm is not None)
+    for name, variant in VARIANTS.items():
+        config = variant.config(settings)
+        if config is None:
+            assert "dense" in name
+            continue
+        if config.warmup is not None:
+            stages = config.warmup.stages(config.density)
+            assert config.warmup.steps == pytest.approx(settings.stage * stages * variant.warmup, abs=1), name
+        assert (config.warmup is None) == (not variant.warmup or config.density >= 0.25), name
+        assert (config.clip_norm is None) == (settings.clip_norm is None or variant.clips != "locally"), name
 
 
-def test_the_remainder_of_top_k_is_what_sorting_says():
-    x = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
-    squares = np.sort(x.astype(np.float64) ** 2)
-    count, left = selection.selected(x, 50, "exact")
-    assert count == 50
-    assert left == pytest.approx(squares[:-50].sum() / squares.sum(), rel=1e-6)
-    assert left < (1 - 50 / 5000) ** 2
-    assert selection.selected(x, 50, "random")[1] > (1 - 50 / 5000) ** 2
+@pytest.mark.parametrize("numel", [5000, 4656])
+def test_the_remainder_of_top_k_is_what_sorting_says(numel):
+    density, x = 0.005, np.random.default_rng(0).standard_normal(numel).astype(np.float32)
+    squares, k = np.sort(x.astype(np.float64) ** 2), math.ceil(density * numel)
+    count, left = selection.selected(x, density, "exact")
+    assert count == k
+    assert left == pytest.approx(squares[:-k].sum() / squares.sum(), rel=1e-6)
+    assert left < (1 - k / numel) ** 2
+    assert selection.selected(x, density, "random")[1] > (1 - k / numel) ** 2
+
+
+def test_results_of_other_settings_are_not_taken(monkeypatch):
+    run = Run("lstm", "dgc")
+    before = runs.settings(run)
+    monkeypatch.setitem(VARIANTS, "dgc", dataclasses.replace(VARIANTS["dgc"], warmup=0.5))
+    assert runs.settings(run) != before
+
+
+def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    file, done = tmp_path / "quality.json", []
+
+    def fake(alone, real, processes):
+        for run in alone:
+            done.append(run.seed)
+            yield run, {"curve": [[1, 1.0, 0.5]], "diverged": False, "loss": 1.0, "accuracy": 0.5}
+            if run.seed == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "_found", fake)
+    plan = [Run("lstm", "dense", seed=seed) for seed in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        runs.complete(plan, file, 1)
+    runs.complete([*plan, plan[0]], file, 1)
+    assert done == [0, 1, 2, 3]
+    monkeypatch.setattr(runs, "environment", lambda: {"torch": "another"})
+    monkeypatch.setattr(report, "environment", lambda: {"torch": "another"})
+    with pytest.raises(report.OtherMachine):
+        runs.complete(plan, file, 1)
