@@ -48,7 +48,9 @@ def _is_one_of_its_own(task: str, variant: str) -> bool:
     settings = TASKS[task].settings
     if variant in _ONLY_WHERE_CLIPPED:
         return settings.clip_norm is not None
-    return variant == "dgc" or VARIANTS[variant].config(settings) != VARIANTS["dgc"].config(settings)
+    return variant in ("dgc", "dgc, masking from 2% down") or (
+        VARIANTS[variant].config(settings) != VARIANTS["dgc"].config(settings)
+    )
 
 
 def _longer(seeds: Sequence[int]) -> Iterator[Run]:
@@ -81,7 +83,8 @@ def _read(file: Path) -> dict[str, Any]:
 def settings(run: Run) -> str:
     """Hash of everything that a run's name stands for: results of other settings are not its own."""
     task, variant = TASKS[run.task].settings, VARIANTS[run.variant]
-    return hashlib.sha256(repr((task, variant, variant.config(task))).encode()).hexdigest()[:12]
+    others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer
+    return hashlib.sha256(repr((task, variant.config(task), *others)).encode()).hexdigest()[:12]
 
 
 def complete(plan: Iterable[Run], file: Path, processes: int) -> None:

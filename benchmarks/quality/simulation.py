@@ -121,12 +121,13 @@ class CompressedRanks(DenseRanks):
     Args:
         config: the compression.
         forgets: whether residual and momentum are thrown away at each step.
+        masks_below: density above which momentum is not masked.
         others: see `DenseRanks`.
     """
 
-    def __init__(self, *others: Any, config: DGCConfig, forgets: bool = False) -> None:
+    def __init__(self, *others: Any, config: DGCConfig, forgets: bool = False, masks_below: float = 1.0) -> None:
         super().__init__(*others)
-        self._forgets, self._board = forgets, Board()
+        self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
         self._updates = [choose_update(self.optimizer, config) for _ in range(self.workers)]
         for update in self._updates:  # each counts its own steps
             update.prepare(self.optimizer)
@@ -148,6 +149,7 @@ class CompressedRanks(DenseRanks):
         """One step of all ranks; the mean of their losses."""
         losses, turns = [], []
         self._board.clear()
+        self._set_masking()
         for rank, (exchange, update) in enumerate(zip(self.exchanges, self._updates, strict=True)):
             losses.append(self._backward(loss_of(rank)))
             feed_of = functools.partial(self._feed_of, update)
@@ -166,6 +168,13 @@ class CompressedRanks(DenseRanks):
             compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
             self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
         return sum(losses) / self.workers
+
+    def _set_masking(self) -> None:
+        if self._masks_below < 1:
+            for buckets in (exchange.buckets for exchange in self.exchanges):
+                masks = buckets.density() <= self._masks_below
+                for engine in buckets.engines:
+                    engine.config = buckets.config.replace(factor_masking=masks)
 
     def _feed_of(self, update: PlainUpdate, p: Tensor) -> tuple[Feed, float]:
         update.adopt_state(p, self._group, self.optimizer.state)  # zeros: nothing was trained before

@@ -77,7 +77,9 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
     config = variant.config(task.settings)
     clip_norm = task.settings.clip_norm if variant.clips == AFTERWARDS else None
     basics = (task.model, optimizer, run.workers, clip_norm)
-    return CompressedRanks(*basics, config=config, forgets=variant.forgets) if config else DenseRanks(*basics)
+    if config is None:
+        return DenseRanks(*basics)
+    return CompressedRanks(*basics, config=config, forgets=variant.forgets, masks_below=variant.masks_below)
 
 
 def train(

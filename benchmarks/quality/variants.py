@@ -28,6 +28,8 @@ class Variant:
         warmup: length of the density warm-up, in the task's own; 0 for none.
         forgets: whether what was not sent is thrown away: no residual.
         density: of the selection, in the task's own, where `fields` do not give it.
+        masks_below: density above which momentum is not masked, as a trial: the product has no such switch.
+        falls: whether the density falls over the whole run, from 12/7 to 3/7 of the task's own, at equal traffic.
         optimizer: "sgd", "nesterov" (both with momentum 0.9) or "adamw".
     """
 
@@ -36,6 +38,8 @@ class Variant:
     warmup: float = 1.0
     forgets: bool = False
     density: float = 1.0
+    masks_below: float = 1.0
+    falls: bool = False
     optimizer: str = "sgd"
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -51,6 +55,10 @@ class Variant:
             return None
         clip_norm = settings.clip_norm if self.clips == LOCALLY else None
         config = DGCConfig(density=settings.density * self.density, clip_norm=clip_norm).replace(**self.fields)
+        if self.falls:  # three densities, each half of the one before, each for a third of the run
+            density = config.density * 3 / 7
+            schedule = WarmupSchedule(steps=round(settings.steps * 2 / 3), first_density=4 * density, factor=0.5)
+            return config.replace(density=density, warmup=schedule)
         steps = round(settings.stage * self.warmup * WarmupSchedule(steps=1).stages(config.density))
         return config.replace(warmup=WarmupSchedule(steps=steps)) if steps else config
 
@@ -95,7 +103,9 @@ CHOICES = {
     "dgc, no warm-up": Variant(_dgc(), warmup=0),
     "dgc, warm-up ×0.5": Variant(_dgc(), warmup=0.5),
     "dgc, warm-up ×2": Variant(_dgc(), warmup=2.0),
+    "dgc, density falls, no warm-up": Variant(_dgc(), falls=True),
     "dgc, factor_masking=False": Variant(_dgc(factor_masking=False)),
+    "dgc, masking from 2% down": Variant(_dgc(), masks_below=0.02),
     "dgc, density 1%": Variant(_dgc(density=0.01)),
     "dgc, density 0.1%": Variant(_dgc(density=0.001)),
 }

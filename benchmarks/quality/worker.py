@@ -23,6 +23,7 @@ class RealRank:
 
     def __init__(self, run: Run, task: Task, optimizer: torch.optim.Optimizer) -> None:
         variant = VARIANTS[run.variant]
+        assert variant.masks_below == 1, f"{run.variant} is a trial that only the simulation has"
         config = variant.config(task.settings)
         self._model, self._forgets = task.model, variant.forgets
         self._clip_norm = task.settings.clip_norm if variant.clips == AFTERWARDS else None

@@ -77,7 +77,7 @@ def test_every_variant_has_a_valid_compression(task):
         if config is None:
             assert "dense" in name
             continue
-        if config.warmup is not None:
+        if config.warmup is not None and not variant.falls:
             stages = config.warmup.stages(config.density)
             assert config.warmup.steps == pytest.approx(settings.stage * stages * variant.warmup, abs=1), name
         assert (config.warmup is None) == (not variant.warmup or config.density >= 0.25), name
