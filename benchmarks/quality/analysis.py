@@ -96,12 +96,13 @@ def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Difference:
-    """What one more part of DGC changes: test loss of `after` less that of `before`, paired by seed and ranks."""
+    """What `after` changes against `before`, paired by seed and N: loss and accuracy less its own, bytes in its own."""
 
     before: str
     after: str
     losses: list[float]
     accuracies: list[float]
+    sent: list[float]
 
     @property
     def diverged(self) -> bool:
@@ -142,13 +143,13 @@ def difference(found: Iterable[Outcome], task: str, before: str, after: str) -> 
         for run, each in mine.items()
         if run.variant == after and replace(run, variant=before) in mine
     ]
-    losses = [b.loss - a.loss for a, b in pairs]
-    return Difference(before, after, losses, [b.accuracy - a.accuracy for a, b in pairs])
-
-
-def sent(found: Iterable[Outcome], task: str, variant: str) -> float:
-    """Mean of the bytes that a variant sends, in those of dense fp32."""
-    return statistics.mean(each.traffic for each in _short(found, task) if each.run.variant == variant)
+    return Difference(
+        before,
+        after,
+        [b.loss - a.loss for a, b in pairs],
+        [b.accuracy - a.accuracy for a, b in pairs],
+        [b.traffic / a.traffic for a, b in pairs],
+    )
 
 
 def _short(found: Iterable[Outcome], task: str) -> list[Outcome]:

@@ -82,6 +82,8 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
         axes.axhline(len(ABLATION) + len(WITHOUT) - 1.5, color="0.8", linewidth=1)
         axes.set_title(TASKS[task].title, fontsize=10)
         axes.set_xscale("symlog", linthresh=0.1)
+        axes.set_xlim(-0.12, 2)
+        axes.set_xticks((-0.1, 0, 0.1, 0.3, 1), ("-0.1", "0", "0.1", "0.3", "1"))
         axes.grid(alpha=0.3, axis="x")
     panels[0][0].set_yticks(range(len(names)), names, fontsize=8)
     panels[0][0].invert_yaxis()
@@ -182,7 +184,8 @@ def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:
     axes, share = panels[0][0], np.array([row["k"] / row["numel"] for row in rows])
     for rule, colour in (("exact", "#0072b2"), ("gaussian", "#009e73"), ("random", "#d55e00")):
         name = "top-k" if rule == "exact" else rule
-        axes.plot(share, [row[rule] for row in rows], "o", markersize=4, color=colour, label=name)
+        ring = {"markersize": 7, "markerfacecolor": "none"} if rule == "gaussian" else {"markersize": 4}
+        axes.plot(share, [row[rule] for row in rows], "o", color=colour, label=name, **ring)
     between = np.linspace(share[0], share[-1], 200)
     axes.plot(between, 1 - between, color="#444444", linestyle="--", linewidth=1, label="1 - k/d")
     axes.plot(between, (1 - between) ** 2, color="#444444", linestyle=":", linewidth=1.4, label="(1 - k/d)²")

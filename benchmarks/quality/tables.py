@@ -106,7 +106,11 @@ def _by_task(found: Sequence[Outcome], workers: int, variants: Sequence[str]) ->
         line = [variant]
         for task in TASKS:
             row = rows.get((task, variant))
-            line += [spread(row.loss, ".3f"), spread(row.accuracy, ".2f"), _share(row.traffic)] if row else [""] * 3
+            if row is None:
+                line += ["", "", ""]
+            else:
+                accuracy = "" if row.diverged else spread(row.accuracy, ".2f")
+                line += [spread(row.loss, ".3f"), accuracy, _share(row.traffic)]
         lines.append(line)
     return markdown(head, lines)
 
@@ -131,7 +135,7 @@ def _longer(found: Sequence[Outcome]) -> str:
                     mine = {row.run.length: row for row in rows if row.run.variant == variant}
                     gaps = [getattr(mine[length], name) for length in LENGTHS if length in mine]
                     lost = statistics.mean(gaps[-1]) * (-1 if name == "accuracy_gap" else 1)
-                    goal = f"{most:g}: {'met' if lost <= most else 'MISSED'}"
+                    goal = f"{most:g}: {'met' if lost <= most else 'MISSED'}" if variant.startswith("dgc") else ""
                     line = [
                         f"{TASKS[task].title}, N = {workers}, {unit}",
                         variant,
@@ -149,8 +153,8 @@ def _against_defaults(found: Sequence[Outcome]) -> str:
         for task in TASKS:
             change = analysis.difference(found, task, "dgc", variant)
             if change.losses and not change.diverged:
-                sent = analysis.sent(found, task, variant) / analysis.sent(found, task, "dgc")
-                line += [f"{spread(change.losses, '+.3f')}{'' if change.clear else ' (noise)'}", f"{sent:.2f}×"]
+                shown = f"{spread(change.losses, '+.3f')}{'' if change.clear else ' (noise)'}"
+                line += [shown, f"{statistics.mean(change.sent):.2f}×"]
             else:
                 line += ["diverges" if change.losses else "", ""]
         if variant != "dgc":
