@@ -25,6 +25,7 @@ COLOURS = {
     "+ residual (TopK-SGD)": "#d55e00",
     "topk (TopK-SGD)": "#d55e00",
     "dgc": "#0072b2",
+    "dgc, density 0.1%": "#8c5fbf",
     "dgc, rule=gaussian": "#009e73",
     "gaussian (GaussianK-SGD)": "#e69f00",
 }
