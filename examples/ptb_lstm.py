@@ -27,6 +27,7 @@ from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 WINDOW = 35  # words through which a gradient goes back
 TEST_COLUMNS = 10  # sequences in which a test text is read, of every rank the same
 END = "<eos>"
+HOPELESS = 50  # nats a word; a model that knows nothing has about 9
 States = tuple[Tensor, Tensor]
 
 
@@ -160,8 +161,8 @@ def main() -> None:
     seconds = time.perf_counter() - start
     numel = sum(p.numel() for p in model.parameters())
     sent = common.traffic(optimizer, numel, args.compression, args.epochs * steps_per_epoch, hvd.size())
-    if not math.isfinite(best):
-        raise SystemExit("the loss was never a finite number; try a lower --lr")
+    if not best < HOPELESS:
+        raise SystemExit(f"the validation loss never fell below {HOPELESS} nats a word; try a lower --lr")
     model.load_state_dict(kept)
     quality = math.exp(mean_loss(model, test))
     if hvd.rank() == 0:

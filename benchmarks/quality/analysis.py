@@ -111,8 +111,8 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether the mean is further from 0 than chance would put it in 95 of 100 cases (Student's t)."""
-        if self.diverged or len(self.losses) < 2:
+        """Whether the mean of three or more pairs is further from 0 than chance puts it 19 times in 20 (Student)."""
+        if self.diverged or len(self.losses) < 3:
             return self.diverged
         error = statistics.stdev(self.losses) / math.sqrt(len(self.losses))
         return abs(statistics.mean(self.losses)) > _T[min(len(self.losses) - 1, max(_T))] * error
@@ -129,10 +129,12 @@ class Difference:
 
 
 def differences(found: Iterable[Outcome], task: str) -> list[Difference]:
-    """Each step of the ablation on a task, over all seeds and numbers of ranks."""
+    """Each step of the ablation on a task, over all seeds and numbers of ranks; and all from residual to masking."""
     found = list(found)
     names = [name for name in list(ABLATION)[1:] if any(each.run.variant == name for each in _short(found, task))]
-    return [difference(found, task, before, after) for before, after in itertools.pairwise(names)]
+    steps = [*itertools.pairwise(names), ("+ residual (TopK-SGD)", "+ factor masking")]
+    made = [difference(found, task, before, after) for before, after in steps]
+    return [step for step in made if step.losses]
 
 
 def difference(found: Iterable[Outcome], task: str, before: str, after: str) -> Difference:

@@ -24,7 +24,7 @@ def texts() -> dict[tuple[Path, str], str]:
 
 def made_by(found: Sequence[Outcome]) -> str:
     """How many runs there are, and with what."""
-    used = json.loads(runs.KEPT.read_text())["environment"]
+    used = json.loads(runs.KEPT.read_text())["environment"]  # of all of them, see `runs.complete`
     versions = ", ".join(f"{name} {used[name]}" for name in ("torch", "horovod", "numpy", "python", "dgc-horovod"))
     steps = sum(each.curve[-1][0] for each in found if each.curve)
     seeds = len({each.run.seed for each in found})

@@ -15,7 +15,7 @@ from benchmarks.quality import analysis
 from benchmarks.quality.analysis import Outcome
 from benchmarks.quality.runs import LENGTHS, LONGER, WORKERS
 from benchmarks.quality.selection import BINS, WIDEST
-from benchmarks.quality.tables import GOALS
+from benchmarks.quality.tables import COUNTED, GOALS
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.variants import ABLATION, CHOICES, WITHOUT
 
@@ -30,7 +30,6 @@ COLOURS = {
     "gaussian (GaussianK-SGD)": "#e69f00",
 }
 _CURVES = ("dense", "top-k, no residual", "+ residual (TopK-SGD)", "dgc", "dgc, rule=gaussian")
-_COUNTED = ("dgc, rule=gaussian", "gaussian (GaussianK-SGD)", "dgc, rule=sampled")
 
 
 def draw(found: Sequence[Outcome], kept: dict[str, Any]) -> None:
@@ -73,7 +72,7 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
                 gap = [value for value in row.loss_gap if math.isfinite(value)] if row else []
                 if row and row.diverged:
                     right = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 7}
-                    axes.text(0.98, place, "diverges", **right)
+                    axes.text(0.98, place + shift, f"{row.diverged} of {len(row.loss)} diverge", color=colour, **right)
                 elif gap:
                     deviation = statistics.stdev(gap) if len(gap) > 1 else 0.0
                     label = f"N = {workers}" if name == "dgc" else None
@@ -108,7 +107,7 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
         axes.set_title(TASKS[task].title, fontsize=10)
         axes.set_xlabel("steps")
         axes.grid(alpha=0.3)
-        last = [each.loss for each in found if each.run.task == task and each.run.variant in _CURVES]
+        last = [each.loss for each in found if each.run.task == task and math.isfinite(each.loss)]
         axes.set_ylim(min(last, default=0.0) - 0.1, min(last, default=0.0) + 1.6)
     panels[0][0].set_ylabel("test loss, nats")
     panels[0][0].legend(frameon=False, fontsize=8)
@@ -118,12 +117,12 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
 def longer(found: Sequence[Outcome], file: Path) -> None:
     """The gap to dense over the length of the run; the goal is dotted."""
     figure, panels = _panels(len(GOALS))
-    for axes, (task, (name, most)) in zip(panels[0], GOALS.items(), strict=True):
+    for axes, (task, goal) in zip(panels[0], GOALS.items(), strict=True):
         for workers, line in zip(WORKERS, ("-", "--"), strict=True):
             place = (task, workers)
             rows = analysis.rows(found, lambda run, at=place: (run.task, run.workers) == at)
             for variant in LONGER[1:]:
-                mine = {row.run.length: getattr(row, name) for row in rows if row.run.variant == variant}
+                mine = {row.run.length: goal.gap(row) for row in rows if row.run.variant == variant}
                 mine = {
                     length: mine[length] for length in LENGTHS if all(map(math.isfinite, mine.get(length, [math.nan])))
                 }
@@ -133,13 +132,15 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
                     style = {"color": COLOURS[variant], "linestyle": line, "marker": "o", "markersize": 4, "capsize": 2}
                     axes.errorbar(list(mine), middle, spread, label=f"{variant}, N = {workers}", **style)
         axes.axhline(0, color="#444444", linewidth=1)
-        axes.axhline(-most if name == "accuracy_gap" else most, color="#444444", linestyle=":", linewidth=1)
+        axes.axhline(
+            -goal.most if goal.figure == "accuracy" else goal.most, color="#444444", linestyle=":", linewidth=1
+        )
         axes.set_xscale("log")
         axes.set_xticks(LENGTHS, [f"×{length:g}" for length in LENGTHS])
         axes.minorticks_off()
         axes.set_title(TASKS[task].title, fontsize=10)
         axes.set_xlabel("length of the run")
-        axes.set_ylabel("accuracy less dense's, points" if name == "accuracy_gap" else "loss less dense's, nats")
+        axes.set_ylabel(f"{goal.name}, less dense's own")
         axes.grid(alpha=0.3)
     panels[0][-1].legend(frameon=False, fontsize=7)
     save(figure, file)
@@ -149,7 +150,7 @@ def counts(found: Sequence[Outcome], file: Path) -> None:
     """Selected elements in k over the run: the mean, and the least and the most of any step of any seed."""
     figure, panels = _panels(len(TASKS), sharey=True)
     for axes, task in zip(panels[0], TASKS, strict=True):
-        for variant in _COUNTED:
+        for variant in COUNTED[1:]:
             mine = [
                 each
                 for each in found

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import multiprocessing
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks import ranks
+from benchmarks.quality.processes import pool
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import ABLATION, CHOICES, OPTIMIZERS, VARIANTS, WITHOUT
@@ -74,8 +74,9 @@ STUDIES = {"ablation": _ablation, "longer": _longer, "optimizers": _optimizers, 
 
 
 def load(file: Path = KEPT) -> Results:
-    """What is kept."""
-    return _read(file)["runs"]
+    """What is kept of runs as they would be done today."""
+    kept = _read(file)["runs"]
+    return {key: found for key, found in kept.items() if found["settings"] == settings(Run(**found["run"]))}
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -83,7 +84,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def settings(run: Run) -> str:
-    """Hash of everything that a run's name stands for: results of other settings are not its own."""
+    """Hash of a run's settings, of its task and its variant: results of others are not its own."""
+    if run.task not in TASKS or run.variant not in VARIANTS:
+        return "none"
     task, variant = TASKS[run.task].settings, VARIANTS[run.variant]
     others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer
     return hashlib.sha256(repr((task, variant.config(task), *others)).encode()).hexdigest()[:12]
@@ -107,30 +110,28 @@ def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
     left = [run for run in dict.fromkeys(plan) if kept["runs"].get(run.key, {}).get("settings") != settings(run)]
     left.sort(key=lambda run: run.steps * run.workers, reverse=True)  # the longest first: no processor waits at the end
     with tqdm(total=sum(run.steps for run in left), unit="step", unit_scale=True, ncols=100) as bar:
-        for run, found in _found([run for run in left if not run.real], [run for run in left if run.real], processes):
+
+        def keep(run: Run, found: dict[str, Any]) -> None:
             kept["runs"][run.key] = {"run": dataclasses.asdict(run), "settings": settings(run), **found}
-            lines = ",\n".join(f"  {json.dumps(key)}: {_line(kept['runs'][key])}" for key in sorted(kept["runs"]))
-            head = f' "environment": {json.dumps(kept["environment"])}'
-            replace_file(file, f'{{\n{head},\n "runs": {{\n{lines}\n }}\n}}\n')
+            _write(kept, file)
             bar.set_description(run.key, refresh=False)
             bar.update(run.steps)
 
+        with pool(processes) as workers:
+            futures = {workers.submit(train, run): run for run in left if not run.real}
+            for future in as_completed(futures):
+                keep(futures[future], future.result())
+        for run in left:
+            if run.real:
+                keep(run, _launch(run))
 
-def _line(found: dict[str, Any]) -> str:
-    return json.dumps(found, allow_nan=False)
 
-
-def _found(alone: list[Run], real: list[Run], processes: int) -> Iterator[tuple[Run, dict[str, Any]]]:
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(train, run): run for run in alone}
-        try:
-            yield from ((futures[future], future.result()) for future in as_completed(futures))
-        except BaseException:
-            for child in multiprocessing.active_children():  # the pool itself would finish what is in its queue
-                child.kill()
-            raise
-    for run in real:
-        yield run, _launch(run)
+def _write(kept: dict[str, Any], file: Path) -> None:
+    lines = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(kept['runs'][key], allow_nan=False)}" for key in sorted(kept["runs"])
+    )
+    head = f' "environment": {json.dumps(kept["environment"])}'
+    replace_file(file, f'{{\n{head},\n "runs": {{\n{lines}\n }}\n}}\n')  # a line a run
 
 
 def _launch(run: Run) -> dict[str, Any]:

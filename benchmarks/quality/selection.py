@@ -139,8 +139,14 @@ def complete(file: Path = KEPT) -> None:
     """
     kept = load(file)
     check_machine(file, [kept["environment"]])
-    kept["vectors"] = kept["vectors"] or vectors()
+    if not kept["vectors"]:
+        kept["vectors"] = vectors()
+        _write(kept, file)
     left = [name for name in itertools.product(TASKS_LOOKED_AT, TRAINED) if ", ".join(name) not in kept["gradients"]]
     for task, variant in tqdm(left, desc="gradients", unit="run", ncols=100):
         kept["gradients"][f"{task}, {variant}"] = gradients(task, variant)
-        replace_file(file, json.dumps(kept, allow_nan=False) + "\n")
+        _write(kept, file)
+
+
+def _write(kept: dict[str, Any], file: Path) -> None:
+    replace_file(file, json.dumps(kept, allow_nan=False) + "\n")

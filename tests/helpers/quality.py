@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from benchmarks.quality.processes import pool
 from benchmarks.quality.training import MakeRanks, Run, simulated, train
 from benchmarks.training.worker import digest
 
@@ -15,8 +14,8 @@ STEPS = 80
 
 def in_processes(function: Callable[..., Any], words: Iterable[Any]) -> list[Any]:
     """`function` of each of `words`, two at a time: `train` sets torch's threads and its treatment of denormals."""
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(function, words))
+    with pool(2) as workers:
+        return list(workers.map(function, words))
 
 
 def followed(run: Run, make_ranks: MakeRanks = simulated) -> dict[str, list[Any]]:

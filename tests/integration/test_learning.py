@@ -66,6 +66,10 @@ class Trained:
         scale = 100 if figure == "accuracy" else 1
         return [scale * (values[variant, seed] - values[other, seed]) for seed in seeds]
 
+    def shares_sent(self) -> list[float]:
+        """The bytes of every compressed run, in those of dense fp32."""
+        return [result["traffic"] for run, result in self._found.items() if run.variant != "dense"]
+
     def difference(self, *words: str) -> float:
         """Its mean."""
         return statistics.mean(self.differences(*words))
@@ -78,12 +82,12 @@ def trained(request):
 
 def test_masking_and_correction_hold_a_transformer(trained):
     """T1: no warm-up to hide behind; at most 0.20 nats."""
-    assert 0 < trained.difference("transformer", WITHOUT_WARMUP, "dense", "loss") <= 0.20
+    assert trained.difference("transformer", WITHOUT_WARMUP, "dense", "loss") <= 0.20
 
 
 def test_the_full_recipe_holds_an_lstm_that_needs_clipping(trained):
     """T2: at most 0.17 nats."""
-    assert 0 < trained.difference("lstm", DGC, "dense", "loss") <= 0.17
+    assert trained.difference("lstm", DGC, "dense", "loss") <= 0.17
 
 
 def test_masking_helps_the_lstm(trained):
@@ -93,16 +97,22 @@ def test_masking_helps_the_lstm(trained):
 
 def test_a_thousandth_of_the_gradient_trains_the_images(trained):
     """T3: at most two points."""
-    assert -2.0 <= trained.difference("images", DGC, "dense", "accuracy") < 0
+    assert trained.difference("images", DGC, "dense", "accuracy") >= -2.0
+
+
+def test_little_is_sent(trained):
+    """So that none of the others passes by training densely."""
+    assert all(0.005 < share < 0.06 for share in trained.shares_sent())
 
 
 def test_each_part_helps_in_the_order_of_the_papers(trained):
-    """T4: points of accuracy over five seeds; what masking adds shows in the loss only."""
+    """T4: five seeds. What masking adds shows in the loss; warm-up adds 1.3 points here, with a deviation of 0.8."""
     dropped, residual, correction, masking, full = ORDER
     assert trained.difference("images", residual, dropped, "accuracy") >= 15
     assert trained.difference("images", correction, residual, "accuracy") >= 0.4
     assert trained.difference("images", masking, correction, "loss") < 0
-    assert trained.difference("images", full, masking, "accuracy") >= 0.8
+    assert trained.difference("images", full, masking, "accuracy") >= 0.3
+    assert trained.difference("images", full, masking, "loss") <= -0.02
 
 
 def test_rules_select_about_k_on_what_training_accumulates():
