@@ -72,7 +72,8 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
                 gap = [value for value in row.loss_gap if math.isfinite(value)] if row else []
                 if row and row.diverged:
                     right = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 7}
-                    axes.text(0.98, place + 2 * shift, f"{row.diverged} of {len(row.loss)} diverge", color=colour, **right)
+                    text = f"{row.diverged} of {len(row.loss)} diverge"
+                    axes.text(0.98, place + 2 * shift, text, color=colour, **right)
                 elif gap:
                     deviation = statistics.stdev(gap) if len(gap) > 1 else 0.0
                     label = f"N = {workers}" if name == "dgc" else None
