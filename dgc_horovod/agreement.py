@@ -7,17 +7,20 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
-from dgc_horovod.errors import RankMismatch
+from dgc_horovod.errors import CheckpointError, DGCError, RankMismatch
 
 _DIGEST_BYTES = 8
+_PART = 2**28  # bytes in one message, far below what a collective can carry
 _made_before: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class Gatherer(Protocol):
     """An adapter's collectives, as far as they are needed here."""
 
+    rank: int
     workers: int
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
@@ -67,6 +70,39 @@ def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:
         return
     texts = collectives.gather_bytes(json.dumps(dict(fields)).encode(), "disagreement")
     raise RankMismatch("\n".join(_describe([json.loads(text) for text in texts])))
+
+
+@contextmanager
+def together(collectives: Gatherer, what: str) -> Iterator[None]:
+    """Around work that each rank does for itself: if it fails on one, it fails on every rank, with the same text.
+
+    Args:
+        collectives: of the ranks.
+        what: they do, for the message.
+
+    Raises:
+        CheckpointError: on every rank, if an Exception was raised inside on any.
+    """
+    own, cause = "", None
+    try:
+        yield
+    except Exception as error:
+        own, cause = str(error) if isinstance(error, DGCError) else f"{type(error).__name__}: {error}", error
+    texts = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "together")]
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    if failed:
+        raise CheckpointError(f"{what} failed; " + "; ".join(failed)) from cause
+
+
+def shared_from_first(collectives: Gatherer, data: bytes, name: str) -> bytes:
+    """The `data` of rank 0, on every rank; that of the others is not looked at. Blocks; in parts of 256 MiB."""
+    own = data if collectives.rank == 0 else b""
+    (size, *_) = (int(text) for text in collectives.gather_bytes(str(len(own)).encode(), f"{name}.size"))
+    parts = []
+    for start in range(0, size, _PART):
+        piece = own[start : start + _PART] if collectives.rank == 0 else b"-"
+        parts.append(collectives.gather_bytes(piece, name)[0])
+    return b"".join(parts)
 
 
 def _describe(texts: list[dict[str, str]]) -> list[str]:

@@ -15,12 +15,12 @@ from functools import partial
 
 import numpy as np
 
-from dgc_horovod.bucket import Bucket, Span, sends_scattered, spans
+from dgc_horovod.bucket import Bucket
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import RankMismatch
+from dgc_horovod.message import Message, MessagePlan, form
 from dgc_horovod.ops.schema import (
     NO_ELEMENTS,
-    SPAN,
     AdamFeed,
     Array,
     Elements,
@@ -31,27 +31,13 @@ from dgc_horovod.ops.schema import (
     State,
     joined,
 )
-from dgc_horovod.packet import FLAG_NONFINITE, PacketFormat
-from dgc_horovod.selection import RULES, FloorPredictor, SelectionContext, SpanView, select
+from dgc_horovod.packet import FLAG_NONFINITE
+from dgc_horovod.selection import RULES, SelectionContext, SpanView, select
+from dgc_horovod.state import FIRST, MOMENTUM, PARTS, Arrays
 
 # A scattered exchange ends with three sums: of the flags, of the steps modulo 64 and of their squares. Sum and sum of
 # squares both fit only if all steps are equal, and stay exact in fp32 up to 4,096 ranks.
 _STEP_MARK, _MARKS = 64, 3
-
-
-@dataclass(frozen=True)
-class Message:
-    """What one rank sends of one bucket.
-
-    Args:
-        payload: uint8 packet for an allgather, or float32 vector for a summing allreduce.
-        scattered: which of the two.
-        count: elements selected.
-    """
-
-    payload: np.ndarray
-    scattered: bool
-    count: int
 
 
 @dataclass(frozen=True)
@@ -60,46 +46,6 @@ class _Sent:
 
     elements: Elements
     masked: np.ndarray | None
-
-
-def form(
-    bucket: Bucket, config: DGCConfig, density: float, workers: int
-) -> tuple[tuple[Span, ...], PacketFormat, bool]:
-    """What is selected together at a density, the packet for it, and whether a scattered vector is sent instead.
-
-    Args:
-        bucket: of which the message is.
-        config: the compression.
-        density: of the step, in (0, 1]; a bucket that is sent whole does not mind.
-        workers: N.
-    """
-    density = 1.0 if bucket.whole else density
-    runs = spans(bucket, config.scope, density)
-    capacity = sum(run.k for run in runs)
-    indices = "every" if bucket.whole else "elias-fano"
-    wire = PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
-    return runs, wire, sends_scattered(bucket.numel, wire.body_bytes, workers)
-
-
-class _Plan:
-    """What depends on the density alone, and the memory that a step of that density needs."""
-
-    def __init__(self, bucket: Bucket, config: DGCConfig, density: float, workers: int) -> None:
-        self.density = density
-        self.runs, self.wire, self.scattered = form(bucket, config, density, workers)
-        capacity = self.wire.capacity
-        self.predictor = FloorPredictor([r.numel for r in self.runs], [r.k for r in self.runs], config.threshold)
-        self.spans = np.zeros(len(self.runs), SPAN)
-        self.spans["start"] = [run.start for run in self.runs]
-        self.spans["numel"] = [run.numel for run in self.runs]
-        self.payload = np.zeros(self.wire.nbytes, np.uint8)
-        self.decoded = np.empty(capacity, np.float32)
-        self.masked = np.empty(capacity, np.float32)
-        # ranks whose packets are held decoded at once: as many as take a byte for each element of the bucket
-        self.held = min(workers, max(1, bucket.numel // (8 * capacity)))
-        self.received = [
-            Elements(np.empty(capacity, np.int32), np.empty(capacity, np.float32)) for _ in range(self.held)
-        ]
 
 
 class BucketEngine:
@@ -122,7 +68,7 @@ class BucketEngine:
         self.state = State(kernels.new(bucket.numel))
         self.gradients, self.targets = kernels.gradients(bucket), kernels.targets(bucket)
         self._every = np.arange(bucket.numel if bucket.whole else 0, dtype=np.int32)
-        self._plan: _Plan | None = None
+        self._plan: MessagePlan | None = None
         self._packets: np.ndarray | None = None
         self._counts: np.ndarray = np.empty(0, np.int64)
         self._summed: np.ndarray | None = None
@@ -183,12 +129,12 @@ class BucketEngine:
             return self._send(plan, Elements(self._every, self.kernels.to_host(self.state.v).copy()), 0)
         return self._send(plan, self._select(plan, seen), 0)
 
-    def _plan_for(self, density: float) -> _Plan:
+    def _plan_for(self, density: float) -> MessagePlan:
         if self._plan is None or self._plan.density != density:
-            self._plan = _Plan(self.bucket, self.config, density, self.workers)
+            self._plan = MessagePlan(self.bucket, self.config, density, self.workers)
         return self._plan
 
-    def _select(self, plan: _Plan, seen: Seen) -> Elements:
+    def _select(self, plan: MessagePlan, seen: Seen) -> Elements:
         chosen = []
         for number, run in enumerate(plan.runs):
             view = self._view(plan, number, seen.candidates)
@@ -198,7 +144,7 @@ class BucketEngine:
             plan.predictor.learn(number, chosen[-1].values, noted)
         return joined(chosen)
 
-    def _view(self, plan: _Plan, number: int, candidates: Elements | None) -> SpanView:
+    def _view(self, plan: MessagePlan, number: int, candidates: Elements | None) -> SpanView:
         run, noted = plan.runs[number], plan.spans[number]
         if candidates is not None and len(plan.runs) > 1:
             low, high = np.searchsorted(candidates.positions, [run.start, run.start + run.numel])
@@ -212,7 +158,7 @@ class BucketEngine:
         key = (self.config.seed, self.rank, self.bucket.index, span, self._step)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
-    def _send(self, plan: _Plan, elements: Elements, flags: int) -> Message:
+    def _send(self, plan: MessagePlan, elements: Elements, flags: int) -> Message:
         coder, count = self.kernels.coder, elements.values.size
         decoded = plan.decoded[:count]
         while plan.wire.encode(coder, *elements, self._step, flags, plan.payload, decoded) and not self.bucket.whole:
@@ -260,17 +206,48 @@ class BucketEngine:
 
     def move_in(self, i: int, other: BucketEngine, j: int) -> None:
         """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""
-        here, there = self.bucket.segments[i].place, other.bucket.segments[j].place
-        if other.state.u is not None:
+        self.write(i, other.read(j))
+        other.write(j, {})
+
+    def read(self, i: int) -> Arrays:
+        """Copies, on the host, of what is kept of segment i: "v", and "u" or Adam's "first" and "second" if it is."""
+        place, parts = self.bucket.segments[i].place, self._parts()
+        return {name: self.kernels.to_host(x[place]).copy() for name, x in parts.items() if x is not None}
+
+    def write(self, i: int, arrays: Arrays) -> None:
+        """Keep of segment i what `read` gave; what it did not give is zero."""
+        if MOMENTUM in arrays:
             self.momentum()
-        if other.state.moments is not None:
+        if FIRST in arrays:
             self.adam_moments()
-        ours, others = ((state.v, state.u, *(state.moments or (None, None))) for state in (self.state, other.state))
-        for to, source in zip(ours, others, strict=True):
-            if to is not None:
-                to[here] = 0 if source is None else source[there]
-            if source is not None:
-                source[there] = 0
+        place = self.bucket.segments[i].place
+        for name, x in self._parts().items():
+            if x is not None:
+                x[place] = self.kernels.from_host(arrays[name]) if name in arrays else 0
+
+    @property
+    def parts(self) -> list[str]:
+        """What is kept: names of `read`."""
+        return [name for name, x in self._parts().items() if x is not None]
+
+    def _parts(self) -> dict[str, Array | None]:
+        state = self.state
+        return dict(zip(PARTS, (state.v, state.u, *(state.moments or (None, None))), strict=True))
+
+    @property
+    def thresholds(self) -> np.ndarray:
+        """What the next step's thresholds are guessed from; empty before the first."""
+        if self._plan is None:
+            return np.empty(0)
+        return np.concatenate([[self._plan.density], self._plan.predictor.memory])
+
+    @thresholds.setter
+    def thresholds(self, memory: np.ndarray) -> None:
+        self._plan = None
+        if memory.size and 0 < memory[0] <= 1:
+            predictor = self._plan_for(float(memory[0])).predictor
+            if predictor.memory.size == memory.size - 1:
+                predictor.memory = memory[1:]
 
     def commit(self) -> None:
         """The step is applied everywhere: what it sent is not to be taken back any more."""

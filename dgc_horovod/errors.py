@@ -33,3 +33,11 @@ class UnsupportedUse(DGCError, RuntimeError):
 
 class NotActivated(DGCError, RuntimeError):
     """A job is to be compressed, and on some rank it would not be. Raised on every rank where it would."""
+
+
+class CheckpointError(DGCError, RuntimeError):
+    """A checkpoint is missing, damaged, or of another model. Raised on every rank."""
+
+
+class ReplicaMismatch(DGCError, RuntimeError):
+    """The ranks' weights are not the same any more. Raised on every rank."""

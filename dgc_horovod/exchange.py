@@ -10,9 +10,11 @@ import numpy as np
 
 from dgc_horovod.bucket import TensorSpec, plan
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.engine import BucketEngine, Message
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.message import Message
 from dgc_horovod.ops.schema import Kernels
 from dgc_horovod.schedule import density_at
+from dgc_horovod.state import MOMENTUM, RESIDUAL, Arrays, ResidualState
 from dgc_horovod.traffic import Tally, Traffic, ledger
 
 
@@ -49,7 +51,7 @@ class BucketExchange:
         averages: bool,
         traffic: Traffic,
     ) -> None:
-        self.config, self.workers, self.averages = config, workers, averages
+        self.config, self.rank, self.workers, self.averages = config, rank, workers, averages
         self.numel = {spec.name: spec.numel for spec in specs}
         self.layout = plan(specs, config, workers)
         self.engines = [
@@ -62,7 +64,8 @@ class BucketExchange:
         compressed = sum(self.numel[name] for name in self.compressed)
         self.tally = Tally(workers, sum(self.numel.values()), compressed, traffic)
         ledger.append(self.tally)
-        self.epoch: int | None = None
+        self.steps = 0  # finished so far, of the whole training
+        self.epoch: int | None = None  # that the warm-up was told last
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
     def is_compressed(self, name: str) -> bool:
@@ -73,11 +76,6 @@ class BucketExchange:
     def compressed(self) -> list[str]:
         """Tensors on the sparse path."""
         return [name for name in self.numel if self.is_compressed(name)]
-
-    @property
-    def steps(self) -> int:
-        """Finished so far."""
-        return self.tally.steps
 
     def density(self) -> float:
         """Density of the step under way."""
@@ -140,6 +138,7 @@ class BucketExchange:
                 engine.commit()
         else:
             self.take_back()
+        self.steps += 1
         self.tally.steps += 1
 
     def take_back(self) -> None:
@@ -152,12 +151,42 @@ class BucketExchange:
         for engine in self.engines:
             engine.clear()
 
+    def residuals(self) -> ResidualState:
+        """A copy of all that this rank keeps. Between two steps only."""
+        state = ResidualState(self.rank, self.workers, self.averages, self.steps, self.epoch)
+        for name, (engine, i) in self.place.items():
+            state.tensors[name] = engine.read(i)
+        state.thresholds = {_key(engine): engine.thresholds for engine in self.engines}
+        return state
+
+    def load(self, state: ResidualState) -> Arrays:
+        """Go on from `state`, of this rank; what it does not name is zero.
+
+        Returns:
+            The residuals of tensors that are in no bucket any more: the number of ranks decides which are.
+        """
+        self.clear()
+        self.steps, self.epoch = state.step, state.epoch
+        for name, arrays in state.tensors.items():
+            if name in self.place:
+                engine, i = self.place[name]
+                engine.write(i, arrays)
+        for engine in self.engines:
+            memory = state.thresholds.get(_key(engine), np.empty(0))
+            engine.thresholds = memory
+        left = {name: arrays[RESIDUAL] for name, arrays in state.tensors.items() if name not in self.place}
+        return {name: v for name, v in left.items() if v.any()}
+
     def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
         """Copies of u and v of every tensor in a bucket, by name: what tests and tools look at."""
         arrays = {}
-        for engine in self.engines:
-            state, to_host = engine.state, engine.kernels.to_host
-            for segment in engine.bucket.segments:
-                u = np.zeros(segment.numel, np.float32) if state.u is None else to_host(state.u[segment.place])
-                arrays[segment.name] = {"u": u.copy(), "v": to_host(state.v[segment.place]).copy()}
+        for name, (engine, i) in self.place.items():
+            kept = engine.read(i)
+            arrays[name] = {part: kept.get(part, np.zeros_like(kept[RESIDUAL])) for part in (MOMENTUM, RESIDUAL)}
         return arrays
+
+
+def _key(engine: BucketEngine) -> str:
+    """A bucket's name in a record of thresholds, of which those of another layout are of no use."""
+    bucket, config = engine.bucket, engine.config
+    return f"{bucket.segments[0].name}, {bucket.numel} elements, {config.rule}, scope {config.scope}"

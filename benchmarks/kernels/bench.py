@@ -17,7 +17,8 @@ import torch
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.bucket import TensorSpec, plan
-from dgc_horovod.engine import BucketEngine, Message
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.message import Message
 from dgc_horovod.ops.schema import Kernels, MomentumFeed, ResidualFeed
 
 RUNS, WARM_UP = 9, 3

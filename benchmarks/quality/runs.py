@@ -17,12 +17,14 @@ from benchmarks import ranks
 from benchmarks.quality.processes import pool
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
-from benchmarks.quality.variants import ABLATION, CHOICES, OPTIMIZERS, VARIANTS, WITHOUT
+from benchmarks.quality.variants import ABLATION, CHOICES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
 from benchmarks.report import RESULTS, check_machine, environment, replace_file
 
 KEPT = RESULTS / "quality.json"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
 LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, density 0.1%")
+LONGEST = 30.0
+LOWEST_LONGEST = ("half the rate, dgc, density 0.1%", "half the rate, dgc, density 0.3%, values=2bit")
 _REAL = ("dense", "dgc", "dgc, rule=gaussian")
 _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
@@ -64,13 +66,22 @@ def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
     yield from (Run("transformer", variant, 4, seed) for seed in seeds for variant in OPTIMIZERS)
 
 
+def _lowest(seeds: Sequence[int]) -> Iterator[Run]:
+    for seed in seeds:
+        for variant in ("dense", "dgc, density 0.1%", *LOWEST):
+            yield Run("lstm", variant, min(WORKERS), seed, LENGTHS[-1])
+        for variant in ("half the rate, dense", *LOWEST_LONGEST):
+            yield Run("lstm", variant, max(WORKERS), seed + 100, LENGTHS[-1])
+            yield Run("lstm", variant, min(WORKERS), seed, LONGEST)
+
+
 def _real(seeds: Sequence[int]) -> Iterator[Run]:
     for workers, seed in _places([min(seeds)]):
         shown = _REAL if workers == min(WORKERS) else ("dgc",)  # more than that take long on few cores
         yield from (Run(task, variant, workers, seed, real=True) for task in TASKS for variant in shown)
 
 
-STUDIES = {"ablation": _ablation, "longer": _longer, "optimizers": _optimizers, "real": _real}
+STUDIES = {"ablation": _ablation, "longer": _longer, "lowest": _lowest, "optimizers": _optimizers, "real": _real}
 
 
 def load(file: Path = KEPT) -> Results:
@@ -88,7 +99,7 @@ def settings(run: Run) -> str:
     if run.task not in TASKS or run.variant not in VARIANTS:
         return "none"
     task, variant = TASKS[run.task].settings, VARIANTS[run.variant]
-    others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer
+    others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
     return hashlib.sha256(repr((task, variant.config(task), *others)).encode()).hexdigest()[:12]
 
 

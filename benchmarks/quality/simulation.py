@@ -21,7 +21,8 @@ from dgc_horovod.ops.schema import Feed
 from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.exchange import GradientExchange
-from dgc_horovod.torch.updates import PlainUpdate, choose_update
+from dgc_horovod.torch.choice import choose_update
+from dgc_horovod.torch.updates import PlainUpdate
 from dgc_horovod.traffic import Traffic
 
 LossOf = Callable[[int], Tensor]  # rank -> loss of its next batch

@@ -35,8 +35,9 @@ import numpy as np
 
 from dgc_horovod import bucket as layout
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.engine import BucketEngine, form
+from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.message import form
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import MomentumFeed, ResidualFeed
 from dgc_horovod.traffic import Traffic

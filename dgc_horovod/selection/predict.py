@@ -40,6 +40,15 @@ class FloorPredictor:
         self._last = [0.0] * spans
         self.floors = [self._unknown(span) for span in range(spans)]
 
+    @property
+    def memory(self) -> np.ndarray:
+        """All that is learnt, as one vector."""
+        return np.concatenate([self._steepness, self._aim, self._trend, self._last, self.floors])
+
+    @memory.setter
+    def memory(self, values: np.ndarray) -> None:
+        self._steepness, self._aim, self._trend, self._last, self.floors = values.reshape(5, -1).tolist()
+
     def learn(self, span: int, values: np.ndarray, noted: float) -> None:
         """Take note of what was selected from `span`, and of how many elements had reached its floor."""
         if not self._useful[span]:

@@ -31,5 +31,13 @@ from dgc_horovod.config import DGCConfig  # noqa: E402
 from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
 from dgc_horovod.torch.compression import Compression  # noqa: E402
 from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
+from dgc_horovod.torch.state import load_checkpoint, save_checkpoint  # noqa: E402
 
-__all__ = ["Compression", "DGCConfig", "DistributedOptimizer", "WarmupSchedule"]
+__all__ = [
+    "Compression",
+    "DGCConfig",
+    "DistributedOptimizer",
+    "WarmupSchedule",
+    "load_checkpoint",
+    "save_checkpoint",
+]

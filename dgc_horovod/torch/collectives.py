@@ -53,7 +53,7 @@ class Collectives:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         lengths = torch.tensor([len(data)], dtype=torch.int64)
         sizes = self.wait(self.allgather(lengths, f"{name}.lengths")).tolist()
-        return cut(bytes(self.wait(self.allgather(own, name)).tolist()), sizes)
+        return cut(self.wait(self.allgather(own, name)).numpy().tobytes(), sizes)
 
     def allreduce(
         self, tensor: torch.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0

@@ -44,6 +44,7 @@ class DensePath:
     ) -> None:
         self.names, self.collectives, self.settings, self._half = names, collectives, settings, half
         self.gradients: dict[Parameter, torch.Tensor] = {}
+        self.owed: dict[Parameter, torch.Tensor] = {}  # left from when they were in buckets; goes with the next step
         self._pending: dict[Parameter, Pending] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
         self._kept: dict[Parameter, torch.Tensor] = {}
@@ -53,12 +54,14 @@ class DensePath:
         """Whether every tensor's gradient is here."""
         return len(self.gradients) == len(self.names)
 
-    def launch(self, p: Parameter, clip: float = 1.0) -> None:
+    def launch(self, p: Parameter, clip: float = 1.0, loss_scale: float = 1.0) -> None:
         """Start the allreduce of ``clip * gradient``, of a copy: autograd may have given that memory to others too."""
         gradient = self.gradients[p]
         if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
             gradient = gradient.float()
         gradient = (gradient * clip).contiguous()
+        if p in self.owed:
+            gradient = gradient + self.owed[p].to(gradient) * loss_scale
         if self._half:
             gradient = gradient.half()
         factor = self.settings.gradient_predivide_factor
@@ -88,8 +91,10 @@ class DensePath:
             if p.grad is not None:
                 p.grad.copy_(result)
 
-    def clear(self) -> None:
-        """Forget the step."""
+    def clear(self, finite: bool = True) -> None:
+        """Forget the step, which is applied if `finite`."""
+        if finite:
+            self.owed.clear()
         self.gradients.clear()
         self._pending.clear()
         self._results.clear()

@@ -19,6 +19,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange import BucketExchange
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import Feed, Kernels, ResidualFeed
+from dgc_horovod.state import RESIDUAL, ResidualState
 from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, laid_out_as
 from dgc_horovod.torch.memory import flat_array, handed, is_alone, is_in, is_plain
@@ -30,7 +31,7 @@ FeedOf = Callable[[Parameter], tuple[Feed, float]]
 
 
 @dataclass
-class _BucketStep:
+class BucketStep:
     """A bucket, its parameters in segment order, and how far this step has come."""
 
     engine: BucketEngine
@@ -85,14 +86,14 @@ class GradientExchange:
             settings.op == hvd.Average,
             collectives.traffic,
         )
-        self._runs = [
-            _BucketStep(engine, tuple(parameters[segment.name] for segment in engine.bucket.segments))
+        self.runs = [
+            BucketStep(engine, tuple(parameters[segment.name] for segment in engine.bucket.segments))
             for engine in self.buckets.engines
         ]
-        self._place = {p: (run, i) for run in self._runs for i, p in enumerate(run.parameters)}
+        self.place = {p: (run, i) for run in self.runs for i, p in enumerate(run.parameters)}
         dense = {parameters[name]: name for name in self.buckets.layout.dense}
         self._dense_path = DensePath(dense, collectives, settings, half=config.dense_values == "fp16")
-        self._launched: deque[_BucketStep] = deque()  # whose exchange is under way
+        self._launched: deque[BucketStep] = deque()  # whose exchange is under way
         self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
 
     def _kernels_of(self, p: Parameter) -> Kernels:
@@ -105,7 +106,7 @@ class GradientExchange:
     @property
     def compressed(self) -> list[Parameter]:
         """Parameters on the sparse path."""
-        return [p for p in self._place if self.is_compressed(p)]
+        return [p for p in self.place if self.is_compressed(p)]
 
     # -- gradients in
 
@@ -126,7 +127,7 @@ class GradientExchange:
         Returns:
             A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
         """
-        place = self._place.get(p)
+        place = self.place.get(p)
         with self._lock:
             if place is None:
                 self._dense_path.gradients[p] = self._gradient(p)
@@ -135,7 +136,7 @@ class GradientExchange:
             if self.config.clip_norm is not None:
                 self._launch_if_all_arrived(feed_of)
             elif place is None:
-                self._dense_path.launch(p)
+                self._dense_path.launch(p, loss_scale=self._loss_scale())
             elif place[0].complete:
                 self._offer(place[0], feed_of)
                 self._launch(place[0], 1.0)
@@ -163,7 +164,7 @@ class GradientExchange:
 
     # -- exchange
 
-    def _offer(self, run: _BucketStep, feed_of: FeedOf) -> None:
+    def _offer(self, run: BucketStep, feed_of: FeedOf) -> None:
         """Give the engine every gradient of a bucket."""
         kernels, run.arrived = run.engine.kernels, 0
         run.targets.clear()
@@ -181,7 +182,7 @@ class GradientExchange:
             run.engine.offer(i, handed(gradient, kernels), feed)
             run.engine.targets.put(i, handed(target, kernels))
 
-    def _launch(self, run: _BucketStep, clip: float) -> None:
+    def _launch(self, run: BucketStep, clip: float) -> None:
         engine = run.engine
         message = self.buckets.compress(engine, clip, self._loss_scale())
         payload, name = torch.from_numpy(message.payload), f"bucket{engine.bucket.index}"
@@ -193,16 +194,16 @@ class GradientExchange:
 
     def _launch_if_all_arrived(self, feed_of: FeedOf) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
-        if not (self._dense_path.complete and all(run.complete for run in self._runs)):
+        if not (self._dense_path.complete and all(run.complete for run in self.runs)):
             return
-        for run in self._runs:
+        for run in self.runs:
             self._offer(run, feed_of)
         squares = sum(self._square(gradient) for gradient in self._dense_path.gradients.values())
         clip = self.buckets.clip_factor(squares, self._loss_scale())
-        for run in self._runs:
+        for run in self.runs:
             self._launch(run, clip)
         for p in self._dense_path.names:
-            self._dense_path.launch(p, clip)
+            self._dense_path.launch(p, clip, self._loss_scale())
 
     def _is_first_in(self, grad: torch.Tensor) -> bool:
         """Whether nothing else of this step is written into the memory of `grad`, and now `grad` is.
@@ -220,7 +221,7 @@ class GradientExchange:
 
     # -- gradients out
 
-    def _result(self, p: Parameter, run: _BucketStep, i: int) -> torch.Tensor:
+    def _result(self, p: Parameter, run: BucketStep, i: int) -> torch.Tensor:
         if run.finite is None:
             self._decode_launched()
         assert run.finite is not None
@@ -239,7 +240,7 @@ class GradientExchange:
             run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
             self._launched.popleft()
 
-    def _aim(self, run: _BucketStep, p: Parameter) -> tuple[torch.Tensor, bool]:
+    def _aim(self, run: BucketStep, p: Parameter) -> tuple[torch.Tensor, bool]:
         """The next of the bucket's targets: the memory of ``p.grad``, or some beside it if that does not do.
 
         Returns:
@@ -262,7 +263,7 @@ class GradientExchange:
         takes back what it had sent, and every ``p.grad`` is filled with NaN, so that a GradScaler skips the step
         too (docs/algorithm.md, law 5).
         """
-        finite = all(run.finite for run in self._runs) and self._dense_path.finite and self._updates_finite()
+        finite = all(run.finite for run in self.runs) and self._dense_path.finite and self._updates_finite()
         self.buckets.close(finite)
         if not finite:
             for p in self.names:
@@ -273,23 +274,23 @@ class GradientExchange:
         elif self.config.clip_norm is not None:
             self._norm = _norm(self.names)
             self._dense_path.keep(1 / self._loss_scale())
-        self._forget_step()
+        self._forget_step(finite)
         return finite
 
     def _updates_finite(self) -> bool:
         """Whether every update is finite in a narrower dtype of ``p.grad`` too; the same on every rank."""
-        grads = [p.grad for run in self._runs if run.narrow for p in run.parameters if p.grad is not None]
+        grads = [p.grad for run in self.runs if run.narrow for p in run.parameters if p.grad is not None]
         return all(bool(torch.isfinite(grad).all()) for grad in grads if grad.dtype in _NARROW)
 
-    def _forget_step(self) -> None:
-        for run in self._runs:
+    def _forget_step(self, finite: bool = True) -> None:
+        for run in self.runs:
             run.pending, run.finite, run.narrow = None, None, False
             run.targets.clear()  # they would keep gradients alive that the script has let go of
             run.versions.clear()
             run.engine.targets.clear()
         self._launched.clear()
         self._taken.clear()
-        self._dense_path.clear()
+        self._dense_path.clear(finite)
 
     def undo_clipping(self) -> bool:
         """Put back what a script's own clipping to ``clip_norm`` cut off the updates of the finished step.
@@ -304,7 +305,7 @@ class GradientExchange:
             return False
         norm, before = _norm(self.names), self._norm / self._loss_scale()
         if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
-            for run in self._runs:
+            for run in self.runs:
                 for i, p in enumerate(run.parameters):
                     run.engine.targets.put(i, handed(self._aim(run, p)[0], run.engine.kernels))
                 run.engine.fill(self.buckets.mean_scale)
@@ -316,9 +317,22 @@ class GradientExchange:
             return True
         return math.isclose(norm, before, rel_tol=1e-6)
 
+    def load(self, state: ResidualState) -> None:
+        """Go on from what this rank has kept; see `BucketExchange.load`."""
+        dense = {name: p for p, name in self._dense_path.names.items()}
+        for name, v in self.buckets.load(state).items():
+            self._dense_path.owed[dense[name]] = torch.from_numpy(v).view(dense[name].shape).to(dense[name].device)
+
+    def residuals(self) -> ResidualState:
+        """A copy of what this rank has kept."""
+        state = self.buckets.residuals()
+        for p, v in self._dense_path.owed.items():
+            state.tensors[self.names[p]] = {RESIDUAL: v.reshape(-1).float().cpu().numpy()}
+        return state
+
     def load_moments(self, p: Parameter, moments: Sequence[torch.Tensor]) -> None:
         """Take over Adam's moments of `p` from a stock checkpoint."""
-        run, i = self._place[p]
+        run, i = self.place[p]
         segment = run.engine.bucket.segments[i]
         for ours, theirs in zip(run.engine.adam_moments(), moments, strict=True):
             torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))

@@ -15,7 +15,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops.schema import Feed
 from dgc_horovod.report import NOT_FINITE, describe
-from dgc_horovod.torch import epochs
+from dgc_horovod.torch import epochs, state
 from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
 from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.dense_path import ReduceSettings
@@ -166,10 +166,13 @@ class CompressedMethods:
         return loss
 
     def _apply(self: Any, _: Any) -> None:
+        self._dgc_update.step(self, self._dgc.compressed, self._dgc_own_step)
+
+    def _dgc_own_step(self: Any) -> None:
         own_step: Any = super(type(self), self).step.__func__  # type: ignore[misc]
         if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
             own_step = own_step.__wrapped__
-        self._dgc_update.step(self, self._dgc.compressed, lambda: own_step(self))
+        own_step(self)
 
     def _check_nothing_unfrozen(self: Any) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
@@ -213,6 +216,39 @@ class CompressedMethods:
         if self.process_set.included():
             self._dgc.buckets.clear()
             self._dgc_update.prepare(self)
+
+    def residual_state_dict(self: Any) -> dict[str, Any]:
+        """What this rank has kept of gradients that the model has not had yet: training state, of this rank alone.
+
+        Returns:
+            A dict of numbers and tensors, copies, for ``torch.save``; empty for a rank outside the process set.
+
+        Raises:
+            UnsupportedUse: between backward() and step().
+        """
+        return state.to_dict(state.kept_by(self)) if self.process_set.included() else {}
+
+    def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Go on, bit by bit, from ``residual_state_dict()`` of this rank; after ``load_state_dict``.
+
+        Raises:
+            CheckpointError: it is of another rank, another number of ranks or another model.
+        """
+        if self.process_set.included():
+            state.load_residuals(self, state.from_dict(state_dict))
+
+    def flush(self: Any) -> None:
+        """Apply everything that the ranks have kept, by one dense exchange: no residual is left on any rank.
+
+        Momentum goes where the optimizer has it, so that ``state_dict()`` is a stock checkpoint of which nothing is
+        missing. SGD: ``w -= lr*mean(v)``, ``momentum_buffer += mean(u)``, exact. Adam: the same for v, mean moments;
+        what 8-bit coding has left of small tensors stays. Other optimizers, and methods without momentum correction: a
+        step of theirs with ``mean(v)`` as gradient. Every rank must call it, between two steps; gradients are cleared.
+
+        Cost: an fp32 allreduce of v and of u.
+        """
+        if self.process_set.included():
+            state.flush(self)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Raises UnsupportedUse: the ranks have agreed on the buckets."""

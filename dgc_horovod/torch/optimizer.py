@@ -20,8 +20,8 @@ from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.torch.arguments import check_arguments, check_same_choice, checked_names
+from dgc_horovod.torch.choice import choose_update
 from dgc_horovod.torch.methods import CompressedMethods
-from dgc_horovod.torch.updates import choose_update
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

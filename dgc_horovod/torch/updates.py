@@ -9,22 +9,20 @@ Adam the direction has been formed locally, and what is left is the plain step.
 from __future__ import annotations
 
 import functools
-import inspect
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
 from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS
-
-_log = logging.getLogger("dgc_horovod")
+from dgc_horovod.state import FIRST, MOMENTUM, RESIDUAL, SECOND
 
 Group = dict[str, Any]
 Parameter = torch.Tensor
+Left = Mapping[str, torch.Tensor]  # of a tensor, by part
+Compressed = Callable[[Parameter], bool]
 States = Mapping[Parameter, dict[str, Any]]  # of an optimizer
 _momentum_feed = functools.lru_cache(maxsize=16)(MomentumFeed)  # one for all tensors of a group
 
@@ -60,12 +58,52 @@ class PlainUpdate:
         """Moments found in the optimizer's state (a stock checkpoint) that the engine takes over."""
         return None
 
+    def directions(self, p: Parameter) -> int:
+        """Steps of which the engine's moments of `p` are made, if it has any."""
+        return 0
+
+    def resume(self, p: Parameter, state: dict[str, Any], directions: int) -> None:
+        """The engine has loaded moments of `p`: what stands in the optimizer's `state` is not to be taken over."""
+
+    @torch.no_grad()
+    def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
+        """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
+
+        Args:
+            optimizer: wrapped.
+            left: of every tensor in a bucket, by part.
+            is_compressed: whether a tensor is on the sparse path.
+
+        Returns:
+            What cannot be applied, and is to be kept on every rank.
+        """
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in everything:
+            p.grad = left[p][RESIDUAL].to(p.dtype) if p in left else None
+        optimizer._dgc_own_step()
+        for p in everything:
+            p.grad = None
+        return {}
+
 
 class _SplitUpdate(PlainUpdate):
     """The user's optimizer steps the dense-path tensors only; compressed ones are applied by `apply`."""
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
         raise NotImplementedError
+
+    def flush_one(self, p: Parameter, left: Left, group: Group, state: dict[str, Any], compressed: bool) -> Any:
+        """Apply what is left of `p`; returns what cannot be applied, or None."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
+        kept = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in left:
+                    kept[p] = self.flush_one(p, left[p], group, optimizer.state[p], is_compressed(p))
+        return {p: v for p, v in kept.items() if v is not None}
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
@@ -107,7 +145,7 @@ class SGDUpdate(_SplitUpdate):
 
     def feed(self, p: Parameter, group: Group) -> Feed:
         if group["momentum"] and group["dampening"]:
-            raise UnsupportedUse(_refusal("SGD's dampening", "dampening=0"))
+            raise UnsupportedUse(refusal("SGD's dampening", "dampening=0"))
         return _momentum_feed(float(group["momentum"]), bool(group["nesterov"]))
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
@@ -116,6 +154,19 @@ class SGDUpdate(_SplitUpdate):
         p.add_(update, alpha=lr if group["maximize"] else -lr)
         if shared is not None:
             p.add_(shared, alpha=-lr)
+
+    def flush_one(self, p: Parameter, left: Left, group: Group, state: dict[str, Any], compressed: bool) -> None:
+        """All of v is applied, and u joins the buffer: by linearity nothing is lost, and the buffer is stock's.
+
+        Of a tensor that is sent whole v is a gradient, whose momentum is still to come.
+        """
+        lr, m, v = float(group["lr"]), float(group["momentum"]), left[RESIDUAL].to(p.dtype)
+        later = left.get(MOMENTUM) if compressed else v
+        if m and later is not None:
+            buffer = state.get("momentum_buffer")
+            state["momentum_buffer"] = later.to(p.dtype).clone() if buffer is None else buffer.add_(later)
+        ahead = 1 + m if group["nesterov"] and not compressed else 1.0
+        p.add_(v, alpha=ahead * (lr if group["maximize"] else -lr))
 
     def _shared_part(self, p: Parameter, group: Group, state: dict[str, Any]) -> torch.Tensor | None:
         """What stock SGD would apply for a zero gradient: decay and its momentum. Advances b."""
@@ -164,19 +215,32 @@ class AdamUpdate(_SplitUpdate):
         state.clear()
         return moments
 
+    def directions(self, p: Parameter) -> int:
+        return self._steps.get(p, 0)
+
+    def resume(self, p: Parameter, state: dict[str, Any], directions: int) -> None:
+        state.clear()
+        self._steps[p] = directions
+
+    def flush_one(self, p: Parameter, left: Left, group: Group, state: dict[str, Any], compressed: bool) -> Any:
+        """All of v is applied, and the mean moments go where stock Adam has them.
+
+        What coding has left of a tensor that is sent whole is a gradient, which is not applied alone: Adam would take a
+        full step for it, however small it is.
+        """
+        if not compressed:
+            return left[RESIDUAL]
+        lr = float(group["lr"])
+        p.add_(left[RESIDUAL].to(p.dtype), alpha=lr if group["maximize"] else -lr)
+        if FIRST in left:
+            state.update(step=torch.tensor(float(self.directions(p))), exp_avg=left[FIRST], exp_avg_sq=left[SECOND])
+        return None
+
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
         lr = float(group["lr"])
         if self._decoupled(group) and group["weight_decay"]:
             p.mul_(1 - lr * group["weight_decay"])
         p.add_(update, alpha=lr if group["maximize"] else -lr)
-
-
-def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Whose arithmetic `optimizer`, not yet wrapped, has: a subclass that overrides step() is "other"."""
-    for stock, kind in ((torch.optim.SGD, "sgd"), (torch.optim.AdamW, "adam"), (torch.optim.Adam, "adam")):
-        if isinstance(optimizer, stock) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(stock.step):
-            return kind
-    return "other"
 
 
 def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
@@ -199,42 +263,8 @@ def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
 
 
-def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainUpdate:
-    """The split that fits `optimizer`; plain error feedback where momentum correction has no form.
-
-    Raises:
-        UnsupportedUse: an option of the optimizer that the split would get wrong.
-    """
-    kind = _kind(optimizer)
-    if not config.momentum_correction:
-        return PlainUpdate(kind)
-    if kind == "sgd":
-        _refuse(optimizer, lambda g: g["momentum"] and g["dampening"], "SGD's dampening", "dampening=0")
-        return SGDUpdate(kind)
-    if kind == "adam":
-        update = AdamUpdate(isinstance(optimizer, torch.optim.AdamW))
-        _refuse(optimizer, lambda g: g["amsgrad"], "Adam's amsgrad", "amsgrad=False")
-        _refuse(
-            optimizer,
-            lambda g: g["maximize"] and g["weight_decay"] and not update._decoupled(g),
-            "Adam's maximize together with coupled weight decay",
-            "AdamW",
-        )
-        return update
-    _log.warning(
-        "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
-        "may cost quality (docs/algorithm.md)",
-        type(optimizer).__name__,
-    )
-    return PlainUpdate(kind)
-
-
-def _refuse(optimizer: torch.optim.Optimizer, bad: Callable[[Group], Any], what: str, instead: str) -> None:
-    if any(bad(group) for group in optimizer.param_groups):
-        raise UnsupportedUse(_refusal(what, instead))
-
-
-def _refusal(what: str, instead: str) -> str:
+def refusal(what: str, instead: str) -> str:
+    """What is said of an option that the split would get wrong."""
     return (
         f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
         "correction such as Compression.topk(...)"

@@ -16,9 +16,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [  # each may import from itself and from those after it
     ["launch"],
     ["torch", "tensorflow"],
-    ["compression", "agreement", "report", "exchange"],
-    ["engine", "traffic"],
-    ["selection", "packet", "codecs", "bucket", "schedule", "ops"],
+    ["compression", "agreement", "report", "exchange", "checkpoint"],
+    ["engine", "message", "traffic"],
+    ["selection", "packet", "codecs", "bucket", "schedule", "state", "ops"],
     ["config", "envvars", "errors"],
 ]
 # config holds a WarmupSchedule; schedule and bucket are pure and below the kernels

@@ -353,7 +353,7 @@ def larger_batch_identity() -> dict[str, float]:
     model = smooth_model()
     compression = Compression.threshold(1e30, max_density=1.0, compress_1d=True, min_numel=1, **UNROUNDED)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters(), compression)
-    engines = [run.engine for run in optimizer._dgc._runs]
+    engines = [run.engine for run in optimizer._dgc.runs]
 
     def send_every_period(step: int) -> None:
         for engine in engines:

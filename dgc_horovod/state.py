@@ -1,0 +1,163 @@
+"""What one rank keeps of gradients that the model has not had yet: a record to save, to load, and to hand on.
+
+It names tensors, not buckets: the layout may be another one when it is loaded. The rules that draw at random need no
+state: they are seeded by rank and step.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod.errors import CheckpointError
+
+FORMAT = 1
+# residual v, momentum u, Adam's moments
+RESIDUAL, MOMENTUM, FIRST, SECOND = PARTS = ("v", "u", "first", "second")
+_HEAD, _GUESS = "head", "thresholds"
+Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
+
+
+@dataclass
+class ResidualState:
+    """The state of one rank.
+
+    Args:
+        rank, workers: whose it is, and of how many.
+        averages: whether the ranks' gradients are averaged or summed.
+        step: steps that were finished.
+        epoch: the last one that the density warm-up was told, or None.
+        tensors: what is kept of each tensor, by name.
+        directions: Adam's steps so far, by name of the tensor.
+        thresholds: `BucketEngine.thresholds`, by bucket; they matter to the Gaussian rule, and are dropped where the
+            layout is another one.
+    """
+
+    rank: int
+    workers: int
+    averages: bool
+    step: int = 0
+    epoch: int | None = None
+    tensors: dict[str, Arrays] = field(default_factory=dict)
+    directions: dict[str, int] = field(default_factory=dict)
+    thresholds: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """As the bytes of an ``.npz`` file, which holds arrays and no code."""
+        head = {name: getattr(self, name) for name in ("rank", "workers", "averages", "step", "epoch", "directions")}
+        names, buckets = list(self.tensors), list(self.thresholds)
+        arrays = {f"{i}.{part}": array for i, name in enumerate(names) for part, array in self.tensors[name].items()}
+        arrays |= {f"{i}.{_GUESS}": self.thresholds[bucket] for i, bucket in enumerate(buckets)}
+        text = json.dumps({"format": FORMAT, **head, "names": names, "buckets": buckets})
+        out = io.BytesIO()
+        np.savez(out, **{_HEAD: np.frombuffer(text.encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
+        return out.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ResidualState:
+        """What `to_bytes` was called on.
+
+        Raises:
+            CheckpointError: these are no such bytes.
+        """
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                return cls._read({name: arrays[name] for name in arrays.files})
+        except CheckpointError:
+            raise
+        except (
+            ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, RuntimeError, MemoryError, SyntaxError,
+            NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
+        ) as error:  # fmt: skip
+            raise CheckpointError(f"a residual file is damaged ({type(error).__name__}: {error})") from None
+
+    @classmethod
+    def _read(cls, arrays: Arrays) -> ResidualState:
+        head = json.loads(arrays.pop(_HEAD).tobytes())
+        if head["format"] != FORMAT:
+            raise CheckpointError(f"a residual file has format {head['format']!r}; this version reads {FORMAT}")
+        names, buckets = ([_checked(name, str) for name in head[kind]] for kind in ("names", "buckets"))
+        state = cls(
+            _checked(head["rank"], int),
+            _checked(head["workers"], int),
+            _checked(head["averages"], bool),
+            _checked(head["step"], int),
+            None if head["epoch"] is None else _checked(head["epoch"], int),
+            {name: {} for name in names},
+            {_checked(name, str): _checked(steps, int) for name, steps in head["directions"].items()},
+        )
+        for key, array in arrays.items():
+            number, part = key.split(".")
+            if part == _GUESS and array.dtype == np.float64 and array.ndim == 1 and not np.isnan(array).any():
+                state.thresholds[buckets[int(number)]] = array
+                continue
+            if part not in PARTS or array.dtype != np.float32 or array.ndim != 1 or not np.isfinite(array).all():
+                raise ValueError(f"array {key!r} is not a finite float32 vector of a known kind")
+            state.tensors[names[int(number)]][part] = array
+        if not 0 <= state.rank < state.workers or state.step < 0:
+            raise ValueError(f"rank {state.rank} of {state.workers}, step {state.step}")
+        return state
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, float]:
+    """How much of each old rank's residual a new rank takes over, by old rank.
+
+    The old ranks' residuals lie beside each other on [0, 1), the new ranks' too; a new one takes what lies under it.
+    What is owed to the model does not change: ``(1/N) * sum of v`` if gradients are averaged, ``sum of v`` if they are
+    summed. From 4 to 2 ranks it is the mean (the sum) of pairs, from 2 to 4 copies (halves).
+
+    Args:
+        rank, workers: the new rank, and how many there are now.
+        before: how many there were.
+        averages: whether gradients are averaged.
+    """
+    scale = before if averages else workers
+    found = {}
+    for old in range(before):  # in units of 1 / (before * workers)
+        overlap = min((old + 1) * workers, (rank + 1) * before) - max(old * workers, rank * before)
+        if overlap > 0:
+            found[old] = overlap / scale
+    return found
+
+
+def handed_on(states: Mapping[int, ResidualState], rank: int, workers: int) -> ResidualState:
+    """The state of a new rank among `workers`, from those of the old ranks that `shares` names.
+
+    Args:
+        states: by old rank, at least one; one that is lost is left out, and counts as zero.
+        rank, workers: see `shares`.
+    """
+    one = next(iter(states.values()))
+    if one.workers == workers and rank in states:
+        return states[rank]
+    made = ResidualState(rank, workers, one.averages, one.step, one.epoch)
+    weights = shares(rank, workers, one.workers, one.averages)
+    means = shares(rank, workers, one.workers, averages=True)  # Adam's moments are never summed
+    for old, state in states.items():
+        made.directions.update(state.directions)
+        for name, arrays in state.tensors.items():
+            for part, array in arrays.items():
+                weight = (weights if part in (RESIDUAL, MOMENTUM) else means).get(old, 0.0)
+                ours = made.tensors.setdefault(name, {})
+                taken = array * np.float32(weight)
+                ours[part] = ours[part] + taken if part in ours else taken
+    return made
+
+
+def owed(states: Sequence[ResidualState], name: str, part: str = RESIDUAL) -> np.ndarray:
+    """What all ranks owe the model of one tensor, in float64: their mean if gradients are averaged, else their sum."""
+    total = np.sum([state.tensors[name][part].astype(np.float64) for state in states], axis=0)
+    return total / len(states) if states[0].averages else total

@@ -1,0 +1,294 @@
+"""Saving, loading and emptying what ranks keep, on real ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from dgc_horovod import WarmupSchedule, checkpoint
+from dgc_horovod.errors import DGCError
+from dgc_horovod.state import ResidualState
+from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.torch.state import kept_by
+from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train, weights
+
+STEPS, HALF = 24, 12
+_SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
+COMPRESSIONS = {
+    "dgc, warm-up": Compression.dgc(**_SMALL, warmup=WarmupSchedule(steps=15)),
+    "clipped, per tensor": Compression.dgc(**_SMALL, clip_norm=0.5, scope="tensor"),
+    "gaussian, momentum correction": Compression.dgc(**_SMALL, rule="gaussian"),
+    "sampled, 4bit": Compression.dgc(**_SMALL, rule="sampled", values="4bit"),
+    "random": Compression.random(**_SMALL),
+    "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
+    "topk": Compression.topk(**_SMALL),
+}
+
+
+def _nesterov(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def _adamw(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=0.003)
+
+
+OPTIMIZERS = {"SGD": momentum_sgd, "Nesterov, decay": _nesterov, "AdamW": _adamw}
+
+
+def _made(compression: Any, make: Any = momentum_sgd, **more: Any) -> tuple[Any, Any]:
+    model = smooth_model()
+    return model, DistributedOptimizer(make(model), model.named_parameters(), compression, **more)
+
+
+def _train(model: Any, optimizer: Any, first: int, last: int) -> None:
+    data = list(batches(STEPS, hvd.rank()))[first:last]
+    for x, y in data:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def _shared_folder() -> Path:
+    """The same new folder on every rank."""
+    return Path(hvd.broadcast_object(tempfile.mkdtemp(prefix="dgc-state-") if hvd.rank() == 0 else None, name="folder"))
+
+
+def _states(optimizer: Any) -> list[ResidualState]:
+    """Of every rank."""
+    return hvd.allgather_object(kept_by(optimizer))
+
+
+def resume() -> dict[str, Any]:
+    """A run that is stopped and resumed in the middle, beside one that is not, in two ways of saving."""
+    hvd.init()
+    found = {}
+    pairs = [(name, "SGD") for name in COMPRESSIONS] + [("dgc, warm-up", other) for other in list(OPTIMIZERS)[1:]]
+    for name, optimizer_name in [*pairs, ("topk", "AdamW")]:
+        compression, make = COMPRESSIONS[name], OPTIMIZERS[optimizer_name]
+        whole, optimizer = _made(compression, make)
+        _train(whole, optimizer, 0, STEPS)
+        half, first = _made(compression, make)
+        _train(half, first, 0, HALF)
+        folder = _shared_folder()
+        save_checkpoint(folder, half, first, epoch=3)
+        saved = half.state_dict(), first.state_dict(), first.residual_state_dict()
+        saved = tuple({**part} for part in saved)
+        from_file, second = _made(compression, make)
+        extra = load_checkpoint(folder, from_file, second)
+        _train(from_file, second, HALF, STEPS)
+        from_dicts, third = _made(compression, make)
+        _check_that_it_goes_through_a_file(saved[2], folder)
+        from_dicts.load_state_dict(smooth_model().state_dict())
+        load_checkpoint(folder, from_dicts, third)
+        third.load_residual_state_dict(saved[2])
+        _train(from_dicts, third, HALF, STEPS)
+        same = [fingerprint(model) == fingerprint(whole) for model in (from_file, from_dicts)]
+        # without the residuals it is another run: the comparison can fail
+        without, fourth = _made(compression, make)
+        without.load_state_dict(torch.load(_model_file(folder), weights_only=True)["model"])
+        _train(without, fourth, HALF, STEPS)
+        found[f"{name}, {optimizer_name}"] = {
+            "same": same, "extra": extra, "other": fingerprint(without) != fingerprint(whole),
+            "fingerprint": fingerprint(from_file),
+        }  # fmt: skip
+    return found
+
+
+def _model_file(folder: Path) -> Path:
+    (file,) = folder.glob("*-model.pt")
+    return file
+
+
+def _check_that_it_goes_through_a_file(record: dict[str, Any], folder: Path) -> None:
+    file = folder / f"own{hvd.rank()}.pt"
+    torch.save(record, file)
+    torch.load(file, weights_only=True)
+
+
+def save_for_others() -> dict[str, Any]:
+    """Train and save, to be loaded by another number of ranks."""
+    hvd.init()
+    model, optimizer = _made(COMPRESSIONS["clipped, per tensor"])
+    _train(model, optimizer, 0, HALF)
+    save_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    return {"states": _as_lists(_states(optimizer))}
+
+
+def load_of_others() -> dict[str, Any]:
+    """Load what another number of ranks has saved, and go on."""
+    hvd.init()
+    model, optimizer = _made(COMPRESSIONS["clipped, per tensor"])
+    load_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    states = _as_lists(_states(optimizer))
+    _train(model, optimizer, HALF, STEPS)
+    return {"states": states, "fingerprint": fingerprint(model)}
+
+
+def _as_lists(states: list[ResidualState]) -> list[dict[str, Any]]:
+    return [
+        {name: {part: x.tolist() for part, x in arrays.items()} for name, arrays in state.tensors.items()}
+        for state in states
+    ]
+
+
+def flushed() -> dict[str, Any]:
+    """After a flush nothing is left, and nothing has been lost."""
+    hvd.init()
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        for op_name, op in (("average", hvd.Average), ("sum", hvd.Sum)):
+            model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="8bit"), make, op=op)
+            _train(model, optimizer, 0, HALF)
+            before, states = weights(model), _states(optimizer)
+            optimizer.flush()
+            moved = dict(
+                zip([n for n, _ in model.named_parameters()], _split(before - weights(model), model), strict=True)
+            )
+            lr = optimizer.param_groups[0]["lr"]
+            worst, left = 0.0, 0.0
+            for tensor in (n for n in moved if n.endswith("weight")):
+                owed = sum(state.tensors[tensor]["v"].astype(np.float64) for state in states)
+                owed = owed / len(states) if op == hvd.Average else owed
+                worst = max(
+                    worst, float(np.abs(moved[tensor].numpy().ravel() - lr * owed).max() / np.abs(lr * owed).max())
+                )
+            for state in _states(optimizer):
+                kept = [a["v"] for n, a in state.tensors.items() if n.endswith("weight") or name != "AdamW"]
+                left = max(left, max(float(np.abs(v).max()) for v in kept), *(float(np.abs(a["u"]).max()) for a in
+                           state.tensors.values() if "u" in a), 0.0)  # fmt: skip
+            stock = _stock_continues(model, optimizer, make)
+            _train(model, optimizer, HALF, STEPS)
+            found[f"{name}, {op_name}"] = {
+                "worst": worst, "left": left, "fingerprint": fingerprint(model), "momentum": stock,
+                "finite": bool(torch.isfinite(weights(model)).all()),
+            }  # fmt: skip
+    return found
+
+
+def _split(vector: torch.Tensor, model: Any) -> tuple[torch.Tensor, ...]:
+    return vector.split([p.numel() for p in model.parameters()])
+
+
+def _stock_continues(model: Any, optimizer: Any, make: Any) -> bool:
+    """Whether a stock optimizer takes the state over, momentum included."""
+    plain = make(model)
+    plain.load_state_dict(optimizer.state_dict())
+    slots = [state.get("momentum_buffer", state.get("exp_avg")) for state in plain.state.values()]
+    return len(slots) == len(list(model.parameters())) and all(slot is not None and bool(slot.any()) for slot in slots)
+
+
+def damage() -> dict[str, Any]:
+    """A missing file, a damaged one, another model, an unwritable folder: one error on every rank, or a choice."""
+    hvd.init()
+    compression = COMPRESSIONS["clipped, per tensor"]
+    model, optimizer = _made(compression)
+    _train(model, optimizer, 0, HALF)
+    folder = _shared_folder()
+    save_checkpoint(folder, model, optimizer)
+    save_checkpoint(folder, model, optimizer)  # over the first one
+    found: dict[str, Any] = {"files": sorted(file.name.split("-", 2)[-1] for file in folder.iterdir())}
+    manifest = checkpoint.Manifest.from_bytes((folder / checkpoint.MANIFEST).read_bytes())
+    hvd.barrier()
+    last = folder / manifest.files[f"rank {hvd.size() - 1}"].name
+    sound = last.read_bytes()
+    hvd.barrier()
+
+    def change(data: bytes | None) -> None:
+        if hvd.rank() == 0:
+            last.unlink(missing_ok=True)
+            if data is not None:
+                last.write_bytes(data)
+        hvd.barrier()
+
+    for name, data in (("missing", None), ("cut", sound[:-100]), ("changed", sound[:500] + b"x" + sound[501:])):
+        change(data)
+        found[name] = _error(lambda: load_checkpoint(folder, *_made(compression)))
+        other, second = _made(compression)
+        load_checkpoint(folder, other, second, residuals="if sound")
+        found[f"{name}, skipped"] = any(a["v"].any() for a in kept_by(second).tensors.values())
+    change(sound)
+    other, second = _made(COMPRESSIONS["topk"])
+    found["other method"] = _error(lambda: load_checkpoint(folder, other, second))
+    load_checkpoint(folder, other, second, residuals="ignored")
+    found["other model"] = _error(lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second))
+    found["other op"] = _error(lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)))
+    found["not writable"] = _error(lambda: save_checkpoint("/proc/none" if hvd.rank() else folder, model, optimizer))
+    found["code"] = _error(lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=_error))
+    found["stale"] = _error(lambda: optimizer.load_residual_state_dict({**optimizer.residual_state_dict(), "rank": 9}))
+    x, y = next(iter(batches(1, hvd.rank())))
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    found["in flight"] = _error(lambda: save_checkpoint(folder, model, optimizer))
+    optimizer.synchronize()
+    found["not applied"] = _error(optimizer.residual_state_dict)
+    optimizer.step()
+    load_checkpoint(folder, model, optimizer)  # still sound
+    return found
+
+
+def _error(act: Any) -> str:
+    try:
+        act()
+    except DGCError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def stock_and_back() -> dict[str, Any]:
+    """A stock checkpoint in a compressed run; a compressed one without compression."""
+    hvd.init()
+    model = smooth_model()
+    plain = momentum_sgd(model)
+    x, y = next(iter(batches(1, 0)))
+    for _ in range(3):
+        plain.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        plain.step()
+    other, optimizer = _made(COMPRESSIONS["topk"])
+    other.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(plain.state_dict())
+    train(other, optimizer, 3)
+    folder = _shared_folder()
+    save_checkpoint(folder, other, optimizer, epoch=1)
+    third, dense = _made(Compression.none)
+    extra = load_checkpoint(folder, third, dense)
+    same = fingerprint(third) == fingerprint(other)
+    train(third, dense, 3)
+    save_checkpoint(folder, third, dense)
+    fourth, again = _made(COMPRESSIONS["topk"])
+    load_checkpoint(folder, fourth, again)
+    return {"same": same, "extra": extra, "back": fingerprint(fourth) == fingerprint(third)}
+
+
+def to_the_dense_path() -> dict[str, Any]:
+    """Residuals of tensors that went in 8 bits, in a run where they go by allreduce."""
+    hvd.init()
+
+    def plain(model: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="8bit"), plain)
+    _train(model, optimizer, 0, HALF)
+    folder = _shared_folder()
+    save_checkpoint(folder, model, optimizer)
+    owed = {n: sum(s.tensors[n]["v"].astype(float) for s in _states(optimizer)) / hvd.size() for n in _biases(model)}
+    model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="fp32"), plain)
+    load_checkpoint(folder, model, optimizer)
+    kept = set(_biases(model)) - set(kept_by(optimizer).tensors)  # a bias of one element is coded without error
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    (0 * model(torch.zeros(1, 32)).sum()).backward()
+    optimizer.step()
+    moved = {n: (before[n] - p.detach()).numpy().astype(float) for n, p in model.named_parameters()}
+    scale = max(float(np.abs(v).max()) for v in owed.values())
+    worst = max(float(np.abs(moved[n] - 0.1 * v).max()) for n, v in owed.items()) / (0.1 * scale)
+    return {"kept": len(kept) < len(owed), "owed": scale, "worst": worst}
+
+
+def _biases(model: Any) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.ndim == 1]

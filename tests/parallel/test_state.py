@@ -1,0 +1,83 @@
+"""What ranks have kept survives a restart and a change of their number, and can be emptied: on real ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.parallel.cases.state import COMPRESSIONS, OPTIMIZERS
+
+pytestmark = pytest.mark.parallel
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(
+        2, [f"state.{case}" for case in ("resume", "flushed", "damage", "stock_and_back", "to_the_dense_path")]
+    )
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks):
+    found = [rank["state.resume"] for rank in ranks]
+    assert len(found[0]) == len(COMPRESSIONS) + len(OPTIMIZERS)
+    for name, run in found[0].items():
+        assert run["same"] == [True, True], name
+        assert run["extra"] == {"epoch": 3}
+        assert run["other"], f"{name}: without its residuals the run is the same, so this shows nothing"
+        assert run["fingerprint"] == found[1][name]["fingerprint"]
+
+
+def test_what_coding_has_left_of_small_tensors_goes_with_the_first_dense_step(ranks):
+    for rank in ranks:
+        found = rank["state.to_the_dense_path"]
+        assert found["kept"] and found["owed"] > 0 and found["worst"] < 1e-3, found  # of differences of fp32 weights
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (2, 3)])
+def test_another_number_of_ranks_owes_the_same(before, after, tmp_path):
+    folder = {"STATE_FOLDER": str(tmp_path)}
+    saved = run_ranks(before, ["state.save_for_others"], environment=folder)[0]["state.save_for_others"]["states"]
+    loaded = run_ranks(after, ["state.load_of_others"], environment=folder)
+    found = [rank["state.load_of_others"] for rank in loaded]
+    assert len({rank["fingerprint"] for rank in found}) == 1
+    now = found[0]["states"]
+    assert len(saved) == before and len(now) == after
+    assert all(np.any(arrays["v"]) for state in saved for name, arrays in state.items() if name.endswith("weight"))
+    for name in saved[0]:
+        for part in saved[0][name]:
+            old, new = (np.array([state[name][part] for state in states], np.float32) for states in (saved, now))
+            np.testing.assert_allclose(new.mean(0), old.mean(0), rtol=1e-5, atol=1e-6 * np.abs(old).max())
+            if before == 2 * after:
+                np.testing.assert_array_equal(new, np.float32(0.5) * old[::2] + np.float32(0.5) * old[1::2])
+            elif after == 2 * before:
+                np.testing.assert_array_equal(new, np.repeat(old, 2, axis=0))
+
+
+def test_a_flush_leaves_nothing_and_loses_nothing(ranks):
+    found = [rank["state.flushed"] for rank in ranks]
+    assert len(found[0]) == 2 * len(OPTIMIZERS)
+    for name, run in found[0].items():
+        assert run["worst"] < 1e-5, f"{name}: the weights have not moved by what was owed"
+        assert run["left"] == 0 and run["finite"] and run["momentum"], (name, run)
+        assert run["fingerprint"] == found[1][name]["fingerprint"]
+
+
+def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):
+    found = [rank["state.damage"] for rank in ranks]
+    for name in ("missing", "cut", "changed", "other method", "other model", "other op", "not writable", "code"):
+        assert found[0][name].startswith("CheckpointError: "), (name, found[0][name])
+        assert found[0][name].split("failed; ")[1] == found[1][name].split("failed; ")[1], name
+    assert "rank 1: " in found[0]["missing"] and 'residuals="if sound"' in found[0]["missing"]
+    for name in ("missing", "cut", "changed"):
+        assert [rank[f"{name}, skipped"] for rank in found] == [True, False], "the damaged rank alone starts from zero"
+    assert "averaging" in found[0]["other op"] and "summing" in found[0]["other op"]
+    assert found[0]["stale"].startswith("CheckpointError: the residuals are of rank 9 of 2")
+    for name in ("in flight", "not applied"):
+        assert found[0][name].startswith("UnsupportedUse: ") and "after step()" in found[0][name]
+    assert found[0]["files"] == ["manifest.json", "model.pt", "rank0.npz", "rank1.npz"], "the first save is still there"
+
+
+def test_stock_checkpoints_go_both_ways(ranks):
+    for rank in ranks:
+        assert rank["state.stock_and_back"] == {"same": True, "extra": {"epoch": 1}, "back": True}

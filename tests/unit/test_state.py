@@ -1,0 +1,208 @@
+"""What one rank keeps, as a record and as a file; and how it is handed on to another number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dgc_horovod import checkpoint
+from dgc_horovod.bucket import Bucket, Segment
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.errors import CheckpointError, DGCError
+from dgc_horovod.ops.schema import AdamFeed, MomentumFeed
+from dgc_horovod.state import ResidualState, handed_on, owed, shares
+from tests.helpers.data import BACKENDS, as_array
+
+WORKERS = st.integers(1, 12)
+
+
+class Alone:
+    """The collectives of a job of one rank."""
+
+    rank, workers = 0, 1
+
+    def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
+        return [data]
+
+
+def state_of(rank: int, workers: int, averages: bool = True, seed: int = 0) -> ResidualState:
+    rng = np.random.default_rng(seed + rank)
+    tensors = {
+        name: {part: rng.standard_normal(numel).astype(np.float32) for part in parts}
+        for name, numel, parts in (("a", 5, ("v", "u")), ("b", 3, ("v", "first", "second")), ("empty", 0, ("v",)))
+    }
+    return ResidualState(rank, workers, averages, 7, 2, tensors, {"b": 4}, {"bucket": rng.standard_normal(6)})
+
+
+def assert_equal(one: ResidualState, other: ResidualState) -> None:
+    fields = [field.name for field in dataclasses.fields(one) if field.name not in ("tensors", "thresholds")]
+    assert all(getattr(one, name) == getattr(other, name) for name in fields)
+    flat = [
+        {**{(name, part): x for name, arrays in each.tensors.items() for part, x in arrays.items()}, **each.thresholds}
+        for each in (one, other)
+    ]
+    assert flat[0].keys() == flat[1].keys()
+    for key, array in flat[0].items():
+        np.testing.assert_array_equal(array, flat[1][key])
+
+
+def test_a_record_survives_its_file():
+    state = state_of(1, 3)
+    assert_equal(ResidualState.from_bytes(state.to_bytes()), state)
+
+
+@given(before=WORKERS, after=WORKERS, averages=st.booleans())
+def test_what_is_owed_does_not_change_with_the_number_of_ranks(before, after, averages):
+    old = [state_of(rank, before, averages) for rank in range(before)]
+    new = [handed_on({i: old[i] for i in shares(rank, after, before, averages)}, rank, after) for rank in range(after)]
+    for name, part in (("a", "v"), ("a", "u"), ("b", "v")):
+        np.testing.assert_allclose(owed(new, name, part), owed(old, name, part), rtol=1e-5, atol=1e-6)
+    mean = [np.mean([state.tensors["b"]["first"] for state in states], axis=0) for states in (old, new)]
+    np.testing.assert_allclose(*mean, rtol=1e-5, atol=1e-6)
+    assert all((state.step, state.epoch, state.directions) == (7, 2, {"b": 4}) for state in new)
+
+
+def test_pairs_are_averaged_and_single_ranks_copied():
+    assert shares(0, 2, 4, averages=True) == {0: 0.5, 1: 0.5}
+    assert shares(3, 4, 2, averages=True) == {1: 1.0}
+    assert shares(0, 2, 4, averages=False) == {0: 1.0, 1: 1.0}
+    assert shares(3, 4, 2, averages=False) == {1: 0.5}
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("rule", ["exact", "gaussian", "sampled", "random"])
+def test_an_engine_goes_on_from_what_another_has_kept(kernels, rule):
+    config = DGCConfig(density=0.01, rule=rule, values="fp32")
+    bucket = Bucket(0, (Segment("a", 0, 3000), Segment("b", 3000, 2000)))
+    rng = np.random.default_rng(0)
+    one, other = (BucketEngine(bucket, config, kernels, 0, 1) for _ in range(2))
+    for step in range(12):
+        if step == 6:
+            for i in range(2):
+                other.write(i, one.read(i))
+            other.thresholds = one.thresholds
+        payloads = []
+        gradients = [rng.standard_normal(segment.numel).astype(np.float32) for segment in bucket.segments]
+        for engine in (one, other) if step >= 6 else (one,):
+            for i, gradient in enumerate(gradients):
+                feed = MomentumFeed(0.9, False) if rule != "sampled" else AdamFeed((0.9, 0.99), 1e-8, step + 1)
+                engine.offer(i, as_array(kernels, gradient), feed)
+            payloads.append(engine.compress(1.0, step, 0.01).payload.tobytes())
+        assert len(set(payloads)) == 1
+
+
+def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path):
+    (tmp_path / "mine.txt").write_text("kept")
+    for step in (1, 2):
+        state = dataclasses.replace(state_of(0, 1), step=step)
+        checkpoint.save(tmp_path, Alone(), step, b"model", state, DGCConfig())
+    assert len(list(tmp_path.iterdir())) == 4, "manifest, model, residuals, and what was there before"
+    found = checkpoint.load(tmp_path, Alone(), DGCConfig())
+    assert found.manifest.step == 2 and found.model == b"model"
+    assert_equal(found.state, state)
+
+
+def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, Alone(), 7, b"model", state_of(0, 1), DGCConfig())
+    write, written = checkpoint._write, []
+
+    def fails_at_the_manifest(directory, name, data):
+        if name == checkpoint.MANIFEST:
+            raise OSError("disk full")
+        written.append(name)
+        return write(directory, name, data)
+
+    monkeypatch.setattr(checkpoint, "_write", fails_at_the_manifest)
+    with pytest.raises(CheckpointError, match="rank 0: OSError: disk full"):
+        checkpoint.save(tmp_path, Alone(), 8, b"other", state_of(0, 1, seed=5), DGCConfig())
+    assert len(written) == 2
+    monkeypatch.undo()
+    assert checkpoint.load(tmp_path, Alone(), DGCConfig()).model == b"model"
+    checkpoint.save(tmp_path, Alone(), 9, b"third", None, None)
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".pt"], "what was left behind is gone"
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
+    inside = tmp_path / "checkpoint"
+    checkpoint.save(inside, Alone(), 7, b"model", None, None)
+    manifest = checkpoint.Manifest.from_bytes((inside / checkpoint.MANIFEST).read_bytes())
+    file = manifest.files["model"]
+    (tmp_path / "outside").write_bytes(b"model")
+    changed = dataclasses.replace(manifest, files={"model": dataclasses.replace(file, name="../outside")})
+    (inside / checkpoint.MANIFEST).write_bytes(changed.to_bytes())
+    with pytest.raises(CheckpointError, match="outside its directory"):
+        checkpoint.load(inside, Alone(), None)
+
+
+@pytest.mark.parametrize("changes", [pytest.param(1_000, marks=pytest.mark.slow), 100])
+def test_changed_files_are_refused_or_read_as_they_were(tmp_path, changes):
+    """Every change to the manifest or to a residual file ends in CheckpointError, or changes nothing."""
+    state = state_of(0, 1)
+    checkpoint.save(tmp_path, Alone(), 7, b"the model", state, DGCConfig())
+    files, rng, outcomes = sorted(tmp_path.iterdir()), np.random.default_rng(0), set()
+    for number in range(changes):
+        file = files[number % len(files)]
+        sound = file.read_bytes()
+        file.write_bytes(_changed(sound, rng))
+        try:
+            found = checkpoint.load(tmp_path, Alone(), DGCConfig())
+            assert_equal(found.state, state)
+            assert found.model == b"the model" and found.manifest.step == 7
+            outcomes.add("sound")
+        except CheckpointError:
+            outcomes.add("refused")
+        file.write_bytes(sound)
+    assert "refused" in outcomes
+
+
+@pytest.mark.parametrize("changes", [pytest.param(20_000, marks=pytest.mark.slow), 500])
+def test_changed_records_behind_the_digest_are_refused_or_valid(changes):
+    """As if the digest had been forged: what reads the bytes must bear anything."""
+    sound, rng = state_of(0, 1).to_bytes(), np.random.default_rng(1)
+    for _ in range(changes):
+        try:
+            state = ResidualState.from_bytes(_changed(sound, rng))
+        except DGCError:
+            continue
+        assert 0 <= state.rank < state.workers and state.step >= 0
+        for arrays in state.tensors.values():
+            assert all(x.dtype == np.float32 and x.ndim == 1 and np.isfinite(x).all() for x in arrays.values())
+
+
+def _changed(data: bytes, rng: np.random.Generator) -> bytes:
+    changed = bytearray(data)
+    kind = rng.integers(4)
+    if kind == 0:
+        return bytes(changed[: int(rng.integers(len(changed)))])
+    for _ in range(int(rng.integers(1, 6))):
+        at = int(rng.integers(max(1, len(changed) - 9)))
+        if kind == 1:
+            changed[at] ^= 1 << int(rng.integers(8))
+        elif kind == 2:
+            changed[at] = int(rng.integers(256))
+        else:
+            del changed[at : at + int(rng.integers(1, 9))]
+    return bytes(changed)
+
+
+def test_pickled_arrays_are_refused():
+    out = io.BytesIO()
+    np.savez(out, head=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(CheckpointError, match="damaged"):
+        ResidualState.from_bytes(out.getvalue())
+
+
+def test_another_method_is_refused_in_words(tmp_path):
+    checkpoint.save(tmp_path, Alone(), 7, b"model", state_of(0, 1), DGCConfig())
+    other = DGCConfig(momentum_correction=False, factor_masking=False)
+    with pytest.raises(CheckpointError, match="momentum_correction=True, and it is False now; call flush"):
+        checkpoint.load(tmp_path, Alone(), other)
+    assert checkpoint.load(tmp_path, Alone(), other, checkpoint.IGNORED).state is None
+    assert json.loads((tmp_path / checkpoint.MANIFEST).read_text())["config"]["density"] == "0.001"
