@@ -18,6 +18,7 @@ RULES = ("exact", "sampled", "gaussian", "random", "threshold")
 SCOPES = ("bucket", "tensor")
 VALUES = ("fp32", "fp16", "bf16", "8bit", "4bit", "2bit")
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
+ON_MISMATCH = ("stop", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class DGCConfig:
         compress_1d: whether 1-D tensors (bias, norm) are compressed too; they are few and sensitive.
         bucket_bytes: gradient bytes (fp32) that share one message, >= 1; smaller starts earlier, more messages.
         seed: of the rules that draw at random, >= 0.
+        check_every: steps from one comparison of the ranks' weights to the next, each of at most 16 MiB of them (or one
+            tensor), in turn; 0: never.
+        on_mismatch: what happens where they differ: "stop": ReplicaMismatch on every rank; "broadcast": all go on with
+            weights and optimizer state of the first rank.
     """
 
     density: float = 0.001
@@ -63,6 +68,8 @@ class DGCConfig:
     compress_1d: bool = False
     bucket_bytes: int = 64 * 2**20
     seed: int = 0
+    check_every: int = 100
+    on_mismatch: str = "stop"
 
     def __post_init__(self) -> None:
         _check_fraction("density", self.density)
@@ -71,9 +78,10 @@ class DGCConfig:
         check_choice("scope", self.scope, SCOPES)
         check_choice("values", self.values, VALUES)
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
+        check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         for name in ("momentum_correction", "factor_masking", "compress_1d"):
             _check_type(name, getattr(self, name), bool, "True or False")
-        for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0)):
+        for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
             _check_whole(name, getattr(self, name), least)
         _check_positive("clip_norm", self.clip_norm)
         _check_positive("threshold", self.threshold)
@@ -98,7 +106,7 @@ class DGCConfig:
         for name in ("density", "max_density", "clip_norm", "threshold"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
-        for name in ("min_numel", "bucket_bytes", "seed"):
+        for name in ("min_numel", "bucket_bytes", "seed", "check_every"):
             object.__setattr__(self, name, int(getattr(self, name)))
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dgc_horovod.config import DENSE_VALUES, RULES, SCOPES, VALUES, check_choice
+from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, RULES, SCOPES, VALUES, check_choice
 from dgc_horovod.errors import ConfigError
 
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
@@ -127,7 +127,7 @@ def _field(field: str, default: str, meaning: str, kind: str, group: str, **more
     return EnvironmentVariable(f"DGC_{key.upper()}", default, meaning, kind, group, flag, field, **more)
 
 
-_WHAT, _WARM, _WIRE = "what is sent", "density warm-up", "how it travels"
+_WHAT, _WARM, _WIRE, _RUN = "what is sent", "density warm-up", "how it travels", "running"
 COMPRESSION = EnvironmentVariable(
     "DGC_COMPRESSION", "", "the method; dgc where only other settings are given", "text", _WHAT, "--compression",
     choices=METHODS,
@@ -152,6 +152,10 @@ FIELDS = (
     _field("compress_1d", "off", "compress biases and norms too", "switch", _WIRE),
     _field("bucket_bytes", "67108864", "bytes of gradient that share a message, >= 1", "whole", _WIRE),
     _field("seed", "0", "of the rules that draw at random, >= 0", "whole", _WIRE),
+    _field("check_every", "100", "steps between comparisons of the ranks' weights, 0: never", "whole", _RUN),
+    _field(
+        "on_mismatch", "stop", "or go on with the first rank's, where they differ", "text", _RUN, choices=ON_MISMATCH
+    ),
 )
 TIMEOUT = EnvironmentVariable(
     "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "seconds", flag="--dgc-timeout"

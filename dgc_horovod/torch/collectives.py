@@ -72,6 +72,14 @@ class Collectives:
         )
         return Pending(handle, tensor, full_name)
 
+    def broadcast(self, tensor: torch.Tensor, name: str) -> Pending:
+        """Start a broadcast, in place, from the first rank of the set."""
+        full_name = f"dgc.{self.tag}.{name}"
+        if self.workers == 1:
+            return Pending(None, tensor, full_name)
+        first = self.process_set.ranks[0] if self.process_set.ranks else 0
+        return Pending(hvd.broadcast_async_(tensor, first, full_name, self.process_set), tensor, full_name)
+
     def wait(self, pending: Pending) -> torch.Tensor:
         """The result of a collective.
 

@@ -20,6 +20,7 @@ from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_paramet
 from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.exchange import GradientExchange
+from dgc_horovod.torch.replicas import Replicas
 from dgc_horovod.torch.report import (
     CLIPPED_UPDATE,
     LATE_CHANGE,
@@ -61,6 +62,7 @@ class CompressedMethods:
             ReduceSettings(self.op, self.gradient_predivide_factor, self.sparse_as_dense),
             _scale_of(grad_scaler),
         )
+        self._dgc_replicas = Replicas(parameters, config, collectives)
         self._groups = None  # their only use here is as bucket boundaries
         update.prepare(self)
         if config.warmup is not None and config.warmup.needs_epoch:
@@ -125,6 +127,7 @@ class CompressedMethods:
         if self._dgc_watch.changed_since_taken():
             self._tell_once("late change", LATE_CHANGE)
         _DistributedOptimizer.synchronize(self)
+        self._dgc_replicas.end(self)
         self._check_nothing_unfrozen()
         self._dgc_may_apply = self._dgc.finish()
         self._dgc_watch.synchronized(self._dgc.names)
@@ -163,6 +166,7 @@ class CompressedMethods:
         # torch's own wrapper runs the step hooks, once, around everything that the step does
         torch.optim.Optimizer.profile_hook_step(self._apply)(self)
         self._dgc_watch.applied(self._dgc.names)
+        self._dgc_replicas.begin(self._dgc.buckets.steps)
         return loss
 
     def _apply(self: Any, _: Any) -> None:

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [  # each may import from itself and from those after it
     ["launch"],
     ["torch", "tensorflow"],
-    ["compression", "agreement", "report", "exchange", "checkpoint"],
+    ["compression", "agreement", "report", "exchange", "checkpoint", "replicas"],
     ["engine", "message", "traffic"],
     ["selection", "packet", "codecs", "bucket", "schedule", "state", "ops"],
     ["config", "envvars", "errors"],

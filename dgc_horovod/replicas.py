@@ -1,0 +1,95 @@
+"""Every so many steps the ranks compare a checksum of a part of their weights: a replica that drifts is found out."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dgc_horovod.agreement import Gatherer
+from dgc_horovod.config import DGCConfig
+
+RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # what a rank sends of one comparison
+_PART_BYTES = 2**24  # of weights that are looked at together: 3 ms
+_NAMED = 3  # tensors in a message
+ChecksumOf = Callable[[str], int]  # of the tensor of that name
+
+
+def checksum(data: Iterable[np.ndarray]) -> int:
+    """CRC-32 of contiguous arrays, one after another. 6 GB/s."""
+    found = 0
+    for array in data:
+        found = zlib.crc32(array.reshape(-1).view(np.uint8).data, found)
+    return found
+
+
+class ReplicaCheck:
+    """Which weights are compared after which step.
+
+    Args:
+        sizes: bytes of each tensor, by name, in an order that is the same on every rank.
+        config: ``check_every`` is used.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], config: DGCConfig) -> None:
+        self._every = config.check_every
+        self._parts: list[list[str]] = []
+        filled = _PART_BYTES
+        for name, nbytes in sizes.items():
+            if filled + nbytes > _PART_BYTES:
+                self._parts.append([])
+                filled = 0
+            self._parts[-1].append(name)
+            filled += nbytes
+
+    def due(self, step: int) -> list[str]:
+        """What is compared after `step` steps: a part in turn, or nothing. The first step is looked at too."""
+        if not self._every or not self._parts or (step != 1 and step % self._every):
+            return []
+        return self._parts[step // self._every % len(self._parts)]
+
+
+def record(step: int, found: int) -> np.ndarray:
+    """What a rank sends, as bytes."""
+    return np.array([(step, found)], RECORD).view(np.uint8)
+
+
+def same(received: np.ndarray) -> bool:
+    """Whether all ranks have sent the same."""
+    return len(set(received.view("<u8").tolist())) == 1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the ranks differ.
+
+    Args:
+        step: after which.
+        ranks: those that are not as most are.
+        names: of the tensors in which they differ.
+    """
+
+    step: int
+    ranks: list[int]
+    names: list[str]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
+        ranks, names = ", ".join(map(str, self.ranks)), ", ".join(map(repr, self.names[:_NAMED]))
+        return f"after step {self.step} rank {ranks} has other weights than the others: {names}{more}"
+
+
+def find(collectives: Gatherer, step: int, names: Sequence[str], checksum_of: ChecksumOf) -> Difference:
+    """Which ranks differ, and in what; called on every rank once `same` was false. Two small collectives."""
+    own = json.dumps([step, *(checksum_of(name) for name in names)])
+    texts = collectives.gather_bytes(own.encode(), "replicas.names")
+    sums = [json.loads(text) for text in texts]
+    usual, _ = Counter(texts).most_common(1)[0]
+    expected = json.loads(usual)
+    ranks = [rank for rank, text in enumerate(texts) if text != usual]
+    differing = [name for i, name in enumerate(names, 1) if any(theirs[i] != expected[i] for theirs in sums)]
+    return Difference(step, ranks, differing)
