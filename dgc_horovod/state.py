@@ -6,6 +6,7 @@ state: they are seeded by rank and step.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import zipfile
@@ -59,6 +60,20 @@ class ResidualState:
         out = io.BytesIO()
         np.savez(out, **{_HEAD: np.frombuffer(text.encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
         return out.getvalue()
+
+    def carried_on(self, rank: int, workers: int) -> ResidualState:
+        """What this rank goes on with as `rank` of `workers`, so that its part of what is owed to the model stays."""
+        if (rank, workers) == (self.rank, self.workers):
+            return self
+        changed = dataclasses.replace(self, rank=rank, workers=workers)
+        if workers == self.workers:
+            return changed
+        scale = np.float32(workers / self.workers if self.averages else 1.0)
+        scaled = {
+            name: {part: x * scale if part in (RESIDUAL, MOMENTUM) else x for part, x in arrays.items()}
+            for name, arrays in self.tensors.items()
+        }
+        return dataclasses.replace(changed, tensors=scaled, thresholds={})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ResidualState:

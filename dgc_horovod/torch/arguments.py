@@ -59,11 +59,6 @@ def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> li
 
 def check_arguments(op: int, predivide: float, passes: int) -> None:
     """Raise ConfigError or UnsupportedUse for what compression cannot do."""
-    if envvars.horovod_elastic():
-        raise UnsupportedUse(
-            "compression does not work under Horovod Elastic yet: residuals would not survive a change of ranks; "
-            "launch with a fixed -np, or use compression=Compression.none"
-        )
     if op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse(
             "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "

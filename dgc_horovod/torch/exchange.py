@@ -292,6 +292,13 @@ class GradientExchange:
         self._taken.clear()
         self._dense_path.clear(finite)
 
+    def abandon(self) -> None:
+        """Give up the step under way, if there is one: what it has sent is taken back."""
+        self.buckets.take_back()
+        for run in self.runs:
+            run.arrived = 0
+        self._forget_step(finite=False)
+
     def undo_clipping(self) -> bool:
         """Put back what a script's own clipping to ``clip_norm`` cut off the updates of the finished step.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from dgc_horovod import envvars
 from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
@@ -19,6 +20,7 @@ from dgc_horovod.torch import epochs, state
 from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
 from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.dense_path import ReduceSettings
+from dgc_horovod.torch.elastic import Membership
 from dgc_horovod.torch.exchange import GradientExchange
 from dgc_horovod.torch.replicas import Replicas
 from dgc_horovod.torch.report import (
@@ -49,29 +51,39 @@ class CompressedMethods:
             return
         parameters = {self._parameter_names[p]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
         check_parameters(parameters)
-        check_same_choice("dgc", self.process_set)
-        groups = boundaries(self, parameters)
-        check_agreement(Collectives(self.process_set, "start"), agreed_fields(self, parameters, groups, config))
-        names = "\n".join([f"process set {self.process_set.process_set_id}", *parameters])
-        collectives = Collectives(self.process_set, unique_tag(names))
-        self._dgc = GradientExchange(
-            parameters,
-            groups,
-            config,
-            collectives,
-            ReduceSettings(self.op, self.gradient_predivide_factor, self.sparse_as_dense),
-            _scale_of(grad_scaler),
-        )
-        self._dgc_replicas = Replicas(parameters, config, collectives)
+        self._dgc_config, self._dgc_parameters = config, parameters
+        self._dgc_boundaries = boundaries(self, parameters)
         self._groups = None  # their only use here is as bucket boundaries
+        self._dgc_membership = Membership(self.process_set) if envvars.horovod_elastic() else None
+        if self._dgc_membership is None:
+            check_same_choice("dgc", self.process_set)
+            check_agreement(Collectives(self.process_set, "start"), self._dgc_agreed_fields())
+        self._dgc_tag = unique_tag("\n".join([f"process set {self.process_set.process_set_id}", *parameters]))
+        self._dgc_build()
         update.prepare(self)
-        if config.warmup is not None and config.warmup.needs_epoch:
-            epochs.observe(self._dgc.buckets)
         self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
-        if collectives.rank == 0:
+        if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
+
+    def _dgc_agreed_fields(self: Any) -> dict[str, str]:
+        return agreed_fields(self, self._dgc_parameters, self._dgc_boundaries, self._dgc_config)
+
+    def _dgc_build(self: Any) -> None:
+        """Everything that depends on which ranks there are; again whenever they change."""
+        config, collectives = self._dgc_config, Collectives(self.process_set, self._dgc_tag)
+        self._dgc = GradientExchange(
+            self._dgc_parameters,
+            self._dgc_boundaries,
+            config,
+            collectives,
+            ReduceSettings(self.op, self.gradient_predivide_factor, self.sparse_as_dense),
+            _scale_of(self._dgc_scaler),
+        )
+        self._dgc_replicas = Replicas(self._dgc_parameters, config, collectives)
+        if config.warmup is not None and config.warmup.needs_epoch:
+            epochs.observe(self._dgc.buckets)
 
     @property
     def _step_supports_amp_scaling(self: Any) -> bool:
@@ -102,6 +114,8 @@ class CompressedMethods:
         if p.grad is None:  # unused in this step; another rank may have used it
             p.grad = torch.zeros_like(p)
         self._synchronized = False
+        if self._dgc_membership is not None:
+            self._dgc_membership.check(self)
         self._dgc_watch.taken(p)
         return self._dgc.submit(p, self._feed_of), None
 
@@ -212,14 +226,16 @@ class CompressedMethods:
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """As torch's; a stock checkpoint's momentum and moments are taken over, and u and v start empty."""
-        if self._handles:
+        if self._handles and self._dgc_membership is None:
             raise UnsupportedUse(
                 "load_state_dict() between backward() and step(): gradients are being exchanged; call it after step()"
             )
         _DistributedOptimizer.load_state_dict(self, state_dict)
         if self.process_set.included():
+            self._dgc.abandon()
             self._dgc.buckets.clear()
             self._dgc_update.prepare(self)
+            self._dgc_watch = GradientWatch()
 
     def residual_state_dict(self: Any) -> dict[str, Any]:
         """What this rank has kept of gradients that the model has not had yet: training state, of this rank alone.

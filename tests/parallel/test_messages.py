@@ -44,7 +44,6 @@ def test_script_habits(ranks):
         ("unscaled too early", r"optimizer.synchronize\(\) before scaler.unscale_"),
         ("scaler not passed", "pass grad_scaler=scaler"),
         ("loaded too early", "call it after step"),
-        ("elastic", "fixed -np"),
         ("unfrozen later", "'0.weight' did not require a gradient"),
     ],
 )

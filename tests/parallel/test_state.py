@@ -14,7 +14,11 @@ pytestmark = pytest.mark.parallel
 @pytest.fixture(scope="module")
 def ranks():
     return run_ranks(
-        2, [f"state.{case}" for case in ("resume", "flushed", "damage", "stock_and_back", "to_the_dense_path")]
+        2,
+        [
+            f"state.{case}"
+            for case in ("resume", "flushed", "damage", "stock_and_back", "to_the_dense_path", "flush_is_linear")
+        ],
     )
 
 
@@ -61,6 +65,10 @@ def test_a_flush_leaves_nothing_and_loses_nothing(ranks):
         assert run["worst"] < 1e-5, f"{name}: the weights have not moved by what was owed"
         assert run["left"] == 0 and run["finite"] and run["momentum"], (name, run)
         assert run["fingerprint"] == found[1][name]["fingerprint"]
+
+
+def test_a_flush_moves_momentum_and_changes_nothing_else(ranks):
+    assert all(distance < 1e-6 for distance in ranks[0]["state.flush_is_linear"].values()), ranks[0]
 
 
 def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):

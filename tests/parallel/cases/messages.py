@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +76,6 @@ def script_habits() -> dict[str, Any]:
         "unscaled too early": _error(lambda: _scaler_without_synchronize()),
         "scaler not passed": _error(lambda: _scaler_without_synchronize(passed=False)),
         "loaded too early": _error(lambda: _load_between()),
-        "elastic": _error(lambda: _under_elastic(model)),
         "unfrozen later": _error(lambda: _unfrozen_later()),
     }
     return results
@@ -154,14 +152,6 @@ def _load_between() -> None:
         optimizer.load_state_dict(optimizer.state_dict())
     finally:
         optimizer.step()
-
-
-def _under_elastic(model: nn.Module) -> None:
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
-        DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1))
-    finally:
-        del os.environ["HOROVOD_ELASTIC"]
 
 
 def _unfrozen_later() -> None:

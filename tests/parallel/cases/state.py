@@ -16,7 +16,7 @@ from dgc_horovod.errors import DGCError
 from dgc_horovod.state import ResidualState
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from dgc_horovod.torch.state import kept_by
-from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 STEPS, HALF = 24, 12
 _SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
@@ -170,6 +170,21 @@ def flushed() -> dict[str, Any]:
                 "finite": bool(torch.isfinite(weights(model)).all()),
             }  # fmt: skip
     return found
+
+
+def flush_is_linear() -> dict[str, Any]:
+    """Where all is sent at once there is nothing to flush but momentum, and that is moved, not changed."""
+    hvd.init()
+    everything = Compression.dgc(1.0, min_numel=1, values="fp32", dense_values="fp32", factor_masking=False)
+    distances = {}
+    for name in ("SGD", "Nesterov, decay"):
+        (one, never), (other, often) = (_made(everything, OPTIMIZERS[name]) for _ in range(2))
+        for first in range(0, STEPS, 4):
+            _train(one, never, first, first + 4)
+            _train(other, often, first, first + 4)
+            often.flush()
+        distances[name] = distance(weights(one), weights(other))
+    return distances
 
 
 def _split(vector: torch.Tensor, model: Any) -> tuple[torch.Tensor, ...]:
