@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.quality import runs, selection, tables
+from benchmarks.quality import runs, selection, selection_tables, tables
 from benchmarks.quality.training import Run
 from benchmarks.ranks import LaunchError, exit_on_signals
 from benchmarks.report import OtherMachine
@@ -21,11 +21,12 @@ EPILOG = """\
 studies:
   ablation    DGC part by part, rules, codecs and densities; 4 and 8 ranks, three tasks
   longer      the gap to dense training in runs of 1, 4 and 10 times the length
+  lowest      what brings the LSTM at density 0.1% closer to dense training; up to 30 times the length
   optimizers  Nesterov's momentum and AdamW
   real        some of the runs on Horovod's own ranks; the others are simulated in one process
   selection   what top-k and the Gaussian rule leave behind, on vectors and on gradients
 
-All of them take two hours on two cores. What has been run is kept, so that a study that was stopped goes
+All of them take three hours on two cores. What has been run is kept, so that a study that was stopped goes
 on; to measure anew: --file. `python -m benchmarks.page` makes docs/quality.md of it.
 """
 
@@ -58,8 +59,12 @@ def quick() -> None:
         plan = [Run("lstm", variant, 2, length=QUICK_LENGTH) for variant in ("dense", "+ residual (TopK-SGD)", "dgc")]
         runs.complete([*plan, replace(plan[-1], real=True)], file, processes=1)
         print(tables.every_run(runs.load(file)))
-    print(f"\n{tables.vectors(selection.vectors(draws=1))}\n")
-    print(tables.gradients({"images, TopK-SGD": selection.gradients("images", "+ residual (TopK-SGD)", steps=9)}))
+    print(f"\n{selection_tables.vectors(selection.vectors(draws=1))}\n")
+    print(
+        selection_tables.gradients(
+            {"images, TopK-SGD": selection.gradients("images", "+ residual (TopK-SGD)", steps=9)}
+        )
+    )
     print("\nA few steps: these figures mean nothing, they show that everything works.")
 
 

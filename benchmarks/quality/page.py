@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.quality import analysis, plots, runs, selection, tables
+from benchmarks.quality import analysis, plots, runs, selection, selection_tables, tables
 from benchmarks.quality.analysis import Outcome
 from benchmarks.report import ROOT
 
@@ -17,8 +17,8 @@ PAGE, README = ROOT / "docs" / "quality.md", ROOT / "README.md"
 def texts() -> dict[tuple[Path, str], str]:
     """The generated parts of the page and of README, by marker."""
     found, kept = analysis.outcomes(runs.load()), selection.load()
-    made = {**tables.blocks(found), "vectors": tables.vectors(kept["vectors"])}
-    made |= {"gradients": tables.gradients(kept["gradients"]), "made-by": made_by(found)}
+    made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
+    made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
     return {**{(PAGE, marker): text for marker, text in made.items()}, (README, "quality"): tables.readme(found)}
 
 

@@ -27,6 +27,7 @@ LONGEST = 30.0
 LOWEST_LONGEST = ("half the rate, dgc, density 0.1%", "half the rate, dgc, density 0.3%, values=2bit")
 _REAL = ("dense", "dgc", "dgc, rule=gaussian")
 _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
+_NOT_LEARNING = ("check_every", "on_mismatch")  # settings of the compression that change no weight
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
 
@@ -99,8 +100,11 @@ def settings(run: Run) -> str:
     if run.task not in TASKS or run.variant not in VARIANTS:
         return "none"
     task, variant = TASKS[run.task].settings, VARIANTS[run.variant]
+    config = variant.config(task)
+    given = {} if config is None else vars(config)
+    fields = sorted((name, value) for name, value in given.items() if name not in _NOT_LEARNING)
     others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
-    return hashlib.sha256(repr((task, variant.config(task), *others)).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
 
 
 def complete(plan: Iterable[Run], file: Path, processes: int) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.exchange import BucketExchange
 from dgc_horovod.ops.schema import Feed
+from dgc_horovod.torch.choice import choose_update
 from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.exchange import GradientExchange
-from dgc_horovod.torch.choice import choose_update
 from dgc_horovod.torch.updates import PlainUpdate
 from dgc_horovod.traffic import Traffic
 

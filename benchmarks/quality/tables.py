@@ -10,11 +10,10 @@ from typing import Any
 
 from benchmarks.quality import analysis
 from benchmarks.quality.analysis import Outcome, Row
-from benchmarks.quality.runs import LENGTHS, WORKERS, Results
-from benchmarks.quality.selection import MOMENTS
+from benchmarks.quality.runs import LENGTHS, LONGER, LONGEST, WORKERS, Results
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import ABLATION, CHOICES, OPTIMIZERS, VARIANTS, WITHOUT
+from benchmarks.quality.variants import ABLATION, CHOICES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
 from benchmarks.report import markdown
 
 
@@ -81,6 +80,7 @@ def blocks(found: Sequence[Outcome]) -> dict[str, str]:
         "ablation": "\n\n".join(_by_task(found, workers, (*ABLATION, *WITHOUT)) for workers in WORKERS),
         "order": _order(found),
         "longer": _longer(found),
+        "lowest": _lowest(found),
         "choices": "\n\n".join(_by_task(found, workers, ("dense", *CHOICES)) for workers in WORKERS),
         "against-defaults": _against_defaults(found),
         "counts": _counts(found),
@@ -105,17 +105,12 @@ def _at(**fields: Any) -> Callable[[Run], bool]:
 
 def _rows(rows: Iterable[Row]) -> str:
     head = ["", "test loss", "accuracy, %", "loss less dense's", "accuracy less dense's", "bytes sent"]
-    return markdown(head, ([row.run.variant, *_cells(row)] for row in rows))
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        spread(row.loss, ".3f"),
-        spread(row.accuracy, ".2f"),
-        spread(row.loss_gap, "+.3f"),
-        spread(row.accuracy_gap, "+.2f"),
-        _share(row.traffic),
-    ]
+    lines = []
+    for row in rows:
+        figures = (spread(row.loss, ".3f"), spread(row.accuracy, ".2f"))
+        gaps = (spread(row.loss_gap, "+.3f"), spread(row.accuracy_gap, "+.2f"))
+        lines.append([row.run.variant, *figures, *gaps, _share(row.traffic)])
+    return markdown(head, lines)
 
 
 def _share(traffic: float) -> str:
@@ -171,13 +166,28 @@ def _longer(found: Sequence[Outcome]) -> str:
     for task, goal in GOALS.items():
         for workers in WORKERS:
             rows = analysis.rows(found, _at(task=task, workers=workers, real=False))
-            for variant in dict.fromkeys(row.run.variant for row in rows if row.run.length == LENGTHS[-1]):
+            longest = {row.run.variant for row in rows if row.run.length == LENGTHS[-1]}
+            for variant in (name for name in LONGER if name in longest):
                 mine = {row.run.length: row for row in rows if row.run.variant == variant}
                 shown = [goal.shown(mine[length]) if length in mine else "" for length in LENGTHS]
                 sent = _share(mine[LENGTHS[-1]].traffic)
                 lines.append([f"{goal.name}, N = {workers}", variant, *shown, goal.verdict(mine[LENGTHS[-1]]), sent])
     lengths = [f"×{length:g}" for length in LENGTHS]
-    return markdown(["less dense's own", "", *lengths, "may lose, longest", "sent, longest"], lines)
+    return markdown(["against the dense run", "", *lengths, "may lose, longest", "sent, longest"], lines)
+
+
+def _lowest(found: Sequence[Outcome]) -> str:
+    """What the LSTM loses at the papers' density, each beside the dense run of its own learning rate."""
+    shown = ("dense", "dgc", "dgc, density 0.1%", *LOWEST)
+    lines = []
+    for workers, length in ((min(WORKERS), LENGTHS[-1]), (min(WORKERS), LONGEST), (max(WORKERS), LENGTHS[-1])):
+        for row in analysis.rows(found, _at(task="lstm", workers=workers, length=length, real=False)):
+            if row.run.variant in shown:
+                figures = spread(row.loss, ".3f"), spread(row.loss_gap, "+.3f")
+                lines.append(
+                    [f"N = {workers}, ×{length:g}", row.run.variant, *figures, len(row.loss), _share(row.traffic)]
+                )
+    return markdown(["", "", "test loss", "less dense's at that rate", "seeds", "sent"], lines)
 
 
 def _against_defaults(found: Sequence[Outcome]) -> str:
@@ -230,30 +240,6 @@ def _counts(found: Sequence[Outcome]) -> str:
             steps = sum(each.curve[-1][0] for each in mine)
             lines.append([variant, len(mine), f"{steps:,.0f}", *(f"{figure:.3f}" for figure in figures)])
     return markdown(["selected, in k", "runs", "steps", "least", "mean", "most"], lines)
-
-
-def vectors(rows: Sequence[dict[str, Any]]) -> str:
-    """The remainder on Gaussian vectors beside the bounds."""
-    lines = []
-    for row in rows:
-        below = 1 - row["k"] / row["numel"]
-        found = (row["exact"], below**2, row["gaussian"], row["sampled"], row["random"], below)
-        lines.append([f"{row['k']:,}", *(f"{value:.5f}" for value in found)])
-    return markdown(["k of 100,000", "top-k", "(1 - k/d)²", "gaussian", "sampled", "random", "1 - k/d"], lines)
-
-
-def gradients(kept: dict[str, list[dict[str, Any]]]) -> str:
-    """What top-k leaves of gradients and residuals at the moments of a run that were looked at."""
-    lines = []
-    for name, rows in kept.items():
-        for tensor in dict.fromkeys(row["tensor"] for row in rows):
-            mine = [row for row in rows if row["tensor"] == tensor]
-            below = 1 - mine[0]["k"] / mine[0]["numel"]
-            left = [f"{row['remainder']:.4f}" for row in mine]
-            tails = " ".join(f"{row['kurtosis']:.1f}" for row in mine)
-            lines.append([f"{name}, {tensor}", *left, f"{below**2:.4f}", f"{below:.4f}", tails])
-    moments = [f"{moment:.0%}" for moment in MOMENTS]
-    return markdown(["left by top-k", *moments, "(1 - k/d)²", "1 - k/d", "kurtosis"], lines)
 
 
 def readme(found: Sequence[Outcome]) -> str:

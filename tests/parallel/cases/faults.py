@@ -1,0 +1,95 @@
+"""What is not finite on one rank, beside a reference that NumPy computes, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch.state import kept_by
+from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model
+
+STEPS, MOMENTUM = 24, 0.9
+BAD = {"one NaN": np.nan, "one Inf": np.inf, "all overflowed": -np.inf}
+
+
+def _gradients(model: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def _spoiled(gradient: torch.Tensor, kind: str, draw: np.random.Generator) -> torch.Tensor:
+    bad = gradient.clone()
+    if kind.startswith("one"):
+        bad.view(-1)[int(draw.integers(bad.numel()))] = BAD[kind]
+    else:
+        bad[:] = BAD[kind]
+    return bad
+
+
+class Run:
+    """A model that is trained with gradients that the test has in its hands."""
+
+    def __init__(self) -> None:
+        self.model = smooth_model()
+        compression = Compression.dgc(0.02, min_numel=16, bucket_bytes=12_000)
+        self.optimizer = DistributedOptimizer(momentum_sgd(self.model), self.model.named_parameters(), compression)
+
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        """A step with these gradients, through the hooks."""
+        self.optimizer.zero_grad()
+        sum((p * g).sum() for p, g in zip(self.model.parameters(), gradients, strict=True)).backward()
+        self.optimizer.step()
+
+    def skip(self, gradients: list[torch.Tensor]) -> None:
+        """A step that sends and applies nothing; u and v take the gradients in, by NumPy."""
+        record = self.optimizer.residual_state_dict()
+        for (name, _), gradient in zip(self.model.named_parameters(), gradients, strict=True):
+            parts, g = record["tensors"][name], gradient.reshape(-1).numpy()
+            if "u" in parts:
+                parts["u"] = torch.from_numpy(np.float32(MOMENTUM) * parts["u"].numpy() + g)
+                g = parts["u"].numpy()
+            parts["v"] = torch.from_numpy(parts["v"].numpy() + g)
+        record["step"] += 1
+        self.optimizer.load_residual_state_dict(record)
+
+    def bits(self) -> list[str]:
+        """Of weights, u and v."""
+        tensors = kept_by(self.optimizer).tensors
+        kept = b"".join(x.tobytes() for name in sorted(tensors) for _, x in sorted(tensors[name].items()))
+        return [fingerprint(self.model), kept.hex()[:64], str(hash(kept))]
+
+
+def not_finite() -> dict[str, Any]:
+    """One rank's gradient is spoiled at one step; the run goes on as the reference does."""
+    hvd.init()
+    found = {}
+    for number, kind in enumerate(BAD):
+        common, own = np.random.default_rng(number), np.random.default_rng(100 * number + hvd.rank())
+        at, rank = int(common.integers(3, STEPS - 6)), int(common.integers(hvd.size()))
+        spoiled, reference = Run(), Run()
+        tensor = int(common.integers(len(list(spoiled.model.parameters()))))
+        same, weights_before = [], ""
+        for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+            gradients = _gradients(reference.model, x, y)
+            bad = list(gradients)
+            if step == at and hvd.rank() == rank:
+                bad[tensor] = _spoiled(gradients[tensor], kind, own)
+                gradients[tensor] = torch.nan_to_num(bad[tensor], 0, 0, 0)
+            if step == at:
+                weights_before = fingerprint(spoiled.model)
+                reference.skip(gradients)
+            else:
+                reference.step(gradients)
+            spoiled.step(bad)
+            if step == at:
+                same.append(fingerprint(spoiled.model) == weights_before)
+            if step >= at:
+                same.append(spoiled.bits() == reference.bits())
+        tensors = kept_by(spoiled.optimizer).tensors
+        finite = all(np.isfinite(x).all() for arrays in tensors.values() for x in arrays.values())
+        found[kind] = {"same": same, "finite": finite, "fingerprint": fingerprint(spoiled.model), "at": [at, rank]}
+    return found
