@@ -88,7 +88,10 @@ def together(collectives: Gatherer, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         own, cause = str(error) if isinstance(error, DGCError) else f"{type(error).__name__}: {error}", error
-    texts = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "together")]
+    try:
+        texts = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "together")]
+    except Exception as lost:
+        raise lost from cause  # what went wrong here goes before what the others are missing
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     if failed:
         raise CheckpointError(f"{what} failed; " + "; ".join(failed)) from cause

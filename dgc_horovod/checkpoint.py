@@ -7,135 +7,119 @@ the manifest names either all files of this save, or all of the one before. Noth
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import os
+import re
 import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dgc_horovod import __version__
 from dgc_horovod.agreement import Gatherer, shared_from_first, together
 from dgc_horovod.config import DGCConfig, check_choice
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.state import FORMAT, ResidualState, handed_on, shares
+from dgc_horovod.manifest import MANIFEST, File, Manifest, digest
+from dgc_horovod.state import ResidualState, handed_on, shares
 
 _log = logging.getLogger("dgc_horovod")
-MANIFEST, MODEL = "manifest.json", "model"
+MODEL = "model"
 _PREFIX = "dgc-"  # of every other file
+_OURS = re.compile(rf"{_PREFIX}([0-9a-f]{{8}})(\.part|-rank\d+\.npz|-model\.\w+)")
 REQUIRED, IF_SOUND, IGNORED = RESIDUALS = ("required", "if sound", "ignored")
 
 
 @dataclass(frozen=True)
-class File:
-    """One file of a checkpoint: its name in the directory, its length and the digest of its bytes."""
-
-    name: str
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds.
+class Content:
+    """What one rank brings to a checkpoint.
 
     Args:
-        step: steps that were finished.
-        workers: N; 0 where there are no residuals.
-        averages: whether the ranks' gradients were averaged or summed.
-        config: the compression, field by field.
-        files: "model" and "rank 0", "rank 1", ...
+        holds: see `Manifest`.
+        model: bytes of the model's file; those of rank 0 are written.
+        state: residuals of this rank, or None.
+        config: the compression, or None.
     """
 
-    step: int
-    workers: int
-    averages: bool
-    config: dict[str, str]
-    files: dict[str, File]
-
-    def file(self, key: str) -> File:
-        """One of `files`."""
-        if key not in self.files:
-            raise CheckpointError(f"{MANIFEST} names no file of {key}")
-        return self.files[key]
-
-    def to_bytes(self) -> bytes:
-        """As JSON that carries its own digest."""
-        body = {"format": FORMAT, "dgc_horovod": __version__, **dataclasses.asdict(self)}
-        return json.dumps({**body, "digest": _digest_of(body)}, indent=1).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
-        """What `to_bytes` was called on.
-
-        Raises:
-            CheckpointError: these are no such bytes.
-        """
-        try:
-            body = json.loads(data)
-            if body.pop("digest") != _digest_of(body):
-                raise ValueError("its digest does not fit")
-            if body["format"] != FORMAT:
-                raise ValueError(f"it has format {body['format']!r}; this version reads {FORMAT}")
-            files = {key: File(**record) for key, record in body["files"].items()}
-            return cls(body["step"], body["workers"], body["averages"], body["config"], files)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{MANIFEST} is damaged ({error})") from None
+    holds: str
+    model: bytes
+    state: ResidualState | None
+    config: DGCConfig | None
 
 
-def _digest_of(body: dict[str, Any]) -> str:
-    return _digest(json.dumps(body, sort_keys=True).encode())
+def digest_of_names(names: Iterable[str], process_set_id: int) -> str:
+    """For `Manifest.holds`."""
+    return digest("\n".join([str(process_set_id), *names]).encode())
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def save(
-    directory: Path,
-    collectives: Gatherer,
-    step: int,
-    model: bytes,
-    state: ResidualState | None,
-    config: DGCConfig | None,
-) -> None:
+def save(directory: Path, collectives: Gatherer, make: Callable[[], Content]) -> None:
     """Write a checkpoint; called on every rank. The one that was there before is replaced when all is written.
 
     Args:
         directory: made if it is not there; other files in it are left alone.
         collectives: of the ranks.
-        step: steps that were finished.
-        model: bytes of the model's file; those of rank 0 are written.
-        state: residuals of this rank, or None.
-        config: the compression, or None.
+        make: gives what is written; an error of it is one on every rank.
 
     Raises:
         CheckpointError: on every rank, if any could not write; what was there before is still there then.
     """
     token = shared_from_first(collectives, secrets.token_hex(4).encode(), "token").decode()
+    try:
+        _save(directory, collectives, make, token)
+    except CheckpointError:
+        _remove(directory, lambda found: found == token)  # a full disk would stay full
+        raise
+    _remove(directory, lambda found: found != token)  # earlier saves, and what was left of interrupted ones
+
+
+def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], token: str) -> None:
     written: dict[str, File] = {}
     with together(collectives, f"saving to {directory}"):
+        content = make()
+        state = content.state
         directory.mkdir(parents=True, exist_ok=True)
+        if collectives.rank == 0:
+            _check_own(directory, content.holds)
+            written[MODEL] = _write(directory, f"{_PREFIX}{token}-{MODEL}.bin", content.model)
         if state is not None:
             name = f"{_PREFIX}{token}-rank{state.rank}.npz"
             written[f"rank {state.rank}"] = _write(directory, name, state.to_bytes())
-        if collectives.rank == 0:
-            written[MODEL] = _write(directory, f"{_PREFIX}{token}-{MODEL}.pt", model)
     records = {key: dataclasses.asdict(file) for key, file in written.items()}
     files: dict[str, File] = {}
     for data in collectives.gather_bytes(json.dumps(records).encode(), "files"):
         files.update({key: File(**record) for key, record in json.loads(data).items()})
     with together(collectives, f"saving to {directory}"):
         if collectives.rank == 0:
-            fields = {} if config is None else {name: repr(value) for name, value in vars(config).items()}
-            workers, averages = (0, True) if state is None else (state.workers, state.averages)
-            manifest = Manifest(step, workers, averages, fields, dict(sorted(files.items())))
+            fields = (
+                {} if content.config is None else {name: repr(value) for name, value in vars(content.config).items()}
+            )
+            step, epoch, workers, averages = (
+                (0, None, 0, True) if state is None else (state.step, state.epoch, state.workers, state.averages)
+            )
+            found = dict(sorted(files.items()))
+            manifest = Manifest(content.holds, step, epoch, workers, averages, fields, found)
             _write(directory, MANIFEST, manifest.to_bytes())
-    for file in directory.glob(f"{_PREFIX}*"):  # of earlier saves, or of one that was interrupted
-        if not file.name.startswith(f"{_PREFIX}{token}-"):
-            file.unlink(missing_ok=True)
+
+
+def _check_own(directory: Path, holds: str) -> None:
+    try:
+        before = Manifest.from_bytes((directory / MANIFEST).read_bytes())
+    except (OSError, CheckpointError):
+        return  # there is none, or none that can be used
+    if before.holds != holds:
+        raise CheckpointError(
+            f"{directory} has the checkpoint of another optimizer, process set or model; give each a directory of its "
+            "own"
+        )
+
+
+def _remove(directory: Path, which: Callable[[str], bool]) -> None:
+    """Remove those of our files of whose token `which` says so; several ranks may do it at once."""
+    for file in directory.glob(f"{_PREFIX}*"):
+        ours = _OURS.fullmatch(file.name)
+        if ours and which(ours[1]) and file.is_file():
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
 
 
 def _write(directory: Path, name: str, data: bytes) -> File:
@@ -149,19 +133,21 @@ def _write(directory: Path, name: str, data: bytes) -> File:
         beside.replace(directory / name)
     finally:
         beside.unlink(missing_ok=True)
-    return File(name, len(data), _digest(data))
+    return File(name, len(data), digest(data))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` found: the manifest, the bytes of the model's file, this rank's residuals if there are any."""
+    """What `load` found: the manifest, the bytes of the model's file, and what this rank goes on from."""
 
     manifest: Manifest
     model: bytes
-    state: ResidualState | None
+    state: ResidualState
 
 
-def load(directory: Path, collectives: Gatherer, config: DGCConfig | None, residuals: str = REQUIRED) -> Checkpoint:
+def load(
+    directory: Path, collectives: Gatherer, config: DGCConfig | None, averages: bool, residuals: str = REQUIRED
+) -> Checkpoint:
     """Read a checkpoint; called on every rank.
 
     Manifest and model are read by rank 0 and sent to the others; residuals are read by the rank that goes on from them.
@@ -172,6 +158,7 @@ def load(directory: Path, collectives: Gatherer, config: DGCConfig | None, resid
         directory: of `save`.
         collectives: of the ranks.
         config: the compression now; None: no residuals are wanted.
+        averages: whether gradients are averaged or summed now.
         residuals: "required"; "if sound": without those that are missing or damaged, whose content is lost; "ignored".
 
     Raises:
@@ -186,31 +173,42 @@ def load(directory: Path, collectives: Gatherer, config: DGCConfig | None, resid
             model = _sound(directory, Manifest.from_bytes(data).file(MODEL))
     manifest = Manifest.from_bytes(shared_from_first(collectives, data, "manifest"))
     model = shared_from_first(collectives, model, "model")
+    empty = ResidualState(collectives.rank, collectives.workers, averages, manifest.step, manifest.epoch)
     if config is None or residuals == IGNORED or not manifest.workers:
-        return Checkpoint(manifest, model, None)
+        return Checkpoint(manifest, model, empty)
     found: dict[int, ResidualState] = {}
     with together(collectives, f"loading {directory}"):
-        _check_method(manifest, config)
+        _check_method(manifest, config, averages)
         for old in shares(collectives.rank, collectives.workers, manifest.workers, manifest.averages):
             try:
                 found[old] = _residuals(directory, manifest, old)
             except CheckpointError as error:
                 if residuals == REQUIRED:
                     raise CheckpointError(
-                        f'{error}; pass residuals="if sound" to go on without it: what that rank had not sent is lost'
+                        f"{error}. With another number of ranks than before ({manifest.workers}) every rank must see "
+                        'the directory. residuals="if sound" goes on without the file; what it held is lost'
                     ) from None
                 _log.warning("dgc_horovod: rank %d goes on without it: %s", collectives.rank, error)
-    state = ResidualState(collectives.rank, collectives.workers, manifest.averages, manifest.step)
-    return Checkpoint(manifest, model, handed_on(found, collectives.rank, collectives.workers) if found else state)
+    return Checkpoint(manifest, model, handed_on(found, collectives.rank, collectives.workers) if found else empty)
 
 
-def _check_method(manifest: Manifest, config: DGCConfig) -> None:
-    """With momentum correction a residual holds updates, without it gradients: one is no good for the other."""
-    before, now = manifest.config.get("momentum_correction"), repr(config.momentum_correction)
-    if before != now:
+def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None:
+    """With momentum correction a residual holds updates, without it gradients: one is no good for the other.
+
+    So are those of a tensor that was compressed no good for one that is sent whole.
+    """
+    now = {name: repr(value) for name, value in vars(config).items()}
+    for name in ("momentum_correction", "min_numel", "compress_1d"):
+        if manifest.config.get(name) != now[name]:
+            raise CheckpointError(
+                f"the residuals were kept with {name}={manifest.config.get(name)}, and it is {now[name]} now; call "
+                'flush() before saving to change it, or pass residuals="ignored": what was not sent is lost then'
+            )
+    if manifest.averages != averages:
+        how = {True: "averaging", False: "summing"}
         raise CheckpointError(
-            f"the residuals were kept with momentum_correction={before}, and it is {now} now; call flush() before "
-            'saving to change the method, or pass residuals="ignored": what was not sent is lost then'
+            f"the residuals were kept {how[manifest.averages]} gradients, now {how[averages]}; give the same op, or "
+            "call flush() before saving"
         )
 
 
@@ -234,6 +232,6 @@ def _sound(directory: Path, file: File) -> bytes:
     if Path(file.name).name != file.name:
         raise CheckpointError(f"{MANIFEST} names a file outside its directory: {file.name!r}")
     data = _read(directory / file.name)
-    if len(data) != file.nbytes or _digest(data) != file.digest:
+    if len(data) != file.nbytes or digest(data) != file.digest:
         raise CheckpointError(f"{file.name} is damaged: its bytes are not those that were written")
     return data

@@ -19,6 +19,7 @@ SCOPES = ("bucket", "tensor")
 VALUES = ("fp32", "fp16", "bf16", "8bit", "4bit", "2bit")
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 ON_MISMATCH = ("stop", "broadcast")
+ON_NONFINITE = ("skip", "stop")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class DGCConfig:
             tensor), in turn; 0: never.
         on_mismatch: what happens where they differ: "stop": ReplicaMismatch on every rank; "broadcast": all go on with
             weights and optimizer state of the first rank.
+        on_nonfinite: what happens where a gradient is NaN or infinite on some rank and there is no loss scaling: "skip"
+            the step, on every rank; "stop": NotFinite on every rank.
     """
 
     density: float = 0.001
@@ -70,6 +73,7 @@ class DGCConfig:
     seed: int = 0
     check_every: int = 100
     on_mismatch: str = "stop"
+    on_nonfinite: str = "skip"
 
     def __post_init__(self) -> None:
         _check_fraction("density", self.density)
@@ -79,6 +83,7 @@ class DGCConfig:
         check_choice("values", self.values, VALUES)
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
         check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         for name in ("momentum_correction", "factor_masking", "compress_1d"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):

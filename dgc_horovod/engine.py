@@ -74,6 +74,7 @@ class BucketEngine:
         self._summed: np.ndarray | None = None
         self._sent: _Sent | None = None
         self._step = 0
+        self.flagged: list[int] = []  # ranks whose gradient was not finite in the last packets; a sum does not tell
 
     # -- sending
 
@@ -235,6 +236,16 @@ class BucketEngine:
         return dict(zip(PARTS, (state.v, state.u, *(state.moments or (None, None))), strict=True))
 
     @property
+    def sent(self) -> Elements:
+        """What the last `compress` sent, as it stood in v, until the step ends."""
+        return self._sent.elements if self._sent is not None else NO_ELEMENTS
+
+    @property
+    def threshold(self) -> float:
+        """The least magnitude sent at the last step; 0 where it is not known."""
+        return self._plan.predictor.least if self._plan is not None else 0.0
+
+    @property
     def thresholds(self) -> np.ndarray:
         """What the next step's thresholds are guessed from; empty before the first."""
         if self._plan is None:
@@ -289,6 +300,7 @@ class BucketEngine:
             )
         self._packets, self._summed = received.reshape(self.workers, wire.nbytes), None
         self._counts, flags = wire.read_headers(self.kernels.coder, self._packets, self._step)
+        self.flagged = np.flatnonzero(flags).tolist()
         for _ in self._groups(decoded=False):  # every packet is read before anything is changed
             pass
         return not flags.any()
@@ -305,7 +317,7 @@ class BucketEngine:
                 f"bucket {self.bucket.index}: the ranks are at different steps (here {self._step}); "
                 "all ranks must run the same number of steps"
             )
-        self._packets, self._summed = None, received[:-_MARKS]
+        self._packets, self._summed, self.flagged = None, received[:-_MARKS], []
         return bool(flags == 0)
 
     def _groups(self, decoded: bool) -> Iterator[list[Elements]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, RULES, SCOPES, VALUES, check_choice
+from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, ON_NONFINITE, RULES, SCOPES, VALUES, check_choice
 from dgc_horovod.errors import ConfigError
 
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
@@ -153,9 +153,8 @@ FIELDS = (
     _field("bucket_bytes", "67108864", "bytes of gradient that share a message, >= 1", "whole", _WIRE),
     _field("seed", "0", "of the rules that draw at random, >= 0", "whole", _WIRE),
     _field("check_every", "100", "steps between comparisons of the ranks' weights, 0: never", "whole", _RUN),
-    _field(
-        "on_mismatch", "stop", "or go on with the first rank's, where they differ", "text", _RUN, choices=ON_MISMATCH
-    ),
+    _field("on_mismatch", "stop", "or take the first rank's, where they differ", "text", _RUN, choices=ON_MISMATCH),
+    _field("on_nonfinite", "skip", "the step, where a gradient is not finite", "text", _RUN, choices=ON_NONFINITE),
 )
 TIMEOUT = EnvironmentVariable(
     "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "seconds", flag="--dgc-timeout"
@@ -165,7 +164,7 @@ BACKEND = EnvironmentVariable(
     flag="--dgc-backend", choices=("auto", "native", "torch_eager", "reference"),
 )  # fmt: skip
 METRICS_FILE = EnvironmentVariable(
-    "DGC_METRICS_FILE", "", "rank 0 appends its counters as JSON lines, every 10 s and at the end", "path",
+    "DGC_METRICS_FILE", "", "rank 0's counters: JSON lines, *.prom: Prometheus, */: TensorBoard", "path",
     flag="--dgc-metrics-file",
 )  # fmt: skip
 ALLOW_INACTIVE = EnvironmentVariable(
@@ -228,6 +227,11 @@ def horovod_elastic() -> bool:
 def horovod_autotune() -> bool:
     """Whether Horovod tunes its own parameters, the response cache among them."""
     return os.environ.get("HOROVOD_AUTOTUNE") == "1"
+
+
+def checkpoint_seconds() -> float:
+    """How long a rank waits for others that write or read files: fifteen times `timeout_seconds`."""
+    return 15 * timeout_seconds()
 
 
 def timeout_seconds() -> float:

@@ -41,3 +41,7 @@ class CheckpointError(DGCError, RuntimeError):
 
 class ReplicaMismatch(DGCError, RuntimeError):
     """The ranks' weights are not the same any more. Raised on every rank."""
+
+
+class NotFinite(DGCError, ArithmeticError):
+    """A gradient was NaN or infinite on some rank, and the job is to stop then. Raised on every rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,7 +12,9 @@ import numpy as np
 from dgc_horovod.bucket import TensorSpec, plan
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
+from dgc_horovod.errors import CheckpointError
 from dgc_horovod.message import Message
+from dgc_horovod.meter import BucketMeter
 from dgc_horovod.ops.schema import Kernels
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state import MOMENTUM, RESIDUAL, Arrays, ResidualState
@@ -58,11 +61,13 @@ class BucketExchange:
             BucketEngine(bucket, config, kernels_of(bucket.segments[0].name), rank, workers)
             for bucket in self.layout.buckets
         ]
+        self.meters = {engine: BucketMeter(engine) for engine in self.engines}
         self.place = {
             segment.name: (engine, i) for engine in self.engines for i, segment in enumerate(engine.bucket.segments)
         }
         compressed = sum(self.numel[name] for name in self.compressed)
         self.tally = Tally(workers, sum(self.numel.values()), compressed, traffic)
+        self.tally.buckets = weakref.WeakMethod(self.bucket_stats)
         ledger.append(self.tally)
         self.steps = 0  # finished so far, of the whole training
         self.epoch: int | None = None  # that the warm-up was told last
@@ -89,9 +94,11 @@ class BucketExchange:
             clip: factor of the gradients, from `clip_factor`.
             loss_scale: by which the loss, hence every gradient, is multiplied.
         """
-        traffic = self.tally.traffic
+        traffic, meter = self.tally.traffic, self.meters[engine]
+        meter.begins()
         with traffic.timing("compressing"):
             message = engine.compress(clip / loss_scale, self.steps, self.density())
+        meter.compressed(message)
         with self._lock:
             if not engine.bucket.whole:
                 self.tally.selected += message.count
@@ -107,9 +114,12 @@ class BucketExchange:
             received: the ranks' packets after one another, or the sum of their vectors.
             loss_scale: see `compress`.
         """
+        self.meters[engine].begins()
         with self.tally.traffic.timing("decoding"):
             finite = engine.receive(received)
-            return engine.fill(self.mean_scale * loss_scale) and finite
+            finite = engine.fill(self.mean_scale * loss_scale) and finite
+        self.meters[engine].decoded()
+        return finite
 
     def clip_factor(self, other_squares: float = 0.0, loss_scale: float = 1.0) -> float:
         """The factor that brings this rank's whole gradient within its limit; every gradient must have been offered.
@@ -141,6 +151,16 @@ class BucketExchange:
         self.steps += 1
         self.tally.steps += 1
 
+    def where_not_finite(self) -> str:
+        """In words, where a gradient of the last step was not finite; the same text on every rank."""
+        found = [engine for engine in self.engines if engine.flagged]
+        if not found:
+            return "some rank"
+        ranks = sorted({rank for engine in found for rank in engine.flagged})
+        names = [segment.name for engine in found for segment in engine.bucket.segments]
+        among = f"{names[0]!r}" if len(names) == 1 else f"the {len(names)} tensors from {names[0]!r} to {names[-1]!r}"
+        return f"rank {', '.join(map(str, ranks))}, among {among}"
+
     def take_back(self) -> None:
         """Take back what the step under way has sent."""
         for engine in self.engines:
@@ -164,7 +184,11 @@ class BucketExchange:
 
         Returns:
             The residuals of tensors that are in no bucket any more: the number of ranks decides which are.
+
+        Raises:
+            CheckpointError: it is of another rank, another number of ranks or another model; nothing is changed then.
         """
+        self._check_fits(state)
         self.clear()
         self.steps, self.epoch = state.step, state.epoch
         for name, arrays in state.tensors.items():
@@ -176,6 +200,29 @@ class BucketExchange:
             engine.thresholds = memory
         left = {name: arrays[RESIDUAL] for name, arrays in state.tensors.items() if name not in self.place}
         return {name: v for name, v in left.items() if v.any()}
+
+    def _check_fits(self, state: ResidualState) -> None:
+        ours, theirs = (self.workers, self.rank, self.averages), (state.workers, state.rank, state.averages)
+        if ours != theirs:
+            how = {True: "averaging", False: "summing"}
+            raise CheckpointError(
+                f"the residuals are of rank {state.rank} of {state.workers}, {how[state.averages]} gradients; this is "
+                f"rank {self.rank} of {self.workers}, {how[self.averages]}; load_checkpoint hands them on"
+            )
+        for name, arrays in state.tensors.items():
+            sizes = {array.size for array in arrays.values()}
+            if sizes != {self.numel.get(name)}:
+                raise CheckpointError(
+                    f"the residual of {name!r} has {sorted(sizes)} elements, the model's tensor has "
+                    f"{self.numel.get(name, 'been removed')}; they must be of the same model"
+                )
+        missing = [name for name in self.compressed if RESIDUAL not in state.tensors.get(name, {})]
+        if missing and state.tensors:
+            raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: of another model?")
+
+    def bucket_stats(self) -> list[dict[str, float]]:
+        """`BucketMeter.stats` of every bucket."""
+        return [meter.stats() for meter in self.meters.values()]
 
     def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
         """Copies of u and v of every tensor in a bucket, by name: what tests and tools look at."""
@@ -189,4 +236,4 @@ class BucketExchange:
 def _key(engine: BucketEngine) -> str:
     """A bucket's name in a record of thresholds, of which those of another layout are of no use."""
     bucket, config = engine.bucket, engine.config
-    return f"{bucket.segments[0].name}, {bucket.numel} elements, {config.rule}, scope {config.scope}"
+    return f"bucket {bucket.index}, {bucket.numel} elements, {config.rule}, scope {config.scope}"

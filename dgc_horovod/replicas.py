@@ -69,7 +69,7 @@ class Difference:
 
     Args:
         step: after which.
-        ranks: those that are not as most are.
+        ranks: those that are not as most are; none where there are two ranks, of which either may be wrong.
         names: of the tensors in which they differ.
     """
 
@@ -80,7 +80,8 @@ class Difference:
     def __str__(self) -> str:
         more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
         ranks, names = ", ".join(map(str, self.ranks)), ", ".join(map(repr, self.names[:_NAMED]))
-        return f"after step {self.step} rank {ranks} has other weights than the others: {names}{more}"
+        which = f"rank {ranks} has other weights than the others" if self.ranks else "the two ranks have other weights"
+        return f"after step {self.step} {which}: {names}{more}"
 
 
 def find(collectives: Gatherer, step: int, names: Sequence[str], checksum_of: ChecksumOf) -> Difference:
@@ -92,4 +93,4 @@ def find(collectives: Gatherer, step: int, names: Sequence[str], checksum_of: Ch
     expected = json.loads(usual)
     ranks = [rank for rank, text in enumerate(texts) if text != usual]
     differing = [name for i, name in enumerate(names, 1) if any(theirs[i] != expected[i] for theirs in sums)]
-    return Difference(step, ranks, differing)
+    return Difference(step, ranks if len(texts) > 2 else [], differing)

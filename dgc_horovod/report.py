@@ -10,7 +10,6 @@ from dgc_horovod.exchange import BucketExchange
 
 _log = logging.getLogger("dgc_horovod")
 
-NOT_FINITE = "a gradient was not finite on some rank; that step is applied on no rank"
 ADAM_DIRECTIONS = (
     "with Adam the mathematics changes: each rank's own Adam direction is compressed and averaged, not the gradient; "
     "compare the result with dense training once (docs/algorithm.md)"
@@ -19,6 +18,11 @@ ADAM_AFTER = (
     "with Adam the mathematics changes: Adam is given bursts of gradient, which costs more quality than method dgc "
     "does; compare the result with dense training once (docs/algorithm.md)"
 )
+
+
+def not_finite(step: int, where: str) -> str:
+    """What is said of a step that is not applied: its number from 0, and `BucketExchange.where_not_finite`."""
+    return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
 
 
 def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:

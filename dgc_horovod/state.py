@@ -50,6 +50,22 @@ class ResidualState:
     directions: dict[str, int] = field(default_factory=dict)
     thresholds: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As a dict of plain values and arrays."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> ResidualState:
+        """What `to_dict` was called on.
+
+        Raises:
+            CheckpointError: it is no such dict.
+        """
+        try:
+            return cls(**record)
+        except TypeError as error:
+            raise CheckpointError(f"this is no dict of residual_state_dict() ({error})") from None
+
     def to_bytes(self) -> bytes:
         """As the bytes of an ``.npz`` file, which holds arrays and no code."""
         head = {name: getattr(self, name) for name in ("rank", "workers", "averages", "step", "epoch", "directions")}
@@ -162,7 +178,8 @@ def handed_on(states: Mapping[int, ResidualState], rank: int, workers: int) -> R
     weights = shares(rank, workers, one.workers, one.averages)
     means = shares(rank, workers, one.workers, averages=True)  # Adam's moments are never summed
     for old, state in states.items():
-        made.directions.update(state.directions)
+        for name, count in state.directions.items():
+            made.directions[name] = max(count, made.directions.get(name, 0))
         for name, arrays in state.tensors.items():
             for part, array in arrays.items():
                 weight = (weights if part in (RESIDUAL, MOMENTUM) else means).get(old, 0.0)

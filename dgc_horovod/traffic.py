@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -60,6 +60,7 @@ class Tally:
     traffic: Traffic = field(default_factory=Traffic)
     steps: int = 0
     selected: int = 0
+    buckets: Callable[[], Callable[[], list[dict[str, float]]] | None] = lambda: None  # while the exchange is alive
 
     def stats(self) -> dict[str, float]:
         """The counts, beside those of fp32 ring allreduces of all tensors."""
@@ -85,3 +86,9 @@ def total(tallies: list[Tally]) -> dict[str, float]:
     none = Tally(1, 0, 0).stats()
     each = [tally.stats() for tally in tallies]
     return {name: sum(stats[name] for stats in each) for name in none}
+
+
+def bucket_stats(tallies: list[Tally]) -> list[dict[str, float]]:
+    """What every bucket of several exchanges is like, of those that are still there."""
+    alive = [found for tally in tallies if (found := tally.buckets()) is not None]
+    return [bucket for stats in alive for bucket in stats()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import sys
@@ -15,8 +14,9 @@ from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.desk import Desk
 from dgc_horovod.launch.settings import UNCOMPRESSED, Job
+from dgc_horovod.metrics import Writer, writer_for
 from dgc_horovod.report import make_visible
-from dgc_horovod.traffic import ledger, total
+from dgc_horovod.traffic import bucket_stats, ledger, total
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
@@ -41,6 +41,7 @@ class Outcome:
         self.wrapped = 0  # optimizers, tapes and loaded models
         self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
         self._told: set[str] = set()
+        self._writer: Writer | None = None
         self._start = time.monotonic()
         self._process = os.getpid()
         address = envvars.DESK.read()
@@ -142,15 +143,18 @@ class Outcome:
 
     def _write_metrics(self, path: str, final: bool) -> None:
         record = {
-            "time": round(time.time(), 3),
             "seconds": round(time.monotonic() - self._start, 3),
             "version": __version__,
             "method": self.job.method,
             "final": final,
             **self.stats(),
+            "buckets": bucket_stats(list(ledger)),
         }
-        with open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        if self._writer is None:
+            self._writer = writer_for(path)
+        self._writer.write(record)
+        if final:
+            self._writer.close()
 
     def end(self) -> int:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""

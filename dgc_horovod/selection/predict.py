@@ -41,6 +41,11 @@ class FloorPredictor:
         self.floors = [self._unknown(span) for span in range(spans)]
 
     @property
+    def least(self) -> float:
+        """The least magnitude that was selected at the last step, of all spans; 0 where it is not known."""
+        return min((value for value in self._last if value), default=0.0)
+
+    @property
     def memory(self) -> np.ndarray:
         """All that is learnt, as one vector."""
         return np.concatenate([self._steepness, self._aim, self._trend, self._last, self.floors])

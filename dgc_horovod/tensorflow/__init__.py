@@ -42,6 +42,7 @@ from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
 from dgc_horovod.tensorflow.broadcast import broadcast_variables  # noqa: E402
 from dgc_horovod.tensorflow.compression import Compression  # noqa: E402
 from dgc_horovod.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
+from dgc_horovod.tensorflow.state import load_checkpoint, save_checkpoint  # noqa: E402
 from dgc_horovod.tensorflow.tape import DistributedGradientTape  # noqa: E402
 
 __all__ = [
@@ -51,4 +52,6 @@ __all__ = [
     "DistributedOptimizer",
     "WarmupSchedule",
     "broadcast_variables",
+    "load_checkpoint",
+    "save_checkpoint",
 ]

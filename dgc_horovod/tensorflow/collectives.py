@@ -22,15 +22,16 @@ class Collectives:
     Args:
         process_set: Horovod's; N is its size.
         tag: prefix of every name; names are fixed over the run, so that Horovod's cache always hits.
+        timeout: seconds that `gather_bytes` waits for the others; None: DGC_TIMEOUT.
     """
 
-    def __init__(self, process_set: hvd.ProcessSet, tag: str) -> None:
+    def __init__(self, process_set: hvd.ProcessSet, tag: str, timeout: float | None = None) -> None:
         self.process_set, self.tag = process_set, tag
         self.workers: int = process_set.size()
         self.rank: int = process_set.rank()
         self.alone = self.workers == 1 and not envvars.horovod_elastic()  # an elastic job may grow
         self.traffic = Traffic()
-        self.watch = Watch(process_set)
+        self.watch, self._timeout = Watch(process_set), timeout
 
     def full_name(self, name: str) -> str:
         """The name under which Horovod knows the collective `name`."""
@@ -96,7 +97,7 @@ class Collectives:
             CollectiveTimeout: another rank did not join within DGC_TIMEOUT seconds.
         """
         # a graph may be under construction
-        with tf.init_scope(), watched(self.process_set, self.full_name(name)):
+        with tf.init_scope(), watched(self.process_set, self.full_name(name), self._timeout):
             lengths = self.allgather(tf.constant([len(data)], tf.int64), f"{name}.lengths").numpy()
             own = tf.constant(np.frombuffer(data, np.uint8))
             everything = self.allgather(own, name).numpy().tobytes()

@@ -17,13 +17,14 @@ from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import FIELD_NAMES
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.report import describe
+from dgc_horovod.state import ResidualState
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.exchange import GradientExchange
 from dgc_horovod.tensorflow.host_steps import Homes
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
 from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of, kind_of, native, sources_of, zeros_for
-from dgc_horovod.traffic import total
+from dgc_horovod.traffic import bucket_stats, total
 
 _log = logging.getLogger("dgc_horovod")
 _SKIPPED_AT_MOST = 100  # exchanges that a script may leave out between two
@@ -45,6 +46,11 @@ class Clock:
     def reloaded(self) -> None:
         """The optimizer's variables have been loaded."""
         self._generation += 1
+
+    def resumed(self, iterations: int) -> int:
+        """Weights, optimizer and residuals have been loaded together, at `iterations`; the generation that they are."""
+        self._last, self._seen = iterations, self._generation
+        return self._generation
 
     def generation(self, iterations: int) -> int:
         """A number that changes when a checkpoint has been loaded. `iterations`: of the optimizer, at an exchange."""
@@ -124,6 +130,8 @@ class Distribution:
         self._sets: dict[Any, VariableSet] = {}
         self._homes = Homes()
         self._agreeing: Collectives | None = None
+        # what was loaded, at which iterations and generation, until there is an exchange to take it over
+        self._loaded: tuple[ResidualState, int, int] | None = None
 
     @property
     def takes_part(self) -> bool:
@@ -205,6 +213,9 @@ class Distribution:
         )
         buckets = exchange.steps.buckets
         if buckets is not None:
+            if self._loaded is not None:
+                exchange.steps.resume(*self._loaded)
+                self._loaded = None
             buckets.epoch = self.epoch
             if collectives.rank == 0:
                 describe(buckets, self.update.notice)
@@ -248,6 +259,35 @@ class Distribution:
         """``fit`` begins its epoch `epoch`; those of earlier calls of ``fit`` count too."""
         self.set_epoch(max(epoch, self._epochs_begun))
 
+    def residuals(self) -> ResidualState | None:
+        """A copy of what this rank has kept; None without compression, or before the first step.
+
+        Raises:
+            UnsupportedUse: there are several exchanges (several sets of variables), or a step is under way.
+        """
+        if len(self.exchanges) > 1:
+            raise UnsupportedUse(
+                "residuals of an optimizer that is given several sets of variables cannot be saved; give each set an "
+                "optimizer of its own"
+            )
+        if self.exchanges:
+            return self.exchanges[0].steps.residuals()
+        return self._loaded[0] if self._loaded is not None else None
+
+    def resume(self, state: ResidualState, iterations: int) -> None:
+        """Go on from `state`, of this rank, at the optimizer's `iterations`; perhaps when there is an exchange."""
+        if len(self.exchanges) > 1:
+            raise UnsupportedUse(
+                "residuals of an optimizer that is given several sets of variables cannot be loaded; give each set an "
+                'optimizer of its own, or load with residuals="ignored" into a new one'
+            )
+        self.epoch = state.epoch
+        self._epochs_begun = 0 if state.epoch is None else state.epoch + 1
+        self._loaded = state, iterations, self.clock.resumed(iterations)
+        if self.exchanges:
+            self.exchanges[0].steps.resume(*self._loaded)
+            self._loaded = None
+
     def clear(self) -> None:
         """Empty u, v and the moments of every exchange: the weights are about to be others."""
         self._each_bucket(lambda buckets: buckets.clear())
@@ -267,9 +307,10 @@ class Distribution:
         """Keys of the variables whose gradients are compressed."""
         return {key for each in self._sets.values() for key in each.compressed}
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""
-        return total([exchange.steps.tally for exchange in self.exchanges])
+        tallies = [exchange.steps.tally for exchange in self.exchanges]
+        return {**total(tallies), "buckets": bucket_stats(tallies)}
 
 
 def _refuse(source: Source) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -17,11 +18,12 @@ import numpy as np
 from dgc_horovod.bucket import TensorSpec
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
-from dgc_horovod.errors import BackendUnavailable, DGCError, UnsupportedUse
+from dgc_horovod.errors import BackendUnavailable, DGCError, NotFinite, UnsupportedUse
 from dgc_horovod.exchange import BucketExchange
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import Kernels, ResidualFeed
-from dgc_horovod.report import NOT_FINITE
+from dgc_horovod.report import not_finite
+from dgc_horovod.state import ResidualState
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.host_calls import Blocks, threads
 from dgc_horovod.tensorflow.settings import Settings
@@ -30,6 +32,7 @@ from dgc_horovod.tensorflow.variables import Source, numel_of
 from dgc_horovod.traffic import Tally, ledger
 
 _log = logging.getLogger("dgc_horovod")
+_ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
 _NO_PACKET, _NO_VECTOR = np.empty(0, np.uint8), np.empty(0, np.float32)
 
 
@@ -66,6 +69,10 @@ class Homes:
             for steps in {at[0] for at in self._at.values()}:
                 if steps.buckets is not None:
                     steps.buckets.clear()
+
+    def adopt(self, generation: int) -> None:
+        """What is here belongs to `generation`."""
+        self._generation = generation
 
     def bring(self, to: HostSteps, keys: Sequence[Any]) -> None:
         """Let `to` have the state of its variables, wherever it is."""
@@ -176,6 +183,44 @@ class HostSteps:
 
         return noting
 
+    # -- what is kept between steps
+
+    def residuals(self) -> ResidualState | None:
+        """A copy of what this rank has kept, with tensors by their numbers: Keras' names depend on what was built."""
+        if self.buckets is None:
+            return None
+        if self._under_way:
+            raise UnsupportedUse("residuals can be saved between two steps only")
+        state = self.buckets.residuals()
+        tensors = {_number(name): arrays for name, arrays in state.tensors.items()}
+        return dataclasses.replace(state, tensors=tensors, directions={_ORIGIN: self._origin})
+
+    def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
+        """Go on from what `residuals` gave; without residuals the optimizer's slots are taken over at the next step.
+
+        Args:
+            state: of this rank.
+            iterations: of the optimizer.
+            generation: that it belongs to; if a checkpoint has been loaded since, it is not wanted any more.
+        """
+        assert self.buckets is not None
+        if self._generation_now(iterations) != generation:
+            return
+        names = {_number(name): name for name in self.buckets.numel}
+        tensors = {names.get(number, number): arrays for number, arrays in state.tensors.items()}
+        left = self.buckets.load(dataclasses.replace(state, tensors=tensors))
+        if left and self.collectives.rank == 0:
+            _log.warning(
+                "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
+            )
+        self._origin = state.directions.get(_ORIGIN, iterations)
+        self._generation = generation if state.tensors else -1
+        self._homes.adopt(generation)
+
+    def take_over_again(self) -> None:
+        """At the next step take over the optimizer's slots: they hold what was here."""
+        self._generation = -1
+
     # -- a step, in this order
 
     def start(self, iterations: np.ndarray) -> list[Any]:
@@ -272,14 +317,27 @@ class HostSteps:
         self.collectives.watch.disarm()
         self.collectives.traffic.count_allreduce(dense_bytes, self.collectives.workers)
         if self.buckets is not None:
+            text = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
             self.buckets.close(finite)
-            if not finite and not self._told and self.collectives.rank == 0:
-                self._told = True
-                _log.warning("dgc_horovod: %s", NOT_FINITE)
+            self._under_way = False
+            self._say(text)
         else:
             self.tally.steps += 1
-        self._under_way = False
+            self._under_way = False
         return [np.bool_(finite)]
+
+    def _say(self, text: str) -> None:
+        """Tell of a step that was not finite, if it was not."""
+        assert self.buckets is not None
+        if text and self.buckets.config.on_nonfinite == "stop":
+            raise NotFinite(text)
+        if text and not self._told and self.collectives.rank == 0:
+            self._told = True
+            _log.warning("dgc_horovod: %s", text)
+
+
+def _number(name: str) -> str:
+    return name.split()[0]
 
 
 def _kernels_on(device: str | None) -> Kernels:

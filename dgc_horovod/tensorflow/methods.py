@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange import clip_limit
+from dgc_horovod.state import ResidualState
 from dgc_horovod.tensorflow.distribution import Distribution, VariableSet
+from dgc_horovod.tensorflow.flush import flush
 from dgc_horovod.tensorflow.variables import Gradient, Key, key_of, native, scaled
 
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.
@@ -186,7 +188,46 @@ class DistributedMethods(UsersClass):
         """Empty u and v on this rank: for a script that has set the weights to others."""
         self._dgc.clear()
 
-    def compression_stats(self: Any) -> dict[str, float]:
+    def residual_state_dict(self: Any) -> dict[str, Any]:
+        """What this rank has kept of gradients that the model has not had yet: training state, of this rank alone.
+
+        Returns:
+            A dict of numbers and arrays, copies; empty before the first step and without compression.
+
+        Raises:
+            UnsupportedUse: there are several sets of variables.
+        """
+        state = self._dgc.residuals()
+        return {} if state is None else state.to_dict()
+
+    def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Go on, bit by bit, from ``residual_state_dict()`` of this rank; after weights and optimizer were loaded.
+
+        Raises:
+            CheckpointError: it is of another rank, another number of ranks or another model.
+        """
+        if state_dict:
+            self._dgc.resume(ResidualState.from_dict(state_dict), int(self.iterations))
+
+    def flush(self: Any) -> None:
+        """Apply everything that the ranks have kept, by one dense exchange: no residual is left on any rank.
+
+        Momentum goes into the optimizer's slots, so that a saved model is a stock one of which nothing is missing. SGD:
+        ``w -= lr*mean(v)``, ``velocity -= lr*mean(u)``, exact. Adam: the same for v, mean moments; what 8-bit coding
+        has left of small variables stays. Other optimizers, and methods without momentum correction: a step of theirs
+        with ``mean(v)`` as gradient. Every rank must call it, between two steps, in eager mode.
+
+        Cost: an fp32 allreduce of v and of u.
+        """
+        flush(self, self._dgc)
+
+    def _dgc_apply_as_stock(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """A step of the user's optimizer, without exchange."""
+        if self._dgc_passes > 1 or self.gradient_accumulation_steps:
+            raise UnsupportedUse("flush() with accumulated gradients has a form under momentum correction only")
+        super().apply(list(gradients), list(variables))
+
+    def compression_stats(self: Any) -> dict[str, Any]:
         """What this rank has exchanged since it was wrapped: fields as in ``dgc_horovod.torch``."""
         return self._dgc.stats()
 
@@ -241,6 +282,18 @@ class AgreedScaling(UsersClass):
         """See `DistributedMethods`."""
         self.inner_optimizer.clear_residuals()
 
-    def compression_stats(self: Any) -> dict[str, float]:
+    def residual_state_dict(self: Any) -> dict[str, Any]:
+        """See `DistributedMethods`."""
+        return self.inner_optimizer.residual_state_dict()
+
+    def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """See `DistributedMethods`."""
+        self.inner_optimizer.load_residual_state_dict(state_dict)
+
+    def flush(self: Any) -> None:
+        """See `DistributedMethods`."""
+        self.inner_optimizer.flush()
+
+    def compression_stats(self: Any) -> dict[str, Any]:
         """See `DistributedMethods`."""
         return self.inner_optimizer.compression_stats()

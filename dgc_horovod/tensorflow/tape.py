@@ -158,7 +158,7 @@ class _DistributedTape(UsersClass):
         """Leave `source` to each rank: its gradient is not exchanged."""
         self._dgc_local.add(key_of(source))
 
-    def compression_stats(self: Any) -> dict[str, float]:
+    def compression_stats(self: Any) -> dict[str, Any]:
         """What this rank has exchanged for tapes of these settings: fields as in ``dgc_horovod.torch``."""
         return self._dgc.stats()
 

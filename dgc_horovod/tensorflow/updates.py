@@ -11,19 +11,23 @@ emptied: by linearity nothing is lost, and nothing is applied twice. When Keras 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
 from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS
-from dgc_horovod.tensorflow.variables import Key
+from dgc_horovod.state import FIRST, MOMENTUM, RESIDUAL, SECOND
+from dgc_horovod.tensorflow.variables import Key, key_of
 
 _log = logging.getLogger("dgc_horovod")
+Left = Mapping[str, np.ndarray]  # of a variable, by part
 
 
 class PlainUpdate:
@@ -59,11 +63,38 @@ class PlainUpdate:
         """The reverse: what this rank has, as the optimizer's slots would hold it, for a file."""
         return []
 
+    def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
+        """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
 
-class SGDUpdate(PlainUpdate):
-    """SGD with momentum: the engine's u carries the local momentum, without the learning rate."""
+        Args:
+            optimizer: wrapped.
+            left: variables and what is left of each, in its shape, by part.
+            compressed: keys of the variables on the sparse path.
+
+        Returns:
+            For each variable what cannot be applied, and is to be kept on every rank; or None.
+        """
+        gradients = [tf.cast(parts[RESIDUAL], variable.dtype) for variable, parts in left]
+        optimizer._dgc_apply_as_stock(gradients, [variable for variable, _ in left])
+        return [None] * len(left)
+
+
+class _SplitUpdate(PlainUpdate):
+    """Variables on the sparse path are stepped by what comes back alone."""
 
     is_split = True
+
+    def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
+        rate = float(optimizer.learning_rate)
+        return [self.flush_one(variable, parts, rate, key_of(variable) in compressed) for variable, parts in left]
+
+    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
+        """Apply what is left of `variable`; returns what cannot be applied, or None."""
+        raise NotImplementedError
+
+
+class SGDUpdate(_SplitUpdate):
+    """SGD with momentum: the engine's u carries the local momentum, without the learning rate."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
@@ -83,11 +114,22 @@ class SGDUpdate(PlainUpdate):
     def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
         return [] if engine.state.u is None else [np.float32(-rate) * _part(engine, i, engine.state.u)]
 
+    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> None:
+        """All of v is applied, and u joins the velocity, from which it is taken over again: nothing is lost.
 
-class AdamUpdate(PlainUpdate):
+        Of a variable that is sent whole v is a gradient, whose momentum is still to come.
+        """
+        v, momentum = left[RESIDUAL], float(self._optimizer.momentum)
+        later = left.get(MOMENTUM) if compressed else v
+        if later is not None:
+            for slot in self.slots(key_of(variable)):
+                slot.assign_add(tf.cast(-rate * later, slot.dtype))
+        ahead = 1 + momentum if self._optimizer.nesterov and not compressed else 1.0
+        variable.assign_sub(tf.cast(rate * ahead * v, variable.dtype))
+
+
+class AdamUpdate(_SplitUpdate):
     """Adam, AdamW: each rank's own Adam direction enters the residual."""
-
-    is_split = True
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(ADAM_DIRECTIONS)
@@ -110,6 +152,20 @@ class AdamUpdate(PlainUpdate):
 
     def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
         return [_part(engine, i, moment) for moment in engine.state.moments or ()]
+
+    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
+        """All of v is applied, and the mean moments go where Keras has them, from which they are taken over again.
+
+        What coding has left of a variable that is sent whole is a gradient, which is not applied alone: Adam would take
+        a full step for it, however small it is.
+        """
+        if not compressed:
+            return left[RESIDUAL]
+        variable.assign_sub(tf.cast(rate * left[RESIDUAL], variable.dtype))
+        if FIRST in left:
+            for slot, moment in zip(self.slots(key_of(variable)), (left[FIRST], left[SECOND]), strict=True):
+                slot.assign(tf.cast(moment, slot.dtype))
+        return None
 
 
 def _index(optimizer: Any, key: Key) -> int:

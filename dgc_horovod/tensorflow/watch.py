@@ -27,12 +27,12 @@ _SHUTDOWN_LASTS = 60.0  # seconds at most that the end of the process waits for 
 
 
 class Watch:
-    """The clock of one user of collectives on `process_set`."""
+    """The clock of one user of collectives on `process_set`; `timeout` in seconds, None: DGC_TIMEOUT."""
 
-    def __init__(self, process_set: hvd.ProcessSet) -> None:
+    def __init__(self, process_set: hvd.ProcessSet, timeout: float | None = None) -> None:
         self.process_set = process_set
         self.rank, self._workers = process_set.rank(), process_set.size()
-        self.timeout = envvars.timeout_seconds()
+        self.timeout = timeout or envvars.timeout_seconds()
         self.deadline: float | None = None
         self.what = ""
         self.error: CollectiveTimeout | None = None
@@ -61,13 +61,13 @@ class Watch:
 
 
 @contextmanager
-def watched(process_set: hvd.ProcessSet, what: str) -> Iterator[None]:
+def watched(process_set: hvd.ProcessSet, what: str, timeout: float | None = None) -> Iterator[None]:
     """Around operations that block, in eager mode.
 
     Raises:
-        CollectiveTimeout: they did not end within DGC_TIMEOUT seconds.
+        CollectiveTimeout: they did not end within `timeout` seconds (None: DGC_TIMEOUT).
     """
-    watch = Watch(process_set)
+    watch = Watch(process_set, timeout)
     watch.arm(what)
     try:
         yield

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from dgc_horovod import envvars
 from dgc_horovod.agreement import cut
@@ -26,20 +27,25 @@ class Pending:
     name: str
 
 
+class _ElasticTimeout(CollectiveTimeout, HorovodInternalError):
+    """In an elastic job those who are left go back to the last commit."""
+
+
 class Collectives:
     """The exchanges of one optimizer on one process set.
 
     Args:
         process_set: Horovod's; N is its size.
         tag: prefix of every name; names are fixed over the run, so that Horovod's cache always hits.
+        timeout: seconds that are waited for the others; None: DGC_TIMEOUT.
     """
 
-    def __init__(self, process_set: hvd.ProcessSet, tag: str) -> None:
+    def __init__(self, process_set: hvd.ProcessSet, tag: str, timeout: float | None = None) -> None:
         self.process_set, self.tag = process_set, tag
         self.workers: int = process_set.size()
         self.rank: int = process_set.rank()
         self.traffic = Traffic()
-        self._timeout = envvars.timeout_seconds()
+        self._timeout = timeout or envvars.timeout_seconds()
 
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
         """Start an allgather of vectors; the result holds them in rank order."""
@@ -92,7 +98,8 @@ class Collectives:
         with self.traffic.timing("waiting"):
             while not hvd.poll(pending.handle):
                 if time.monotonic() > deadline:
-                    raise CollectiveTimeout(timed_out(self.rank, self.workers, pending.name, self._timeout))
+                    kind = _ElasticTimeout if envvars.horovod_elastic() else CollectiveTimeout
+                    raise kind(timed_out(self.rank, self.workers, pending.name, self._timeout))
                 time.sleep(pause)
                 pause = min(1.1 * pause, _LONGEST_PAUSE)  # a tenth of what it has waited
             return hvd.synchronize(pending.handle)

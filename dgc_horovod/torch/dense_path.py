@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import horovod.torch as hvd
@@ -36,13 +36,20 @@ class DensePath:
         names: parameter -> name.
         collectives: of the optimizer.
         settings: Horovod's arguments.
+        loss_scale: gives the factor by which gradients are multiplied at present.
         half: whether they travel as fp16, as with Horovod's own Compression.fp16.
     """
 
     def __init__(
-        self, names: Mapping[Parameter, str], collectives: Collectives, settings: ReduceSettings, half: bool = False
+        self,
+        names: Mapping[Parameter, str],
+        collectives: Collectives,
+        settings: ReduceSettings,
+        loss_scale: Callable[[], float],
+        half: bool = False,
     ) -> None:
         self.names, self.collectives, self.settings, self._half = names, collectives, settings, half
+        self._loss_scale = loss_scale
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self.owed: dict[Parameter, torch.Tensor] = {}  # left from when they were in buckets; goes with the next step
         self._pending: dict[Parameter, Pending] = {}
@@ -54,14 +61,14 @@ class DensePath:
         """Whether every tensor's gradient is here."""
         return len(self.gradients) == len(self.names)
 
-    def launch(self, p: Parameter, clip: float = 1.0, loss_scale: float = 1.0) -> None:
+    def launch(self, p: Parameter, clip: float = 1.0) -> None:
         """Start the allreduce of ``clip * gradient``, of a copy: autograd may have given that memory to others too."""
         gradient = self.gradients[p]
         if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
             gradient = gradient.float()
         gradient = (gradient * clip).contiguous()
         if p in self.owed:
-            gradient = gradient + self.owed[p].to(gradient) * loss_scale
+            gradient = gradient + self.owed[p].to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
         factor = self.settings.gradient_predivide_factor

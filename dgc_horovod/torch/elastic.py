@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.torch as hvd
+import torch
 from horovod.torch.elastic import TorchState as HorovodTorchState
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
 
@@ -19,7 +22,7 @@ from dgc_horovod.agreement import check_agreement
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state import ResidualState
 from dgc_horovod.torch.collectives import Collectives
-from dgc_horovod.torch.state import kept_by, load_residuals
+from dgc_horovod.torch.state import copied, kept_by, put_back
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -44,21 +47,31 @@ class Membership:
         Raises:
             RankMismatch: on every rank, if they differ.
         """
-        collectives = optimizer._dgc.collectives
-        if (hvd.size(), hvd.rank()) != (collectives.workers, collectives.rank):  # a host has left; no state was synced
-            renew(optimizer)
+        self.follow(optimizer)
         if not self.agreed:
             self.agreed = True
-            fields = {**optimizer._dgc_agreed_fields(), "step": str(optimizer._dgc.buckets.steps)}
+            exchange = optimizer._dgc
+            fields = {
+                **optimizer._dgc_agreed_fields(),
+                "step": str(exchange.buckets.steps),
+                "loss scale (keep the scaler's state_dict() in the TorchState)": str(exchange.loss_scale()),
+            }
             check_agreement(Collectives(optimizer.process_set, "start"), fields)
+
+    def follow(self, optimizer: Any) -> None:
+        """Work with the ranks that there are: where a host has left, no state is synced."""
+        collectives = optimizer._dgc.collectives
+        if (hvd.size(), hvd.rank()) != (collectives.workers, collectives.rank):
+            renew(optimizer)
 
 
 def renew(optimizer: Any) -> None:
     """Work with the ranks that there are now; this rank keeps what it has."""
-    state = kept_by(optimizer)
+    state = copied(optimizer)
     optimizer._dgc_build()
-    load_residuals(optimizer, state.carried_on(hvd.rank(), hvd.size()))
-    optimizer._dgc_membership.agreed = False
+    put_back(optimizer, state.carried_on(hvd.rank(), hvd.size()))
+    if optimizer._dgc_membership is not None:  # None: an elastic script that was started with a fixed number of ranks
+        optimizer._dgc_membership.agreed = False
     if state.workers != hvd.size() and hvd.rank() == 0:
         _log.info("dgc_horovod: %d ranks have become %d; each keeps its residuals", state.workers, hvd.size())
 
@@ -72,7 +85,7 @@ class ResidualHandler(OptimizerStateHandler):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._saved: ResidualState = kept_by(optimizer)
+        self._saved: ResidualState = copied(optimizer)
 
     def save(self) -> None:
         """Remember u and v with the optimizer's state: a commit."""
@@ -85,28 +98,39 @@ class ResidualHandler(OptimizerStateHandler):
         _log.warning("dgc_horovod: going back to the last commit: %s", reason)  # Horovod says nothing
         super().restore()  # ends what is under way, and empties u and v
         buckets = self.value._dgc.buckets
-        load_residuals(self.value, self._saved.carried_on(buckets.rank, buckets.workers))
+        put_back(self.value, self._saved.carried_on(buckets.rank, buckets.workers))
 
     def sync(self) -> None:
         """Take over the optimizer's state and the step of rank 0; keep this rank's own residuals."""
         optimizer = self.value
-        own = kept_by(optimizer)
+        own = copied(optimizer)
         optimizer._dgc_update.prepare(optimizer)  # newcomers and survivors must broadcast the same entries
-        super().sync()
-        load_residuals(optimizer, own)  # and not what stands in their places
+        with _unmoved(optimizer):
+            super().sync()
+        put_back(optimizer, own)  # and not what stands in their places
         renew(optimizer)
         buckets = optimizer._dgc.buckets
         buckets.steps, buckets.epoch = hvd.broadcast_object((buckets.steps, buckets.epoch), 0, name="dgc.elastic.step")
+
+
+@contextmanager
+def _unmoved(optimizer: Any) -> Iterator[None]:
+    """Weights stay: to fill an empty state, which some optimizers have before their first step, Horovod takes one."""
+    empty = not optimizer.state_dict()["state"]
+    before = [p.detach().clone() for p in optimizer._dgc.names] if empty else []
+    yield
+    with torch.no_grad():
+        for p, value in zip(optimizer._dgc.names, before, strict=False):
+            p.copy_(value)
 
 
 class TorchState(HorovodTorchState):
     """Horovod's, with a choice of what a commit does.
 
     Args:
+        model, optimizer, kwargs: as for ``hvd.elastic.TorchState``.
         flush_on_commit: apply everything that ranks have kept before each commit, by one dense exchange: a rank that is
-            lost then loses nothing that was committed.
-        optimizer: the one that is flushed; by default that of the state.
-        kwargs: as for ``hvd.elastic.TorchState``.
+            lost then loses nothing that was committed (see ``flush`` for what it leaves under Adam).
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, flush_on_commit: bool = False, **kwargs: Any) -> None:
@@ -116,7 +140,9 @@ class TorchState(HorovodTorchState):
     def commit(self) -> None:
         """As Horovod's."""
         if self._flushes:
-            self.optimizer.flush()
+            for handler in self._handlers.values():
+                if isinstance(handler, ResidualHandler):
+                    handler.value.flush()
         super().commit()
 
 
@@ -124,7 +150,7 @@ class _Compressed(type):
     """What `isinstance` asks."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return hasattr(instance, "_dgc_update")
+        return hasattr(instance, "_dgc")
 
 
 class _CompressedOptimizer(metaclass=_Compressed):

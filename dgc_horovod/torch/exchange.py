@@ -19,6 +19,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange import BucketExchange
 from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import Feed, Kernels, ResidualFeed
+from dgc_horovod.report import not_finite
 from dgc_horovod.state import RESIDUAL, ResidualState
 from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, laid_out_as
@@ -72,7 +73,7 @@ class GradientExchange:
     ) -> None:
         self.config, self.collectives, self.settings = config, collectives, settings
         self.names = {p: name for name, p in parameters.items()}
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
         self._taken: set[int] = set()  # memory into which something of this step will be written
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
@@ -92,8 +93,9 @@ class GradientExchange:
         ]
         self.place = {p: (run, i) for run in self.runs for i, p in enumerate(run.parameters)}
         dense = {parameters[name]: name for name in self.buckets.layout.dense}
-        self._dense_path = DensePath(dense, collectives, settings, half=config.dense_values == "fp16")
+        self._dense_path = DensePath(dense, collectives, settings, loss_scale, half=config.dense_values == "fp16")
         self._launched: deque[BucketStep] = deque()  # whose exchange is under way
+        self.not_finite = ""  # what is to be said of the finished step, if it was not
         self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
 
     def _kernels_of(self, p: Parameter) -> Kernels:
@@ -136,7 +138,7 @@ class GradientExchange:
             if self.config.clip_norm is not None:
                 self._launch_if_all_arrived(feed_of)
             elif place is None:
-                self._dense_path.launch(p, loss_scale=self._loss_scale())
+                self._dense_path.launch(p)
             elif place[0].complete:
                 self._offer(place[0], feed_of)
                 self._launch(place[0], 1.0)
@@ -178,13 +180,13 @@ class GradientExchange:
                 continue
             gradient = target if fits else self._gradient(p).contiguous().to(torch.float32)
             if decay:
-                gradient = gradient + p.detach().contiguous().float() * (decay * self._loss_scale())
+                gradient = gradient + p.detach().contiguous().float() * (decay * self.loss_scale())
             run.engine.offer(i, handed(gradient, kernels), feed)
             run.engine.targets.put(i, handed(target, kernels))
 
     def _launch(self, run: BucketStep, clip: float) -> None:
         engine = run.engine
-        message = self.buckets.compress(engine, clip, self._loss_scale())
+        message = self.buckets.compress(engine, clip, self.loss_scale())
         payload, name = torch.from_numpy(message.payload), f"bucket{engine.bucket.index}"
         if message.scattered:
             run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
@@ -199,11 +201,11 @@ class GradientExchange:
         for run in self.runs:
             self._offer(run, feed_of)
         squares = sum(self._square(gradient) for gradient in self._dense_path.gradients.values())
-        clip = self.buckets.clip_factor(squares, self._loss_scale())
+        clip = self.buckets.clip_factor(squares, self.loss_scale())
         for run in self.runs:
             self._launch(run, clip)
         for p in self._dense_path.names:
-            self._dense_path.launch(p, clip, self._loss_scale())
+            self._dense_path.launch(p, clip)
 
     def _is_first_in(self, grad: torch.Tensor) -> bool:
         """Whether nothing else of this step is written into the memory of `grad`, and now `grad` is.
@@ -237,7 +239,7 @@ class GradientExchange:
             for i, (target, version) in enumerate(zip(run.targets, run.versions, strict=True)):
                 if target._version != version:  # a script has written there: it is not zero any more
                     run.engine.targets.put(i, handed(target, run.engine.kernels))
-            run.finite = self.buckets.decode(run.engine, received, self._loss_scale())
+            run.finite = self.buckets.decode(run.engine, received, self.loss_scale())
             self._launched.popleft()
 
     def _aim(self, run: BucketStep, p: Parameter) -> tuple[torch.Tensor, bool]:
@@ -264,6 +266,7 @@ class GradientExchange:
         too (docs/algorithm.md, law 5).
         """
         finite = all(run.finite for run in self.runs) and self._dense_path.finite and self._updates_finite()
+        self.not_finite = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
         self.buckets.close(finite)
         if not finite:
             for p in self.names:
@@ -273,7 +276,7 @@ class GradientExchange:
                     p.grad = torch.full_like(p, math.nan)
         elif self.config.clip_norm is not None:
             self._norm = _norm(self.names)
-            self._dense_path.keep(1 / self._loss_scale())
+            self._dense_path.keep(1 / self.loss_scale())
         self._forget_step(finite)
         return finite
 
@@ -293,11 +296,12 @@ class GradientExchange:
         self._dense_path.clear(finite)
 
     def abandon(self) -> None:
-        """Give up the step under way, if there is one: what it has sent is taken back."""
+        """Give up the step under way, if there is one, and what is owed from before: other weights come."""
         self.buckets.take_back()
         for run in self.runs:
             run.arrived = 0
-        self._forget_step(finite=False)
+        self._dense_path.owed.clear()
+        self._forget_step()
 
     def undo_clipping(self) -> bool:
         """Put back what a script's own clipping to ``clip_norm`` cut off the updates of the finished step.
@@ -310,7 +314,7 @@ class GradientExchange:
         """
         if self.config.clip_norm is None:
             return False
-        norm, before = _norm(self.names), self._norm / self._loss_scale()
+        norm, before = _norm(self.names), self._norm / self.loss_scale()
         if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
             for run in self.runs:
                 for i, p in enumerate(run.parameters):
@@ -327,13 +331,19 @@ class GradientExchange:
     def load(self, state: ResidualState) -> None:
         """Go on from what this rank has kept; see `BucketExchange.load`."""
         dense = {name: p for p, name in self._dense_path.names.items()}
+        self._dense_path.owed.clear()
         for name, v in self.buckets.load(state).items():
             self._dense_path.owed[dense[name]] = torch.from_numpy(v).view(dense[name].shape).to(dense[name].device)
+
+    @property
+    def owed(self) -> dict[Parameter, torch.Tensor]:
+        """What dense tensors have from when they were in buckets, for the next step."""
+        return self._dense_path.owed
 
     def residuals(self) -> ResidualState:
         """A copy of what this rank has kept."""
         state = self.buckets.residuals()
-        for p, v in self._dense_path.owed.items():
+        for p, v in self.owed.items():
             state.tensors[self.names[p]] = {RESIDUAL: v.reshape(-1).float().cpu().numpy()}
         return state
 

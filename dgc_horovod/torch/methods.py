@@ -13,9 +13,9 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from dgc_horovod import envvars
 from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.ops.schema import Feed
-from dgc_horovod.report import NOT_FINITE, describe
+from dgc_horovod.report import describe
 from dgc_horovod.torch import epochs, state
 from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
 from dgc_horovod.torch.collectives import Collectives
@@ -174,7 +174,9 @@ class CompressedMethods:
             self.synchronize()
         self._synchronized = False
         if not self._dgc_may_apply:
-            self._tell_once("not finite", NOT_FINITE)
+            if self._dgc_config.on_nonfinite == "stop" and _scale_of(self._dgc_scaler)() == 1.0:
+                raise NotFinite(self._dgc.not_finite)
+            self._tell_once("not finite", self._dgc.not_finite)
             return loss
         self._check_untouched()
         # torch's own wrapper runs the step hooks, once, around everything that the step does
@@ -234,6 +236,7 @@ class CompressedMethods:
         if self.process_set.included():
             self._dgc.abandon()
             self._dgc.buckets.clear()
+            self._dgc_replicas.forget()
             self._dgc_update.prepare(self)
             self._dgc_watch = GradientWatch()
 
@@ -282,16 +285,19 @@ class CompressedMethods:
         if self.process_set.included():
             self._dgc.buckets.epoch = epoch
 
-    def compression_stats(self: Any) -> dict[str, float]:
+    def compression_stats(self: Any) -> dict[str, Any]:
         """What this rank has exchanged since it was wrapped.
 
         Returns:
             ``steps``; ``elements`` and ``selected`` of the sparse path; ``bytes_sent`` and ``bytes_received``:
             everything handed to and received from collectives, dense path and headers included;
             ``bytes_dense`` and ``bytes_dense_received``: the same for an fp32 ring allreduce of every gradient;
-            ``compress_seconds`` in compression and decoding; ``exchange_seconds`` waiting for the other ranks.
+            ``compress_seconds`` in compression and decoding; ``exchange_seconds`` waiting for the other ranks;
+            ``buckets``: what each bucket is like, see `BucketMeter.stats`. Costs a read of all residuals.
         """
-        return self._dgc.buckets.tally.stats() if self.process_set.included() else {}
+        if not self.process_set.included():
+            return {}
+        return {**self._dgc.buckets.tally.stats(), "buckets": self._dgc.buckets.bucket_stats()}
 
 
 def _remove(hooks: list[Any]) -> None:

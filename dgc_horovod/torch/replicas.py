@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import torch
 
 from dgc_horovod import replicas
+from dgc_horovod.agreement import shared_from_first
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.torch.collectives import Collectives, Pending
@@ -50,6 +52,8 @@ class Replicas:
         if replicas.same(self._collectives.wait(pending).numpy()):
             return
         found = replicas.find(self._collectives, step, names, lambda name: replicas.checksum([self._bytes_of(name)]))
+        if not found.names:  # the script has set it right in the meantime
+            return
         if self._stops:
             raise ReplicaMismatch(
                 f"{found}. Broadcast parameters and optimizer state from rank 0 before the first step, and change "
@@ -59,15 +63,42 @@ class Replicas:
             _log.warning("dgc_horovod: %s; all go on with those of the first rank", found)
         self._take_over_from_first(optimizer)
 
+    def forget(self) -> None:
+        """The weights are others now."""
+        self._under_way = None
+
     def _take_over_from_first(self, optimizer: Any) -> None:
+        """Weights and optimizer state of the first rank, which says what there is: others may have something else."""
+        own = {
+            name: {key: _described(x) for key, x in optimizer.state[p].items()} for name, p in self._parameters.items()
+        }
+        first = json.loads(shared_from_first(self._collectives, json.dumps(own).encode(), "replicas.state"))
         for name, p in self._parameters.items():
-            tensors = {"weight": p.detach(), **optimizer.state[p]}
-            for key in sorted(tensors):
-                if isinstance(tensors[key], torch.Tensor):
-                    flat = tensors[key].contiguous().view(-1)
-                    pending = self._collectives.broadcast(flat.view(torch.uint8).clone(), f"replicas.{name}.{key}")
-                    first = self._collectives.wait(pending).view(flat.dtype)
-                    tensors[key].copy_(first.view(tensors[key].shape))
+            state = optimizer.state[p]
+            self._broadcast(p.detach(), f"{name}.weight")
+            for key, (dtype, shape, value) in sorted(first[name].items()):
+                if not dtype:
+                    state[key] = value
+                    continue
+                there = state.get(key)
+                if not isinstance(there, torch.Tensor) or _described(there) != [dtype, shape, None]:
+                    device = p.device if shape else None
+                    state[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                self._broadcast(state[key], f"{name}.{key}")
+            for key in set(state) - set(first[name]):
+                del state[key]
+
+    def _broadcast(self, x: torch.Tensor, name: str) -> None:
+        flat = x.contiguous().view(-1)
+        pending = self._collectives.broadcast(flat.view(torch.uint8).clone(), f"replicas.{name}")
+        x.copy_(self._collectives.wait(pending).view(flat.dtype).view(x.shape))
 
     def _bytes_of(self, name: str) -> Any:
         return self._parameters[name].detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+
+
+def _described(x: Any) -> list[Any]:
+    """Of an entry of an optimizer's state: dtype and shape of a tensor, or "", None and its value."""
+    if isinstance(x, torch.Tensor):
+        return [str(x.dtype).removeprefix("torch."), list(x.shape), None]
+    return ["", None, x]

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from dgc_horovod import checkpoint
+from dgc_horovod import checkpoint, envvars
 from dgc_horovod.agreement import together
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state import FIRST, MOMENTUM, RESIDUAL, ResidualState
 from dgc_horovod.torch.collectives import Collectives
+from dgc_horovod.torch.dense_path import laid_out_as
 from dgc_horovod.torch.exchange import GradientExchange
+from dgc_horovod.torch.updates import PlainUpdate
 
 _log = logging.getLogger("dgc_horovod")
-_RECORD = ("rank", "workers", "averages", "step", "epoch", "directions")
+_CALLS = "save_checkpoint or load_checkpoint, which every rank must call"
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
@@ -43,14 +45,16 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
-    with _of(optimizer) as (collectives, exchange):
-        state = kept_by(optimizer) if exchange is not None else None
-        saved = b""
-        with together(collectives, f"saving to {directory}"):
-            if collectives.rank == 0:
-                saved = _dumped(model, optimizer, extra)
-        step = state.step if state is not None else 0
-        checkpoint.save(Path(directory), collectives, step, saved, state, exchange.config if exchange else None)
+    collectives, exchange = _of(optimizer)
+
+    def content() -> checkpoint.Content:
+        state = None if exchange is None else kept_by(optimizer)
+        saved = _dumped(model, optimizer, extra) if collectives.rank == 0 else b""
+        names = optimizer._parameter_names.values()
+        holds = checkpoint.digest_of_names(names, optimizer.process_set.process_set_id)
+        return checkpoint.Content(holds, saved, state, None if exchange is None else exchange.config)
+
+    checkpoint.save(Path(directory), collectives, content)
 
 
 def load_checkpoint(
@@ -73,43 +77,42 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
-    with _of(optimizer) as (collectives, exchange):
-        config = None if exchange is None else exchange.config
-        found = checkpoint.load(Path(directory), collectives, config, residuals)
-        with together(collectives, f"loading {directory}"):
-            try:
-                saved = torch.load(io.BytesIO(found.model), weights_only=True, map_location="cpu")
-            except Exception as error:
-                raise CheckpointError(f"the model's file cannot be read ({error})") from None
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            if exchange is not None and found.state is not None:
-                load_residuals(optimizer, found.state)
-            elif exchange is not None and collectives.rank == 0:
-                _log.info("dgc_horovod: no residuals from %s; they start from zero", directory)
-        return dict(saved["extra"])
-
-
-class _of:  # noqa: N801 - read as `with _of(optimizer)`
-    """The collectives and the exchange (None: not compressed) of an optimizer that is between two steps."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def __enter__(self) -> tuple[Collectives, Any]:
-        optimizer = self._optimizer
-        if not hasattr(optimizer, "_requires_update"):
-            raise UnsupportedUse("pass the optimizer that DistributedOptimizer has returned")
-        if not optimizer.process_set.included():
-            raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
-        exchange = getattr(optimizer, "_dgc", None)
+    collectives, exchange = _of(optimizer)
+    config = None if exchange is None else exchange.config
+    found = checkpoint.load(Path(directory), collectives, config, optimizer.op == hvd.Average, residuals)
+    with together(collectives, f"loading {directory}"):
         if exchange is not None:
             check_between_steps(optimizer)
-            return exchange.collectives, exchange
-        return Collectives(optimizer.process_set, "checkpoint"), None
+        try:
+            saved = torch.load(io.BytesIO(found.model), weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise CheckpointError(f"the model's file cannot be read ({error})") from None
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        if exchange is not None:
+            put_back(optimizer, found.state)
+            if not found.state.tensors and collectives.rank == 0:
+                _log.info("dgc_horovod: no residuals from %s; they start from zero", directory)
+    return dict(saved["extra"])
 
-    def __exit__(self, *_: Any) -> None:
-        return None
+
+def _of(optimizer: Any) -> tuple[Collectives, GradientExchange | None]:
+    """Collectives that bear with slow disks, and the exchange of an optimizer, None if it is not compressed."""
+    if not hasattr(optimizer, "_requires_update"):
+        raise UnsupportedUse("pass the optimizer that DistributedOptimizer has returned")
+    if not optimizer.process_set.included():
+        raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
+    exchange = getattr(optimizer, "_dgc", None)
+    if exchange is not None:
+        _follow(optimizer)
+    patient = Collectives(optimizer.process_set, _CALLS, envvars.checkpoint_seconds())
+    return patient, getattr(optimizer, "_dgc", None)
+
+
+def _follow(optimizer: Any) -> None:
+    """Know which ranks there are, before anything depends on it."""
+    if optimizer._dgc_membership is not None:
+        optimizer._dgc_membership.follow(optimizer)
 
 
 def _dumped(model: Any, optimizer: Any, extra: dict[str, Any]) -> bytes:
@@ -138,7 +141,20 @@ def check_between_steps(optimizer: Any) -> None:
 
 def kept_by(optimizer: Any) -> ResidualState:
     """A copy of what this rank has kept; see ``residual_state_dict``."""
+    _follow(optimizer)
     check_between_steps(optimizer)
+    return copied(optimizer)
+
+
+def load_residuals(optimizer: Any, state: ResidualState) -> None:
+    """Go on from `state`, of this rank; see ``load_residual_state_dict``."""
+    _follow(optimizer)
+    check_between_steps(optimizer)
+    put_back(optimizer, state)
+
+
+def copied(optimizer: Any) -> ResidualState:
+    """`kept_by`, whatever is under way."""
     exchange, update = optimizer._dgc, optimizer._dgc_update
     state: ResidualState = exchange.residuals()
     steps = {exchange.names[p]: update.directions(p) for p in exchange.compressed}
@@ -146,11 +162,9 @@ def kept_by(optimizer: Any) -> ResidualState:
     return state
 
 
-def load_residuals(optimizer: Any, state: ResidualState) -> None:
-    """Go on from `state`, of this rank; see ``load_residual_state_dict``."""
-    check_between_steps(optimizer)
+def put_back(optimizer: Any, state: ResidualState) -> None:
+    """`load_residuals`, whatever is under way."""
     exchange, update = optimizer._dgc, optimizer._dgc_update
-    _check_fits(exchange, state)
     exchange.load(state)
     for p in exchange.compressed:
         name = exchange.names[p]
@@ -158,32 +172,9 @@ def load_residuals(optimizer: Any, state: ResidualState) -> None:
             update.resume(p, optimizer.state[p], state.directions.get(name, 0))
 
 
-def _check_fits(exchange: Any, state: ResidualState) -> None:
-    buckets = exchange.buckets
-    ours, theirs = (buckets.workers, buckets.rank, buckets.averages), (state.workers, state.rank, state.averages)
-    if ours != theirs:
-        raise CheckpointError(
-            f"the residuals are of rank {state.rank} of {state.workers}, {'averaging' if state.averages else 'summing'}"
-            f" gradients; this is rank {buckets.rank} of {buckets.workers}, "
-            f"{'averaging' if buckets.averages else 'summing'}; load_checkpoint hands residuals on to other ranks"
-        )
-    for name, arrays in state.tensors.items():
-        sizes = {array.size for array in arrays.values()}
-        if sizes != {buckets.numel.get(name)}:
-            raise CheckpointError(
-                f"the residual of {name!r} has {sorted(sizes)} elements, the model's tensor has "
-                f"{buckets.numel.get(name, 'been removed')}; they must be of the same model"
-            )
-    missing = [name for name in buckets.compressed if RESIDUAL not in state.tensors.get(name, {})]
-    if missing and state.tensors:
-        raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: of another model?")
-
-
 def to_dict(state: ResidualState) -> dict[str, Any]:
     """`state` as a dict of plain values and tensors."""
-    tensors = {name: {k: torch.from_numpy(x) for k, x in arrays.items()} for name, arrays in state.tensors.items()}
-    thresholds = {bucket: torch.from_numpy(x) for bucket, x in state.thresholds.items()}
-    return {**{name: getattr(state, name) for name in _RECORD}, "tensors": tensors, "thresholds": thresholds}
+    return _converted(state.to_dict(), torch.from_numpy)
 
 
 def from_dict(record: Mapping[str, Any]) -> ResidualState:
@@ -193,11 +184,15 @@ def from_dict(record: Mapping[str, Any]) -> ResidualState:
         CheckpointError: it is no such dict.
     """
     try:
-        tensors = {name: {k: x.cpu().numpy() for k, x in arrays.items()} for name, arrays in record["tensors"].items()}
-        thresholds = {bucket: x.cpu().numpy() for bucket, x in record["thresholds"].items()}
-        return ResidualState(**{name: record[name] for name in _RECORD}, tensors=tensors, thresholds=thresholds)
-    except (KeyError, TypeError, AttributeError) as error:
+        return ResidualState.from_dict(_converted(record, lambda x: x.cpu().numpy()))
+    except (KeyError, AttributeError) as error:
         raise CheckpointError(f"this is no dict of residual_state_dict() ({type(error).__name__}: {error})") from None
+
+
+def _converted(record: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    tensors = {name: {part: convert(x) for part, x in arrays.items()} for name, arrays in record["tensors"].items()}
+    thresholds = {bucket: convert(x) for bucket, x in record["thresholds"].items()}
+    return {**record, "tensors": tensors, "thresholds": thresholds}
 
 
 # -- nothing left behind
@@ -205,36 +200,58 @@ def from_dict(record: Mapping[str, Any]) -> ResidualState:
 
 def flush(optimizer: Any) -> None:
     """See ``flush`` of the optimizer."""
+    _follow(optimizer)
     check_between_steps(optimizer)
     exchange, update = optimizer._dgc, optimizer._dgc_update
-    kept = update.flush(optimizer, _left(exchange), exchange.is_compressed)
+    kept = update.flush(optimizer, _left(exchange, update), exchange.is_compressed)
     share = 1 if exchange.settings.op == hvd.Average else exchange.collectives.workers
     for p, v in kept.items():
-        run, i = exchange.place[p]
-        run.engine.write(i, {RESIDUAL: (v / share).reshape(-1).cpu().numpy()})
+        if p in exchange.place:
+            run, i = exchange.place[p]
+            run.engine.write(i, {RESIDUAL: (v / share).reshape(-1).cpu().numpy()})
+        else:
+            exchange.owed[p] = v / share
+    for p in exchange.names:
+        p.grad = None
 
 
-def _left(exchange: GradientExchange) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """What all ranks together have kept of every tensor in a bucket, by part; it is zero here afterwards.
+def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """What all ranks together have kept of every tensor, by part; it is zero here afterwards.
 
     Residual and momentum are averaged or summed as gradients are, Adam's moments averaged. An allreduce of every part
-    that any rank has.
+    that any rank has. Adam's steps become those of the rank that has made most.
     """
-    own = [run.engine.parts for run in exchange.runs]
+    own = {
+        "parts": [run.engine.parts for run in exchange.runs],
+        "steps": [update.directions(p) for p in exchange.compressed],
+        "owed": sorted(exchange.names[p] for p in exchange.owed),
+    }
     theirs = [json.loads(data) for data in exchange.collectives.gather_bytes(json.dumps(own).encode(), "parts")]
+    for p, *steps in zip(exchange.compressed, *(each["steps"] for each in theirs), strict=True):
+        update.set_directions(p, max(steps))
     found: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in exchange.place}
-    for run, *parts in zip(exchange.runs, *theirs, strict=True):
+    for run, *parts in zip(exchange.runs, *(each["parts"] for each in theirs), strict=True):
         for part in sorted({part for one in parts for part in one}):
             combined = _combined(exchange, run.engine, part)
             for segment, p in zip(run.engine.bucket.segments, run.parameters, strict=True):
-                found[p][part] = combined[segment.place].view(p.shape).to(p.device)
+                found[p][part] = laid_out_as(combined[segment.place].view(p.shape).to(p.device), torch.empty_like(p))
+    of_name = {name: p for p, name in exchange.names.items()}
+    for name in sorted({name for each in theirs for name in each["owed"]}):
+        p = of_name[name]
+        whole = exchange.owed.get(p, torch.zeros_like(p)).float().contiguous()
+        found[p] = {RESIDUAL: _reduced(exchange, whole, name, exchange.settings.op)}
+    exchange.owed.clear()
     exchange.buckets.clear()
     return found
 
 
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> torch.Tensor:
-    collectives, op = exchange.collectives, exchange.settings.op if part in (RESIDUAL, MOMENTUM) else hvd.Average
+    op = exchange.settings.op if part in (RESIDUAL, MOMENTUM) else hvd.Average
     own = [engine.read(i).get(part, np.zeros(s.numel, np.float32)) for i, s in enumerate(engine.bucket.segments)]
-    whole = torch.from_numpy(np.concatenate(own))
+    return _reduced(exchange, torch.from_numpy(np.concatenate(own)), f"{engine.bucket.index}.{part}", op)
+
+
+def _reduced(exchange: GradientExchange, whole: torch.Tensor, name: str, op: int) -> torch.Tensor:
+    collectives = exchange.collectives
     collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
-    return collectives.wait(collectives.allreduce(whole, f"left.{engine.bucket.index}.{part}", op))
+    return collectives.wait(collectives.allreduce(whole, f"left.{name}", op))

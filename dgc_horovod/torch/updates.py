@@ -62,6 +62,9 @@ class PlainUpdate:
         """Steps of which the engine's moments of `p` are made, if it has any."""
         return 0
 
+    def set_directions(self, p: Parameter, count: int) -> None:
+        """Let it be `count` of them."""
+
     def resume(self, p: Parameter, state: dict[str, Any], directions: int) -> None:
         """The engine has loaded moments of `p`: what stands in the optimizer's `state` is not to be taken over."""
 
@@ -77,12 +80,10 @@ class PlainUpdate:
         Returns:
             What cannot be applied, and is to be kept on every rank.
         """
-        everything = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in everything:
-            p.grad = left[p][RESIDUAL].to(p.dtype) if p in left else None
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = left[p][RESIDUAL].to(p.dtype) if p in left else None
         optimizer._dgc_own_step()
-        for p in everything:
-            p.grad = None
         return {}
 
 
@@ -160,13 +161,14 @@ class SGDUpdate(_SplitUpdate):
 
         Of a tensor that is sent whole v is a gradient, whose momentum is still to come.
         """
-        lr, m, v = float(group["lr"]), float(group["momentum"]), left[RESIDUAL].to(p.dtype)
-        later = left.get(MOMENTUM) if compressed else v
+        sign = -1.0 if group["maximize"] else 1.0  # stock's buffer is of what is descended
+        lr, m, v = float(group["lr"]), float(group["momentum"]), sign * left[RESIDUAL].to(p.dtype)
+        later = sign * left[MOMENTUM].to(p.dtype) if compressed and MOMENTUM in left else None if compressed else v
         if m and later is not None:
             buffer = state.get("momentum_buffer")
-            state["momentum_buffer"] = later.to(p.dtype).clone() if buffer is None else buffer.add_(later)
+            state["momentum_buffer"] = later.clone() if buffer is None else buffer.add_(later)
         ahead = 1 + m if group["nesterov"] and not compressed else 1.0
-        p.add_(v, alpha=ahead * (lr if group["maximize"] else -lr))
+        p.add_(v, alpha=-ahead * lr)
 
     def _shared_part(self, p: Parameter, group: Group, state: dict[str, Any]) -> torch.Tensor | None:
         """What stock SGD would apply for a zero gradient: decay and its momentum. Advances b."""
@@ -211,12 +213,16 @@ class AdamUpdate(_SplitUpdate):
         if "exp_avg" not in state:
             return None
         self._steps[p] = int(state["step"])
-        moments = state["exp_avg"], state["exp_avg_sq"]
+        sign = -1.0 if group["maximize"] else 1.0  # stock's moments are of what is descended
+        moments = sign * state["exp_avg"], state["exp_avg_sq"]
         state.clear()
         return moments
 
     def directions(self, p: Parameter) -> int:
         return self._steps.get(p, 0)
+
+    def set_directions(self, p: Parameter, count: int) -> None:
+        self._steps[p] = count
 
     def resume(self, p: Parameter, state: dict[str, Any], directions: int) -> None:
         state.clear()
@@ -230,10 +236,11 @@ class AdamUpdate(_SplitUpdate):
         """
         if not compressed:
             return left[RESIDUAL]
-        lr = float(group["lr"])
-        p.add_(left[RESIDUAL].to(p.dtype), alpha=lr if group["maximize"] else -lr)
+        sign = -1.0 if group["maximize"] else 1.0
+        p.add_(left[RESIDUAL].to(p.dtype), alpha=-sign * float(group["lr"]))
         if FIRST in left:
-            state.update(step=torch.tensor(float(self.directions(p))), exp_avg=left[FIRST], exp_avg_sq=left[SECOND])
+            step = torch.tensor(float(self.directions(p)))
+            state.update(step=step, exp_avg=sign * left[FIRST], exp_avg_sq=left[SECOND])
         return None
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
@@ -250,9 +257,10 @@ def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
     has loaded a checkpoint, the ranks would broadcast different entries and never meet.
     """
     sgd, adam = kind == "sgd", kind == "adam"
+    known = set(getattr(optimizer, "_dgc_parameters", {}).values())  # one of them may have been frozen since
     for group in optimizer.param_groups if sgd or adam else []:
         for p in group["params"]:
-            if not p.requires_grad:
+            if not p.requires_grad and p not in known:
                 continue
             state = optimizer.state[p]
             if sgd and group["momentum"] and not group["dampening"] and state.get("momentum_buffer") is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 def main() -> int:
     """Run the cases and write this rank's JSON; a case that raises ends the run with its traceback."""
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
-    faulthandler.dump_traceback_later(200, exit=True)
+    faulthandler.dump_traceback_later(float(os.environ.get("CASE_TIMEOUT", "200")), exit=True)
     if not all(case.startswith("keras_") for case in cases):
         import torch
 

@@ -38,7 +38,7 @@ def test_what_coding_has_left_of_small_tensors_goes_with_the_first_dense_step(ra
         assert found["kept"] and found["owed"] > 0 and found["worst"] < 1e-3, found  # of differences of fp32 weights
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_owes_the_same(before, after, tmp_path):
     folder = {"STATE_FOLDER": str(tmp_path)}
     saved = run_ranks(before, ["state.save_for_others"], environment=folder)[0]["state.save_for_others"]["states"]
@@ -68,12 +68,23 @@ def test_a_flush_leaves_nothing_and_loses_nothing(ranks):
 
 
 def test_a_flush_moves_momentum_and_changes_nothing_else(ranks):
-    assert all(distance < 1e-6 for distance in ranks[0]["state.flush_is_linear"].values()), ranks[0]
+    found = ranks[0]["state.flush_is_linear"]
+    assert len(found) == 3 and all(distance < 1e-5 for distance in found.values()), found
 
 
 def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):
     found = [rank["state.damage"] for rank in ranks]
-    for name in ("missing", "cut", "changed", "other method", "other model", "other op", "not writable", "code"):
+    for name in (
+        "missing",
+        "cut",
+        "changed",
+        "other method",
+        "other model",
+        "other op",
+        "not writable",
+        "code",
+        "another optimizer",
+    ):
         assert found[0][name].startswith("CheckpointError: "), (name, found[0][name])
         assert found[0][name].split("failed; ")[1] == found[1][name].split("failed; ")[1], name
     assert "rank 1: " in found[0]["missing"] and 'residuals="if sound"' in found[0]["missing"]
@@ -81,9 +92,13 @@ def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):
         assert [rank[f"{name}, skipped"] for rank in found] == [True, False], "the damaged rank alone starts from zero"
     assert "averaging" in found[0]["other op"] and "summing" in found[0]["other op"]
     assert found[0]["stale"].startswith("CheckpointError: the residuals are of rank 9 of 2")
-    for name in ("in flight", "not applied"):
-        assert found[0][name].startswith("UnsupportedUse: ") and "after step()" in found[0][name]
-    assert found[0]["files"] == ["manifest.json", "model.pt", "rank0.npz", "rank1.npz"], "the first save is still there"
+    assert found[0]["in flight"].startswith("CheckpointError: ") and found[0]["not applied"].startswith(
+        "UnsupportedUse: "
+    )
+    assert all("after step()" in found[0][name] for name in ("in flight", "not applied"))
+    assert found[0]["files"] == ["manifest.json", "model.bin", "rank0.npz", "rank1.npz"], (
+        "the first save is still there"
+    )
 
 
 def test_stock_checkpoints_go_both_ways(ranks):

@@ -16,7 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [  # each may import from itself and from those after it
     ["launch"],
     ["torch", "tensorflow"],
-    ["compression", "agreement", "report", "exchange", "checkpoint", "replicas"],
+    ["compression", "agreement", "report", "exchange", "checkpoint", "manifest", "replicas", "metrics"],
+    ["meter"],
     ["engine", "message", "traffic"],
     ["selection", "packet", "codecs", "bucket", "schedule", "state", "ops"],
     ["config", "envvars", "errors"],

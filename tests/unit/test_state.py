@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc_horovod import checkpoint
+from dgc_horovod import checkpoint, manifest
 from dgc_horovod.bucket import Bucket, Segment
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
@@ -30,6 +30,18 @@ class Alone:
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         return [data]
+
+
+def save(folder, step: int, model: bytes, state: ResidualState | None, holds: str = "model") -> None:
+    """A checkpoint of one rank."""
+    config = None if state is None else DGCConfig()
+    state = None if state is None else dataclasses.replace(state, step=step)
+    checkpoint.save(folder, Alone(), lambda: checkpoint.Content(holds, model, state, config))
+
+
+def load(folder, config: DGCConfig | None = DGCConfig(), residuals: str = checkpoint.REQUIRED):  # noqa: B008 - frozen
+    """What stands there."""
+    return checkpoint.load(folder, Alone(), config, True, residuals)
 
 
 def state_of(rank: int, workers: int, averages: bool = True, seed: int = 0) -> ResidualState:
@@ -99,60 +111,70 @@ def test_an_engine_goes_on_from_what_another_has_kept(kernels, rule):
 
 
 def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path):
-    (tmp_path / "mine.txt").write_text("kept")
+    for name in ("mine.txt", "dgc-train.log", "dgc-0123abcd-mine.pt"):
+        (tmp_path / name).write_text("kept")
+    (tmp_path / "dgc-horovod").mkdir()
     for step in (1, 2):
         state = dataclasses.replace(state_of(0, 1), step=step)
-        checkpoint.save(tmp_path, Alone(), step, b"model", state, DGCConfig())
-    assert len(list(tmp_path.iterdir())) == 4, "manifest, model, residuals, and what was there before"
-    found = checkpoint.load(tmp_path, Alone(), DGCConfig())
+        save(tmp_path, step, b"model", state)
+    assert len(list(tmp_path.iterdir())) == 3 + 4, "manifest, model, residuals, and what was there before"
+    found = load(tmp_path)
     assert found.manifest.step == 2 and found.model == b"model"
     assert_equal(found.state, state)
 
 
 def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, Alone(), 7, b"model", state_of(0, 1), DGCConfig())
+    save(tmp_path, 7, b"model", state_of(0, 1))
     write, written = checkpoint._write, []
 
     def fails_at_the_manifest(directory, name, data):
-        if name == checkpoint.MANIFEST:
+        if name == manifest.MANIFEST:
             raise OSError("disk full")
         written.append(name)
         return write(directory, name, data)
 
     monkeypatch.setattr(checkpoint, "_write", fails_at_the_manifest)
     with pytest.raises(CheckpointError, match="rank 0: OSError: disk full"):
-        checkpoint.save(tmp_path, Alone(), 8, b"other", state_of(0, 1, seed=5), DGCConfig())
-    assert len(written) == 2
+        save(tmp_path, 8, b"other", state_of(0, 1, seed=5))
+    assert len(written) == 2 and not any((tmp_path / name).exists() for name in written), "a full disk stays full"
     monkeypatch.undo()
-    assert checkpoint.load(tmp_path, Alone(), DGCConfig()).model == b"model"
-    checkpoint.save(tmp_path, Alone(), 9, b"third", None, None)
-    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".pt"], "what was left behind is gone"
+    assert load(tmp_path).model == b"model"
+    (tmp_path / "dgc-0123abcd-rank7.npz").write_bytes(b"of one that was killed")
+    save(tmp_path, 9, b"third", None)
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".bin", ".json"], "what was left behind is gone"
+
+
+def test_a_checkpoint_of_another_optimizer_is_not_replaced(tmp_path):
+    save(tmp_path, 1, b"generator", None, holds="generator")
+    with pytest.raises(CheckpointError, match="of another optimizer"):
+        save(tmp_path, 1, b"discriminator", None, holds="discriminator")
+    assert load(tmp_path, None).model == b"generator"
 
 
 def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
     inside = tmp_path / "checkpoint"
-    checkpoint.save(inside, Alone(), 7, b"model", None, None)
-    manifest = checkpoint.Manifest.from_bytes((inside / checkpoint.MANIFEST).read_bytes())
-    file = manifest.files["model"]
+    save(inside, 7, b"model", None)
+    found = manifest.Manifest.from_bytes((inside / manifest.MANIFEST).read_bytes())
+    file = found.files["model"]
     (tmp_path / "outside").write_bytes(b"model")
-    changed = dataclasses.replace(manifest, files={"model": dataclasses.replace(file, name="../outside")})
-    (inside / checkpoint.MANIFEST).write_bytes(changed.to_bytes())
+    changed = dataclasses.replace(found, files={"model": dataclasses.replace(file, name="../outside")})
+    (inside / manifest.MANIFEST).write_bytes(changed.to_bytes())
     with pytest.raises(CheckpointError, match="outside its directory"):
-        checkpoint.load(inside, Alone(), None)
+        load(inside, None)
 
 
 @pytest.mark.parametrize("changes", [pytest.param(1_000, marks=pytest.mark.slow), 100])
 def test_changed_files_are_refused_or_read_as_they_were(tmp_path, changes):
     """Every change to the manifest or to a residual file ends in CheckpointError, or changes nothing."""
     state = state_of(0, 1)
-    checkpoint.save(tmp_path, Alone(), 7, b"the model", state, DGCConfig())
+    save(tmp_path, 7, b"the model", state)
     files, rng, outcomes = sorted(tmp_path.iterdir()), np.random.default_rng(0), set()
     for number in range(changes):
         file = files[number % len(files)]
         sound = file.read_bytes()
         file.write_bytes(_changed(sound, rng))
         try:
-            found = checkpoint.load(tmp_path, Alone(), DGCConfig())
+            found = load(tmp_path)
             assert_equal(found.state, state)
             assert found.model == b"the model" and found.manifest.step == 7
             outcomes.add("sound")
@@ -200,9 +222,9 @@ def test_pickled_arrays_are_refused():
 
 
 def test_another_method_is_refused_in_words(tmp_path):
-    checkpoint.save(tmp_path, Alone(), 7, b"model", state_of(0, 1), DGCConfig())
+    save(tmp_path, 7, b"model", state_of(0, 1))
     other = DGCConfig(momentum_correction=False, factor_masking=False)
     with pytest.raises(CheckpointError, match="momentum_correction=True, and it is False now; call flush"):
-        checkpoint.load(tmp_path, Alone(), other)
-    assert checkpoint.load(tmp_path, Alone(), other, checkpoint.IGNORED).state is None
-    assert json.loads((tmp_path / checkpoint.MANIFEST).read_text())["config"]["density"] == "0.001"
+        load(tmp_path, other)
+    assert load(tmp_path, other, checkpoint.IGNORED).state.tensors == {}
+    assert json.loads((tmp_path / manifest.MANIFEST).read_text())["config"]["density"] == "0.001"

@@ -13,6 +13,7 @@ from dgc_horovod.tensorflow.broadcast import broadcast_variables
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.keras import callbacks, elastic
 from dgc_horovod.tensorflow.keras.loading import load_model
+from dgc_horovod.tensorflow.state import load_checkpoint, save_checkpoint
 
 __all__ = [
     "Compression",
@@ -22,7 +23,9 @@ __all__ = [
     "broadcast_variables",
     "callbacks",
     "elastic",
+    "load_checkpoint",
     "load_model",
+    "save_checkpoint",
 ]
 
 

@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from dgc_horovod.errors import NotFinite
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.state import kept_by
 from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model
@@ -33,9 +34,9 @@ def _spoiled(gradient: torch.Tensor, kind: str, draw: np.random.Generator) -> to
 class Run:
     """A model that is trained with gradients that the test has in its hands."""
 
-    def __init__(self) -> None:
+    def __init__(self, **fields: Any) -> None:
         self.model = smooth_model()
-        compression = Compression.dgc(0.02, min_numel=16, bucket_bytes=12_000)
+        compression = Compression.dgc(0.02, min_numel=16, bucket_bytes=12_000, **fields)
         self.optimizer = DistributedOptimizer(momentum_sgd(self.model), self.model.named_parameters(), compression)
 
     def step(self, gradients: list[torch.Tensor]) -> None:
@@ -93,3 +94,18 @@ def not_finite() -> dict[str, Any]:
         finite = all(np.isfinite(x).all() for arrays in tensors.values() for x in arrays.values())
         found[kind] = {"same": same, "finite": finite, "fingerprint": fingerprint(spoiled.model), "at": [at, rank]}
     return found
+
+
+def stops() -> dict[str, Any]:
+    """A job that is to stop where a gradient is not finite."""
+    hvd.init()
+    run = Run(on_nonfinite="stop")
+    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+        gradients = _gradients(run.model, x, y)
+        if (step, hvd.rank()) == (7, 1):
+            gradients[2][3, 4] = np.nan
+        try:
+            run.step(gradients)
+        except NotFinite as error:
+            return {"error": str(error), "step": step}
+    return {"error": "", "step": STEPS}

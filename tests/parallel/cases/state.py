@@ -11,7 +11,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from dgc_horovod import WarmupSchedule, checkpoint
+from dgc_horovod import WarmupSchedule, manifest
 from dgc_horovod.errors import DGCError
 from dgc_horovod.state import ResidualState
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
@@ -37,6 +37,10 @@ def _nesterov(model: Any) -> Any:
 
 def _adamw(model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=0.003)
+
+
+def _ascending(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, maximize=True)
 
 
 OPTIMIZERS = {"SGD": momentum_sgd, "Nesterov, decay": _nesterov, "AdamW": _adamw}
@@ -102,7 +106,7 @@ def resume() -> dict[str, Any]:
 
 
 def _model_file(folder: Path) -> Path:
-    (file,) = folder.glob("*-model.pt")
+    (file,) = folder.glob("*-model.bin")
     return file
 
 
@@ -177,8 +181,10 @@ def flush_is_linear() -> dict[str, Any]:
     hvd.init()
     everything = Compression.dgc(1.0, min_numel=1, values="fp32", dense_values="fp32", factor_masking=False)
     distances = {}
-    for name in ("SGD", "Nesterov, decay"):
-        (one, never), (other, often) = (_made(everything, OPTIMIZERS[name]) for _ in range(2))
+    for name in ("SGD", "Nesterov, decay", "ascending"):
+        (one, never), (other, often) = (
+            _made(everything, {**OPTIMIZERS, "ascending": _ascending}[name]) for _ in range(2)
+        )
         for first in range(0, STEPS, 4):
             _train(one, never, first, first + 4)
             _train(other, often, first, first + 4)
@@ -209,9 +215,9 @@ def damage() -> dict[str, Any]:
     save_checkpoint(folder, model, optimizer)
     save_checkpoint(folder, model, optimizer)  # over the first one
     found: dict[str, Any] = {"files": sorted(file.name.split("-", 2)[-1] for file in folder.iterdir())}
-    manifest = checkpoint.Manifest.from_bytes((folder / checkpoint.MANIFEST).read_bytes())
+    listed = manifest.Manifest.from_bytes((folder / manifest.MANIFEST).read_bytes())
     hvd.barrier()
-    last = folder / manifest.files[f"rank {hvd.size() - 1}"].name
+    last = folder / listed.files[f"rank {hvd.size() - 1}"].name
     sound = last.read_bytes()
     hvd.barrier()
 
@@ -232,9 +238,10 @@ def damage() -> dict[str, Any]:
     other, second = _made(COMPRESSIONS["topk"])
     found["other method"] = _error(lambda: load_checkpoint(folder, other, second))
     load_checkpoint(folder, other, second, residuals="ignored")
-    found["other model"] = _error(lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second))
+    found["other model"] = _error(lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"))
     found["other op"] = _error(lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)))
     found["not writable"] = _error(lambda: save_checkpoint("/proc/none" if hvd.rank() else folder, model, optimizer))
+    found["another optimizer"] = _error(lambda: save_checkpoint(folder, *_other()))
     found["code"] = _error(lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=_error))
     found["stale"] = _error(lambda: optimizer.load_residual_state_dict({**optimizer.residual_state_dict(), "rank": 9}))
     x, y = next(iter(batches(1, hvd.rank())))
@@ -245,6 +252,12 @@ def damage() -> dict[str, Any]:
     optimizer.step()
     load_checkpoint(folder, model, optimizer)  # still sound
     return found
+
+
+def _other() -> tuple[Any, Any]:
+    model = torch.nn.Linear(32, 40)
+    named = [(f"other.{name}", p) for name, p in model.named_parameters()]
+    return model, DistributedOptimizer(momentum_sgd(model), named, Compression.dgc(0.1, min_numel=1))
 
 
 def _error(act: Any) -> str:

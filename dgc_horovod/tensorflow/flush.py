@@ -1,0 +1,64 @@
+"""Everything that ranks have kept, applied at once: by dense allreduces, in eager mode."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.state import MOMENTUM, RESIDUAL
+from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.exchange import GradientExchange
+from dgc_horovod.tensorflow.variables import key_of
+from dgc_horovod.tensorflow.watch import watched
+
+
+def flush(optimizer: Any, distribution: Distribution) -> None:
+    """See ``flush`` of the optimizer."""
+    distribution.residuals()  # an error that should come before anything is changed
+    if not distribution.exchanges or distribution.settings.config is None:
+        return
+    (exchange,) = distribution.exchanges
+    by_key = {key_of(variable): variable for variable in optimizer._trainable_variables}
+    variables = {i: by_key[source.key] for i, source in enumerate(exchange.sources) if i in exchange.steps.place}
+    left = _left(exchange)
+    numbers = list(variables)
+    given = [(variables[i], {part: x.reshape(variables[i].shape) for part, x in left[i].items()}) for i in numbers]
+    kept = distribution.update.flush(optimizer, given, distribution.compressed)
+    share = 1 if distribution.settings.averages else exchange.collectives.workers
+    for i, v in zip(numbers, kept, strict=True):
+        if v is not None:
+            run = exchange.steps.place[i]
+            run.engine.write(run.members.index(i), {RESIDUAL: v.reshape(-1) / np.float32(share)})
+    exchange.steps.take_over_again()
+
+
+def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
+    """What all ranks together have kept, by number of the variable and part; it is zero here afterwards."""
+    steps, collectives = exchange.steps, exchange.collectives
+    own = json.dumps([run.engine.parts for run in steps.runs])
+    theirs = [json.loads(data) for data in collectives.gather_bytes(own.encode(), "parts")]
+    found: dict[int, dict[str, np.ndarray]] = {i: {} for i in steps.place}
+    for run, *parts in zip(steps.runs, *theirs, strict=True):
+        for part in sorted({part for one in parts for part in one}):
+            combined = _combined(exchange, run.engine, part)
+            for segment, i in zip(run.engine.bucket.segments, run.members, strict=True):
+                found[i][part] = combined[segment.place]
+    assert steps.buckets is not None
+    steps.buckets.clear()
+    return found
+
+
+def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> np.ndarray:
+    collectives, name = exchange.collectives, f"left.{engine.bucket.index}.{part}"
+    sums = part in (RESIDUAL, MOMENTUM) and not exchange.settings.averages
+    own = [engine.read(i).get(part, np.zeros(s.numel, np.float32)) for i, s in enumerate(engine.bucket.segments)]
+    whole = np.concatenate(own)
+    collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
+    with watched(collectives.process_set, collectives.full_name(name)):
+        combined: np.ndarray = collectives.allreduce(tf.constant(whole), name, hvd.Sum if sums else hvd.Average).numpy()
+    return combined

@@ -1,0 +1,134 @@
+"""What a training run must keep beside a Keras model, and how it is saved and loaded."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod import checkpoint, envvars
+from dgc_horovod.agreement import together
+from dgc_horovod.errors import CheckpointError, UnsupportedUse
+from dgc_horovod.tensorflow.broadcast import shared_variables
+from dgc_horovod.tensorflow.collectives import Collectives
+from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.variables import native
+
+_log = logging.getLogger("dgc_horovod")
+_HEAD = "head"
+_CALLS = "save_checkpoint or load_checkpoint, which every rank must call"
+
+
+def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any = None, **extra: Any) -> None:
+    """Save a model, its optimizer's variables and every rank's residuals; called on every rank, between two steps.
+
+    Args:
+        directory: made if it is not there. A checkpoint in it is replaced once the new one is complete; other files
+            are left alone.
+        model: built.
+        optimizer: of ``DistributedOptimizer``, if it is not compiled into the model.
+        extra: more to keep, as JSON can: numbers, texts, lists, dicts (the epoch); those of rank 0 are kept.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write.
+
+    Cost: u and v of every rank are written, twice the model's size each with momentum.
+    """
+    distribution, collectives, variables = _parts(model, optimizer)
+
+    def content() -> checkpoint.Content:
+        state = distribution.residuals()
+        saved = _dumped(variables, extra) if collectives.rank == 0 else b""
+        shapes = [str(_described(variable)) for variable in variables]
+        holds = checkpoint.digest_of_names(shapes, distribution.settings.process_set.process_set_id)
+        return checkpoint.Content(holds, saved, state, distribution.settings.config)
+
+    checkpoint.save(Path(directory), collectives, content)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], model: Any, optimizer: Any = None, residuals: str = checkpoint.REQUIRED
+) -> dict[str, Any]:
+    """Go on from ``save_checkpoint``; called on every rank, whatever their number is now.
+
+    With the same number of ranks training goes on bit by bit. With another number what the ranks together owe the
+    model stays the same (to fp32 rounding); all ranks must then see the directory.
+
+    Args:
+        directory: of the checkpoint.
+        model, optimizer: built as they were when it was saved.
+        residuals: "required"; "if sound": go on without those that are missing or damaged, whose content is lost;
+            "ignored": all start from zero.
+
+    Returns:
+        The `extra` of ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
+    """
+    distribution, collectives, variables = _parts(model, optimizer)
+    settings = distribution.settings
+    found = checkpoint.load(Path(directory), collectives, settings.config, settings.averages, residuals)
+    with together(collectives, f"loading {directory}"):
+        extra = _assigned(variables, found.model)
+        if settings.config is not None:
+            distribution.resume(found.state, int((optimizer or model.optimizer).iterations))
+            if not found.state.tensors and collectives.rank == 0:
+                _log.info("dgc_horovod: no residuals from %s; they start from zero", directory)
+    return extra
+
+
+def _parts(model: Any, optimizer: Any) -> tuple[Distribution, Collectives, list[Any]]:
+    optimizer = optimizer or model.optimizer
+    distribution = getattr(optimizer, "_dgc", None)
+    if distribution is None:
+        raise UnsupportedUse("compile the model with the optimizer that DistributedOptimizer has returned, or pass it")
+    if not distribution.takes_part:
+        raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
+    if not model.built:
+        raise UnsupportedUse("the model must be built: call model.build(input_shape)")
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    variables = [native(variable) for variable in (*model.weights, *shared_variables(optimizer))]
+    patient = Collectives(distribution.settings.process_set, _CALLS, envvars.checkpoint_seconds())
+    return distribution, patient, variables
+
+
+def _dumped(variables: list[Any], extra: dict[str, Any]) -> bytes:
+    try:
+        head = json.dumps({"variables": [_described(variable) for variable in variables], "extra": extra})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"keep numbers, texts, lists and dicts only ({error})") from None
+    arrays = {str(i): np.frombuffer(variable.numpy().tobytes(), np.uint8) for i, variable in enumerate(variables)}
+    out = io.BytesIO()
+    np.savez(out, **{_HEAD: np.frombuffer(head.encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def _described(variable: Any) -> list[Any]:
+    return [list(map(int, variable.shape)), variable.dtype.name]
+
+
+def _assigned(variables: list[Any], data: bytes) -> dict[str, Any]:
+    """Set the variables to what `_dumped` was given; returns its `extra`."""
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            head = json.loads(arrays[_HEAD].tobytes())
+            values = [arrays[str(i)] for i in range(len(head["variables"]))]
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"the model's file is damaged ({error})") from None
+    ours = [_described(variable) for variable in variables]
+    if ours != head["variables"]:
+        raise CheckpointError(
+            f"the checkpoint is of another model: it has {len(head['variables'])} variables, this model and optimizer "
+            f"{len(ours)}, or their shapes or dtypes differ"
+        )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(np.frombuffer(value.tobytes(), variable.numpy().dtype).reshape(variable.shape))
+    return dict(head["extra"])

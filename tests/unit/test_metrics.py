@@ -1,0 +1,98 @@
+"""What a bucket's counters say, and the forms in which they are written."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from dgc_horovod import metrics
+from dgc_horovod.bucket import TensorSpec
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.ops.schema import MomentumFeed
+from dgc_horovod.traffic import Traffic, bucket_stats, ledger
+from tests.helpers.data import BACKENDS, as_array
+
+STATS = {"steps": 3, "method": "dgc", "bytes_sent": 100.5, "buckets": [{"age": 2, "threshold": 0.5}, {"age": 4}]}
+
+
+def exchange_of(kernels, numel: int, density: float) -> BucketExchange:
+    config = DGCConfig(density=density, min_numel=1, compress_1d=True, values="fp32")
+    return BucketExchange([TensorSpec("w", (numel,))], config, lambda name: kernels, 0, 1, True, Traffic())
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("numel", [1, 100, 4096, 4097, 50_000])
+def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
+    exchange, rng = exchange_of(kernels, numel, 0.01), np.random.default_rng(0)
+    (engine,) = exchange.engines
+    last_sent, steps = np.zeros(numel, int), 12
+    for step in range(steps):
+        engine.offer(0, as_array(kernels, rng.standard_normal(numel).astype(np.float32)), MomentumFeed(0.9, False))
+        message = exchange.compress(engine)
+        last_sent[engine.sent.positions] = step + 1
+        least = float(np.abs(engine.sent.values).min())
+        engine.targets.put(0, kernels.new(numel))
+        assert exchange.decode(engine, message.payload)
+        exchange.close(True)
+    (found,) = exchange.bucket_stats()
+    v = kernels.to_host(engine.state.v)
+    assert found["elements"] == numel and found["bytes"] == message.payload.nbytes
+    assert found["density"] == message.count / numel
+    assert found["residual_norm"] == pytest.approx(float(np.linalg.norm(v.astype(np.float64))))
+    assert found["threshold"] in (0.0, pytest.approx(least))
+    oldest = max((steps - last_sent[i] for i in np.flatnonzero(v)), default=0)
+    assert found["age"] <= oldest and (numel > 4096 or found["age"] == oldest)
+    assert found["age"] >= 0.9 * oldest, "thousands of samples miss the oldest by little"
+    assert all(found[f"{part}_seconds"] > 0 for part in ("compress", "exchange", "decode"))
+
+
+def test_counts_outlive_their_exchange_and_buckets_do_not():
+    exchange = exchange_of(BACKENDS[0], 100, 0.1)
+    tallies = [exchange.tally]
+    assert exchange.tally in ledger and len(bucket_stats(tallies)) == 1
+    del exchange
+    assert bucket_stats(tallies) == [] and tallies[0].stats()["steps"] == 0
+
+
+def test_json_lines(tmp_path):
+    writer = metrics.writer_for(str(tmp_path / "run.jsonl"))
+    writer.write(STATS)
+    writer.write({**STATS, "steps": 4, "time": 1.0})
+    first, second = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert first["buckets"] == STATS["buckets"] and first["time"] > 1e9
+    assert (second["steps"], second["time"]) == (4, 1.0)
+
+
+def test_prometheus(tmp_path):
+    parser = pytest.importorskip("prometheus_client.parser")
+    writer = metrics.writer_for(str(tmp_path / "run.prom"))
+    writer.write({**STATS, "steps": 1})
+    writer.write(STATS)
+    families = parser.text_string_to_metric_families((tmp_path / "run.prom").read_text())
+    found = {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
+    assert found == {
+        ("dgc_steps", ()): 3, ("dgc_bytes_sent", ()): 100.5, ("dgc_bucket_age", ("0",)): 2,
+        ("dgc_bucket_age", ("1",)): 4, ("dgc_bucket_threshold", ("0",)): 0.5,
+    }  # fmt: skip
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX")
+    writer = metrics.writer_for(f"{tmp_path}/board/")
+    writer.write(STATS)
+    writer.close()
+    (file,) = (tmp_path / "board").iterdir()
+    assert b"dgc/bucket1/age" in file.read_bytes()
+
+
+@pytest.mark.parametrize(("path", "module"), [("x.prom", "prometheus_client"), ("x/", "tensorboardX")])
+def test_a_missing_extra_is_named(monkeypatch, path, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"needs {module}: pip install dgc-horovod\["):
+        metrics.writer_for(path)
