@@ -15,6 +15,10 @@ from dgc_horovod.config import DGCConfig
 
 RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # what a rank sends of one comparison
 _PART_BYTES = 2**24  # of weights that are looked at together: 3 ms
+ADVICE = (
+    "Broadcast weights and optimizer state from rank 0 before the first step, and change weights on all ranks alike; "
+    'on_mismatch="broadcast" goes on with those of the first rank'
+)
 _NAMED = 3  # tensors in a message
 ChecksumOf = Callable[[str], int]  # of the tensor of that name
 
@@ -37,20 +41,25 @@ class ReplicaCheck:
 
     def __init__(self, sizes: Mapping[str, int], config: DGCConfig) -> None:
         self._every = config.check_every
-        self._parts: list[list[str]] = []
+        self.parts: list[list[str]] = []
         filled = _PART_BYTES
         for name, nbytes in sizes.items():
             if filled + nbytes > _PART_BYTES:
-                self._parts.append([])
+                self.parts.append([])
                 filled = 0
-            self._parts[-1].append(name)
+            self.parts[-1].append(name)
             filled += nbytes
 
+    def number_due(self, step: int) -> int:
+        """Which part is compared after `step` steps, of all in turn; -1: none. The first step is looked at too."""
+        if not self._every or not self.parts or (step != 1 and step % self._every):
+            return -1
+        return step // self._every % len(self.parts)
+
     def due(self, step: int) -> list[str]:
-        """What is compared after `step` steps: a part in turn, or nothing. The first step is looked at too."""
-        if not self._every or not self._parts or (step != 1 and step % self._every):
-            return []
-        return self._parts[step // self._every % len(self._parts)]
+        """The names in that part."""
+        number = self.number_due(step)
+        return [] if number < 0 else self.parts[number]
 
 
 def record(step: int, found: int) -> np.ndarray:
@@ -84,13 +93,25 @@ class Difference:
         return f"after step {self.step} {which}: {names}{more}"
 
 
-def find(collectives: Gatherer, step: int, names: Sequence[str], checksum_of: ChecksumOf) -> Difference:
+def find(collectives: Gatherer, step: int, names: Sequence[str], checksum_of: ChecksumOf) -> Difference | None:
     """Which ranks differ, and in what; called on every rank once `same` was false. Two small collectives."""
     own = json.dumps([step, *(checksum_of(name) for name in names)])
-    texts = collectives.gather_bytes(own.encode(), "replicas.names")
-    sums = [json.loads(text) for text in texts]
-    usual, _ = Counter(texts).most_common(1)[0]
-    expected = json.loads(usual)
-    ranks = [rank for rank, text in enumerate(texts) if text != usual]
-    differing = [name for i, name in enumerate(names, 1) if any(theirs[i] != expected[i] for theirs in sums)]
-    return Difference(step, ranks if len(texts) > 2 else [], differing)
+    return compared(
+        step, names, [json.loads(text) for text in collectives.gather_bytes(own.encode(), "replicas.names")]
+    )
+
+
+def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> Difference | None:
+    """Which ranks differ, and in what; None if all are the same.
+
+    Args:
+        step: after which.
+        names: of the tensors.
+        sums: of each rank: the step, and a checksum for each of `names`.
+    """
+    usual, count = Counter(map(tuple, sums)).most_common(1)[0]
+    if count == len(sums):
+        return None
+    ranks = [rank for rank, theirs in enumerate(sums) if tuple(theirs) != usual] if len(sums) > 2 else []
+    differing = [name for i, name in enumerate(names, 1) if any(theirs[i] != usual[i] for theirs in sums)]
+    return Difference(step, ranks, differing)

@@ -34,6 +34,12 @@ def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
     )
 
 
+def going_back(error: BaseException | None) -> None:
+    """Tell why an elastic job goes back to its last commit: Horovod says nothing."""
+    lines = str(error).strip().splitlines() or [""]  # TensorFlow puts the reason last
+    _log.warning("dgc_horovod: going back to the last commit: %s", lines[-1].split(". ")[0])
+
+
 def make_visible() -> None:
     """Show INFO on stderr, unless the program has set up logging itself."""
     if not _log.handlers and not logging.getLogger().handlers:

@@ -156,7 +156,8 @@ def keras_names(replacements: Replacements, horovod: ModuleType) -> None:
         replacements.replace(stock, replacements.compressing(stock, factory, horovod.Compression))
     for name in _CALLBACKS:
         replacements.replace(getattr(horovod.callbacks, name), getattr(ours.callbacks, name))
-    replacements.replace(horovod.elastic.KerasState, ours.elastic.KerasState)
+    for name in ("KerasState", "run"):
+        replacements.replace(getattr(horovod.elastic, name), getattr(ours.elastic, name))
 
 
 def _partial(ours: Callable[..., Any], register: str) -> Callable[..., Any]:

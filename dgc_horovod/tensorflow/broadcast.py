@@ -66,11 +66,18 @@ def broadcast_variables(
 
 
 def _broadcast(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet) -> None:
-    """All at once, named by place: Keras' own names differ where one rank has built another model as well."""
+    assign_from(variables, root_rank, process_set, "dgc.broadcast")
+
+
+def assign_from(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet, name: str) -> list[Any]:
+    """Set `variables` to what they are on `root_rank`, all at once; returns the operations, in a graph.
+
+    Collectives are named by place: Keras' own names differ where one rank has built another model as well.
+    """
+    assigned = []
     for i, variable in enumerate(variables):
         carrier = _CARRIERS.get(variable.dtype, variable.dtype)
         bits = tf.bitcast(variable.read_value(), carrier) if carrier != variable.dtype else variable.read_value()
-        sent = hvd.broadcast(
-            bits, root_rank, name=f"dgc.broadcast.{i}", ignore_name_scope=True, process_set=process_set
-        )
-        variable.assign(tf.bitcast(sent, variable.dtype) if carrier != variable.dtype else sent)
+        sent = hvd.broadcast(bits, root_rank, name=f"{name}.{i}", ignore_name_scope=True, process_set=process_set)
+        assigned.append(variable.assign(tf.bitcast(sent, variable.dtype) if carrier != variable.dtype else sent))
+    return assigned

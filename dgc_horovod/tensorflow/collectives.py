@@ -33,6 +33,13 @@ class Collectives:
         self.traffic = Traffic()
         self.watch, self._timeout = Watch(process_set), timeout
 
+    def renew(self) -> None:
+        """The ranks are others."""
+        self.workers, self.rank = self.process_set.size(), self.process_set.rank()
+        self.traffic = Traffic()
+        self.watch.disarm()
+        self.watch = Watch(self.process_set)
+
     def full_name(self, name: str) -> str:
         """The name under which Horovod knows the collective `name`."""
         return f"dgc.{self.tag}.{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -282,11 +283,37 @@ class Distribution:
                 'optimizer of its own, or load with residuals="ignored" into a new one'
             )
         self.epoch = state.epoch
-        self._epochs_begun = 0 if state.epoch is None else state.epoch + 1
+        self._epochs_begun = state.epoch or 0  # it may be begun again
         self._loaded = state, iterations, self.clock.resumed(iterations)
         if self.exchanges:
             self.exchanges[0].steps.resume(*self._loaded)
             self._loaded = None
+
+    def carry_on(self, state: ResidualState | None, iterations: int) -> None:
+        """Go on from `state`, of a commit; a step under way is given up."""
+        if state is not None:
+            buckets = self.exchanges[0].steps.buckets if self.exchanges else state
+            assert buckets is not None
+            self.resume(state.carried_on(buckets.rank, buckets.workers), iterations)
+        else:
+            self.clear()
+
+    def renew(self, iterations: int) -> None:
+        """The ranks are others; this one keeps what it has."""
+        state = self.residuals()
+        for exchange in self.exchanges:
+            exchange.steps.renew()
+        if self._agreeing is not None:
+            self._agreeing.renew()
+        if state is not None:
+            process_set = self.settings.process_set
+            self.resume(state.carried_on(process_set.rank(), process_set.size()), iterations)
+
+    def join(self, step: int, epoch: int | None, iterations: int) -> None:
+        """Be at the step of the others; a newcomer begins with nothing."""
+        process_set = self.settings.process_set
+        state = self.residuals() or ResidualState(process_set.rank(), process_set.size(), self.settings.averages)
+        self.resume(dataclasses.replace(state, step=step, epoch=epoch), iterations)
 
     def clear(self) -> None:
         """Empty u, v and the moments of every exchange: the weights are about to be others."""

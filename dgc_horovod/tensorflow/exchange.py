@@ -13,12 +13,14 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.schedule import densities
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.dense_path import DensePath
 from dgc_horovod.tensorflow.host_calls import host_call
 from dgc_horovod.tensorflow.host_steps import BucketRun, Homes, HostSteps
+from dgc_horovod.tensorflow.replicas import Replicas
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
 from dgc_horovod.tensorflow.variables import Gradient, Source, native
@@ -62,15 +64,28 @@ class GradientExchange:
             compression = hvd.Compression.fp16 if half else hvd.Compression.none
         groups = dict(enumerate(settings.group_numbers(sources)))
         self._dense_path = DensePath(collectives, settings, compression, groups)
+        self._replicas = None
+        if settings.config is not None and settings.config.check_every and update.is_optimizers:
+            self._replicas = Replicas(sources, settings.config, collectives, self.steps.noting)
+            self.steps.part_due = self._replicas.due
         self._function = tf.function(self._graph, autograph=False, reduce_retracing=True)
 
-    def __call__(self, gradients: Sequence[Gradient], iterations: Any = 0, learning_rate: Any = 1.0) -> Exchanged:
+    def __call__(
+        self,
+        gradients: Sequence[Gradient],
+        iterations: Any = 0,
+        learning_rate: Any = 1.0,
+        weights: Sequence[Any] = (),
+        everything: Sequence[Any] = (),
+    ) -> Exchanged:
         """Exchange one gradient for each source.
 
         Args:
             gradients: tensors or IndexedSlices, one for each source.
             iterations: steps that the optimizer has made, and
             learning_rate: its present one; both are used to take over a checkpoint.
+            weights: a variable for each source, and
+            everything: what is to be set right where they differ between ranks; see `Replicas`.
 
         Raises:
             UnsupportedUse: in a graph that XLA compiles.
@@ -84,7 +99,8 @@ class GradientExchange:
             )
         if self.steps.buckets is not None:
             self.steps.buckets.density()  # an error that should not wait until the graph runs
-        arguments = list(gradients), tf.cast(iterations, tf.int64), tf.cast(learning_rate, tf.float32)
+        numbers = tf.cast(iterations, tf.int64), tf.cast(learning_rate, tf.float32)
+        arguments = list(gradients), *numbers, list(weights), list(everything)
         if not tf.executing_eagerly():
             return Exchanged(*self._graph(*arguments))
         self.steps.error = None
@@ -97,10 +113,16 @@ class GradientExchange:
     def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any], *first: Any) -> Any:
         return host_call(self.steps.noting(function, *first), inputs, dtypes)
 
-    def _graph(self, gradients: list[Gradient], iterations: Any, rate: Any) -> tuple[list[Gradient], Any]:
-        started, fresh = self._call(self.steps.start, [iterations], [tf.int64, tf.bool])
+    def _graph(
+        self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
+    ) -> tuple[list[Gradient], Any]:
+        started, fresh, part, step = self._call(self.steps.start, [iterations], [tf.int64, tf.bool, tf.int32, tf.int64])
         if self.settings.config is None:
             return self._all_dense(gradients, started), None
+        if self._replicas is not None:
+            part.set_shape([])
+            with tf.control_dependencies([self._replicas(part, step, weights, everything)]):
+                started = tf.identity(started)
         started = self._taken_over(started, fresh, rate)
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         messages, whole = self._compressed(started, gradients)
@@ -177,7 +199,7 @@ class GradientExchange:
             return [tf.zeros([0], tf.uint8), self.collectives.allreduce(vector, f"{run.name}.scattered")]
 
         scattered = {run.engine.scatters(density) for density in densities(config.final_density, config.warmup)}
-        if len(scattered) > 1:
+        if len(scattered) > 1 or envvars.horovod_elastic():  # the number of ranks decides, too
             received = tf.cond(tf.size(vector) > 0, summed, gathered)
         else:
             received = summed() if True in scattered else gathered()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dgc_horovod import envvars
 from dgc_horovod.bucket import TensorSpec
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
@@ -33,6 +34,7 @@ from dgc_horovod.traffic import Tally, ledger
 
 _log = logging.getLogger("dgc_horovod")
 _ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
+_FROM_SLOTS = -1  # for a generation: what belongs here is in the optimizer's slots
 _NO_PACKET, _NO_VECTOR = np.empty(0, np.uint8), np.empty(0, np.float32)
 
 
@@ -128,8 +130,9 @@ class HostSteps:
         self.runs: list[BucketRun] = []
         self.place: dict[int, BucketRun] = {}
         self.error: DGCError | None = None
+        self.part_due: Callable[[int], int] = lambda steps: -1  # of the weights, to be compared; see `Replicas.due`
         self._homes, self._keys = homes, [(number, source.key) for source in sources]
-        self._generation_now, self._generation = generation, -1
+        self._generation_now, self._generation = generation, _FROM_SLOTS
         self._iterations = self._origin = 0
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._under_way = self._told = False
@@ -150,15 +153,19 @@ class HostSteps:
         ]
         kernels = functools.cache(_kernels_on)
         collectives = self.collectives
-        buckets = BucketExchange(
-            specs,
-            config,
-            lambda name: kernels(sources[index[name]].cuda),
-            collectives.rank,
-            collectives.workers,
-            settings.averages,
-            collectives.traffic,
-        )
+
+        def make() -> BucketExchange:
+            return BucketExchange(
+                specs,
+                config,
+                lambda name: kernels(sources[index[name]].cuda),
+                collectives.rank,
+                collectives.workers,
+                settings.averages,
+                collectives.traffic,
+            )
+
+        self._make, buckets = make, make()
         for engine in buckets.engines:
             segments = engine.bucket.segments
             members = tuple(index[segment.name] for segment in segments)
@@ -193,7 +200,9 @@ class HostSteps:
             raise UnsupportedUse("residuals can be saved between two steps only")
         state = self.buckets.residuals()
         tensors = {_number(name): arrays for name, arrays in state.tensors.items()}
-        return dataclasses.replace(state, tensors=tensors, directions={_ORIGIN: self._origin})
+        # without an origin the optimizer's slots hold what is to be taken over at the next step
+        directions = {} if self._generation == _FROM_SLOTS else {_ORIGIN: self._origin}
+        return dataclasses.replace(state, tensors=tensors, directions=directions)
 
     def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
         """Go on from what `residuals` gave; without residuals the optimizer's slots are taken over at the next step.
@@ -206,6 +215,7 @@ class HostSteps:
         assert self.buckets is not None
         if self._generation_now(iterations) != generation:
             return
+        self._under_way = False
         names = {_number(name): name for name in self.buckets.numel}
         tensors = {names.get(number, number): arrays for number, arrays in state.tensors.items()}
         left = self.buckets.load(dataclasses.replace(state, tensors=tensors))
@@ -214,28 +224,45 @@ class HostSteps:
                 "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
             )
         self._origin = state.directions.get(_ORIGIN, iterations)
-        self._generation = generation if state.tensors else -1
+        self._generation = generation if _ORIGIN in state.directions else _FROM_SLOTS
         self._homes.adopt(generation)
+
+    def renew(self) -> None:
+        """The ranks are others: the same buckets for as many as there are now, with nothing kept."""
+        self.collectives.renew()
+        self._under_way = False
+        if self.buckets is not None:
+            self.buckets = self._make()
+            self.tally = self.buckets.tally
+            for run, engine in zip(self.runs, self.buckets.engines, strict=True):
+                run.engine = engine
 
     def take_over_again(self) -> None:
         """At the next step take over the optimizer's slots: they hold what was here."""
-        self._generation = -1
+        self._generation = _FROM_SLOTS
 
     # -- a step, in this order
 
     def start(self, iterations: np.ndarray) -> list[Any]:
-        """Begin; returns `iterations`, and whether the optimizer's slots are to be taken over.
+        """Begin; returns `iterations`, whether the optimizer's slots are to be taken over, what part of the weights is
+        to be compared (-1: none), and after how many steps.
 
         A step before this one that was not finished (an error in the graph) has sent nothing that counts.
         """
         if self._under_way and self.buckets is not None:
             self.buckets.take_back()
+        if envvars.horovod_elastic() and self.collectives.process_set.size() != self.collectives.workers:
+            raise UnsupportedUse(
+                f"{self.collectives.workers} ranks have become {self.collectives.process_set.size()}, and nobody has "
+                "told the optimizer: use elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
+            )
         self._under_way, self._iterations = True, int(iterations)
         generation = self._generation_now(self._iterations)
         fresh, self._generation = generation != self._generation, generation
         self._homes.renew(generation)
         self._homes.bring(self, self._keys)
-        return [np.int64(self._iterations), np.bool_(fresh)]
+        steps = self.buckets.steps if self.buckets is not None else 0
+        return [np.int64(self._iterations), np.bool_(fresh), np.int32(self.part_due(steps)), np.int64(steps)]
 
     def take_over(self, counts: Sequence[tuple[int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:
         """Put what stood in the optimizer's slots into the engines.

@@ -9,9 +9,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange import clip_limit
 from dgc_horovod.state import ResidualState
+from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution, VariableSet
 from dgc_horovod.tensorflow.flush import flush
 from dgc_horovod.tensorflow.variables import Gradient, Key, key_of, native, scaled
@@ -24,8 +26,8 @@ UsersClass: Any = object  # over which the methods are put
 class Application:
     """One call of ``apply``, while it is traced or run."""
 
-    def __init__(self, variables: VariableSet) -> None:
-        self.variables = variables
+    def __init__(self, variables: VariableSet, known: Sequence[Any]) -> None:
+        self.variables, self.known = variables, known
         self.finite: tf.Tensor | None = None
         self.decayed: Sequence[Any] = ()
 
@@ -53,7 +55,7 @@ class DistributedMethods(UsersClass):
             return super().apply(grads, given)
         self._dgc_check(known)
         variables = self._dgc.variable_set(known, grads, self._dgc_local)
-        with _during(self, Application(variables)):
+        with _during(self, Application(variables, known)):
             super().apply(variables.completed(grads), given)
 
     def _clip_gradients(self: Any, grads: Sequence[Gradient]) -> list[Gradient]:
@@ -72,15 +74,30 @@ class DistributedMethods(UsersClass):
                 gradients[i] = self._dgc_clip_locally(gradients[i], variables.local[i])
         if variables.exchange is not None:
             active = [gradients[i] for i in variables.active]
-            exchanged = variables.exchange(active, self.iterations, self._get_current_learning_rate())
+            weights = [native(application.known[i]) for i in variables.active]
+            everything = [*weights, *self._dgc_shared(variables)]
+            rate = self._get_current_learning_rate()
+            exchanged = variables.exchange(active, self.iterations, rate, weights, everything)
             application.finite = exchanged.finite
             gradients.update(zip(variables.active, exchanged.gradients, strict=True))
         results = list(gradients.values())
         return results if compresses else super()._clip_gradients(results)
 
+    def _dgc_shared(self: Any, variables: VariableSet) -> list[Any]:
+        """The optimizer's variables that are the same on every rank; with local weights, only its iterations."""
+        shared = list(map(native, shared_variables(self)))
+        if not any(variables.local):
+            return shared
+        return [native(self.iterations)]
+
     def _dgc_clip_locally(self: Any, gradient: Gradient, local: bool) -> Gradient:
         """Keras' clipping by variable, before compression and not after it: what comes back arrives in bursts."""
         settings = self._dgc.settings
+        if envvars.horovod_elastic() and (self.clipnorm or self.clipvalue):
+            raise UnsupportedUse(
+                "clipnorm and clipvalue depend on the number of ranks, which changes under Horovod Elastic; use "
+                "global_clipnorm, or clip_norm of the compression"
+            )
         workers = 1 if local else settings.process_set.size()
         if self.clipnorm:
             limit = clip_limit(self.clipnorm, workers, settings.averages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
 
     Raises:
         ConfigError: one is out of range.
-        UnsupportedUse: TensorFlow 1 graphs, Adasum, compression under Horovod Elastic.
+        UnsupportedUse: TensorFlow 1 graphs, Adasum, a process set under Horovod Elastic.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise UnsupportedUse(
@@ -88,12 +89,16 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
         raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
     if not isinstance(settings.process_set, hvd.ProcessSet):
         raise ConfigError(f"process_set must be a hvd.ProcessSet, got {settings.process_set!r}; leave it out for all")
-    if config is not None and envvars.horovod_elastic():
-        raise UnsupportedUse(
-            "compression does not work under Horovod Elastic yet: residuals would not survive a change of ranks; "
-            "launch with a fixed -np, or use compression=Compression.none"
-        )
-    return settings
+    return _elastic(settings, config) if config is not None and envvars.horovod_elastic() else settings
+
+
+def _elastic(settings: Settings, config: DGCConfig) -> Settings:
+    """`settings` that do not depend on how many ranks there are: graphs outlive their number."""
+    if settings.process_set.process_set_id != 0:
+        raise UnsupportedUse("under Horovod Elastic an optimizer works with all ranks; leave process_set out")
+    if config.dense_values == "auto":
+        config = config.replace(dense_values="fp32")
+    return dataclasses.replace(settings, config=config)
 
 
 def _groups(groups: Any) -> Groups:

@@ -11,12 +11,13 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.methods import UsersClass, not_converted
 from dgc_horovod.tensorflow.settings import Settings, make_settings
-from dgc_horovod.tensorflow.updates import PlainUpdate
+from dgc_horovod.tensorflow.updates import TapeUpdate
 from dgc_horovod.tensorflow.variables import Gradient, key_of, scaled, sources_of
 
 _log = logging.getLogger("dgc_horovod")
@@ -70,6 +71,11 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
     )
+    if settings.config is not None and envvars.horovod_elastic():
+        raise UnsupportedUse(
+            "under Horovod Elastic nothing tells a compressed tape that the ranks have changed; use "
+            "DistributedOptimizer with our KerasState, or compression=Compression.none"
+        )
     if settings.config is not None and settings.config.momentum_correction and hvd.rank() == 0:
         _say_once_that_momentum_is_not_corrected()
     kind: Any = type(gradtape)
@@ -94,7 +100,7 @@ def _distribution(settings: Settings) -> Distribution:
         fields["compression"] = None  # each call of Compression.dgc() makes another object, of one config
     key = tuple({**fields, "process_set": settings.process_set.process_set_id}.values())
     if key not in _distributions:
-        _distributions[key] = Distribution(settings, PlainUpdate(), "tape")
+        _distributions[key] = Distribution(settings, TapeUpdate(), "tape")
     return _distributions[key]
 
 

@@ -38,6 +38,7 @@ class PlainUpdate:
     """
 
     is_split = False
+    is_optimizers = True  # and not a tape's, which knows no optimizer
 
     def __init__(self, notice: str = "") -> None:
         self.notice = notice
@@ -77,6 +78,12 @@ class PlainUpdate:
         gradients = [tf.cast(parts[RESIDUAL], variable.dtype) for variable, parts in left]
         optimizer._dgc_apply_as_stock(gradients, [variable for variable, _ in left])
         return [None] * len(left)
+
+
+class TapeUpdate(PlainUpdate):
+    """Of gradients that go back to the script."""
+
+    is_optimizers = False
 
 
 class _SplitUpdate(PlainUpdate):

@@ -20,6 +20,7 @@ from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_regis
 
 from dgc_horovod.agreement import check_agreement
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.report import going_back
 from dgc_horovod.state import ResidualState
 from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.state import copied, kept_by, put_back
@@ -94,8 +95,7 @@ class ResidualHandler(OptimizerStateHandler):
 
     def restore(self) -> None:
         """Go back to the last commit; a step under way is given up."""
-        reason = str(sys.exc_info()[1]).split(". ")[0]
-        _log.warning("dgc_horovod: going back to the last commit: %s", reason)  # Horovod says nothing
+        going_back(sys.exc_info()[1])
         super().restore()  # ends what is under way, and empties u and v
         buckets = self.value._dgc.buckets
         put_back(self.value, self._saved.carried_on(buckets.rank, buckets.workers))

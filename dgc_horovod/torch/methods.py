@@ -236,7 +236,6 @@ class CompressedMethods:
         if self.process_set.included():
             self._dgc.abandon()
             self._dgc.buckets.clear()
-            self._dgc_replicas.forget()
             self._dgc_update.prepare(self)
             self._dgc_watch = GradientWatch()
 

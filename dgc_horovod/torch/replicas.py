@@ -52,20 +52,13 @@ class Replicas:
         if replicas.same(self._collectives.wait(pending).numpy()):
             return
         found = replicas.find(self._collectives, step, names, lambda name: replicas.checksum([self._bytes_of(name)]))
-        if not found.names:  # the script has set it right in the meantime
+        if found is None:  # the script has set it right in the meantime
             return
         if self._stops:
-            raise ReplicaMismatch(
-                f"{found}. Broadcast parameters and optimizer state from rank 0 before the first step, and change "
-                'weights on all ranks alike; on_mismatch="broadcast" goes on with the weights of the first rank'
-            )
+            raise ReplicaMismatch(f"{found}. {replicas.ADVICE}")
         if self._collectives.rank == 0:
             _log.warning("dgc_horovod: %s; all go on with those of the first rank", found)
         self._take_over_from_first(optimizer)
-
-    def forget(self) -> None:
-        """The weights are others now."""
-        self._under_way = None
 
     def _take_over_from_first(self, optimizer: Any) -> None:
         """Weights and optimizer state of the first rank, which says what there is: others may have something else."""

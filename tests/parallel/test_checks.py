@@ -7,11 +7,15 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
+CASES = [
+    "drifting", "sound", "other_weights_from_the_start", "repaired_in_time", "another_state_on_rank_zero",
+    "elastic_script_of_fixed_ranks",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(3, [f"checks.{case}" for case in ("drifting", "sound", "other_weights_from_the_start")])
+    return run_ranks(3, [f"checks.{case}" for case in CASES])
 
 
 def test_a_drifting_replica_stops_all_ranks_with_its_name(ranks):
@@ -35,4 +39,19 @@ def test_sound_replicas_are_not_disturbed(ranks):
 def test_weights_that_nobody_has_broadcast_are_found_at_once(ranks):
     for rank in ranks:
         error = rank["checks.other_weights_from_the_start"]["error"]
-        assert "after step 1 rank" in error and "Broadcast parameters" in error
+        assert "after step 1 rank" in error and "Broadcast weights" in error
+
+
+def test_weights_that_the_script_has_set_right_are_right(ranks):
+    assert len({rank["checks.repaired_in_time"]["fingerprint"] for rank in ranks}) == 1
+
+
+def test_the_first_rank_gives_its_optimizer_state_too(ranks):
+    found = [rank["checks.another_state_on_rank_zero"] for rank in ranks]
+    assert all(found[0] == each for each in found) and len(found[0]) == 2
+
+
+def test_an_elastic_script_runs_with_a_fixed_number_of_ranks(ranks):
+    found = [rank["checks.elastic_script_of_fixed_ranks"] for rank in ranks]
+    assert all(each == found[0] for each in found)
+    assert found[0]["restored"] and found[0]["batch"] == 4, "what was committed before the last increment"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 import sys
 
 import pytest
 
-from tests.helpers.elastic_job import BATCHES, KILLED_AT
 from tests.helpers.jobs import run
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
 
-def elastic(folder, how: str) -> tuple[list[dict], str]:
+def elastic(folder, how: str, job: str) -> tuple[list[dict], str]:
     """Run the job on three hosts of one slot each, all of them this machine; what its ranks found, and the output."""
     discover = folder / "discover.sh"
     # three names: a host on which a worker has failed is left alone for a while, whole
@@ -24,28 +24,33 @@ def elastic(folder, how: str) -> tuple[list[dict], str]:
     command = [
         "horovodrun", "-np", "3", "--min-np", "2", "--max-np", "3", "--host-discovery-script", str(discover),
         "--blacklist-cooldown-range", "3", "6", "--network-interfaces", "lo", "--elastic-timeout", "60",
-        sys.executable, "-m", "tests.helpers.elastic_job", str(folder), how,
+        sys.executable, "-m", f"tests.helpers.{job}", str(folder), how,
     ]  # fmt: skip
     finished = run(command, timeout=200, environment={"DGC_TIMEOUT": "30", "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"})
     assert finished.code == 0, finished.output[-6000:]
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))], finished.output
 
 
+@pytest.fixture(scope="module", params=["elastic_job", "keras_elastic_job"])
+def job(request):
+    return request.param, importlib.import_module(f"tests.helpers.{request.param}")
+
+
 @pytest.fixture(scope="module", params=["", ", flushed"])
-def undisturbed(request, tmp_path_factory):
-    return request.param, elastic(tmp_path_factory.mktemp("undisturbed"), f"undisturbed{request.param}")[0]
+def undisturbed(request, job, tmp_path_factory):
+    return request.param, elastic(tmp_path_factory.mktemp("undisturbed"), f"undisturbed{request.param}", job[0])[0]
 
 
-def test_a_killed_worker_and_its_successor(tmp_path, undisturbed):
+def test_a_killed_worker_and_its_successor(tmp_path, undisturbed, job):
     flushed, others = undisturbed
-    ranks, output = elastic(tmp_path, f"killed{flushed}")
+    ranks, output = elastic(tmp_path, f"killed{flushed}", job[0])
     assert (tmp_path / "killed").exists()
     assert len(ranks) == 3, output[-4000:]
     assert len({rank["fingerprint"] for rank in ranks}) == 1
     for rank in ranks:
         sizes = rank["sizes"]
-        assert rank["batch"] == len(sizes) == BATCHES
-        assert sizes[0] == 3 and sizes[KILLED_AT + 1] == 2 and sizes[-1] == 3, "3 ranks, then 2, then 3"
+        assert rank["batch"] == len(sizes) == job[1].BATCHES
+        assert sizes[0] == 3 and sizes[job[1].KILLED_AT + 1] == 2 and sizes[-1] == 3, "3 ranks, then 2, then 3"
         assert 0.5 < rank["loss"] / others[0]["loss"] < 1.5, "within what two runs of other batches differ by"
     accounts = [json.loads(line.split("account: ")[1]) for line in output.splitlines() if "account: " in line]
     smaller, larger = accounts[1:3]
@@ -59,7 +64,7 @@ def test_a_killed_worker_and_its_successor(tmp_path, undisturbed):
         assert larger["lost"] <= 1e-6 * larger["owed before"], "nobody was lost when the third one came back"
 
 
-def test_an_undisturbed_elastic_job(undisturbed):
+def test_an_undisturbed_elastic_job(undisturbed, job):
     _, ranks = undisturbed
     assert len(ranks) == 3 and len({rank["fingerprint"] for rank in ranks}) == 1
-    assert ranks[0]["sizes"] == [3] * BATCHES
+    assert ranks[0]["sizes"] == [3] * job[1].BATCHES

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.parallel
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"keras_state.{case}" for case in ("resume", "flushed", "flush_is_linear", "errors")])
+    return run_ranks(
+        2, [f"keras_state.{case}" for case in ("resume", "flushed", "flush_is_linear", "saved_after_a_flush", "errors")]
+    )
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks):
@@ -37,6 +39,11 @@ def test_a_flush_leaves_nothing_and_loses_nothing(ranks):
 def test_a_flush_moves_momentum_and_changes_nothing_else(ranks):
     found = ranks[0]["keras_state.flush_is_linear"]
     assert len(found) == 2 and all(distance < 1e-5 for distance in found.values()), found
+
+
+def test_a_run_that_was_flushed_and_saved_is_resumed_bit_by_bit(ranks):
+    for rank in ranks:
+        assert rank["keras_state.saved_after_a_flush"] == {"SGD": True, "Nesterov, decay": True, "AdamW": True}
 
 
 def test_errors_are_the_same_on_every_rank(ranks):

@@ -1,59 +1,141 @@
-"""Horovod Elastic for Keras 3: ``KerasState``, and the parts of Horovod's that work as they are."""
+"""Horovod Elastic for Keras 3: ``run``, ``KerasState``, and the callbacks of Horovod's, which work as they are."""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.tensorflow as hvd
-from horovod.common.elastic import ObjectState
-from horovod.tensorflow.elastic import run
+import tensorflow as tf
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.keras.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 
-from dgc_horovod.errors import ConfigError
+from dgc_horovod.errors import CollectiveTimeout, ConfigError
+from dgc_horovod.report import going_back
+from dgc_horovod.state import ResidualState
 from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
+from dgc_horovod.tensorflow.distribution import Distribution
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+# What errors of Horovod's operations say when another rank is gone
+_OF_A_LOST_RANK = (
+    "Horovod has been shut down", "HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast", "gloo/", "Gloo", "nccl",
+    "NCCL",
+)  # fmt: skip
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``hvd.elastic.run`` for Keras 3.
+
+    Horovod's own knows an error of its operations by names that Keras 3 does not show, and drops every other error of
+    TensorFlow: the training function would end there as if all was well.
+
+    Args:
+        func: takes a state first, and is run again from its last commit whenever the ranks change.
+    """
+
+    @functools.wraps(func)
+    def telling(state: Any, *args: Any, **kwargs: Any) -> Any:
+        with _lost_ranks():
+            return func(state, *args, **kwargs)
+
+    return run_fn(telling, _reset)
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    """What TensorFlow raises when another rank is gone becomes the error on which Horovod goes back to a commit."""
+    try:
+        yield
+    except (tf.errors.OpError, CollectiveTimeout) as error:
+        if isinstance(error, CollectiveTimeout) or any(sign in str(error) for sign in _OF_A_LOST_RANK):
+            raise HorovodInternalError(str(error)) from error
+        raise
+
+
+def _reset() -> None:
+    hvd.shutdown()
+    hvd.init()
 
 
 class KerasState(ObjectState):
     """Weights and the optimizer's variables of a Keras 3 model, saved, restored and sent to newcomers.
 
+    What a rank has kept of gradients (u, v) is saved and restored with them, and is its own: it is never sent. When N
+    ranks become M, what the survivors have kept is scaled by M/N (where gradients are averaged), so that what they owe
+    the model stays the same; newcomers begin with nothing.
+
     Args:
         model: built.
         optimizer: of the model, if it is not compiled into it.
+        flush_on_commit: apply everything that ranks have kept before each commit: a rank that is lost loses nothing
+            that was committed (see ``flush`` for what it leaves under Adam).
         kwargs: more values to keep in step, attributes of this object.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: Any, optimizer: Any = None, flush_on_commit: bool = False, **kwargs: Any) -> None:
         if not model.built:
             raise ConfigError("the model must be built before its state can be kept: call model.build(input_shape)")
-        self.model, self.optimizer = model, optimizer or model.optimizer
+        self.model, self.optimizer, self._flushes = model, optimizer or model.optimizer, flush_on_commit
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        self._save_variables()
+        distribution = getattr(self.optimizer, "_dgc", None)
+        compresses = distribution is not None and distribution.settings.config is not None
+        self._distribution: Distribution | None = distribution if compresses else None
+        self._remember()
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
 
     @property
     def _variables(self) -> list[Any]:
         return [*self.model.weights, *shared_variables(self.optimizer)]
 
-    def _save_variables(self) -> None:
+    @property
+    def _iterations(self) -> int:
+        return int(self.optimizer.iterations)
+
+    def _remember(self) -> None:
         self._saved = [variable.numpy() for variable in self._variables]
+        self._kept: ResidualState | None = None if self._distribution is None else self._distribution.residuals()
+
+    def commit(self) -> None:
+        """As Horovod's."""
+        if self._flushes and self._distribution is not None:
+            self.optimizer.flush()
+        super().commit()
 
     def save(self) -> None:
         """Remember the present values."""
-        self._save_variables()
+        self._remember()
         super().save()
 
     def restore(self) -> None:
         """Go back to the values last saved."""
+        going_back(sys.exc_info()[1])
         for variable, value in zip(self._variables, self._saved, strict=True):
             variable.assign(value)
+        if self._distribution is not None:
+            self._distribution.carry_on(self._kept, self._iterations)
         super().restore()
 
+    def reset(self) -> None:
+        """The ranks are others."""
+        super().reset()
+        if self._distribution is not None:
+            self._distribution.renew(self._iterations)
+
     def sync(self) -> None:
-        """Give every rank the values of rank 0, and save them."""
-        broadcast_variables(self._variables, root_rank=0)
-        self._save_variables()
-        super().sync()
+        """Give every rank the values of rank 0, and save them; what a rank has kept stays its own."""
+        with _lost_ranks():
+            broadcast_variables(self._variables, root_rank=0)
+            if self._distribution is not None:
+                state = self._distribution.residuals()
+                own = (0, None) if state is None else (state.step, state.epoch)
+                step, epoch = broadcast_object(own, root_rank=0, name="dgc.elastic.step")
+                self._distribution.join(step, epoch, self._iterations)
+            self._remember()
+            super().sync()

@@ -9,7 +9,7 @@ import torch
 
 from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from tests.helpers.training import fingerprint, momentum_sgd, smooth_model, train
+from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train
 
 
 def _made(**fields: Any) -> tuple[Any, Any]:
@@ -61,3 +61,57 @@ def other_weights_from_the_start() -> dict[str, Any]:
     except ReplicaMismatch as error:
         return {"error": str(error)}
     return {"error": ""}
+
+
+def repaired_in_time() -> dict[str, Any]:
+    """The script broadcasts after its first step: what was different when the checksums were sent is not any more."""
+    hvd.init()
+    model = smooth_model(seed=hvd.rank())
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+    train(model, optimizer, 1)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    train(model, optimizer, 3)
+    return {"fingerprint": fingerprint(model)}
+
+
+def another_state_on_rank_zero() -> dict[str, Any]:
+    """Rank 0 alone has loaded a checkpoint, and nobody broadcasts: the ranks do not even have the same entries."""
+    hvd.init()
+    found = {}
+    for name, make in {"SGD": momentum_sgd, "Adam": lambda model: torch.optim.Adam(model.parameters(), 1e-3)}.items():
+        model = smooth_model()
+        optimizer = DistributedOptimizer(
+            make(model), model.named_parameters(), Compression.dgc(0.05, min_numel=16, on_mismatch="broadcast")
+        )
+        if hvd.rank() == 0:
+            other = smooth_model(seed=1)
+            stock = make(other)
+            x, y = next(iter(batches(1, 0)))
+            torch.nn.functional.mse_loss(other(x), y).backward()
+            stock.step()
+            model.load_state_dict(other.state_dict())
+            optimizer.load_state_dict(stock.state_dict())
+        train(model, optimizer, 6)
+        shared = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        found[name] = {"fingerprint": fingerprint(model), "state": [float(x.double().sum()) for x in shared]}
+    return found
+
+
+def elastic_script_of_fixed_ranks() -> dict[str, Any]:
+    """A script for Horovod Elastic, started without it, as Horovod allows."""
+    hvd.init()
+    model, optimizer = _made()
+
+    @hvd.elastic.run
+    def work(state: Any) -> None:
+        for _ in range(3):
+            train(model, optimizer, 2)
+            state.commit()
+            state.batch += 2
+
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
+    work(state)
+    at_commit = fingerprint(model)
+    train(model, optimizer, 2)
+    state.restore()
+    return {"fingerprint": fingerprint(model), "restored": fingerprint(model) == at_commit, "batch": state.batch}

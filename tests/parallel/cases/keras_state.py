@@ -125,6 +125,22 @@ def flush_is_linear() -> dict[str, Any]:
     return distances
 
 
+def saved_after_a_flush() -> dict[str, Any]:
+    """What a flush has put into the optimizer's slots is taken over by the run that is resumed, too."""
+    hvd.init()
+    found = {}
+    for number, name in enumerate(OPTIMIZERS):
+        model = fit(smooth_model(), _optimizer(COMPRESSIONS["clipped, per tensor"], name), 1)
+        model.optimizer.flush()
+        folder = _shared_folder(f"flushed{number}")
+        save_checkpoint(folder, model)
+        resumed, optimizer = smooth_model(seed=5), _optimizer(COMPRESSIONS["clipped, per tensor"], name)
+        load_checkpoint(folder, resumed, optimizer)
+        found[name] = fingerprint(fit(resumed, optimizer, 1)) == fingerprint(fit(model, model.optimizer, 1))
+        _remove(folder)
+    return found
+
+
 def errors() -> dict[str, Any]:
     """Another model, another method, a missing file: the same error on every rank."""
     hvd.init()
