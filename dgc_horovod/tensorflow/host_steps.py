@@ -249,13 +249,10 @@ class HostSteps:
 
         A step before this one that was not finished (an error in the graph) has sent nothing that counts.
         """
-        if self._under_way and self.buckets is not None:
-            self.buckets.take_back()
-        if envvars.horovod_elastic() and self.collectives.process_set.size() != self.collectives.workers:
-            raise UnsupportedUse(
-                f"{self.collectives.workers} ranks have become {self.collectives.process_set.size()}, and nobody has "
-                "told the optimizer: use elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
-            )
+        if self.buckets is not None:
+            self._check_ranks()
+            if self._under_way:
+                self.buckets.take_back()
         self._under_way, self._iterations = True, int(iterations)
         generation = self._generation_now(self._iterations)
         fresh, self._generation = generation != self._generation, generation
@@ -263,6 +260,15 @@ class HostSteps:
         self._homes.bring(self, self._keys)
         steps = self.buckets.steps if self.buckets is not None else 0
         return [np.int64(self._iterations), np.bool_(fresh), np.int32(self.part_due(steps)), np.int64(steps)]
+
+    def _check_ranks(self) -> None:
+        """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
+        before, now = self.collectives.workers, self.collectives.process_set.size() if envvars.horovod_elastic() else 0
+        if now and now != before:
+            raise UnsupportedUse(
+                f"{before} ranks have become {now}, and nobody has told the optimizer: use elastic.KerasState and "
+                "elastic.run of dgc_horovod.tensorflow.keras"
+            )
 
     def take_over(self, counts: Sequence[tuple[int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:
         """Put what stood in the optimizer's slots into the engines.
