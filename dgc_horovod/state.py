@@ -11,7 +11,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,9 +187,3 @@ def handed_on(states: Mapping[int, ResidualState], rank: int, workers: int) -> R
                 taken = array * np.float32(weight)
                 ours[part] = ours[part] + taken if part in ours else taken
     return made
-
-
-def owed(states: Sequence[ResidualState], name: str, part: str = RESIDUAL) -> np.ndarray:
-    """What all ranks owe the model of one tensor, in float64: their mean if gradients are averaged, else their sum."""
-    total = np.sum([state.tensors[name][part].astype(np.float64) for state in states], axis=0)
-    return total / len(states) if states[0].averages else total

@@ -88,12 +88,3 @@ def distance(a: Any, b: Any) -> float:
     """``|a - b| / |a|`` of two models' weights."""
     left, right = weights(a).astype(np.float64), weights(b).astype(np.float64)
     return float(np.linalg.norm(left - right) / np.linalg.norm(left))
-
-
-def error_of(action: Any) -> str:
-    """Type and message of what `action` raises, or nothing."""
-    try:
-        action()
-    except Exception as caught:
-        return f"{type(caught).__name__}: {caught}"
-    return ""

@@ -17,7 +17,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, DGCError
 from dgc_horovod.ops.schema import AdamFeed, MomentumFeed
-from dgc_horovod.state import ResidualState, handed_on, owed, shares
+from dgc_horovod.state import ResidualState, handed_on, shares
 from tests.helpers.data import BACKENDS, as_array
 
 WORKERS = st.integers(1, 12)
@@ -51,6 +51,12 @@ def state_of(rank: int, workers: int, averages: bool = True, seed: int = 0) -> R
         for name, numel, parts in (("a", 5, ("v", "u")), ("b", 3, ("v", "first", "second")), ("empty", 0, ("v",)))
     }
     return ResidualState(rank, workers, averages, 7, 2, tensors, {"b": 4}, {"bucket": rng.standard_normal(6)})
+
+
+def owed(states: list[ResidualState], name: str, part: str) -> np.ndarray:
+    """What all ranks owe the model of one tensor, in float64: their mean if gradients are averaged, else their sum."""
+    total = np.sum([state.tensors[name][part].astype(np.float64) for state in states], axis=0)
+    return total / len(states) if states[0].averages else total
 
 
 def assert_equal(one: ResidualState, other: ResidualState) -> None:

@@ -20,9 +20,9 @@ from dgc_horovod.tensorflow.keras import (
     elastic,
     load_model,
 )
+from tests.helpers.errors import error_of
 from tests.helpers.keras_training import (
     BATCHES,
-    error_of,
     everything,
     fingerprint,
     fit,

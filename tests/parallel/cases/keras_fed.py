@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow import Compression, DistributedOptimizer
+from tests.helpers.errors import error_of
 from tests.helpers.fed import DENSITY, MIN_NUMEL, RATE, SETTINGS, SHAPES, gradients, looked_at
-from tests.helpers.keras_training import error_of, everything, keras, momentum_sgd
+from tests.helpers.keras_training import everything, keras, momentum_sgd
 
 
 def _variables(shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[Any]:

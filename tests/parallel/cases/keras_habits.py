@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from dgc_horovod.tensorflow import DistributedGradientTape
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule, callbacks, load_model
+from tests.helpers.errors import error_of
 from tests.helpers.keras_training import (
     BATCH,
     EVERYTHING,
-    error_of,
     everything,
     fingerprint,
     fit,

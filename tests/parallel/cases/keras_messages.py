@@ -15,7 +15,8 @@ from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.tensorflow import DistributedGradientTape
 from dgc_horovod.tensorflow import DistributedOptimizer as TensorFlowOptimizer
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule
-from tests.helpers.keras_training import error_of, fingerprint, fit, fitted, keras, momentum_sgd, smooth_model
+from tests.helpers.errors import error_of
+from tests.helpers.keras_training import fingerprint, fit, fitted, keras, momentum_sgd, smooth_model
 
 
 class _Torchs(ConfiguredCompressor):

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from dgc_horovod import WarmupSchedule
-from dgc_horovod.errors import DGCError
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from tests.helpers.errors import error_of
 from tests.helpers.keras_training import BATCHES, everything, fingerprint, fit, momentum_sgd, smooth_model, weights
 
 _SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
@@ -150,27 +150,19 @@ def errors() -> dict[str, Any]:
     save_checkpoint(folder, model)
     other = keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(3)])
     found = {
-        "other model": _error(lambda: load_checkpoint(folder, other, _optimizer(compression))),
-        "other method": _error(lambda: load_checkpoint(folder, smooth_model(), _optimizer(COMPRESSIONS["topk"]))),
-        "extra": _error(lambda: save_checkpoint(folder, model, what=hvd)),
-        "not distributed": _error(lambda: save_checkpoint(folder, model, keras.optimizers.SGD())),
+        "other model": error_of(lambda: load_checkpoint(folder, other, _optimizer(compression))),
+        "other method": error_of(lambda: load_checkpoint(folder, smooth_model(), _optimizer(COMPRESSIONS["topk"]))),
+        "extra": error_of(lambda: save_checkpoint(folder, model, what=hvd)),
+        "not distributed": error_of(lambda: save_checkpoint(folder, model, keras.optimizers.SGD())),
     }
     hvd.allreduce(np.zeros(1, np.float32), name="before")
     if hvd.rank() == 0:
         next(folder.glob("*-rank1.npz")).unlink()
     hvd.allreduce(np.zeros(1, np.float32), name="gone")
-    found["missing"] = _error(lambda: load_checkpoint(folder, smooth_model(), _optimizer(compression)))
+    found["missing"] = error_of(lambda: load_checkpoint(folder, smooth_model(), _optimizer(compression)))
     load_checkpoint(folder, smooth_model(), _optimizer(compression), residuals="if sound")
     _remove(folder)
     return found
-
-
-def _error(act: Any) -> str:
-    try:
-        act()
-    except DGCError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def save_for_others() -> dict[str, Any]:

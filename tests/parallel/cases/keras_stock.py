@@ -9,10 +9,10 @@ import horovod.tensorflow.keras as stock
 import tensorflow as tf
 
 from dgc_horovod.tensorflow import DistributedGradientTape
+from tests.helpers.errors import error_of
 from tests.helpers.keras_training import (
     Compression,
     distance,
-    error_of,
     fingerprint,
     fit,
     fitted,

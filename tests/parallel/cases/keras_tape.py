@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow import Compression, DistributedGradientTape
-from tests.helpers.keras_training import EVERYTHING, error_of, keras, shard, smooth_model
+from tests.helpers.errors import error_of
+from tests.helpers.keras_training import EVERYTHING, keras, shard, smooth_model
 
 
 def _mean(tensor: Any) -> np.ndarray:

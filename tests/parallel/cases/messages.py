@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
+from tests.helpers.errors import error_of
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 
@@ -43,54 +44,48 @@ def script_habits() -> dict[str, Any]:
     train(model, again, 3)
     results["fingerprint"] = fingerprint(model)
     results["errors"] = {
-        "wrap twice": _error(lambda: DistributedOptimizer(again, model.named_parameters(), Compression.dgc())),
-        "add_param_group": _error(lambda: again.add_param_group({"params": []})),
-        "adasum": _error(
+        "wrap twice": error_of(lambda: DistributedOptimizer(again, model.named_parameters(), Compression.dgc())),
+        "add_param_group": error_of(lambda: again.add_param_group({"params": []})),
+        "adasum": error_of(
             lambda: DistributedOptimizer(
                 momentum_sgd(model), model.named_parameters(), Compression.dgc(), op=hvd.Adasum
             )
         ),
-        "duplicate names": _error(
+        "duplicate names": error_of(
             lambda: DistributedOptimizer(momentum_sgd(model), [("a", p) for p in model.parameters()], Compression.dgc())
         ),
-        "missing names": _error(
+        "missing names": error_of(
             lambda: DistributedOptimizer(momentum_sgd(model), list(model.named_parameters())[1:], Compression.dgc())
         ),
-        "not called": _error(
+        "not called": error_of(
             lambda: DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc)
         ),
-        "dampening": _error(
+        "dampening": error_of(
             lambda: DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
                 model.named_parameters(),
                 Compression.dgc(),
             )
         ),
-        "zero_grad between": _error(lambda: _zero_grad_between(model)),
-        "gradients removed": _error(_gradients_removed),
-        "stock given ours": _error(lambda: _stock_given_ours()),
-        "epoch unknown": _error(lambda: _epoch_unknown()),
-        "arguments swapped": _error(lambda: DistributedOptimizer(momentum_sgd(model), Compression.dgc())),
-        "model for optimizer": _error(lambda: DistributedOptimizer(model, model.named_parameters(), Compression.dgc())),
-        "step twice": _error(lambda: _step_twice()),
-        "unscaled too early": _error(lambda: _scaler_without_synchronize()),
-        "scaler not passed": _error(lambda: _scaler_without_synchronize(passed=False)),
-        "loaded too early": _error(lambda: _load_between()),
-        "unfrozen later": _error(lambda: _unfrozen_later()),
+        "zero_grad between": error_of(lambda: _zero_grad_between(model)),
+        "gradients removed": error_of(_gradients_removed),
+        "stock given ours": error_of(lambda: _stock_given_ours()),
+        "epoch unknown": error_of(lambda: _epoch_unknown()),
+        "arguments swapped": error_of(lambda: DistributedOptimizer(momentum_sgd(model), Compression.dgc())),
+        "model for optimizer": error_of(
+            lambda: DistributedOptimizer(model, model.named_parameters(), Compression.dgc())
+        ),
+        "step twice": error_of(lambda: _step_twice()),
+        "unscaled too early": error_of(lambda: _scaler_without_synchronize()),
+        "scaler not passed": error_of(lambda: _scaler_without_synchronize(passed=False)),
+        "loaded too early": error_of(lambda: _load_between()),
+        "unfrozen later": error_of(lambda: _unfrozen_later()),
     }
     return results
 
 
 def _stepper(scheduler: Any) -> Callable[[int], None]:
     return lambda step: scheduler.step()
-
-
-def _error(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _zero_grad_between(model: nn.Module) -> None:
@@ -180,22 +175,22 @@ def disagreements() -> dict[str, str]:
         train(m, optimizer, 1)
 
     return {
-        "density": _error(lambda: wrap(smooth_model(), Compression.dgc(0.02 if last else 0.01))),
-        "rule": _error(lambda: wrap(smooth_model(), Compression.topk(0.01) if last else Compression.gaussian(0.01))),
-        "scaler": _error(
+        "density": error_of(lambda: wrap(smooth_model(), Compression.dgc(0.02 if last else 0.01))),
+        "rule": error_of(lambda: wrap(smooth_model(), Compression.topk(0.01) if last else Compression.gaussian(0.01))),
+        "scaler": error_of(
             lambda: wrap(
                 smooth_model(), Compression.dgc(0.01), grad_scaler=None if last else torch.amp.GradScaler("cpu")
             )
         ),
-        "groups": _error(lambda: wrap(smooth_model(), Compression.dgc(0.01), num_groups=2 if last else 3)),
-        "compression": _error(lambda: wrap(smooth_model(), Compression.none if last else Compression.dgc(0.01))),
-        "shapes": _error(lambda: wrap(small, Compression.dgc(0.01))),
-        "names": _error(lambda: DistributedOptimizer(momentum_sgd(holder), renamed, Compression.dgc(0.01))),
-        "tensor count": _error(lambda: wrap(smooth_model()[: 2 if last else 4], Compression.dgc(0.01))),
-        "passes": _error(
+        "groups": error_of(lambda: wrap(smooth_model(), Compression.dgc(0.01), num_groups=2 if last else 3)),
+        "compression": error_of(lambda: wrap(smooth_model(), Compression.none if last else Compression.dgc(0.01))),
+        "shapes": error_of(lambda: wrap(small, Compression.dgc(0.01))),
+        "names": error_of(lambda: DistributedOptimizer(momentum_sgd(holder), renamed, Compression.dgc(0.01))),
+        "tensor count": error_of(lambda: wrap(smooth_model()[: 2 if last else 4], Compression.dgc(0.01))),
+        "passes": error_of(
             lambda: wrap(smooth_model(), Compression.dgc(0.01), backward_passes_per_step=2 if last else 1)
         ),
-        "epoch": _error(different_epochs),
+        "epoch": error_of(different_epochs),
     }
 
 
@@ -209,5 +204,5 @@ def missing_rank() -> dict[str, Any]:
     if hvd.rank() == hvd.size() - 1:
         time.sleep(8)
         return {"error": "", "seconds": 0}
-    error = _error(lambda: train(model, optimizer, 1))
+    error = error_of(lambda: train(model, optimizer, 1))
     return {"error": error, "seconds": time.monotonic() - start}

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from dgc_horovod import WarmupSchedule, manifest
-from dgc_horovod.errors import DGCError
 from dgc_horovod.state import ResidualState
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from dgc_horovod.torch.state import kept_by
+from tests.helpers.errors import error_of
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 STEPS, HALF = 24, 12
@@ -230,25 +230,27 @@ def damage() -> dict[str, Any]:
 
     for name, data in (("missing", None), ("cut", sound[:-100]), ("changed", sound[:500] + b"x" + sound[501:])):
         change(data)
-        found[name] = _error(lambda: load_checkpoint(folder, *_made(compression)))
+        found[name] = error_of(lambda: load_checkpoint(folder, *_made(compression)))
         other, second = _made(compression)
         load_checkpoint(folder, other, second, residuals="if sound")
         found[f"{name}, skipped"] = any(a["v"].any() for a in kept_by(second).tensors.values())
     change(sound)
     other, second = _made(COMPRESSIONS["topk"])
-    found["other method"] = _error(lambda: load_checkpoint(folder, other, second))
+    found["other method"] = error_of(lambda: load_checkpoint(folder, other, second))
     load_checkpoint(folder, other, second, residuals="ignored")
-    found["other model"] = _error(lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"))
-    found["other op"] = _error(lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)))
-    found["not writable"] = _error(lambda: save_checkpoint("/proc/none" if hvd.rank() else folder, model, optimizer))
-    found["another optimizer"] = _error(lambda: save_checkpoint(folder, *_other()))
-    found["code"] = _error(lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=_error))
-    found["stale"] = _error(lambda: optimizer.load_residual_state_dict({**optimizer.residual_state_dict(), "rank": 9}))
+    found["other model"] = error_of(lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"))
+    found["other op"] = error_of(lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)))
+    found["not writable"] = error_of(lambda: save_checkpoint("/proc/none" if hvd.rank() else folder, model, optimizer))
+    found["another optimizer"] = error_of(lambda: save_checkpoint(folder, *_other()))
+    found["code"] = error_of(lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=error_of))
+    found["stale"] = error_of(
+        lambda: optimizer.load_residual_state_dict({**optimizer.residual_state_dict(), "rank": 9})
+    )
     x, y = next(iter(batches(1, hvd.rank())))
     torch.nn.functional.mse_loss(model(x), y).backward()
-    found["in flight"] = _error(lambda: save_checkpoint(folder, model, optimizer))
+    found["in flight"] = error_of(lambda: save_checkpoint(folder, model, optimizer))
     optimizer.synchronize()
-    found["not applied"] = _error(optimizer.residual_state_dict)
+    found["not applied"] = error_of(optimizer.residual_state_dict)
     optimizer.step()
     load_checkpoint(folder, model, optimizer)  # still sound
     return found
@@ -258,14 +260,6 @@ def _other() -> tuple[Any, Any]:
     model = torch.nn.Linear(32, 40)
     named = [(f"other.{name}", p) for name, p in model.named_parameters()]
     return model, DistributedOptimizer(momentum_sgd(model), named, Compression.dgc(0.1, min_numel=1))
-
-
-def _error(act: Any) -> str:
-    try:
-        act()
-    except DGCError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def stock_and_back() -> dict[str, Any]:
