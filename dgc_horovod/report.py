@@ -36,8 +36,10 @@ def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
 
 def going_back(error: BaseException | None) -> None:
     """Tell why an elastic job goes back to its last commit: Horovod says nothing."""
-    lines = str(error).strip().splitlines() or [""]  # TensorFlow puts the reason last
-    _log.warning("dgc_horovod: going back to the last commit: %s", lines[-1].split(". ")[0])
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # TensorFlow puts the reason among the names of its operations
+    reason = next((line for line in reversed(lines) if " " in line and not line.startswith("[[")), lines[-1])
+    _log.warning("dgc_horovod: going back to the last commit: %s", reason.split(". ")[0])
 
 
 def make_visible() -> None:

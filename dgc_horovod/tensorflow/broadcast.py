@@ -25,10 +25,14 @@ _CARRIERS = {
 }
 
 
+def own_variables(optimizer: Any) -> list[Any]:
+    """The variables of a Keras optimizer that each rank has for itself: its gradient accumulators."""
+    return list(getattr(getattr(optimizer, "inner_optimizer", optimizer), "_accumulated_gradients", ()))
+
+
 def shared_variables(optimizer: Any) -> list[Any]:
-    """The variables of a Keras optimizer that are the same on every rank: all but its gradient accumulators."""
-    holder = getattr(optimizer, "inner_optimizer", optimizer)
-    own = {id(native(variable)) for variable in getattr(holder, "_accumulated_gradients", ())}
+    """The variables of a Keras optimizer that are the same on every rank: all others."""
+    own = {id(native(variable)) for variable in own_variables(optimizer)}
     return [variable for variable in optimizer.variables if id(native(variable)) not in own]
 
 

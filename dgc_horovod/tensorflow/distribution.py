@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod import __version__, envvars
+from dgc_horovod import envvars
 from dgc_horovod.agreement import check_agreement, unique_tag
-from dgc_horovod.config import FIELD_NAMES
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.report import describe
 from dgc_horovod.state import ResidualState
@@ -223,20 +222,13 @@ class Distribution:
         return exchange
 
     def _agreed_fields(self, sources: Sequence[Source], local: Sequence[bool], number: int) -> dict[str, str]:
-        settings, config = self.settings, self.settings.config
-        shown = settings.compression if config is None else config
         return {
-            "version": __version__,
-            "compression": getattr(shown, "__name__", type(shown).__name__),
-            "config": "\n".join(f"{name}={getattr(config, name)!r}" for name in FIELD_NAMES) if config else "",
+            **self.settings.agreed_fields(),
             "used by": f"{self.what} {number}",
-            "op": str(int(settings.op)),
-            "gradient_predivide_factor": str(float(settings.gradient_predivide_factor)),
-            "sparse_as_dense": str(settings.sparse_as_dense),
             "variable count": str(len(sources)),
             "shapes": "\n".join(f"{i} {source.shape}" for i, source in enumerate(sources)),
             "dtypes": "\n".join(f"{i} {source.dtype}" for i, source in enumerate(sources)),
-            "groups": "\n".join(map(str, settings.group_numbers(sources))),
+            "groups": "\n".join(map(str, self.settings.group_numbers(sources))),
             "local": "\n".join(map(str, local)),
         }
 

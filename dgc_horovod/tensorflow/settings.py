@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 from horovod.common.util import split_list
 
-from dgc_horovod import envvars
+from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import config_of
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import FIELD_NAMES, DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.variables import Key, Source, key_of
@@ -50,9 +50,25 @@ class Settings:
         return (1 / factor, factor) if self.averages else (1.0, 1.0)
 
     @property
-    def local_scale(self) -> float:
-        """Factor of the gradients that are left to each rank."""
-        return 1 / self.process_set.size() if self.scale_local_gradients else 1.0
+    def local_scale(self) -> Any:
+        """Factor of the gradients that are left to each rank; in an elastic job N is asked when the graph runs."""
+        if not self.scale_local_gradients:
+            return 1.0
+        if envvars.horovod_elastic():
+            return 1 / tf.cast(hvd.size_op(process_set_id=self.process_set.process_set_id), tf.float32)
+        return 1 / self.process_set.size()
+
+    def agreed_fields(self) -> dict[str, str]:
+        """What must be the same on every rank, for `check_agreement`."""
+        config, shown = self.config, self.compression if self.config is None else self.config
+        return {
+            "version": __version__,
+            "compression": getattr(shown, "__name__", type(shown).__name__),
+            "config": "\n".join(f"{name}={getattr(config, name)!r}" for name in FIELD_NAMES) if config else "",
+            "op": str(int(self.op)),
+            "gradient_predivide_factor": str(float(self.gradient_predivide_factor)),
+            "sparse_as_dense": str(self.sparse_as_dense),
+        }
 
     def group_numbers(self, sources: Sequence[Source]) -> list[int]:
         """The group of each source, from 0; -1 for those in none."""

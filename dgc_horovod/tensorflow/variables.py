@@ -71,9 +71,9 @@ def zeros_for(source: Source, kind: str) -> Gradient:
     return tf.zeros(source.shape, source.dtype)
 
 
-def scaled(gradient: Gradient, factor: float) -> Gradient:
-    """``factor * gradient``, a sparse one too."""
-    if factor == 1:
+def scaled(gradient: Gradient, factor: Any) -> Gradient:
+    """``factor * gradient``, a sparse one too; `factor` a number or a scalar tensor."""
+    if not tf.is_tensor(factor) and factor == 1:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
         values = gradient.values * tf.cast(factor, gradient.dtype)

@@ -64,3 +64,6 @@ def test_elastic_state(ranks):
     assert (first["batch"], second["batch"]) == (3, 4)
     assert first["synced"] == second["synced"] and first["synced batch"] == second["synced batch"] == 3
     assert first["iterations"] == second["iterations"]
+    assert first["accumulators"] and second["accumulators"]
+    assert first["disagree"] == second["disagree"]
+    assert "config: rank 0 has density=0.1, rank 1 has density=0.2" in first["disagree"]

@@ -19,7 +19,7 @@ def ranks():
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks):
     found = [rank["keras_state.resume"] for rank in ranks]
-    assert len(found[0]) == 7
+    assert len(found[0]) == 8
     for name, run in found[0].items():
         assert run["same"] == [True] * 3, name
         assert run["extra"] == {"epoch": 1}

@@ -24,7 +24,7 @@ def ranks():
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks):
     found = [rank["state.resume"] for rank in ranks]
-    assert len(found[0]) == len(COMPRESSIONS) + len(OPTIMIZERS)
+    assert len(found[0]) == len(COMPRESSIONS) + len(OPTIMIZERS) + 1
     for name, run in found[0].items():
         assert run["same"] == [True, True], name
         assert run["extra"] == {"epoch": 3}

@@ -15,11 +15,15 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.keras.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 
+from dgc_horovod import envvars
+from dgc_horovod.agreement import check_agreement
 from dgc_horovod.errors import CollectiveTimeout, ConfigError
 from dgc_horovod.report import going_back
 from dgc_horovod.state import ResidualState
-from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
+from dgc_horovod.tensorflow.broadcast import broadcast_variables, own_variables, shared_variables
+from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.settings import Settings
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 # What errors of Horovod's operations say when another rank is gone
@@ -87,6 +91,8 @@ class KerasState(ObjectState):
         distribution = getattr(self.optimizer, "_dgc", None)
         compresses = distribution is not None and distribution.settings.config is not None
         self._distribution: Distribution | None = distribution if compresses else None
+        self._settings: Settings | None = None if distribution is None else distribution.settings
+        self._synced_at = 0
         self._remember()
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
 
@@ -95,16 +101,21 @@ class KerasState(ObjectState):
         return [*self.model.weights, *shared_variables(self.optimizer)]
 
     @property
+    def _all_variables(self) -> list[Any]:
+        return [*self._variables, *own_variables(self.optimizer)]
+
+    @property
     def _iterations(self) -> int:
         return int(self.optimizer.iterations)
 
     def _remember(self) -> None:
-        self._saved = [variable.numpy() for variable in self._variables]
+        self._saved = [variable.numpy() for variable in self._all_variables]
         self._kept: ResidualState | None = None if self._distribution is None else self._distribution.residuals()
 
     def commit(self) -> None:
         """As Horovod's."""
-        if self._flushes and self._distribution is not None:
+        # a newcomer has nothing to flush with before its first step, and the others nothing new
+        if self._flushes and self._distribution is not None and self._iterations != self._synced_at:
             self.optimizer.flush()
         super().commit()
 
@@ -116,7 +127,7 @@ class KerasState(ObjectState):
     def restore(self) -> None:
         """Go back to the values last saved."""
         going_back(sys.exc_info()[1])
-        for variable, value in zip(self._variables, self._saved, strict=True):
+        for variable, value in zip(self._all_variables, self._saved, strict=True):
             variable.assign(value)
         if self._distribution is not None:
             self._distribution.carry_on(self._kept, self._iterations)
@@ -129,13 +140,22 @@ class KerasState(ObjectState):
             self._distribution.renew(self._iterations)
 
     def sync(self) -> None:
-        """Give every rank the values of rank 0, and save them; what a rank has kept stays its own."""
+        """Give every rank the values of rank 0, and save them; what a rank has kept stays its own.
+
+        Raises:
+            RankMismatch: on every rank, if a newcomer has another model, compression or version.
+        """
         with _lost_ranks():
+            # a newcomer may have data to read before it comes here
+            meeting = Collectives(hvd.global_process_set, "the newcomers' sync", envvars.checkpoint_seconds())
+            stock = {"compression": "an optimizer that is not distributed"}
+            check_agreement(meeting, stock if self._settings is None else self._settings.agreed_fields())
             broadcast_variables(self._variables, root_rank=0)
             if self._distribution is not None:
                 state = self._distribution.residuals()
                 own = (0, None) if state is None else (state.step, state.epoch)
                 step, epoch = broadcast_object(own, root_rank=0, name="dgc.elastic.step")
                 self._distribution.join(step, epoch, self._iterations)
+            self._synced_at = self._iterations
             self._remember()
             super().sync()

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow import broadcast_variables
+from dgc_horovod.tensorflow.broadcast import own_variables
 from dgc_horovod.tensorflow.keras import (
     Compression,
     DistributedOptimizer,
@@ -28,6 +29,7 @@ from tests.helpers.keras_training import (
     fit,
     keras,
     momentum_sgd,
+    shard,
     smooth_model,
     weights,
 )
@@ -187,4 +189,28 @@ def state() -> dict[str, Any]:
     found = {"moved": moved != before, "restored": fingerprint(model) == before, "batch": kept.batch}
     kept.sync()
     return {**found, "synced": fingerprint(model), "synced batch": kept.batch, "steps": BATCHES,
-            "iterations": int(model.optimizer.iterations)}  # fmt: skip
+            "iterations": int(model.optimizer.iterations), "accumulators": _accumulators_go_back(),
+            "disagree": _newcomer_with_another_config()}  # fmt: skip
+
+
+def _accumulators_go_back() -> bool:
+    """What this rank has summed of half a step is its own, and goes back with the weights."""
+    model = smooth_model()
+    optimizer = DistributedOptimizer(momentum_sgd(gradient_accumulation_steps=2), compression=everything())
+    model.compile(optimizer, "mse")
+    x, y = shard(hvd.rank())
+    model.train_on_batch(x[:16], y[:16])
+    kept, at_commit = elastic.KerasState(model), [a.numpy() for a in own_variables(optimizer)]
+    kept.sync()
+    for _ in range(2):
+        model.train_on_batch(x[16:32], y[16:32])
+    moved = any(np.any(a.numpy() != b) for a, b in zip(own_variables(optimizer), at_commit, strict=True))
+    kept.restore()
+    back = all(np.array_equal(a.numpy(), b) for a, b in zip(own_variables(optimizer), at_commit, strict=True))
+    return moved and back and any(a.any() for a in at_commit)
+
+
+def _newcomer_with_another_config() -> str:
+    model = smooth_model()
+    model.compile(DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.1 + 0.1 * hvd.rank())), "mse")
+    return error_of(elastic.KerasState(model).sync)

@@ -46,29 +46,32 @@ def resume() -> dict[str, Any]:
     hvd.init()
     found = {}
     pairs = [(name, "SGD") for name in COMPRESSIONS] + [("dgc, warm-up", other) for other in list(OPTIMIZERS)[1:]]
-    for number, (name, optimizer_name) in enumerate([*pairs, ("topk", "AdamW")]):
-        compression = COMPRESSIONS[name]
-        whole = fit(smooth_model(), _optimizer(compression, optimizer_name), 2)
-        half = fit(smooth_model(), _optimizer(compression, optimizer_name), 1)
-        folder = _shared_folder(str(number))
-        save_checkpoint(folder, half, epoch=1)
-        resumed, optimizer = smooth_model(seed=5), _optimizer(compression, optimizer_name)
-        extra = load_checkpoint(folder, resumed, optimizer)
-        at_half = fingerprint(resumed) == fingerprint(half)
-        fit(resumed, optimizer, 1)
-        # in the run that was saved, too: nothing of it is in the way
-        load_checkpoint(folder, half)
-        fit(half, half.optimizer, 1)
-        without = smooth_model()
-        emptied = _optimizer(compression, optimizer_name)
-        load_checkpoint(folder, without, emptied, residuals="ignored")
-        fit(without, emptied, 1)
-        found[f"{name}, {optimizer_name}"] = {
-            "same": [at_half, fingerprint(resumed) == fingerprint(whole), fingerprint(half) == fingerprint(whole)],
-            "other": fingerprint(without) != fingerprint(whole), "extra": extra, "fingerprint": fingerprint(resumed),
-        }  # fmt: skip
-        _remove(folder)
+    for name, optimizer_name in [*pairs, ("topk", "AdamW")]:
+        found[f"{name}, {optimizer_name}"] = _resumed(COMPRESSIONS[name], optimizer_name, 1, 2)
+    found["200 steps, SGD"] = _resumed(COMPRESSIONS["dgc, warm-up"], "SGD", 13, 25)
     return found
+
+
+def _resumed(compression: Any, optimizer_name: str, half_way: int, epochs: int) -> dict[str, Any]:
+    whole = fit(smooth_model(), _optimizer(compression, optimizer_name), epochs)
+    half = fit(smooth_model(), _optimizer(compression, optimizer_name), half_way)
+    folder = _shared_folder("resume")
+    save_checkpoint(folder, half, epoch=1)
+    resumed, optimizer = smooth_model(seed=5), _optimizer(compression, optimizer_name)
+    extra = load_checkpoint(folder, resumed, optimizer)
+    at_half = fingerprint(resumed) == fingerprint(half)
+    fit(resumed, optimizer, epochs - half_way)
+    # in the run that was saved, too: nothing of it is in the way
+    load_checkpoint(folder, half)
+    fit(half, half.optimizer, epochs - half_way)
+    without, emptied = smooth_model(), _optimizer(compression, optimizer_name)
+    load_checkpoint(folder, without, emptied, residuals="ignored")
+    fit(without, emptied, epochs - half_way)
+    _remove(folder)
+    return {
+        "same": [at_half, fingerprint(resumed) == fingerprint(whole), fingerprint(half) == fingerprint(whole)],
+        "other": fingerprint(without) != fingerprint(whole), "extra": extra, "fingerprint": fingerprint(resumed),
+    }  # fmt: skip
 
 
 def _remove(folder: Path) -> None:
