@@ -12,6 +12,7 @@ from tests.parallel.cases.stress import CHECK_EVERY, SETTLED
 pytestmark = pytest.mark.parallel
 
 
+@pytest.mark.timeout(1700)
 @pytest.mark.parametrize(
     ("controller", "workers", "steps"),
     [
