@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from dgc_horovod.bucket import Bucket
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import RankMismatch
-from dgc_horovod.message import Message, MessagePlan, form
+from dgc_horovod.message import HostSent, Message, MessagePlan, form, least, read_summed, scattered
 from dgc_horovod.ops.schema import (
     NO_ELEMENTS,
     AdamFeed,
@@ -28,24 +27,14 @@ from dgc_horovod.ops.schema import (
     Kernels,
     MomentumFeed,
     Seen,
+    Sender,
+    Sent,
     State,
     joined,
 )
 from dgc_horovod.packet import FLAG_NONFINITE
 from dgc_horovod.selection import RULES, SelectionContext, SpanView, select
 from dgc_horovod.state import FIRST, MOMENTUM, PARTS, Arrays
-
-# A scattered exchange ends with three sums: of the flags, of the steps modulo 64 and of their squares. Sum and sum of
-# squares both fit only if all steps are equal, and stay exact in fp32 up to 4,096 ranks.
-_STEP_MARK, _MARKS = 64, 3
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """What `restore` needs: what was sent, as it stood in v, and what stood there in u."""
-
-    elements: Elements
-    masked: np.ndarray | None
 
 
 class BucketEngine:
@@ -72,7 +61,7 @@ class BucketEngine:
         self._packets: np.ndarray | None = None
         self._counts: np.ndarray = np.empty(0, np.int64)
         self._summed: np.ndarray | None = None
-        self._sent: _Sent | None = None
+        self._sent: Sent | None = None
         self._step = 0
         self.flagged: list[int] = []  # ranks whose gradient was not finite in the last packets; a sum does not tell
 
@@ -120,8 +109,14 @@ class BucketEngine:
         plan.spans["floor"] = plan.predictor.floors if looks else math.inf
         want_sums = rule.wants_sums and not self.bucket.whole
         self._step = step
-        room = plan.predictor.room if looks else 0
-        seen = self.kernels.take_in(self.gradients, self.state, scale, plan.spans, room, want_sums)
+        sender = plan.sender
+        if sender is not None and plan.predictor.floors[0] < math.inf and sender.takes(self.gradients):
+            seen, sent = self._send_from_device(plan, sender, scale)
+            if sent is not None:
+                return Message(sender.payload, False, sent.count)
+        else:
+            room = plan.predictor.room if looks else 0
+            seen = self.kernels.take_in(self.gradients, self.state, scale, plan.spans, room, want_sums)
         if not seen.residual_finite:  # sums of finite gradients can leave fp32's range
             self.clear()
         if not (seen.gradients_finite and seen.residual_finite):
@@ -130,9 +125,22 @@ class BucketEngine:
             return self._send(plan, Elements(self._every, self.kernels.to_host(self.state.v).copy()), 0)
         return self._send(plan, self._select(plan, seen), 0)
 
+    def _send_from_device(self, plan: MessagePlan, sender: Sender, scale: float) -> tuple[Seen, Sent | None]:
+        floor = plan.predictor.floors[0]
+        seen, sent = sender.send(self.gradients, self.state, scale, floor, self._step, self._masks)
+        if sent is not None:
+            self._sent = sent
+            plan.predictor.learn(0, sent.count, sent.least, seen.noted)
+        return seen, sent
+
+    @property
+    def _masks(self) -> bool:
+        """Whether u is emptied where something is sent."""
+        return self.state.u is not None and self.config.factor_masking
+
     def _plan_for(self, density: float) -> MessagePlan:
         if self._plan is None or self._plan.density != density:
-            self._plan = MessagePlan(self.bucket, self.config, density, self.workers)
+            self._plan = MessagePlan(self.bucket, self.config, self.kernels, density, self.workers)
         return self._plan
 
     def _select(self, plan: MessagePlan, seen: Seen) -> Elements:
@@ -142,7 +150,7 @@ class BucketEngine:
             context = SelectionContext(partial(self._generator, number), self.config.threshold)
             noted = view.candidates if seen.candidates is not None else seen.noted * run.k / plan.wire.capacity
             chosen.append(select(self.config.rule, view, run.k, context))
-            plan.predictor.learn(number, chosen[-1].values, noted)
+            plan.predictor.learn(number, chosen[-1].values.size, least(chosen[-1]), noted)
         return joined(chosen)
 
     def _view(self, plan: MessagePlan, number: int, candidates: Elements | None) -> SpanView:
@@ -166,19 +174,13 @@ class BucketEngine:
             kept = decoded != 0  # what was rounded to zero is not sent, so it is not masked either
             elements = Elements(elements.positions[kept], elements.values[kept])
             decoded = plan.decoded[: elements.values.size]
-        masks = self.state.u is not None and self.config.factor_masking
-        self._sent = _Sent(elements, plan.masked[: elements.values.size] if masks else None)
-        self.kernels.settle(self.state, elements, decoded, self._sent.masked)
+        masked = plan.masked[: elements.values.size] if self._masks else None
+        self._sent = HostSent(self.kernels, elements, masked)
+        self.kernels.settle(self.state, elements, decoded, masked)
         if plan.scattered:
-            return Message(self._scatter(elements.positions, decoded, flags), True, elements.values.size)
+            vector = scattered(self.bucket.numel, elements.positions, decoded, flags, self._step)
+            return Message(vector, True, elements.values.size)
         return Message(plan.payload, False, elements.values.size)
-
-    def _scatter(self, positions: np.ndarray, values: np.ndarray, flags: int) -> np.ndarray:
-        dense = np.zeros(self.bucket.numel + _MARKS, np.float32)
-        dense[positions] = values
-        mark = self._step % _STEP_MARK
-        dense[-_MARKS:] = flags, mark, mark * mark
-        return dense
 
     # -- state
 
@@ -268,10 +270,7 @@ class BucketEngine:
         """Take back what the last `compress` sent: v and u are, bit for bit, as after accumulation."""
         if self._sent is None:
             return
-        elements, masked = self._sent.elements, self._sent.masked
-        self.kernels.put(self.state.v, elements)
-        if masked is not None:
-            self.kernels.put(self.state.u, Elements(elements.positions, masked))
+        self._sent.put_back(self.state)
         self._sent = None
 
     # -- receiving
@@ -301,24 +300,18 @@ class BucketEngine:
         self._packets, self._summed = received.reshape(self.workers, wire.nbytes), None
         self._counts, flags = wire.read_headers(self.kernels.coder, self._packets, self._step)
         self.flagged = np.flatnonzero(flags).tolist()
-        for _ in self._groups(decoded=False):  # every packet is read before anything is changed
-            pass
+        if self._plan.receiver is not None:
+            for rank, problem in self._plan.receiver.read(self._packets, self._counts).items():
+                raise wire.corrupt(rank, f"impossible: {problem}")
+        else:
+            for _ in self._groups(decoded=False):  # every packet is read before anything is changed
+                pass
         return not flags.any()
 
     def _receive_summed(self, received: np.ndarray) -> bool:
-        if received.size != self.bucket.numel + _MARKS:
-            raise RankMismatch(
-                f"bucket {self.bucket.index}: {received.size} values came back, expected {self.bucket.numel + _MARKS}"
-            )
-        flags, marks, squares = received[-_MARKS:]
-        mark = self._step % _STEP_MARK
-        if marks != self.workers * mark or squares != self.workers * mark * mark:
-            raise RankMismatch(
-                f"bucket {self.bucket.index}: the ranks are at different steps (here {self._step}); "
-                "all ranks must run the same number of steps"
-            )
-        self._packets, self._summed, self.flagged = None, received[:-_MARKS], []
-        return bool(flags == 0)
+        summed, finite = read_summed(received, self.bucket, self._step, self.workers)
+        self._packets, self._summed, self.flagged = None, summed, []
+        return finite
 
     def _groups(self, decoded: bool) -> Iterator[list[Elements]]:
         """What the ranks sent, in rank order, as many ranks at a time as are held decoded.
@@ -341,6 +334,8 @@ class BucketEngine:
     @property
     def contributions(self) -> list[Elements]:
         """What each rank sent, of the last packets received; copies."""
+        if self._plan is not None and self._plan.receiver is not None:
+            return self._plan.receiver.contributions
         return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]
 
     def fill(self, scale: float) -> bool:
@@ -358,6 +353,8 @@ class BucketEngine:
         if self._summed is not None:
             return self.kernels.fill_summed(self.targets, self.kernels.from_host(self._summed), scale)
         assert self._plan is not None
+        if self._plan.receiver is not None:
+            return self._plan.receiver.fill(self.targets, scale)
         finite = True
         for number, group in enumerate(self._groups(decoded=self._plan.held == self.workers)):
             finite = self.kernels.fill(self.targets, group, scale, fresh=number == 0) and finite

@@ -8,9 +8,14 @@ import numpy as np
 
 from dgc_horovod.bucket import Bucket, Span, sends_scattered, spans
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.ops.schema import SPAN, Elements
+from dgc_horovod.errors import RankMismatch
+from dgc_horovod.ops.schema import SPAN, Elements, Kernels, State
 from dgc_horovod.packet import PacketFormat
 from dgc_horovod.selection import FloorPredictor
+
+# A scattered exchange ends with three sums: of the flags, of the steps modulo 64 and of their squares. Sum and sum of
+# squares both fit only if all steps are equal, and stay exact in fp32 up to 4,096 ranks.
+_STEP_MARK, _MARKS = 64, 3
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,60 @@ class Message:
     payload: np.ndarray
     scattered: bool
     count: int
+
+
+@dataclass(frozen=True)
+class HostSent:
+    """`schema.Sent` by way of the host; `masked` is what stood in u."""
+
+    kernels: Kernels
+    elements: Elements
+    masked: np.ndarray | None
+
+    @property
+    def count(self) -> int:
+        return self.elements.values.size
+
+    @property
+    def least(self) -> float:
+        return least(self.elements)
+
+    def put_back(self, state: State) -> None:
+        self.kernels.put(state.v, self.elements)
+        if self.masked is not None:
+            self.kernels.put(state.u, Elements(self.elements.positions, self.masked))
+
+
+def least(elements: Elements) -> float:
+    """The smallest magnitude; 0 if there is none."""
+    return float(np.abs(elements.values).min()) if elements.values.size else 0.0
+
+
+def scattered(numel: int, positions: np.ndarray, values: np.ndarray, flags: int, step: int) -> np.ndarray:
+    """The vector for a summing allreduce that carries what a packet would."""
+    dense = np.zeros(numel + _MARKS, np.float32)
+    dense[positions] = values
+    mark = step % _STEP_MARK
+    dense[-_MARKS:] = flags, mark, mark * mark
+    return dense
+
+
+def read_summed(received: np.ndarray, bucket: Bucket, step: int, workers: int) -> tuple[np.ndarray, bool]:
+    """The sum of the ranks' `scattered` vectors, and whether every rank's gradient was finite.
+
+    Raises:
+        RankMismatch: its size or the steps are not those of this rank.
+    """
+    if received.size != bucket.numel + _MARKS:
+        raise RankMismatch(f"bucket {bucket.index}: {received.size} values came back, expected {bucket.numel + _MARKS}")
+    flags, marks, squares = received[-_MARKS:]
+    mark = step % _STEP_MARK
+    if marks != workers * mark or squares != workers * mark * mark:
+        raise RankMismatch(
+            f"bucket {bucket.index}: the ranks are at different steps (here {step}); "
+            "all ranks must run the same number of steps"
+        )
+    return received[:-_MARKS], bool(flags == 0)
 
 
 def form(
@@ -50,7 +109,7 @@ def form(
 class MessagePlan:
     """What depends on the density alone, and the memory that a step of that density needs."""
 
-    def __init__(self, bucket: Bucket, config: DGCConfig, density: float, workers: int) -> None:
+    def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, density: float, workers: int) -> None:
         self.density = density
         self.runs, self.wire, self.scattered = form(bucket, config, density, workers)
         capacity = self.wire.capacity
@@ -58,6 +117,12 @@ class MessagePlan:
         self.spans = np.zeros(len(self.runs), SPAN)
         self.spans["start"] = [run.start for run in self.runs]
         self.spans["numel"] = [run.numel for run in self.runs]
+        # an exact selection of the whole bucket is the one that devices can make by themselves
+        alone = config.rule == "exact" and len(self.runs) == 1 and not bucket.whole and not self.scattered
+        looks = self.predictor.room > 0
+        self.sender = kernels.sender(bucket, self.wire, self.predictor.room) if alone and looks else None
+        coded = not bucket.whole and not self.scattered
+        self.receiver = kernels.receiver(bucket, self.wire, workers) if coded else None
         self.payload = np.zeros(self.wire.nbytes, np.uint8)
         self.decoded = np.empty(capacity, np.float32)
         self.masked = np.empty(capacity, np.float32)

@@ -143,7 +143,7 @@ class PacketFormat:
         sums = np.array([coder.checksum(packet) for packet in packets], np.uint32)
         damaged = (headers["magic"] != MAGIC) | (headers["checksum"] != sums)
         for rank in np.flatnonzero(damaged).tolist():
-            raise self._corrupt(rank, "damaged (magic or checksum)")
+            raise self.corrupt(rank, "damaged (magic or checksum)")
         for name, ours in self.expected(step).items():
             for rank in np.flatnonzero(headers[name] != ours).tolist():
                 raise RankMismatch(
@@ -153,7 +153,7 @@ class PacketFormat:
         impossible = (headers["count"] > self.capacity) | ((headers["flags"] & ~np.uint16(FLAG_NONFINITE)) != 0)
         for rank in np.flatnonzero(impossible).tolist():
             count, flags = headers["count"][rank], headers["flags"][rank]
-            raise self._corrupt(rank, f"impossible: count {count} (at most {self.capacity}), flags {flags}")
+            raise self.corrupt(rank, f"impossible: count {count} (at most {self.capacity}), flags {flags}")
         return headers["count"].astype(np.int64), headers["flags"]
 
     def decode(
@@ -172,9 +172,10 @@ class PacketFormat:
             CorruptPacket: the positions are not ascending within the bucket, or a value is not finite.
         """
         if problem := coder.decode(self, packet[HEADER.itemsize :], count, positions, values):
-            raise self._corrupt(rank, f"impossible: {problem}")
+            raise self.corrupt(rank, f"impossible: {problem}")
 
-    def _corrupt(self, rank: int, what: str) -> CorruptPacket:
+    def corrupt(self, rank: int, what: str) -> CorruptPacket:
+        """The error for a packet of `rank`."""
         return CorruptPacket(f"bucket {self.bucket}: the packet of rank {rank} is {what}")
 
 

@@ -1,5 +1,10 @@
 """Settings of all tests."""
 
+import os
+
+# Before anything imports Triton: its kernels run on CPU tensors then
+os.environ["TRITON_INTERPRET"] = "1"
+
 from hypothesis import HealthCheck, settings
 
 # The first draw looks through the source of every local module that is loaded, which takes seconds on a busy machine.

@@ -15,13 +15,15 @@ from dgc_horovod.ops.schema import (
     Elements,
     Feed,
     MomentumFeed,
+    Receiver,
     ResidualFeed,
     Seen,
+    Sender,
     State,
     joined,
     sum_stride,
 )
-from dgc_horovod.packet import Coder, NumpyCoder
+from dgc_horovod.packet import Coder, NumpyCoder, PacketFormat
 
 
 class ListedTargets:
@@ -203,3 +205,9 @@ class ComposedKernels(Primitives, Protocol):
         for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
             self.copy_scaled(target, summed[segment.start : segment.start + segment.numel], scale)
         return all(self.all_finite(target) for target in targets.arrays)
+
+    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> Sender | None:
+        return None
+
+    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
+        return None

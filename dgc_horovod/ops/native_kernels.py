@@ -225,3 +225,9 @@ class NativeKernels:
 
     def fill_summed(self, targets: NativeTargets, summed: np.ndarray, scale: float) -> bool:
         return bool(self._library.dgc_fill_summed(address(targets.table), len(targets.table), address(summed), scale))
+
+    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> None:
+        """None: here elements are on the host anyway."""
+
+    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> None:
+        """None: here packets are on the host anyway."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dgc_horovod import envvars
 from dgc_horovod.errors import BackendUnavailable, ConfigError
 from dgc_horovod.ops.schema import Kernels
+from dgc_horovod.packet import Coder
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,22 @@ def _torch_eager(device: str, threads: int) -> Kernels:
     return TorchEagerKernels(device)
 
 
+def _triton(device: str, threads: int) -> Kernels:
+    try:
+        from dgc_horovod.ops.triton_kernels import TritonKernels
+    except ImportError as error:
+        raise BackendUnavailable(f"torch or triton is not installed ({error})") from None
+    return TritonKernels(device, _host_coder(threads))
+
+
+def _host_coder(threads: int) -> Coder | None:
+    """The native coder, for packets that the host writes; None without it."""
+    try:
+        return _native("cpu", threads).coder
+    except BackendUnavailable:
+        return None
+
+
 def _reference(device: str, threads: int) -> Kernels:
     if not device.startswith("cpu"):
         raise BackendUnavailable(f"NumPy cannot hold {device.split(':')[0]} tensors")
@@ -41,6 +58,7 @@ def _reference(device: str, threads: int) -> Kernels:
 # the first are preferred.
 BACKENDS: dict[str, Callable[[str, int], Kernels]] = {
     "native": _native,
+    "triton": _triton,
     "torch_eager": _torch_eager,
     "reference": _reference,
 }

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dgc_horovod.bucket import Bucket
-from dgc_horovod.packet import Coder
+from dgc_horovod.packet import Coder, PacketFormat
 
 Array = Any
 
@@ -150,6 +150,73 @@ class Seen:
     candidates: Elements | None
 
 
+class Sent(Protocol):
+    """What a step sent, for as long as it may have to be taken back."""
+
+    @property
+    def count(self) -> int:
+        """How many elements."""
+
+    @property
+    def least(self) -> float:
+        """The smallest magnitude among them."""
+
+    @property
+    def elements(self) -> Elements:
+        """What was sent, as it stood in v; on the host."""
+
+    def put_back(self, state: State) -> None:
+        """Let u and v be, bit for bit, as after accumulation."""
+
+
+class Sender(Protocol):
+    """A whole step on a device: pass, exact selection among the bucket, packet, and what is left, with one wait.
+
+    Attributes:
+        payload: the packet, on the host, after `send`.
+    """
+
+    payload: np.ndarray
+
+    def takes(self, gradients: Any) -> bool:
+        """Whether these can go this way; if not, `Kernels.take_in` takes them."""
+
+    def send(
+        self, gradients: Any, state: State, scale: float, floor: float, step: int, masks: bool
+    ) -> tuple[Seen, Sent | None]:
+        """Take in the gradients and send the largest elements of the bucket.
+
+        Args:
+            gradients, state, scale: as in `Kernels.take_in`.
+            floor: of the bucket's span.
+            step: for the packet's header.
+            masks: whether ``u = 0`` where something is sent (DGC 3.2).
+
+        Returns:
+            What was seen, and what was sent; None where the candidates do not hold it, or a gradient is not finite, or
+            a value would be read as zero. Then only the pass has been made, and the host selects as after `take_in`.
+        """
+
+
+class Receiver(Protocol):
+    """All ranks' packets of a bucket, decoded and added on a device."""
+
+    def read(self, packets: np.ndarray, counts: np.ndarray) -> dict[int, str]:
+        """Decode packets whose headers have been checked; returns what is wrong with those of which ranks.
+
+        Args:
+            packets: (ranks, nbytes) uint8.
+            counts: of the elements in each.
+        """
+
+    def fill(self, targets: Any, scale: float) -> bool:
+        """As `Kernels.fill`, with what was read; begins with zero."""
+
+    @property
+    def contributions(self) -> list[Elements]:
+        """What each rank sent; copies on the host."""
+
+
 class Kernels(Protocol):
     """One backend on one device. All methods that change an array change it in place."""
 
@@ -264,6 +331,14 @@ class Kernels(Protocol):
 
     def fill_summed(self, targets: Any, summed: Array, scale: float) -> bool:
         """``update = summed * fp32(scale)``; returns whether every element is finite."""
+
+    # -- the same without the host in between, where there is a device for it
+
+    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> Sender | None:
+        """For steps that send the ``wire.capacity`` largest of the bucket, from at most `room` candidates."""
+
+    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
+        """For packets of that form."""
 
 
 def sum_stride(chunks: int) -> int:

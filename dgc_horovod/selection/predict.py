@@ -54,17 +54,22 @@ class FloorPredictor:
     def memory(self, values: np.ndarray) -> None:
         self._steepness, self._aim, self._trend, self._last, self.floors = values.reshape(5, -1).tolist()
 
-    def learn(self, span: int, values: np.ndarray, noted: float) -> None:
-        """Take note of what was selected from `span`, and of how many elements had reached its floor."""
+    def learn(self, span: int, count: int, least: float, noted: float) -> None:
+        """Take note of what was selected from `span`.
+
+        Args:
+            span: its number.
+            count: elements selected; `least` the smallest magnitude among them.
+            noted: elements that had reached its floor.
+        """
         if not self._useful[span]:
             return
         few = self._ks[span] if self._threshold is not None else max(1, self._ks[span] // 2)
-        if values.size < few:
+        if count < few:
             self.floors[span], self._last[span] = self._unknown(span), 0.0
             return
-        least = float(np.abs(values).min())
         if math.isfinite(self.floors[span]):
-            self._adapt(span, least / self.floors[span], noted / values.size)
+            self._adapt(span, least / self.floors[span], noted / count)
         growth = least / self._last[span] if self._last[span] else 1.0
         self._last[span] = least
         self._trend[span] += 0.3 * (min(growth, _MOST_GROWTH) - self._trend[span])

@@ -132,14 +132,13 @@ def test_nothing_the_size_of_a_bucket_is_allocated_after_the_first_steps():
 def test_predictor_alone():
     predictor = FloorPredictor([1000, 1000], [10, 500])
     assert predictor.floors == [np.inf, np.inf] and predictor.room == 1000
-    values = np.linspace(1, 2, 10, dtype=np.float32)
-    predictor.learn(0, values, 0)
+    predictor.learn(0, 10, 1.0, 0)
     assert 0.9 < predictor.floors[0] < 1 and predictor.floors[1] == np.inf
     before = predictor.floors[0]
-    predictor.learn(0, values, 5)  # too few: it looks further down
+    predictor.learn(0, 10, 1.0, 5)  # too few: it looks further down
     assert predictor.floors[0] < before
-    predictor.learn(1, values, 0)
+    predictor.learn(1, 10, 1.0, 0)
     assert predictor.floors[1] == np.inf, "where half of everything is sent, candidates save nothing"
-    predictor.learn(0, values[:2], 0)
+    predictor.learn(0, 2, 1.0, 0)
     assert predictor.floors[0] == np.inf, "after a step that sent little, nothing is guessed"
     assert FloorPredictor([100], [5], threshold=0.25).floors == [0.25]

@@ -1,0 +1,279 @@
+"""What the Triton kernels must do, to the last bit as the NumPy reference does it: on a GPU, or under the interpreter.
+
+Each check takes a `Size` and raises AssertionError. They need torch, Triton and NumPy, and no test runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.bucket import Bucket, Segment
+from dgc_horovod.codecs import VALUE_CODECS
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.errors import CorruptPacket
+from dgc_horovod.ops.reference import ReferenceKernels
+from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.ops.triton_kernels import TritonKernels
+
+Feeds = Callable[[int, int], Feed]  # of a step and a segment
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a check is.
+
+    Args:
+        device: of the Triton kernels.
+        numels: of a bucket's segments; odd ones, so that blocks begin and end anywhere.
+        steps, ranks: of a run.
+        long_run: steps of the run in which replicas must stay equal.
+    """
+
+    device: str
+    numels: tuple[int, ...]
+    steps: int
+    ranks: int
+    long_run: int
+
+
+INTERPRETED = Size("cpu", (1, 63, 2049, 333, 1500), steps=4, ranks=2, long_run=5)
+ON_DEVICE = Size("cuda", (1, 63, 40_961, 333, 1_000_003, 4096, 2_000_000), steps=12, ranks=2, long_run=1000)
+
+FEEDS: dict[str, Feeds] = {
+    "momentum": lambda step, i: MomentumFeed(0.9),
+    "Nesterov": lambda step, i: MomentumFeed(0.9, True),
+    "no momentum": lambda step, i: ResidualFeed(),
+    "Adam": lambda step, i: AdamFeed((0.9, 0.999), 1e-8, step + 1),
+    "several": lambda step, i: MomentumFeed(0.5 + 0.1 * (i % 3), i % 2 == 0),
+}
+
+DATA: dict[str, Callable[[np.random.Generator, int], Any]] = {
+    "laplace": lambda rng, n: rng.laplace(size=n),
+    "log-normal scaled": lambda rng, n: rng.standard_normal(n) * rng.lognormal(0, 2, n),
+    "ties": lambda rng, n: rng.integers(-3, 4, n),
+    "all equal": lambda rng, n: np.full(n, 0.75),
+    "all zero": lambda rng, n: np.zeros(n),
+    "few": lambda rng, n: np.where(rng.random(n) < 1e-3, rng.standard_normal(n), 0),
+    "denormal": lambda rng, n: rng.integers(-1000, 1000, n) * 1e-42,
+    "in one place": lambda rng, n: np.where(np.arange(n) < n // 50, 100.0, 1.0) * rng.standard_normal(n),
+}
+
+
+def bucket_of(numels: Sequence[int], whole: bool = False, values: str = "") -> Bucket:
+    """One bucket of segments of these sizes."""
+    starts = np.cumsum((0, *numels)).tolist()
+    segments = (Segment(str(i), start, n) for i, (start, n) in enumerate(zip(starts, numels, strict=False)))
+    return Bucket(3, tuple(segments), whole, values)
+
+
+def transcript(
+    kernels: Any,
+    config: DGCConfig,
+    size: Size,
+    feeds: Feeds = FEEDS["momentum"],
+    data: str = "laplace",
+    whole: bool = False,
+    shift: int = 0,
+) -> list[bytes]:
+    """Packets, states and updates of every step of a run, in which one gradient is not finite.
+
+    Args:
+        shift: elements by which gradients and updates lie off what an allocator would give.
+    """
+    bucket = bucket_of(size.numels, whole, config.values if whole else "")
+    engines = [BucketEngine(bucket, config, kernels, rank, size.ranks) for rank in range(size.ranks)]
+    said = []
+    for step in range(size.steps):
+        messages = []
+        for rank, engine in enumerate(engines):
+            g = np.asarray(DATA[data](np.random.default_rng([step, rank]), bucket.numel)).astype(np.float32)
+            at = step % bucket.numel
+            g[at] = np.nan if (step, rank) == (size.steps - 2, 1) else g[at]
+            for i, segment in enumerate(bucket.segments):
+                engine.offer(i, _placed(kernels, g[segment.place], shift), feeds(step, i))
+            message = engine.compress(0.5, step, config.final_density)
+            messages.append(replace(message, payload=message.payload.copy()))
+        payloads = [message.payload for message in messages]
+        back = np.sum(payloads, axis=0, dtype=np.float32) if messages[0].scattered else np.concatenate(payloads)
+        for engine in engines:
+            said += _received(kernels, engine, back, shift)
+        said += [payload.tobytes() for payload in payloads]
+    return said
+
+
+def _placed(kernels: Any, x: np.ndarray, shift: int) -> Any:
+    return kernels.from_host(np.concatenate([np.zeros(shift, np.float32), x]))[shift:]
+
+
+def _received(kernels: Any, engine: BucketEngine, back: np.ndarray, shift: int) -> list[bytes]:
+    finite = engine.receive(back)
+    nothing = (np.full(segment.numel, np.nan, np.float32) for segment in engine.bucket.segments)
+    targets = [_placed(kernels, x, shift) for x in nothing]
+    for i, target in enumerate(targets):
+        engine.targets.put(i, target)
+    engine.fill(1 / engine.workers)
+    if not finite:
+        engine.restore()
+    states = (engine.state.v, engine.state.u, *(engine.state.moments or ()))
+    return [kernels.to_host(x).tobytes() for x in (*states, *targets) if x is not None]
+
+
+def _same(size: Size, config: DGCConfig, **how: Any) -> None:
+    ours, truth = (transcript(k, config, size, **how) for k in (TritonKernels(size.device), ReferenceKernels()))
+    wrong = [i for i, (a, b) in enumerate(zip(ours, truth, strict=True)) if a != b]
+    assert not wrong, f"{len(wrong)} of {len(truth)} vectors and packets differ, the first is number {wrong[0]}"
+
+
+def _codec(values: str) -> Callable[[Size], None]:
+    return lambda size: _same(size, DGCConfig(density=0.02, values=values))
+
+
+def _feed(name: str) -> Callable[[Size], None]:
+    return lambda size: _same(size, DGCConfig(density=0.02), feeds=FEEDS[name])
+
+
+def _data(name: str) -> Callable[[Size], None]:
+    return lambda size: _same(size, DGCConfig(density=0.02), data=name)
+
+
+def _rule(rule: str) -> Callable[[Size], None]:
+    extra: dict[str, Any] = {"threshold": 3.0, "max_density": 0.05} if rule == "threshold" else {"density": 0.03}
+    return lambda size: _same(size, DGCConfig(rule=rule, scope="tensor", **extra))
+
+
+def densities(size: Size) -> None:
+    """One element, nearly all of them, and what lies between."""
+    for density in (1e-7, 0.001, 0.1, 0.4):
+        _same(size, DGCConfig(density=density))
+
+
+def off_the_grid(size: Size) -> None:
+    """Gradients and updates that begin anywhere in memory."""
+    _same(size, DGCConfig(density=0.02), shift=1)
+    _same(Size(size.device, (64, 4096, 8), size.steps, size.ranks, 0), DGCConfig(density=0.02))
+
+
+def sent_whole(size: Size) -> None:
+    """Small tensors that are sent whole in 8 bits."""
+    _same(size, DGCConfig(density=0.02, values="8bit"), whole=True)
+
+
+def nothing_kept_from_masking(size: Size) -> None:
+    """Without factor masking u stays."""
+    _same(size, DGCConfig(density=0.02, factor_masking=False))
+
+
+def the_device_does_it(size: Size) -> None:
+    """In a steady run the host selects nothing: otherwise all of this would show nothing."""
+    kernels, config, bucket = TritonKernels(size.device), DGCConfig(density=0.02), bucket_of(size.numels)
+    engine, by_device = BucketEngine(bucket, config, kernels, 0, 1), 0
+    for step in range(8):
+        g = np.random.default_rng(step).laplace(size=bucket.numel).astype(np.float32)
+        for i, segment in enumerate(bucket.segments):
+            engine.offer(i, kernels.from_host(g[segment.place].copy()), MomentumFeed(0.9))
+        engine.compress(1.0, step, 0.02)
+        by_device += type(engine._sent).__name__ == "DeviceSent"
+    assert by_device >= 6, f"{by_device} of 8 steps"
+
+
+def replicas(size: Size) -> None:
+    """Four ranks, many steps: the updates are the same bits on all of them, and those of the reference."""
+    config, ranks = DGCConfig(density=0.01, clip_norm=None), 4
+    bucket = bucket_of(size.numels[:5])
+    everyone = [[BucketEngine(bucket, config, kernels, rank, ranks) for rank in range(ranks)]
+                for kernels in (TritonKernels(size.device), ReferenceKernels())]  # fmt: skip
+    noise = np.random.default_rng(1).laplace(size=bucket.numel + 10_000).astype(np.float32)
+    for step in range(size.long_run):
+        updates = []
+        for engines in everyone[: 2 if step < 50 else 1]:  # the reference is slow
+            kernels = engines[0].kernels
+            packets = []
+            for rank, engine in enumerate(engines):
+                start = (step * 613 + rank * 1777) % 10_000
+                g = noise[start : start + bucket.numel]
+                for i, segment in enumerate(bucket.segments):
+                    engine.offer(i, kernels.from_host(g[segment.place].copy()), MomentumFeed(0.9))
+                packets.append(engine.compress(1.0, step, 0.01).payload.copy())
+            for engine in engines:
+                assert engine.receive(np.concatenate(packets))
+                targets = [kernels.new(segment.numel) for segment in bucket.segments]
+                for i, target in enumerate(targets):
+                    engine.targets.put(i, target)
+                engine.fill(1 / ranks)
+                engine.commit()
+                updates.append(b"".join(kernels.to_host(target).tobytes() for target in targets))
+        assert len(set(updates)) == 1, f"step {step}"
+
+
+def damaged_packets(size: Size) -> None:
+    """What no sender writes is found in the same packets as by the host's coder."""
+    for values in VALUE_CODECS:
+        config = DGCConfig(density=0.02, values=values)
+        ours, truth = (
+            BucketEngine(bucket_of(size.numels), config, kernels, 0, 1)
+            for kernels in (TritonKernels(size.device), ReferenceKernels())
+        )
+        packet = _packet_of(truth)
+        _packet_of(ours)
+        assert truth._plan is not None
+        rng, refused = np.random.default_rng(7), 0
+        for _ in range(12 if size.device == "cpu" else 200):
+            changed = packet.copy()
+            for at in rng.integers(36, packet.size, rng.integers(1, 4)):
+                changed[at] ^= 1 << rng.integers(8)
+            changed[32:36] = np.array([truth.kernels.coder.checksum(changed)], "<u4").view(np.uint8)
+            verdicts = [_verdict(engine, changed) for engine in (ours, truth)]
+            assert verdicts[0] == verdicts[1], (values, verdicts)
+            refused += not isinstance(verdicts[0], bytes)
+        assert refused, f"{values}: nothing was found, so this shows nothing"
+
+
+def _packet_of(engine: BucketEngine) -> np.ndarray:
+    for step in range(3):
+        g = np.random.default_rng(step).laplace(size=engine.bucket.numel).astype(np.float32)
+        for i, segment in enumerate(engine.bucket.segments):
+            engine.offer(i, engine.kernels.from_host(g[segment.place].copy()), MomentumFeed(0.9))
+        message = engine.compress(1.0, step, 0.02)
+    return message.payload.copy()
+
+
+def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
+    """What a packet is read as, or that it is refused."""
+    try:
+        engine.receive(packet)
+    except CorruptPacket:
+        return "refused"
+    (elements,) = engine.contributions
+    return elements.positions.tobytes() + elements.values.tobytes()
+
+
+CHECKS: dict[str, Callable[[Size], None]] = {
+    **{f"values {name}": _codec(name) for name in VALUE_CODECS},
+    **{f"feed {name}": _feed(name) for name in FEEDS},
+    **{f"data {name}": _data(name) for name in DATA},
+    **{f"rule {name}, per tensor": _rule(name) for name in ("exact", "sampled", "gaussian", "random", "threshold")},
+    "densities": densities,
+    "off the grid": off_the_grid,
+    "sent whole": sent_whole,
+    "without masking": nothing_kept_from_masking,
+    "the device does it": the_device_does_it,
+    "damaged packets": damaged_packets,
+    "replicas": replicas,
+}
+
+
+def run(name: str, size: Size) -> str:
+    """What went wrong in a check, or nothing."""
+    try:
+        CHECKS[name](size)
+    except AssertionError as error:
+        return str(error) or "wrong"
+    if size.device != "cpu":
+        torch.cuda.synchronize()
+    return ""

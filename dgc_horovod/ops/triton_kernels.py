@@ -1,0 +1,101 @@
+"""The kernels in Triton, for CUDA tensors; and for torch CPU tensors under Triton's interpreter, for tests.
+
+A pass, an exact selection of the bucket and the coder run one after another on the device (`triton_sender`), and so
+does what comes back (`triton_receiver`). Everything else, other rules and the seldom paths, is `torch_eager`'s, around
+the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+
+from dgc_horovod.bucket import Bucket
+from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.ops.composed import ListedGradients, ListedTargets
+from dgc_horovod.ops.schema import Elements, Seen, State
+from dgc_horovod.ops.torch_eager import TorchEagerKernels
+from dgc_horovod.ops.triton_memory import using
+from dgc_horovod.ops.triton_pass import HISTOGRAM, BucketPass, alike, floors_of
+from dgc_horovod.ops.triton_receiver import Filler, TritonReceiver
+from dgc_horovod.ops.triton_sender import REPORT, TritonSender
+from dgc_horovod.ops.triton_take_in import BAD_GRADIENT, BAD_RESIDUAL, FLAGS, NOTED
+from dgc_horovod.packet import Coder, PacketFormat
+
+
+class TritonGradients(ListedGradients):
+    """`schema.Gradients`, and the pass that takes them in where the host selects."""
+
+    def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
+        super().__init__(bucket, kernels)
+        self.taking = BucketPass(bucket, kernels.device)
+        self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=kernels.device)
+
+
+class TritonTargets(ListedTargets):
+    """`schema.Targets`, and the kernel that fills them where the host has decoded."""
+
+    def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
+        super().__init__(bucket)
+        self.filler = Filler(bucket, kernels.device)
+
+
+class TritonKernels(TorchEagerKernels):
+    """`schema.Kernels` on flat float32 torch tensors of one CUDA device.
+
+    Args:
+        device: such as "cuda:0"; "cpu" with TRITON_INTERPRET=1 alone.
+        coder: for packets that the host writes and reads.
+
+    Raises:
+        BackendUnavailable: Triton has nothing to run its kernels on here.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: torch.device | str, coder: Coder | None = None) -> None:
+        super().__init__(device)
+        if coder is not None:
+            self.coder = coder
+        if self.device.type != "cuda" and not triton.knobs.runtime.interpret:
+            raise BackendUnavailable(f"Triton runs on CUDA devices, not on {self.device.type}")
+
+    def gradients(self, bucket: Bucket) -> TritonGradients:
+        return TritonGradients(bucket, self)
+
+    def take_in(
+        self, gradients: ListedGradients, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
+    ) -> Seen:
+        assert isinstance(gradients, TritonGradients)
+        if not alike(gradients):
+            return super().take_in(gradients, state, scale, spans, room, want_sums)
+        taking, board = gradients.taking, gradients.board
+        taking.make_room(room)
+        board.zero_()
+        floors = floors_of(gradients.bucket, spans)
+        with using(self.device):
+            taking.run(gradients, state, scale, floors, board[:REPORT], board[REPORT:])
+        for span in spans if want_sums else ():
+            start = int(span["start"])
+            span["sum"], span["squares"] = self.sampled_sums(state.v[start : start + int(span["numel"])])
+        report = board[:REPORT].cpu().numpy()
+        gradients.arrays = [None] * len(gradients.arrays)
+        flags, noted = int(report[FLAGS.value]), int(report[NOTED.value])
+        sound = not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value
+        return Seen(*sound, noted, taking.candidates(noted))
+
+    def targets(self, bucket: Bucket) -> TritonTargets:
+        return TritonTargets(bucket, self)
+
+    def fill(self, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
+        assert isinstance(targets, TritonTargets)
+        return targets.filler.listed(targets, list(contributions), scale, fresh)
+
+    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> TritonSender:
+        return TritonSender(bucket, wire, room, self.device)
+
+    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver:
+        return TritonReceiver(bucket, wire, ranks, self.device)

@@ -1,0 +1,150 @@
+"""A whole step of compression on the device: pass, exact selection, packet, u and v after it; the host waits once.
+
+Two copies, a memset and six kernels: the settings go there, the packet comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import triton
+
+from dgc_horovod.bucket import Bucket
+from dgc_horovod.codecs import VALUE_CODECS
+from dgc_horovod.ops.composed import ListedGradients
+from dgc_horovod.ops.schema import Elements, Seen, State
+from dgc_horovod.ops.triton_encode import CHECKSUM, CODED, HEADER_WORDS, SUMMED, encode, settle
+from dgc_horovod.ops.triton_memory import EXACT, on_host, using, wait_for
+from dgc_horovod.ops.triton_pass import HISTOGRAM, BucketPass, alike
+from dgc_horovod.ops.triton_select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
+from dgc_horovod.ops.triton_take_in import BAD_GRADIENT, BAD_RESIDUAL, FLAGS, LEAST, NOTED, READY, ZEROS
+from dgc_horovod.packet import CHECKSUM_FACTOR, CHECKSUM_WORD, HEADER, PacketFormat
+
+REPORT = 16  # int32 words
+_WORD = 4  # bytes
+
+
+@dataclass(frozen=True)
+class DeviceSent:
+    """`schema.Sent` on the device; its memory is used again at the next step."""
+
+    count: int
+    least: float
+    positions: torch.Tensor
+    values: torch.Tensor
+    masked: torch.Tensor | None
+
+    @property
+    def elements(self) -> Elements:
+        """A copy on the host."""
+        return Elements(self.positions.cpu().numpy().copy(), self.values.cpu().numpy().copy())
+
+    def put_back(self, state: State) -> None:
+        """u and v as they were before the elements were taken out."""
+        at = self.positions.long()
+        state.v[at] = self.values
+        if self.masked is not None:
+            assert state.u is not None
+            state.u[at] = self.masked
+
+
+class TritonSender:
+    """`schema.Sender` for one bucket and one form of packet.
+
+    Args:
+        bucket: its layout.
+        wire: of the packet; `wire.capacity` elements are sent at each step.
+        room: most candidates.
+        device: of the state.
+    """
+
+    def __init__(self, bucket: Bucket, wire: PacketFormat, room: int, device: torch.device) -> None:
+        self.wire, self.device, k = wire, device, wire.capacity
+        self._pass = BucketPass(bucket, device, HEADER.itemsize // _WORD)
+        self._pass.make_room(room)
+        words = wire.nbytes // _WORD
+        sizes = {"report": REPORT, "packet": words, "histogram": HISTOGRAM, "fine": FINE_BINS.value}
+        ends = np.cumsum([0, *sizes.values()]).tolist()
+        self._board = torch.zeros(ends[-1], dtype=torch.int32, device=device)  # what a step begins with as zeros
+        parts = (self._board[start:end] for start, end in pairwise(ends))
+        self._report, self._packet, self._histogram, self._fine = parts
+        self._back = on_host(REPORT + words, torch.int32, device)
+        self.payload = self._back[REPORT:].numpy().view(np.uint8)
+
+        def whole(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        blocks, groups = self._pass.map.blocks, triton.cdiv(self._pass.map.blocks, GROUP.value)
+        self._larger, self._equal = whole(blocks), whole(blocks)
+        self._larger_sums, self._equal_sums = whole(groups), whole(groups)
+        self._positions = whole(k)
+        self._values, self._decoded, self._masked = (torch.empty(k, device=device) for _ in range(3))
+        self._codec = VALUE_CODECS[wire.values].code
+
+    def takes(self, gradients: ListedGradients) -> bool:
+        """See `schema.Sender`."""
+        return alike(gradients)
+
+    def send(
+        self, gradients: ListedGradients, state: State, scale: float, floor: float, step: int, masks: bool
+    ) -> tuple[Seen, DeviceSent | None]:
+        """See `schema.Sender`."""
+        header = self._pass.settings.host["header"].view(HEADER)
+        for name, value in self.wire.expected(step).items():
+            header[name] = value
+        header["count"] = self.wire.capacity
+        with using(self.device):
+            self._board.zero_()
+            floors = [floor] * len(gradients.arrays)
+            self._pass.run(gradients, state, scale, floors, self._report, self._histogram)
+            self._select()
+            self._write(state, masks)
+            self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
+        wait_for(self.device)
+        gradients.arrays = [None] * len(gradients.arrays)
+        return self._seen_and_sent(masks)
+
+    def _select(self) -> None:
+        taken, k, room, blocks = self._pass, self.wire.capacity, self._pass.room, self._pass.map.blocks
+        floors = taken.settings.device["floors"]
+        refine[(triton.cdiv(room, LIST_BLOCK.value),)](
+            taken.values, floors, self._report, self._histogram, self._fine, k, room, **EXACT
+        )
+        per_block = taken.bases, taken.counts, self._larger, self._equal, self._larger_sums, self._equal_sums
+        groups = (triton.cdiv(blocks, GROUP.value),)
+        count[groups](
+            taken.values, floors, self._report, self._histogram, self._fine, *per_block, k, room, blocks, **EXACT
+        )
+        gather[groups](
+            taken.positions, taken.values, self._report, *per_block, self._positions, self._values, blocks, **EXACT
+        )
+
+    def _write(self, state: State, masks: bool) -> None:
+        wire, k, words = self.wire, self.wire.capacity, self._packet.numel()
+        encode[(triton.cdiv(k, CODED.value),)](
+            self._positions, self._values, self._decoded, self._report, self._packet,
+            self._pass.settings.device["header"], k, HEADER_WORDS.value + wire.values_at // _WORD,
+            LOW=wire.low_bits, CODEC=self._codec, **EXACT,
+        )  # fmt: skip
+        settle[(triton.cdiv(max(k, words), SUMMED.value),)](
+            self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,
+            self._report, self._packet, k, words, MASKS=masks, **EXACT,
+        )  # fmt: skip
+
+    def _seen_and_sent(self, masks: bool) -> tuple[Seen, DeviceSent | None]:
+        report = self._back[:REPORT].numpy()
+        flags, noted = int(report[FLAGS.value]), int(report[NOTED.value])
+        sound = flags == 0
+        if not sound or not report[READY.value] or report[ZEROS.value]:
+            candidates = self._pass.candidates(noted) if sound else None
+            return Seen(not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value, noted, candidates), None
+        total = int(report[CHECKSUM.value : CHECKSUM.value + 2].view(np.uint64)[0])
+        self.payload.view(np.uint32)[CHECKSUM_WORD] = (total * CHECKSUM_FACTOR % 2**64) >> 32
+        least = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
+        masked = self._masked if masks else None
+        return Seen(True, True, noted, None), DeviceSent(
+            self.wire.capacity, least, self._positions, self._values, masked
+        )

@@ -1,0 +1,121 @@
+"""Triton device code: the pass over a bucket that adds its gradients to u and v and notes the candidates.
+
+A program has one block of the flat bucket. Gradients lie anywhere: a table has the address of each segment's. What is
+noted goes to one list for the whole bucket; a program takes its place there by one atomic addition, and writes down
+which place that is, so that later kernels find the blocks' candidates in the order of their positions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(2048)  # elements of a program, of all kernels that look at the bucket
+BINS, FINE_BITS = tl.constexpr(4096), tl.constexpr(13)  # four octaves above the floor; 1,024 bins each
+
+# What `numbers` holds
+SCALE, MOMENTUM = tl.constexpr(0), tl.constexpr(1)
+BETA1, REST1, BETA2, REST2, BIAS1, BIAS2, EPSILON = (tl.constexpr(i) for i in range(2, 9))
+# What the `report` holds
+FLAGS, NOTED, READY, ZEROS, LEAST, TIES = (tl.constexpr(i) for i in range(6))
+BAD_GRADIENT, BAD_RESIDUAL = tl.constexpr(1), tl.constexpr(2)
+
+RESIDUAL_FEED, MOMENTUM_FEED, NESTEROV_FEED, ADAM_FEED = (tl.constexpr(i) for i in range(4))
+
+_SIZE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def size_of(x):
+    """The magnitude of float32 `x` as whole numbers in the same order; those from `_INFINITE` on are not finite."""
+    return x.to(tl.int32, bitcast=True) & _SIZE
+
+
+@triton.jit
+def is_finite(x):
+    """Whether each of float32 `x` is neither NaN nor infinite."""
+    return size_of(x) < _INFINITE
+
+
+@triton.jit
+def _adam(v, g, numbers, first, second, at, inside):
+    """v after Adam's direction on g has been added; the moments are written."""
+    m = tl.load(first + at, mask=inside, other=0.0) * tl.load(numbers + BETA1) + g * tl.load(numbers + REST1)
+    s = tl.load(second + at, mask=inside, other=0.0) * tl.load(numbers + BETA2) + (g * g) * tl.load(numbers + REST2)
+    tl.store(first + at, m, mask=inside)
+    tl.store(second + at, s, mask=inside)
+    spread = tl.math.div_rn(tl.math.sqrt_rn(s), tl.load(numbers + BIAS2)) + tl.load(numbers + EPSILON)
+    return v + tl.math.div_rn(tl.math.div_rn(m, tl.load(numbers + BIAS1)), spread)
+
+
+@triton.jit(do_not_specialize=["room"])
+def take_in(
+    v, u, second, gradients, starts, spread, floors, numbers, report, positions, values, bases, counts, histogram,
+    numel, room, FEED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """``v += feed(g)`` and the list of those elements that reach their segment's floor.
+
+    Args:
+        v, u, second: state of the bucket, float32; u is Adam's first moment with ADAM_FEED.
+        gradients: address of each segment's gradient.
+        starts: first element of each segment, and behind the last the end.
+        spread: of each block, the first and the last segment that have elements in it.
+        floors: of each segment, float32; infinity: nothing is noted.
+        numbers: of this step, float32, see above.
+        report: FLAGS and NOTED are added to.
+        positions, values: of what is noted, int32 and float32, `room` of them; the rest is only counted.
+        ALIGNED: whether segments begin at multiples of four elements, in the bucket and in memory.
+        bases, counts: of each block, where in the list its own begin, and how many they are.
+        histogram: of how far above the floor they are, BINS of int32; the last one is open.
+
+    Cost: 20 bytes an element with momentum, 12 without, 28 with Adam.
+    """
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    g = tl.zeros([BLOCK], tl.float32)
+    floor = tl.full([BLOCK], 0, tl.int32)
+    for segment in range(tl.load(spread + 2 * block), tl.load(spread + 2 * block + 1) + 1):
+        start, end = tl.load(starts + segment), tl.load(starts + segment + 1)
+        gradient = tl.load(gradients + segment).to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            start, end, gradient = tl.multiple_of(start, 4), tl.multiple_of(end, 4), tl.multiple_of(gradient, 16)
+        here = (at >= start) & (at < end)
+        g = tl.where(here, tl.load(gradient + (at - start), mask=here, other=0.0), g)
+        floor = tl.where(here, size_of(tl.load(floors + segment)), floor)
+    sound = is_finite(g)
+    g = tl.where(sound, g, 0.0) * tl.load(numbers + SCALE)
+
+    kept = tl.load(v + at, mask=inside, other=0.0)
+    if FEED == RESIDUAL_FEED:
+        kept = kept + g
+    elif FEED == ADAM_FEED:
+        kept = _adam(kept, g, numbers, u, second, at, inside)
+    else:
+        momentum = tl.load(numbers + MOMENTUM)
+        moved = tl.load(u + at, mask=inside, other=0.0) * momentum + g
+        tl.store(u + at, moved, mask=inside)
+        if FEED == NESTEROV_FEED:
+            kept = kept + g + moved * momentum
+        else:
+            kept = kept + moved
+    tl.store(v + at, kept, mask=inside)
+
+    flags = tl.max((~sound).to(tl.int32)) * BAD_GRADIENT | tl.max((~is_finite(kept)).to(tl.int32)) * BAD_RESIDUAL
+    if flags != 0:
+        tl.atomic_or(report + FLAGS, flags, sem="relaxed")
+
+    size = size_of(kept)
+    noted = (inside & (size >= floor) & (size != 0)).to(tl.int32)
+    count = tl.sum(noted)
+    base = 0
+    if count > 0:
+        base = tl.atomic_add(report + NOTED, count, sem="relaxed")
+        place = base + tl.cumsum(noted) - noted
+        fits = (noted != 0) & (place < room)
+        tl.store(positions + place, at, mask=fits)
+        tl.store(values + place, kept, mask=fits)
+        bin = tl.minimum((size - floor) >> FINE_BITS, BINS - 1)
+        tl.atomic_add(histogram + bin, 1, mask=noted != 0, sem="relaxed")
+    tl.store(bases + block, base)
+    tl.store(counts + block, count)

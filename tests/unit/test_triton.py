@@ -1,0 +1,82 @@
+"""The Triton kernels: under the interpreter bit for bit as the NumPy reference, and compiled for real devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
+
+from benchmarks.gpu import checks
+from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.ops import registry
+from dgc_horovod.ops.triton_kernels import TritonKernels
+from tests.helpers.jobs import ROOT
+
+
+@pytest.mark.parametrize("name", checks.CHECKS)
+def test_check(name):
+    assert checks.run(name, checks.INTERPRETED) == ""
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.sampled_from([0.001, 0.05, 0.3]))
+def test_odd_sizes(numels, density):
+    size = checks.Size("cpu", tuple(numels), steps=3, ranks=2, long_run=0)
+    config = checks.DGCConfig(density=density, values="8bit")
+    ours, truth = (
+        checks.transcript(kernels, config, size) for kernels in (TritonKernels("cpu"), checks.ReferenceKernels())
+    )
+    assert ours == truth
+
+
+def test_a_check_can_fail(monkeypatch):
+    """A kernel that forgets one element of the update is found."""
+    fill = checks.TritonKernels.receiver
+
+    def forgetful(self, *arguments):
+        receiver = fill(self, *arguments)
+        read = receiver.read
+
+        def less(packets, counts):
+            problems = read(packets, counts)
+            receiver._values[0] = 0
+            return problems
+
+        receiver.read = less
+        return receiver
+
+    monkeypatch.setattr(checks.TritonKernels, "receiver", forgetful)
+    assert "differ" in checks.run("values fp32", checks.INTERPRETED)
+
+
+def test_chosen_by_the_registry(monkeypatch):
+    assert registry.choose("cpu").name == "native", "on a CPU the interpreter is for tests alone"
+    monkeypatch.setenv("DGC_BACKEND", "triton")
+    assert registry.choose("cpu").name == "triton"
+
+
+def test_not_without_a_device():
+    code = "from dgc_horovod.ops import registry; registry.choose('cpu')"
+    environment = {**os.environ, "DGC_BACKEND": "triton"}
+    environment.pop("TRITON_INTERPRET")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert BackendUnavailable.__name__ in ended.stderr and "Triton runs on CUDA devices, not on cpu" in ended.stderr
+
+
+def test_every_kernel_compiles_and_fuses_nothing():
+    command = [sys.executable, "-m", "tests.helpers.triton_compile", "80", "90"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    kernels = json.loads(ended.stdout)["kernels"]
+    assert len({name.split()[0] for name in kernels}) == 10
+    fused = {name: found["fused"] for name, found in kernels.items() if found["fused"]}
+    assert not fused, "products must be rounded before they are added"
+    wide = [found["wide"] for name, found in kernels.items() if name.startswith("take_in") and "ALIGNED=1" in name]
+    assert min(wide) >= 4, "16 bytes at a time of v and of the gradient"
