@@ -17,7 +17,9 @@ _VGG16_STAGES = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # convolution
 _IMAGENET_CLASSES = 1_000
 _ALEXNET_CONVOLUTIONS = ((0, 64, 3, 11), (3, 192, 64, 5), (6, 384, 192, 3), (8, 256, 384, 3), (10, 256, 256, 3))
 _BERT_VOCABULARY, _BERT_POSITIONS, _BERT_TYPES = 30_522, 512, 2
-_BERT_HIDDEN, _BERT_INNER, _BERT_LAYERS = 768, 3_072, 12
+_BERT_HIDDEN, _BERT_LAYERS = 768, 12
+_BERT_LARGE_HIDDEN, _BERT_LARGE_LAYERS = 1_024, 24
+_GPT_VOCABULARY, _GPT_POSITIONS, _GPT_HIDDEN, _GPT_LAYERS = 50_257, 2_048, 2_048, 24
 _PTB_VOCABULARY = 10_000
 _PTB_HIDDEN = 1_500
 _PTB_LAYERS = 2
@@ -67,18 +69,41 @@ def alexnet() -> Shapes:
 
 def bert_base() -> Shapes:
     """BERT-base, the encoder with its pooler: 199 tensors, 109,482,240 parameters."""
+    return _bert(_BERT_HIDDEN, _BERT_LAYERS)
+
+
+def bert_large() -> Shapes:
+    """BERT-large, the same with 24 layers of 1,024: 391 tensors, 335,141,888 parameters."""
+    return _bert(_BERT_LARGE_HIDDEN, _BERT_LARGE_LAYERS)
+
+
+def _bert(hidden: int, layers: int) -> Shapes:
     sizes = {"word": _BERT_VOCABULARY, "position": _BERT_POSITIONS, "token_type": _BERT_TYPES}
-    shapes: Shapes = [(f"embeddings.{name}_embeddings.weight", (size, _BERT_HIDDEN)) for name, size in sizes.items()]
-    shapes += _normalisation("embeddings.LayerNorm", _BERT_HIDDEN)
-    for layer in range(_BERT_LAYERS):
+    shapes: Shapes = [(f"embeddings.{name}_embeddings.weight", (size, hidden)) for name, size in sizes.items()]
+    shapes += _normalisation("embeddings.LayerNorm", hidden)
+    for layer in range(layers):
         name = f"encoder.layer.{layer}"
         for part in ("self.query", "self.key", "self.value", "output.dense"):
-            shapes += _linear(f"{name}.attention.{part}", _BERT_HIDDEN, _BERT_HIDDEN)
-        shapes += _normalisation(f"{name}.attention.output.LayerNorm", _BERT_HIDDEN)
-        shapes += _linear(f"{name}.intermediate.dense", _BERT_INNER, _BERT_HIDDEN)
-        shapes += _linear(f"{name}.output.dense", _BERT_HIDDEN, _BERT_INNER)
-        shapes += _normalisation(f"{name}.output.LayerNorm", _BERT_HIDDEN)
-    return [*shapes, *_linear("pooler.dense", _BERT_HIDDEN, _BERT_HIDDEN)]
+            shapes += _linear(f"{name}.attention.{part}", hidden, hidden)
+        shapes += _normalisation(f"{name}.attention.output.LayerNorm", hidden)
+        shapes += _linear(f"{name}.intermediate.dense", 4 * hidden, hidden)
+        shapes += _linear(f"{name}.output.dense", hidden, 4 * hidden)
+        shapes += _normalisation(f"{name}.output.LayerNorm", hidden)
+    return [*shapes, *_linear("pooler.dense", hidden, hidden)]
+
+
+def gpt_1_3b() -> Shapes:
+    """The 1.3 B model of the GPT-3 paper (arXiv 2005.14165) as GPT-2: 292 tensors, 1,315,723,264 parameters."""
+    shapes: Shapes = [("wte.weight", (_GPT_VOCABULARY, _GPT_HIDDEN)), ("wpe.weight", (_GPT_POSITIONS, _GPT_HIDDEN))]
+    for layer in range(_GPT_LAYERS):
+        name = f"h.{layer}"
+        shapes += _normalisation(f"{name}.ln_1", _GPT_HIDDEN)
+        shapes += _linear(f"{name}.attn.c_attn", 3 * _GPT_HIDDEN, _GPT_HIDDEN)
+        shapes += _linear(f"{name}.attn.c_proj", _GPT_HIDDEN, _GPT_HIDDEN)
+        shapes += _normalisation(f"{name}.ln_2", _GPT_HIDDEN)
+        shapes += _linear(f"{name}.mlp.c_fc", 4 * _GPT_HIDDEN, _GPT_HIDDEN)
+        shapes += _linear(f"{name}.mlp.c_proj", _GPT_HIDDEN, 4 * _GPT_HIDDEN)
+    return [*shapes, *_normalisation("ln_f", _GPT_HIDDEN)]
 
 
 def lstm_ptb() -> Shapes:

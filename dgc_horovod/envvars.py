@@ -160,8 +160,8 @@ TIMEOUT = EnvironmentVariable(
     "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "seconds", flag="--dgc-timeout"
 )
 BACKEND = EnvironmentVariable(
-    "DGC_BACKEND", "auto", "kernels: C++ (native), torch operations or NumPy (slow)",
-    flag="--dgc-backend", choices=("auto", "native", "torch_eager", "reference"),
+    "DGC_BACKEND", "auto", "kernels: C++ (native), Triton (CUDA), torch operations or NumPy (slow)",
+    flag="--dgc-backend", choices=("auto", "native", "triton", "torch_eager", "reference"),
 )  # fmt: skip
 METRICS_FILE = EnvironmentVariable(
     "DGC_METRICS_FILE", "", "rank 0's counters: JSON lines, *.prom: Prometheus, */: TensorBoard", "path",

@@ -182,6 +182,23 @@ def the_device_does_it(size: Size) -> None:
     assert by_device >= 6, f"{by_device} of 8 steps"
 
 
+def sums(size: Size) -> None:
+    """Sums in the one fixed order, of all chunks and of some, with what is not finite as zero; and a bucket's norm."""
+    ours, truth = TritonKernels(size.device), ReferenceKernels()
+    for numel in (1, 15, 4096, 4097, 40_000, 600_000):
+        x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32) * np.float32(1e10)
+        x[numel // 2] = np.inf
+        assert ours.sums(ours.from_host(x)) == truth.sums(x), numel
+        assert ours.sampled_sums(ours.from_host(x)) == truth.sampled_sums(x), numel
+    bucket = bucket_of(size.numels)
+    gradients = ours.gradients(bucket), truth.gradients(bucket)
+    for i, segment in enumerate(bucket.segments):
+        g = np.random.default_rng(i).laplace(size=segment.numel).astype(np.float32)
+        gradients[0].put(i, ours.from_host(g), ResidualFeed())
+        gradients[1].put(i, g, ResidualFeed())
+    assert gradients[0].squared_norm() == gradients[1].squared_norm()
+
+
 def replicas(size: Size) -> None:
     """Four ranks, many steps: the updates are the same bits on all of them, and those of the reference."""
     config, ranks = DGCConfig(density=0.01, clip_norm=None), 4
@@ -264,6 +281,7 @@ CHECKS: dict[str, Callable[[Size], None]] = {
     "without masking": nothing_kept_from_masking,
     "the device does it": the_device_does_it,
     "damaged packets": damaged_packets,
+    "sums": sums,
     "replicas": replicas,
 }
 

@@ -144,11 +144,10 @@ def judge_kernels(facts: Facts) -> list[Finding]:
         advice = "install a C++ compiler, then dgc_horovod again" if "not_native" in packages else "set it to auto"
         findings = [Finding(NOTE, f"CPU tensors: {name}, several times slower than native: {reason}", advice)]
     if torch.get("cuda"):
-        triton = packages.get("triton")
-        text = f"CUDA tensors: {torch.get('cuda_kernels', 'none')}; packets go through host memory; " + (
-            f"Triton {triton} is installed, not used" if triton else "Triton is not installed"
-        )
-        findings.append(Finding(NOTE, text, "compare a short run with one of --compression none"))
+        kernels, triton = torch.get("cuda_kernels", "none"), packages.get("triton")
+        text = f"CUDA tensors: {kernels} (Triton {triton or 'is not installed'}); packets go through host memory"
+        advice = "compare a short run with one of --compression none" if triton else "install triton: fewer launches"
+        findings.append(Finding(NOTE, text, advice))
     elif torch.get("cuda_built"):
         text = f"torch is built for CUDA {torch['cuda_built']} and sees no CUDA device"
         findings.append(Finding(NOTE, text, "for a GPU look at nvidia-smi and CUDA_VISIBLE_DEVICES"))

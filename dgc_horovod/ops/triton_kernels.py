@@ -16,13 +16,14 @@ import triton
 from dgc_horovod.bucket import Bucket
 from dgc_horovod.errors import BackendUnavailable
 from dgc_horovod.ops.composed import ListedGradients, ListedTargets
-from dgc_horovod.ops.schema import Elements, Seen, State
+from dgc_horovod.ops.schema import CHUNK, Elements, Seen, State, sum_stride
 from dgc_horovod.ops.torch_eager import TorchEagerKernels
-from dgc_horovod.ops.triton_memory import using
+from dgc_horovod.ops.triton_memory import EXACT, addresses, using
 from dgc_horovod.ops.triton_pass import HISTOGRAM, BucketPass, alike, floors_of
 from dgc_horovod.ops.triton_receiver import Filler, TritonReceiver
 from dgc_horovod.ops.triton_sender import REPORT, TritonSender
-from dgc_horovod.ops.triton_take_in import BAD_GRADIENT, BAD_RESIDUAL, FLAGS, NOTED
+from dgc_horovod.ops.triton_sums import chunk_sums
+from dgc_horovod.ops.triton_take_in import BAD_GRADIENT, BAD_RESIDUAL, FLAGS, NOTED, take_in
 from dgc_horovod.packet import Coder, PacketFormat
 
 
@@ -33,6 +34,9 @@ class TritonGradients(ListedGradients):
         super().__init__(bucket, kernels)
         self.taking = BucketPass(bucket, kernels.device)
         self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=kernels.device)
+
+    def squared_norm(self) -> float:
+        return sum(_sums_of([gradient for gradient in self.arrays if gradient is not None])[:, 1].tolist())
 
 
 class TritonTargets(ListedTargets):
@@ -60,7 +64,7 @@ class TritonKernels(TorchEagerKernels):
         super().__init__(device)
         if coder is not None:
             self.coder = coder
-        if self.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        if self.device.type != "cuda" and isinstance(take_in, triton.JITFunction):  # it would be compiled
             raise BackendUnavailable(f"Triton runs on CUDA devices, not on {self.device.type}")
 
     def gradients(self, bucket: Bucket) -> TritonGradients:
@@ -87,6 +91,14 @@ class TritonKernels(TorchEagerKernels):
         sound = not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value
         return Seen(*sound, noted, taking.candidates(noted))
 
+    def sums(self, x: torch.Tensor) -> tuple[float, float]:
+        total, squares = _sums_of([x])[0].tolist()
+        return total, squares
+
+    def sampled_sums(self, x: torch.Tensor) -> tuple[float, float]:
+        total, squares = _sums_of([x], sum_stride(-(-len(x) // CHUNK)))[0].tolist()
+        return total, squares
+
     def targets(self, bucket: Bucket) -> TritonTargets:
         return TritonTargets(bucket, self)
 
@@ -99,3 +111,35 @@ class TritonKernels(TorchEagerKernels):
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver:
         return TritonReceiver(bucket, wire, ranks, self.device)
+
+
+def _sums_of(tensors: Sequence[torch.Tensor], stride: int = 1) -> np.ndarray:
+    """Sum and sum of squares of each of `tensors`, of every `stride`-th chunk; (tensors, 2) float64. One launch.
+
+    Args:
+        tensors: flat, float32, on one device.
+        stride: see `Kernels.sampled_sums`.
+    """
+    numels = np.array([len(x) for x in tensors])
+    chunks = np.ceil(np.ceil(numels / CHUNK) / stride).astype(np.int64)  # of each that are looked at
+    ends = np.cumsum(chunks)
+    if not ends.size or not ends[-1]:
+        return np.zeros((len(tensors), 2))
+    vector = np.repeat(np.arange(len(tensors)), chunks)
+    begin = (np.arange(ends[-1]) - np.repeat(ends - chunks, chunks)) * CHUNK * stride
+    table = np.stack([vector, begin, numels[vector]], axis=1).astype(np.int32)
+    device = tensors[0].device
+    sums = torch.empty(2 * len(table), dtype=torch.float64, device=device)
+    given = torch.from_numpy(table.ravel()).to(device), torch.tensor(addresses(tensors), device=device)
+    with using(device):
+        chunk_sums[(len(table),)](given[1], given[0], sums, **EXACT)
+    parts = np.split(sums.cpu().numpy().reshape(-1, 2), ends[:-1])
+    return np.stack([_pairwise(part) for part in parts])
+
+
+def _pairwise(sums: np.ndarray) -> np.ndarray:
+    """Neighbours added until one is left, an odd last one with zero."""
+    while len(sums) > 1:
+        sums = np.concatenate([sums, np.zeros((len(sums) % 2, 2))])
+        sums = sums[0::2] + sums[1::2]
+    return sums[0] if len(sums) else np.zeros(2)

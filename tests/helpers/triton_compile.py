@@ -19,14 +19,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc_horovod.ops import triton_decode, triton_encode, triton_select, triton_take_in
+from dgc_horovod.ops import triton_decode, triton_encode, triton_select, triton_sums, triton_take_in
 from dgc_horovod.ops.triton_memory import EXACT
 
 # What each parameter is, by name: pointers to int32 unless it is here
 _KINDS = {
     **dict.fromkeys(
         ("v", "u", "second", "values", "decoded", "masked", "chosen_values", "floors", "numbers", "scale"), "*fp32"),
-    **dict.fromkeys(("gradients", "targets"), "*i64"),
+    **dict.fromkeys(("gradients", "targets", "vectors"), "*i64"),
+    "sums": "*fp64",
     **dict.fromkeys(
         ("numel", "room", "k", "blocks", "capacity", "values_at", "words", "packet_words", "high_at", "bits", "chunks",
          "ranks"), "i32"),
@@ -42,6 +43,7 @@ KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (triton_decode.count_ones, 4, [{}]),
     (triton_decode.decode_positions, 4, [{"LOW": low, "BLOCK_BITS": 11} for low in _LOW]),
     (triton_decode.decode_values, 4, [{"CODEC": codec} for codec in _CODECS]),
+    (triton_sums.chunk_sums, 4, [{}]),
     (triton_decode.fill, 4, [{"BLOCK_BITS": 11, "FRESH": fresh} for fresh in (0, 1)]),
 ]
 

@@ -15,7 +15,13 @@ SAME = 1e-5
 
 
 @pytest.fixture(
-    scope="module", params=[("gloo", 2), ("gloo", 3), pytest.param(("mpi", 2), marks=pytest.mark.mpi)], ids=str
+    scope="module",
+    params=[
+        pytest.param(("gloo", 2), marks=pytest.mark.slow),
+        ("gloo", 3),
+        pytest.param(("mpi", 2), marks=pytest.mark.mpi),
+    ],
+    ids=str,
 )
 def ranks(request):
     controller, workers = request.param

@@ -18,8 +18,16 @@ def ranks():
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks):
-    found = [rank["keras_state.resume"] for rank in ranks]
-    assert len(found[0]) == 8
+    _check_resumed([rank["keras_state.resume"] for rank in ranks], 3)
+
+
+@pytest.mark.slow
+def test_with_every_method_and_optimizer():
+    _check_resumed([rank["keras_state.resume_others"] for rank in run_ranks(2, ["keras_state.resume_others"])], 6)
+
+
+def _check_resumed(found, runs):
+    assert len(found[0]) == runs
     for name, run in found[0].items():
         assert run["same"] == [True] * 3, name
         assert run["extra"] == {"epoch": 1}

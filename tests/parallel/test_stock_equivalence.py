@@ -22,7 +22,7 @@ SAME = 1e-5
 @pytest.fixture(
     scope="module",
     params=[
-        ("gloo", 2),
+        pytest.param(("gloo", 2), marks=pytest.mark.slow),
         ("gloo", 3),
         pytest.param(("gloo", 4), marks=pytest.mark.slow),
         pytest.param(("mpi", 2), marks=pytest.mark.mpi),

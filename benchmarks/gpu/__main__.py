@@ -1,0 +1,120 @@
+"""Checks the CUDA kernels on this machine's GPU, trains with them and times them; prints tables, writes JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+INTERPRETED = "--interpret" in sys.argv
+if INTERPRETED:  # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+from benchmarks.gpu import checks, timing, training  # noqa: E402
+from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
+from benchmarks.report import environment  # noqa: E402
+
+_SANITIZED = ("values bf16", "feed momentum", "damaged packets")
+_TINY = {"tiny": lambda: [("a", (64, 100)), ("b", (31, 77)), ("c", (100, 40))]}
+_PARTS = ("checks", "sanitizer", "training", "models", "growth")
+_start = time.monotonic()
+
+
+def say(text: str) -> None:
+    """What is being done, with the time so far."""
+    print(f"[{time.monotonic() - _start:4.0f} s] {text}", flush=True)
+
+
+def check(size: checks.Size, names: list[str]) -> dict[str, str]:
+    """The result of each check: nothing, or what is wrong."""
+    found = {}
+    for number, name in enumerate(names, start=1):
+        try:
+            found[name] = checks.run(name, size)
+        except Exception as error:  # a kernel that does not compile here, say: the others still tell something
+            found[name] = f"{type(error).__name__}: {error}"[:2000]
+        say(f"check {number}/{len(names)} {name}: {found[name] or 'ok'}")
+    return found
+
+
+def sanitize() -> dict[str, str]:
+    """compute-sanitizer over a few checks, each tool in a process of its own."""
+    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if program is None:
+        return {"compute-sanitizer": "not installed"}
+    found = {}
+    for tool in ("memcheck", "racecheck"):
+        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.gpu"]
+        try:
+            ended = subprocess.run(
+                [*command, "--only-checks", *_SANITIZED], capture_output=True, text=True, timeout=120
+            )
+            found[tool] = "ok" if ended.returncode == 0 else (ended.stdout + ended.stderr)[-2000:]
+        except subprocess.TimeoutExpired:
+            found[tool] = "not done after 120 s"
+        say(f"{tool}: {found[tool]}")
+    return found
+
+
+def part(name: str, device: str) -> Any:
+    """One of `_PARTS`; what it found."""
+    runs = 3 if INTERPRETED else 20
+    if name == "checks":
+        return check(checks.INTERPRETED if INTERPRETED else checks.ON_DEVICE, list(checks.CHECKS))
+    if name == "sanitizer":
+        return {} if INTERPRETED else sanitize()
+    if name == "training":
+        return training.study(device)
+    if name == "models":
+        return timing.models(device, runs, _TINY if INTERPRETED else timing.MODELS, say)
+    return timing.growth(device, runs, (0.02,) if INTERPRETED else timing.GROWTH_MILLIONS, say)
+
+
+def main() -> None:
+    """Do it."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("gpu-results"), help="for gpu.json and the plot")
+    parser.add_argument("--interpret", action="store_true", help="without a GPU, tiny: to see that it runs")
+    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="these parts (default: all)")
+    parser.add_argument("--only-checks", nargs="+", metavar="CHECK", help="these checks, and nothing else")
+    args = parser.parse_args()
+    if not INTERPRETED and not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device that torch can use; --interpret runs a tiny part without one")
+    device = "cpu" if INTERPRETED else "cuda"
+    say(f"device: {timing.device_name(device)}; torch {torch.__version__}, Triton {triton.__version__}")
+    if args.only_checks:
+        ended(check(checks.INTERPRETED if INTERPRETED else checks.ON_DEVICE, args.only_checks))
+    here = {**environment(), "triton": triton.__version__, "device": timing.device_name(device)}
+    found: dict[str, Any] = {}
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        found[name] = part(name, device)
+        say(f"{name}: done")
+        text = json.dumps({"environment": here, "figures": found}, indent=1)
+        (args.folder / "gpu.json").write_text(text + "\n")  # after each part: the rest may not come
+    print(f"\n{tables(found)}\n")
+    if "growth" in found:
+        plot(found["growth"], args.folder / "gpu-growth.svg")
+    if not INTERPRETED:
+        print("\n".join(verdicts(found)))
+    say(f"written to {args.folder}/gpu.json")
+    ended(found.get("checks", {}))
+
+
+def ended(checked: dict[str, str]) -> None:
+    """Exit, with an error if a check has failed."""
+    wrong = [name for name, text in checked.items() if text]
+    sys.exit(f"{len(wrong)} of {len(checked)} checks failed: {', '.join(wrong)}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Tables and a plot of what `scripts/gpu_check` found, and what they say of the bars."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, ROOT, markdown, write_into_page
+
+SLOWER_AT_MOST, DECODE_AT_MOST = 1.5, 0.3
+OVER_TOPK, OVER_PUBLISHED = 10, 20
+MOST_LAUNCHES = 10
+TOPK, PUBLISHED, GAUSSIAN = "per-tensor top-k", "published DGC", "published GaussianK"
+
+
+def tables(found: dict[str, Any]) -> str:
+    """All that there is to say of `found`."""
+    parts = []
+    if "models" in found:
+        parts += [model_table(found["models"]), decode_table(found["models"])]
+    if "growth" in found:
+        parts.append(growth_table(found["growth"]))
+    if "training" in found:
+        figures = [[name, f"{100 * value:.2f} %"] for name, value in found["training"].items()]
+        parts.append(markdown(["two processes, one device", "accuracy"], figures))
+    return "\n\n".join(parts)
+
+
+def model_table(rows: list[dict[str, Any]]) -> str:
+    """Compress, beside the floor and the published flows."""
+    head = ["", "elements", "buckets", "floor, ms", "compress, ms", "times the floor", "launches a bucket",
+            f"{TOPK}, ms", f"{PUBLISHED}, ms", f"{GAUSSIAN}, ms"]  # fmt: skip
+    lines = [
+        [
+            row["model"], f"{row['numel']:,}", row["buckets"], f"{row['floor_ms']:.3f}", f"{row['compress']['ms']:.3f}",
+            f"{row['compress']['ms'] / row['floor_ms']:.2f}×",
+            "" if row["launches"] is None else f"{row['launches']:.1f}",
+            *(f"{row[flow]['ms']:.2f} ({row[flow]['ms'] / row['compress']['ms']:.1f}×)"
+              for flow in (TOPK, PUBLISHED, GAUSSIAN)),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, lines)
+
+
+def decode_table(rows: list[dict[str, Any]]) -> str:
+    """Decode of eight packets."""
+    lines = [
+        [row["model"], f"{row['decode']['ms']:.3f}", f"{row['decode']['ms'] / row['compress']['ms']:.2f}×"]
+        for row in rows
+    ]
+    return markdown(["decode of 8 packets", "ms", "times compress"], lines)
+
+
+def growth_table(rows: list[dict[str, Any]]) -> str:
+    """Picoseconds an element, over the number of elements."""
+    sizes = sorted({row["millions"] for row in rows})
+    flows = list(dict.fromkeys(row["flow"] for row in rows))
+    figures = {(row["flow"], row["millions"]): f"{1e3 * row['ms'] / row['millions']:.0f}" for row in rows}
+    head = ["ps an element", *(f"{size:g} M" for size in sizes)]
+    return markdown(head, [[flow, *(figures[flow, size] for size in sizes)] for flow in flows])
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """`growth_table` as lines, where matplotlib is installed."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for flow in dict.fromkeys(row["flow"] for row in rows):
+        mine = [row for row in rows if row["flow"] == flow]
+        style = {"linewidth": 2.5} if flow == "ours" else {"linestyle": "--", "alpha": 0.8}
+        axes.loglog([r["millions"] for r in mine], [1e3 * r["ms"] / r["millions"] for r in mine], marker="o",
+                    label=flow, **style)  # fmt: skip
+    axes.set_xlabel("million elements")
+    axes.set_ylabel("picoseconds an element")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file)
+
+
+def verdicts(found: dict[str, Any]) -> list[str]:
+    """Whether each bar is met, in a line."""
+    lines = []
+    for row in found.get("models", []):
+        ours = row["compress"]["ms"]
+        lines += [
+            _line(f"{row['model']}: compress, times the floor", ours / row["floor_ms"], most=SLOWER_AT_MOST),
+            _line(f"{row['model']}: decode, times compress", row["decode"]["ms"] / ours, most=DECODE_AT_MOST),
+            _line(f"{row['model']}: faster than {TOPK}", row[TOPK]["ms"] / ours, least=OVER_TOPK),
+            _line(f"{row['model']}: faster than {PUBLISHED}", row[PUBLISHED]["ms"] / ours, least=OVER_PUBLISHED),
+        ]
+        if row["launches"] is not None:
+            lines.append(_line(f"{row['model']}: launches a bucket", row["launches"], most=MOST_LAUNCHES))
+    if accuracy := found.get("training"):
+        lines.append(_line("accuracy of dgc less dense's, points", 100 * (accuracy["dgc"] - accuracy["dense"]), -1))
+    return lines
+
+
+def _line(what: str, value: float, least: float | None = None, most: float | None = None) -> str:
+    met = (least is None or value >= least) and (most is None or value <= most)
+    bar = f"at least {least:g}" if least is not None else f"at most {most:g}"
+    return f"{'met   ' if met else 'MISSED'} {what}: {value:.2f} ({bar})"
+
+
+def main() -> None:
+    """Keep what a folder holds: ``python -m benchmarks.gpu.page FOLDER``."""
+    folder = Path(sys.argv[1])
+    kept = json.loads((folder / "gpu.json").read_text())
+    machine, figures = kept["environment"], kept["figures"]
+    if "interpreter" in machine["device"]:
+        sys.exit("these are of Triton's interpreter, on no GPU: nothing here is a speed")
+    shutil.copy(folder / "gpu.json", RESULTS)
+    failed = [name for name, wrong in figures.get("checks", {}).items() if wrong]
+    parts = [
+        f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}; "
+        f"{len(figures.get('checks', {})) - len(failed)} checks passed, {len(failed)} failed",
+        tables(figures),
+        "\n".join(f"- {line}" for line in verdicts(figures)),
+    ]
+    if (folder / "gpu-growth.svg").exists():
+        shutil.copy(folder / "gpu-growth.svg", ROOT / "docs" / "images")
+        parts.insert(2, "![picoseconds an element over the number of elements](images/gpu-growth.svg)")
+    write_into_page(ROOT / "docs" / "cuda.md", "gpu", "\n\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
