@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
+from benchmarks.gpu import page
 from tests.helpers.jobs import run
 
 
@@ -14,3 +16,28 @@ def test_quick_run_ends_with_a_table(name, shown):
     ended = run([sys.executable, "-m", f"benchmarks.{name}", "--quick"], timeout=170)
     assert ended.code == 0, ended.output
     assert shown in ended.output, ended.output
+
+
+def test_gpu_check_without_a_gpu(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
+    command = [sys.executable, "-m", "benchmarks.gpu", str(tmp_path), "--interpret"]
+    ended = run([*command, "--only", "training", "models", "growth"], timeout=170)
+    assert ended.code == 0, ended.output
+    for row in ("| tiny |", "| ours |", "| dgc |"):
+        assert row in ended.output, ended.output
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(found["figures"]) == {"training", "models", "growth"}
+    kept = run([sys.executable, "-m", "benchmarks.gpu.page", str(tmp_path)], timeout=60)
+    assert kept.code != 0 and "on no GPU" in kept.output
+
+
+def test_gpu_check_says_which_bars_are_met():
+    found = {"training": {"dense": 0.9, "dgc": 0.895}, "models": [{
+        "model": "small", "floor_ms": 1.0, "compress": {"ms": 1.4}, "decode": {"ms": 0.5}, "launches": 9.0,
+        **{flow: {"ms": 25.0} for flow in (page.TOPK, page.PUBLISHED, page.GAUSSIAN)},
+    }]}  # fmt: skip
+    lines = page.verdicts(found)
+    assert len(lines) == 6 and [line for line in lines if line.startswith("MISSED")] == [
+        "MISSED small: decode, times compress: 0.36 (at most 0.3)",
+        "MISSED small: faster than published DGC: 17.86 (at least 20)",
+    ]
