@@ -31,6 +31,8 @@ def _torch_eager(device: str, threads: int) -> Kernels:
 
 
 def _triton(device: str, threads: int) -> Kernels:
+    if device.startswith("cpu") and envvars.BACKEND.read() != "triton":
+        raise BackendUnavailable("its kernels are for CUDA tensors")  # not the interpreter, which is for tests
     try:
         from dgc_horovod.ops.triton_kernels import TritonKernels
     except ImportError as error:
@@ -65,10 +67,15 @@ BACKENDS: dict[str, Callable[[str, int], Kernels]] = {
 
 
 @functools.cache
-def _say_once_that_it_is_slower(name: str, reason: str) -> None:
+def _say_once_that_it_is_slower(name: str, best: str, reason: str) -> None:
     _log.warning(
-        "dgc_horovod: compressing with %s kernels, several times slower than the native ones (%s)", name, reason
+        "dgc_horovod: compressing with %s kernels, several times slower than the %s ones (%s)", name, best, reason
     )
+
+
+@functools.cache
+def _say_once_what_runs(name: str, device: str) -> None:
+    _log.info("dgc_horovod: compressing on %s with %s kernels", device, name)
 
 
 def choose(device: str, threads: int = 0) -> Kernels:
@@ -85,20 +92,22 @@ def choose(device: str, threads: int = 0) -> Kernels:
     wanted = envvars.BACKEND.read()
     if wanted != "auto" and wanted not in BACKENDS:
         raise ConfigError(f"{envvars.BACKEND.name} must be one of auto, {', '.join(BACKENDS)}, got {wanted!r}")
-    reasons: list[str] = []
+    reasons: dict[str, str] = {}
+    best = "native" if device.startswith("cpu") else "triton"
     for name, create in BACKENDS.items():
         if wanted not in ("auto", name):
             continue
         try:
             kernels = create(device, threads)
         except BackendUnavailable as error:
-            reasons.append(f"{name}: {error}")
+            reasons[name] = f"{name}: {error}"
             continue
-        _log.debug("kernels on %s: %s%s", device, name, f" ({'; '.join(reasons)})" if reasons else "")
-        if device == "cpu" and wanted == "auto" and reasons:
-            _say_once_that_it_is_slower(name, reasons[0])
+        if best in reasons and wanted == "auto":
+            _say_once_that_it_is_slower(name, best, reasons[best])
+        elif best != "native":
+            _say_once_what_runs(name, device)
         return kernels
     raise BackendUnavailable(
-        f"no kernels for {device} ({'; '.join(reasons)}); unset {envvars.BACKEND.name}, install torch, or with a C++ "
-        "compiler at hand install dgc_horovod again"
+        f"no kernels for {device} ({'; '.join(reasons.values())}); unset {envvars.BACKEND.name}, install torch, or with "
+        "a C++ compiler at hand install dgc_horovod again"
     )

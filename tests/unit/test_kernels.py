@@ -287,7 +287,7 @@ def test_registry(monkeypatch, caplog):
     with pytest.raises(BackendUnavailable, match="no kernels for cuda tensors"):
         registry.choose("cuda:0")
     monkeypatch.setenv("DGC_BACKEND", "fast")
-    with pytest.raises(ConfigError, match="must be one of auto, native, torch_eager, reference, got 'fast'"):
+    with pytest.raises(ConfigError, match="must be one of auto, native, triton, torch_eager, reference, got 'fast'"):
         registry.choose("cpu")
 
 
