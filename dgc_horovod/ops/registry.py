@@ -108,6 +108,6 @@ def choose(device: str, threads: int = 0) -> Kernels:
             _say_once_what_runs(name, device)
         return kernels
     raise BackendUnavailable(
-        f"no kernels for {device} ({'; '.join(reasons.values())}); unset {envvars.BACKEND.name}, install torch, or with "
-        "a C++ compiler at hand install dgc_horovod again"
+        f"no kernels for {device} ({'; '.join(reasons.values())}); unset {envvars.BACKEND.name}, install torch, or "
+        "with a C++ compiler at hand install dgc_horovod again"
     )
