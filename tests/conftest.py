@@ -1,9 +1,13 @@
 """Settings of all tests."""
 
+import contextlib
 import os
 
 # Before anything imports Triton: its kernels run on CPU tensors then
 os.environ["TRITON_INTERPRET"] = "1"
+
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401 - before TensorFlow: after it Triton's library ends the process
 
 from hypothesis import HealthCheck, settings
 

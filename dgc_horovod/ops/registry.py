@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 
 from dgc_horovod import envvars
@@ -33,6 +34,8 @@ def _torch_eager(device: str, threads: int) -> Kernels:
 def _triton(device: str, threads: int) -> Kernels:
     if device.startswith("cpu") and envvars.BACKEND.read() != "triton":
         raise BackendUnavailable("its kernels are for CUDA tensors")  # not the interpreter, which is for tests
+    if "tensorflow" in sys.modules and "triton" not in sys.modules:  # both bring LLVM: the process would be aborted
+        raise BackendUnavailable("Triton cannot be loaded after TensorFlow: import triton before it")
     try:
         from dgc_horovod.ops.triton_kernels import TritonKernels
     except ImportError as error:

@@ -70,6 +70,15 @@ def test_not_without_a_device():
     assert BackendUnavailable.__name__ in ended.stderr and "Triton runs on CUDA devices, not on cpu" in ended.stderr
 
 
+def test_not_loaded_after_tensorflow():
+    code = (
+        "import sys; sys.modules['tensorflow'] = sys; from dgc_horovod.ops import registry; registry.choose('cuda:0')"
+    )
+    environment = {**os.environ, "DGC_BACKEND": "triton"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert "cannot be loaded after TensorFlow" in ended.stderr
+
+
 @pytest.mark.parametrize("devices", [["90"], pytest.param(["80", "100"], marks=pytest.mark.slow)], ids=str)
 def test_every_kernel_compiles_and_fuses_nothing(devices):
     command = [sys.executable, "-m", "tests.helpers.triton_compile", *devices]
