@@ -36,9 +36,12 @@ def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
 
 def going_back(error: BaseException | None) -> None:
     """Tell why an elastic job goes back to its last commit: Horovod says nothing."""
+    if error is None:  # the script has asked for it
+        return
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # TensorFlow puts the reason among the names of its operations
-    reason = next((line for line in reversed(lines) if " " in line and not line.startswith("[[")), lines[-1])
+    # TensorFlow puts the reason among the names of its operations and counts of errors
+    told = [line for line in lines if " " in line and not line.startswith("[[") and "derived errors" not in line]
+    reason = told[-1] if told else lines[-1]
     _log.warning("dgc_horovod: going back to the last commit: %s", reason.split(". ")[0])
 
 

@@ -118,10 +118,11 @@ class Distribution:
         update: how gradients enter the residual.
         what: "optimizer" or "tape", for messages; equal on all ranks.
         stride: see `Clock`.
+        kind: name of the optimizer's class, where there is one.
     """
 
-    def __init__(self, settings: Settings, update: PlainUpdate, what: str, stride: int = 1) -> None:
-        self.settings, self.update, self.what = settings, update, what
+    def __init__(self, settings: Settings, update: PlainUpdate, what: str, stride: int = 1, kind: str = "") -> None:
+        self.settings, self.update, self.what, self.kind = settings, update, what, kind
         self.clock = Clock(stride, lambda: settings.config is not None and settings.process_set.rank() == 0)
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
@@ -225,6 +226,7 @@ class Distribution:
         return {
             **self.settings.agreed_fields(),
             "used by": f"{self.what} {number}",
+            "optimizer": self.kind,
             "variable count": str(len(sources)),
             "shapes": "\n".join(f"{i} {source.shape}" for i, source in enumerate(sources)),
             "dtypes": "\n".join(f"{i} {source.dtype}" for i, source in enumerate(sources)),

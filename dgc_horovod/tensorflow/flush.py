@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.engine import BucketEngine
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state import MOMENTUM, RESIDUAL
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.exchange import GradientExchange
@@ -19,7 +20,9 @@ from dgc_horovod.tensorflow.watch import watched
 
 def flush(optimizer: Any, distribution: Distribution) -> None:
     """See ``flush`` of the optimizer."""
-    distribution.residuals()  # an error that should come before anything is changed
+    distribution.residuals()  # errors that should come before anything is changed
+    if not distribution.update.is_split and passes_of(optimizer) > 1:
+        raise UnsupportedUse("flush() with accumulated gradients has a form under momentum correction only")
     if not distribution.exchanges or distribution.settings.config is None:
         return
     (exchange,) = distribution.exchanges
@@ -35,6 +38,11 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
             run = exchange.steps.place[i]
             run.engine.write(run.members.index(i), {RESIDUAL: v.reshape(-1) / np.float32(share)})
     exchange.steps.take_over_again()
+
+
+def passes_of(optimizer: Any) -> int:
+    """How many backward passes a Keras optimizer of ours adds up for a step; 1: none."""
+    return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
 
 
 def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:

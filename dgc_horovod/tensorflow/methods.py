@@ -240,8 +240,6 @@ class DistributedMethods(UsersClass):
 
     def _dgc_apply_as_stock(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """A step of the user's optimizer, without exchange."""
-        if self._dgc_passes > 1 or self.gradient_accumulation_steps:
-            raise UnsupportedUse("flush() with accumulated gradients has a form under momentum correction only")
         super().apply(list(gradients), list(variables))
 
     def compression_stats(self: Any) -> dict[str, Any]:

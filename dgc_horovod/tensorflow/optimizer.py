@@ -142,7 +142,7 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
     wrapped = _adopt(optimizer, DistributedMethods, lambda plain: _distribute(plain, settings, passes, averaged))
     update = choose_update(wrapped, kind, settings.config)
     steps = passes if passes > 1 else wrapped.gradient_accumulation_steps or 1
-    own = {"_dgc": Distribution(settings, update, "optimizer", steps), "_dgc_local": set()}
+    own = {"_dgc": Distribution(settings, update, "optimizer", steps, kind.__name__), "_dgc_local": set()}
     for name, value in {**own, "_dgc_passes": passes, "_dgc_averaged": averaged}.items():
         object.__setattr__(wrapped, name, value)  # Keras need not know
     if passes > 1:

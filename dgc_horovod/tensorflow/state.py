@@ -18,6 +18,7 @@ from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.variables import native
 
 _log = logging.getLogger("dgc_horovod")
@@ -43,6 +44,13 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     distribution, collectives, variables = _parts(model, optimizer)
 
     def content() -> checkpoint.Content:
+        used = optimizer or model.optimizer
+        made, passes = int(getattr(used, "inner_optimizer", used)._iterations), passes_of(used)
+        if made % passes:
+            raise UnsupportedUse(
+                f"{made % passes} of {passes} passes of a step are accumulated, which a checkpoint does not hold; save "
+                "after the last one"
+            )
         state = distribution.residuals()
         saved = _dumped(variables, extra) if collectives.rank == 0 else b""
         shapes = [str(_described(variable)) for variable in variables]

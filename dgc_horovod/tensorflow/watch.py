@@ -91,12 +91,13 @@ class _Watcher:
         if self._thread is None or not self._thread.is_alive():
             if self._thread is None:
                 # Horovod shuts itself down at exit; two of these at once would wait for each other
-                atexit.register(self._wait_for_shutdown)
+                atexit.register(self.wait_for_shutdown)
             self._ending = False
             self._thread = threading.Thread(target=self._look, name="dgc-watch", daemon=True)
             self._thread.start()
 
-    def _wait_for_shutdown(self) -> None:
+    def wait_for_shutdown(self) -> None:
+        """See the function of this name."""
         if self._ending and self._thread is not None:
             self._thread.join(_SHUTDOWN_LASTS)
 
@@ -113,3 +114,8 @@ class _Watcher:
 
 
 _watcher = _Watcher()
+
+
+def wait_for_shutdown() -> None:
+    """Until a shutdown that was begun when a time was over is done; nothing, if there is none."""
+    _watcher.wait_for_shutdown()

@@ -18,6 +18,7 @@ import torch
 from horovod.torch.elastic import TorchState as HorovodTorchState
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
 
+from dgc_horovod import __version__, envvars
 from dgc_horovod.agreement import check_agreement
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.report import going_back
@@ -87,6 +88,19 @@ class ResidualHandler(OptimizerStateHandler):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._saved: ResidualState = copied(optimizer)
+        self._flushed_at: int | None = None  # steps
+
+    def meet(self) -> None:
+        """Compare with the others before anything is exchanged; a newcomer may have data to read before it comes."""
+        collectives = Collectives(hvd.global_process_set, "meeting", envvars.checkpoint_seconds())
+        check_agreement(collectives, {"version": __version__, **self.value._dgc_agreed_fields()})
+
+    def flush(self) -> None:
+        """Apply what ranks have kept, unless they have made no step since: some methods make one of their own."""
+        steps = self.value._dgc.buckets.steps
+        if steps != self._flushed_at:
+            self.value.flush()
+            self._flushed_at = steps
 
     def save(self) -> None:
         """Remember u and v with the optimizer's state: a commit."""
@@ -96,13 +110,14 @@ class ResidualHandler(OptimizerStateHandler):
     def restore(self) -> None:
         """Go back to the last commit; a step under way is given up."""
         going_back(sys.exc_info()[1])
+        self._flushed_at = None
         super().restore()  # ends what is under way, and empties u and v
         buckets = self.value._dgc.buckets
         put_back(self.value, self._saved.carried_on(buckets.rank, buckets.workers))
 
     def sync(self) -> None:
         """Take over the optimizer's state and the step of rank 0; keep this rank's own residuals."""
-        optimizer = self.value
+        optimizer, self._flushed_at = self.value, None
         own = copied(optimizer)
         optimizer._dgc_update.prepare(optimizer)  # newcomers and survivors must broadcast the same entries
         with _unmoved(optimizer):
@@ -140,10 +155,23 @@ class TorchState(HorovodTorchState):
     def commit(self) -> None:
         """As Horovod's."""
         if self._flushes:
-            for handler in self._handlers.values():
-                if isinstance(handler, ResidualHandler):
-                    handler.value.flush()
+            for handler in self._compressed:
+                handler.flush()
         super().commit()
+
+    def sync(self) -> None:
+        """As Horovod's.
+
+        Raises:
+            RankMismatch: on every rank, if a newcomer has another model, compression or version.
+        """
+        for handler in self._compressed:
+            handler.meet()
+        super().sync()
+
+    @property
+    def _compressed(self) -> list[ResidualHandler]:
+        return [handler for handler in self._handlers.values() if isinstance(handler, ResidualHandler)]
 
 
 class _Compressed(type):

@@ -66,4 +66,5 @@ def test_elastic_state(ranks):
     assert first["iterations"] == second["iterations"]
     assert first["accumulators"] and second["accumulators"]
     assert first["disagree"] == second["disagree"]
+    assert first["flushed"] == second["flushed"] == [True] * 4
     assert "config: rank 0 has density=0.1, rank 1 has density=0.2" in first["disagree"]

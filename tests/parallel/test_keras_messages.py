@@ -48,6 +48,7 @@ def test_ranks_that_disagree_hear_the_same(ranks):
     assert "rank 0 has FP16Compressor, rank 1 has NoneCompressor" in first["fp16"]
     assert "variable count: rank 0 has 8, rank 1 has 2" in first["model"]
     assert "density=0.05, rank 1 has density=0.1" in first["tape"]
+    assert "optimizer: rank 0 has Adagrad, rank 1 has RMSprop" in first["optimizer"]
 
 
 def test_ranks_in_other_epochs_hear_it(ranks):

@@ -64,6 +64,8 @@ def test_error_messages(ranks, case, words):
         ("names", "names: rank 0 has 0.weight, rank 1 has other.0.weight"),
         ("tensor count", "tensor count: rank 0 has 4, rank 1 has 2"),
         ("passes", "backward_passes_per_step: rank 0 has 1, rank 1 has 2"),
+        ("optimizer", "optimizer: rank 0 has Adagrad, rank 1 has RMSprop"),
+        ("version", "version: rank 0 has 0.1.0, rank 1 has 0.0"),
         ("epoch", "is the epoch the same everywhere"),
     ],
 )

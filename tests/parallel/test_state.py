@@ -17,7 +17,15 @@ def ranks():
         2,
         [
             f"state.{case}"
-            for case in ("resume", "flushed", "damage", "stock_and_back", "to_the_dense_path", "flush_is_linear")
+            for case in (
+                "resume",
+                "flushed",
+                "damage",
+                "stock_and_back",
+                "to_the_dense_path",
+                "flush_is_linear",
+                "elastic_state",
+            )
         ],
     )
 
@@ -98,6 +106,14 @@ def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):
     assert all("after step()" in found[0][name] for name in ("in flight", "not applied"))
     assert found[0]["files"] == ["manifest.json", "model.bin", "rank0.npz", "rank1.npz"], (
         "the first save is still there"
+    )
+
+
+def test_a_commit_that_flushes_and_ranks_that_meet(ranks):
+    found = [rank["state.elastic_state"] for rank in ranks]
+    assert found[0] == found[1] and found[0]["flushed"] == [True] * 4
+    assert (
+        found[0]["disagree"].startswith("RankMismatch: ") and "rank 0 has 0.01, rank 1 has 0.02" in found[0]["disagree"]
     )
 
 

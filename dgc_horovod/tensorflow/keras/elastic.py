@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,20 +18,25 @@ from horovod.tensorflow.keras.elastic import CommitStateCallback, UpdateBatchSta
 
 from dgc_horovod import envvars
 from dgc_horovod.agreement import check_agreement
-from dgc_horovod.errors import CollectiveTimeout, ConfigError
+from dgc_horovod.errors import CollectiveTimeout, ConfigError, DGCError
 from dgc_horovod.report import going_back
 from dgc_horovod.state import ResidualState
 from dgc_horovod.tensorflow.broadcast import broadcast_variables, own_variables, shared_variables
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.watch import wait_for_shutdown
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
-# What errors of Horovod's operations say when another rank is gone
-_OF_A_LOST_RANK = (
-    "Horovod has been shut down", "HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast", "gloo/", "Gloo", "nccl",
-    "NCCL",
-)  # fmt: skip
+# What errors of Horovod's operations say when another rank is gone; with them come paths of files, which may say more
+_OF_A_LOST_RANK = re.compile(
+    r"Horovod has been shut down|Horovod(Allreduce|Allgather|Broadcast)|gloo/transport/|nccl\w+ failed"
+)
+# What each rank would raise again after going back
+_OURS = re.compile(
+    "|".join(rf"\b{kind.__name__}: " for kind in DGCError.__subclasses__() if kind is not CollectiveTimeout)
+)
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,13 +62,16 @@ def _lost_ranks() -> Iterator[None]:
     """What TensorFlow raises when another rank is gone becomes the error on which Horovod goes back to a commit."""
     try:
         yield
-    except (tf.errors.OpError, CollectiveTimeout) as error:
-        if isinstance(error, CollectiveTimeout) or any(sign in str(error) for sign in _OF_A_LOST_RANK):
-            raise HorovodInternalError(str(error)) from error
-        raise
+    except CollectiveTimeout as error:
+        raise HorovodInternalError(str(error)) from error
+    except tf.errors.OpError as error:
+        if _OURS.search(str(error)) or not _OF_A_LOST_RANK.search(str(error)):
+            raise
+        raise HorovodInternalError(str(error)) from error
 
 
 def _reset() -> None:
+    wait_for_shutdown()  # two of them at once would wait for each other
     hvd.shutdown()
     hvd.init()
 
@@ -92,7 +101,7 @@ class KerasState(ObjectState):
         compresses = distribution is not None and distribution.settings.config is not None
         self._distribution: Distribution | None = distribution if compresses else None
         self._settings: Settings | None = None if distribution is None else distribution.settings
-        self._synced_at = 0
+        self._settled_at: int | None = None  # iterations at which there is nothing to flush
         self._remember()
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
 
@@ -108,15 +117,24 @@ class KerasState(ObjectState):
     def _iterations(self) -> int:
         return int(self.optimizer.iterations)
 
+    def _agreed_fields(self, settings: Settings) -> dict[str, str]:
+        return {
+            **settings.agreed_fields(),
+            "optimizer": type(self.optimizer).__name__,
+            "gradient accumulation": str(passes_of(self.optimizer)),
+            "flush_on_commit": str(self._flushes),
+        }
+
     def _remember(self) -> None:
         self._saved = [variable.numpy() for variable in self._all_variables]
         self._kept: ResidualState | None = None if self._distribution is None else self._distribution.residuals()
 
     def commit(self) -> None:
         """As Horovod's."""
-        # a newcomer has nothing to flush with before its first step, and the others nothing new
-        if self._flushes and self._distribution is not None and self._iterations != self._synced_at:
+        # before its first step a newcomer has nothing to flush with; and some methods make a step of their own
+        if self._flushes and self._distribution is not None and self._iterations != self._settled_at:
             self.optimizer.flush()
+            self._settled_at = self._iterations
         super().commit()
 
     def save(self) -> None:
@@ -149,13 +167,13 @@ class KerasState(ObjectState):
             # a newcomer may have data to read before it comes here
             meeting = Collectives(hvd.global_process_set, "the newcomers' sync", envvars.checkpoint_seconds())
             stock = {"compression": "an optimizer that is not distributed"}
-            check_agreement(meeting, stock if self._settings is None else self._settings.agreed_fields())
+            check_agreement(meeting, stock if self._settings is None else self._agreed_fields(self._settings))
             broadcast_variables(self._variables, root_rank=0)
             if self._distribution is not None:
                 state = self._distribution.residuals()
                 own = (0, None) if state is None else (state.step, state.epoch)
                 step, epoch = broadcast_object(own, root_rank=0, name="dgc.elastic.step")
                 self._distribution.join(step, epoch, self._iterations)
-            self._synced_at = self._iterations
+            self._settled_at = self._iterations
             self._remember()
             super().sync()

@@ -190,7 +190,7 @@ def state() -> dict[str, Any]:
     kept.sync()
     return {**found, "synced": fingerprint(model), "synced batch": kept.batch, "steps": BATCHES,
             "iterations": int(model.optimizer.iterations), "accumulators": _accumulators_go_back(),
-            "disagree": _newcomer_with_another_config()}  # fmt: skip
+            "disagree": _newcomer_with_another_config(), "flushed": _flushed_on_commit()}  # fmt: skip
 
 
 def _accumulators_go_back() -> bool:
@@ -208,6 +208,25 @@ def _accumulators_go_back() -> bool:
     kept.restore()
     back = all(np.array_equal(a.numpy(), b) for a, b in zip(own_variables(optimizer), at_commit, strict=True))
     return moved and back and any(a.any() for a in at_commit)
+
+
+def _flushed_on_commit() -> list[bool]:
+    """After a commit nothing is left; another one, with no step between, changes nothing, and none waits for it."""
+    found = []
+    for compression in (Compression.dgc(0.05, min_numel=16), Compression.topk(0.05, min_numel=16)):
+        model = smooth_model()
+        model.compile(DistributedOptimizer(momentum_sgd(weight_decay=0.1), compression=compression), "mse")
+        kept = elastic.KerasState(model, flush_on_commit=True)
+        kept.sync()
+        kept.commit()
+        fit(model, model.optimizer, 1)
+        kept.commit()
+        tensors = model.optimizer._dgc.residuals().tensors.values()
+        before = fingerprint(model), int(model.optimizer.iterations)
+        kept.commit()
+        found += [not any(t["v"].any() for t in tensors if t["v"].size > 96)]
+        found += [before == (fingerprint(model), int(model.optimizer.iterations))]
+    return found
 
 
 def _newcomer_with_another_config() -> str:

@@ -84,6 +84,9 @@ def disagreement() -> dict[str, str]:
         "choice": train(Compression.dgc(0.05) if first else Compression.none),
         "fp16": train(Compression.fp16 if first else Compression.none),
         "model": train(Compression.none, smooth_model() if first else wide),
+        "optimizer": error_of(
+            lambda: fitted(keras.optimizers.Adagrad() if first else keras.optimizers.RMSprop(), Compression.topk(0.05))
+        ),
         "tape": error_of(lambda: tape_on.gradient(*tape_on.asked)),
         "afterwards": fingerprint(fitted(momentum_sgd(), Compression.dgc(0.05), epochs=1)),
     }

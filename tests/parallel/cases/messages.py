@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
+from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule, arguments
 from tests.helpers.errors import error_of
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
@@ -174,6 +174,19 @@ def disagreements() -> dict[str, str]:
         optimizer.set_epoch(3 if last else 1)
         train(m, optimizer, 1)
 
+    def other_optimizer() -> None:
+        model = smooth_model()
+        kind = torch.optim.RMSprop if last else torch.optim.Adagrad
+        DistributedOptimizer(kind(model.parameters()), model.named_parameters(), Compression.topk(0.01))
+
+    def other_version() -> None:
+        was = arguments.__version__
+        arguments.__version__ = "0.0" if last else was
+        try:
+            wrap(smooth_model(), Compression.dgc(0.01))
+        finally:
+            arguments.__version__ = was
+
     return {
         "density": error_of(lambda: wrap(smooth_model(), Compression.dgc(0.02 if last else 0.01))),
         "rule": error_of(lambda: wrap(smooth_model(), Compression.topk(0.01) if last else Compression.gaussian(0.01))),
@@ -191,6 +204,8 @@ def disagreements() -> dict[str, str]:
             lambda: wrap(smooth_model(), Compression.dgc(0.01), backward_passes_per_step=2 if last else 1)
         ),
         "epoch": error_of(different_epochs),
+        "optimizer": error_of(other_optimizer),
+        "version": error_of(other_version),
     }
 
 

@@ -13,7 +13,7 @@ import torch
 
 from dgc_horovod import WarmupSchedule, manifest
 from dgc_horovod.state import ResidualState
-from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.torch import Compression, DistributedOptimizer, elastic, load_checkpoint, save_checkpoint
 from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
@@ -192,6 +192,31 @@ def flush_is_linear() -> dict[str, Any]:
             often.flush()
         distances[name] = distance(weights(one), weights(other))
     return distances
+
+
+def elastic_state() -> dict[str, Any]:
+    """A commit that flushes leaves nothing, another one changes nothing; ranks that differ hear it when they meet."""
+    hvd.init()
+    flushed = []
+    for compression in (COMPRESSIONS["dgc, warm-up"], COMPRESSIONS["topk"]):
+        model, optimizer = _made(compression, _nesterov)
+        state = elastic.TorchState(model, optimizer, flush_on_commit=True)
+        state.sync()
+        state.commit()
+        _train(model, optimizer, 0, HALF)
+        state.commit()
+        left = [a["v"] for n, a in kept_by(optimizer).tensors.items() if n.endswith("weight")]
+        before = fingerprint(model)
+        state.commit()
+        flushed += [not any(v.any() for v in left), before == fingerprint(model)]
+    os.environ["HOROVOD_ELASTIC"] = (
+        "1"  # a newcomer makes its optimizer while the others wait: nothing is compared then
+    )
+    try:
+        made = _made(Compression.topk(0.01 + 0.01 * hvd.rank()))
+        return {"flushed": flushed, "disagree": error_of(lambda: elastic.TorchState(*made).sync())}
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
 
 
 def _split(vector: torch.Tensor, model: Any) -> tuple[torch.Tensor, ...]:
