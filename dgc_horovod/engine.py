@@ -3,7 +3,7 @@
 The engine holds what belongs to this rank alone: the residual v and the momentum u (or Adam's moments).
 `BucketEngine.compress` turns a bucket's gradients into one message; whoever owns the communication brings
 back what the ranks sent and hands it to `BucketEngine.receive`, after which `BucketEngine.fill` gives
-the aggregated update and `BucketEngine.restore` takes the step back.
+the aggregated update and `BucketEngine.restore` takes the step back. What a message looks like is in `message`.
 """
 
 from __future__ import annotations
@@ -243,6 +243,11 @@ class BucketEngine:
         return self._sent.elements if self._sent is not None else NO_ELEMENTS
 
     @property
+    def sent_positions(self) -> np.ndarray:
+        """Of `sent`, without the values; until the next step."""
+        return self._sent.positions if self._sent is not None else NO_ELEMENTS.positions
+
+    @property
     def threshold(self) -> float:
         """The least magnitude sent at the last step; 0 where it is not known."""
         return self._plan.predictor.least if self._plan is not None else 0.0
@@ -333,7 +338,7 @@ class BucketEngine:
 
     @property
     def contributions(self) -> list[Elements]:
-        """What each rank sent, of the last packets received; copies."""
+        """What each rank sent, of the last packets received (of a sum they are not known); copies."""
         if self._plan is not None and self._plan.receiver is not None:
             return self._plan.receiver.contributions
         return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]

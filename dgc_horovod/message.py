@@ -43,13 +43,21 @@ class HostSent:
 
     @property
     def count(self) -> int:
+        """See `schema.Sent`."""
         return self.elements.values.size
 
     @property
     def least(self) -> float:
+        """See `schema.Sent`."""
         return least(self.elements)
 
+    @property
+    def positions(self) -> np.ndarray:
+        """See `schema.Sent`."""
+        return self.elements.positions
+
     def put_back(self, state: State) -> None:
+        """See `schema.Sent`."""
         self.kernels.put(state.v, self.elements)
         if self.masked is not None:
             self.kernels.put(state.u, Elements(self.elements.positions, self.masked))
@@ -122,12 +130,12 @@ class MessagePlan:
         looks = self.predictor.room > 0
         self.sender = kernels.sender(bucket, self.wire, self.predictor.room) if alone and looks else None
         coded = not bucket.whole and not self.scattered
-        self.receiver = kernels.receiver(bucket, self.wire, workers) if coded else None
+        # ranks whose packets are held decoded at once: as many as take a byte for each element of the bucket
+        self.held = min(workers, max(1, bucket.numel // (8 * self.wire.capacity)))
+        together = coded and self.held == workers
+        self.receiver = kernels.receiver(bucket, self.wire, workers) if together else None
         self.payload = np.zeros(self.wire.nbytes, np.uint8)
         self.decoded = np.empty(capacity, np.float32)
         self.masked = np.empty(capacity, np.float32)
-        # ranks whose packets are held decoded at once: as many as take a byte for each element of the bucket
-        self.held = min(workers, max(1, bucket.numel // (8 * capacity)))
-        self.received = [
-            Elements(np.empty(capacity, np.int32), np.empty(capacity, np.float32)) for _ in range(self.held)
-        ]
+        rooms = 0 if self.receiver is not None else self.held
+        self.received = [Elements(np.empty(capacity, np.int32), np.empty(capacity, np.float32)) for _ in range(rooms)]

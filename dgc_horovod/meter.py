@@ -39,7 +39,7 @@ class BucketMeter:
         self._steps += 1
         self._selected, self._nbytes = message.count, message.payload.nbytes
         if not self._engine.bucket.whole:
-            sampled = self._engine.sent.positions
+            sampled = self._engine.sent_positions
             sampled = sampled[sampled & ((1 << self._shift) - 1) == 0]
             self._sent_at[sampled >> self._shift] = self._steps
 

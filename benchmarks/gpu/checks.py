@@ -5,6 +5,7 @@ Each check takes a `Size` and raises AssertionError. They need torch, Triton and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +44,8 @@ class Size:
 
 
 INTERPRETED = Size("cpu", (1, 63, 2049, 333, 1500), steps=4, ranks=2, long_run=5)
-ON_DEVICE = Size("cuda", (1, 63, 40_961, 333, 1_000_003, 4096, 2_000_000), steps=12, ranks=2, long_run=1000)
+ON_DEVICE = Size("cuda", (1, 63, 40_961, 333, 300_003, 4096, 700_000), steps=6, ranks=2, long_run=1000)
+SANITIZED = Size("cuda", (1, 63, 4097, 333, 9000), steps=3, ranks=2, long_run=3)
 
 FEEDS: dict[str, Feeds] = {
     "momentum": lambda step, i: MomentumFeed(0.9),
@@ -92,7 +94,7 @@ def transcript(
     for step in range(size.steps):
         messages = []
         for rank, engine in enumerate(engines):
-            g = np.asarray(DATA[data](np.random.default_rng([step, rank]), bucket.numel)).astype(np.float32)
+            g = _drawn(data, step, rank, bucket.numel).copy()
             at = step % bucket.numel
             g[at] = np.nan if (step, rank) == (size.steps - 2, 1) else g[at]
             for i, segment in enumerate(bucket.segments):
@@ -105,6 +107,11 @@ def transcript(
             said += _received(kernels, engine, back, shift)
         said += [payload.tobytes() for payload in payloads]
     return said
+
+
+@functools.lru_cache(64)
+def _drawn(data: str, step: int, rank: int, numel: int) -> np.ndarray:
+    return np.asarray(DATA[data](np.random.default_rng([step, rank]), numel)).astype(np.float32)
 
 
 def _placed(kernels: Any, x: np.ndarray, shift: int) -> Any:
@@ -151,6 +158,12 @@ def densities(size: Size) -> None:
     """One element, nearly all of them, and what lies between."""
     for density in (1e-7, 0.001, 0.1, 0.4):
         _same(size, DGCConfig(density=density))
+
+
+def denormals(size: Size) -> None:
+    """Where there are divisions and roots."""
+    _same(size, DGCConfig(density=0.02), feeds=FEEDS["Adam"], data="denormal")
+    _same(size, DGCConfig(density=0.02, values="8bit"), data="denormal")
 
 
 def off_the_grid(size: Size) -> None:
@@ -272,10 +285,11 @@ def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
 
 CHECKS: dict[str, Callable[[Size], None]] = {
     **{f"values {name}": _codec(name) for name in VALUE_CODECS},
-    **{f"feed {name}": _feed(name) for name in FEEDS},
-    **{f"data {name}": _data(name) for name in DATA},
+    **{f"feed {name}": _feed(name) for name in FEEDS if name != "momentum"},  # what the others have
+    **{f"data {name}": _data(name) for name in DATA if name != "laplace"},
     **{f"rule {name}, per tensor": _rule(name) for name in ("exact", "sampled", "gaussian", "random", "threshold")},
     "densities": densities,
+    "denormals": denormals,
     "off the grid": off_the_grid,
     "sent whole": sent_whole,
     "without masking": nothing_kept_from_masking,

@@ -32,12 +32,13 @@ def tables(found: dict[str, Any]) -> str:
 def model_table(rows: list[dict[str, Any]]) -> str:
     """Compress, beside the floor and the published flows."""
     head = ["", "elements", "buckets", "floor, ms", "compress, ms", "times the floor", "launches a bucket",
-            f"{TOPK}, ms", f"{PUBLISHED}, ms", f"{GAUSSIAN}, ms"]  # fmt: skip
+            "device busy, ms", f"{TOPK}, ms", f"{PUBLISHED}, ms", f"{GAUSSIAN}, ms"]  # fmt: skip
     lines = [
         [
             row["model"], f"{row['numel']:,}", row["buckets"], f"{row['floor_ms']:.3f}", f"{row['compress']['ms']:.3f}",
             f"{row['compress']['ms'] / row['floor_ms']:.2f}×",
             "" if row["launches"] is None else f"{row['launches']:.1f}",
+            "" if row["busy_ms"] is None else f"{row['busy_ms']:.3f}",
             *(f"{row[flow]['ms']:.2f} ({row[flow]['ms'] / row['compress']['ms']:.1f}×)"
               for flow in (TOPK, PUBLISHED, GAUSSIAN)),
         ]

@@ -17,6 +17,7 @@ from benchmarks.shapes import Shapes, bert_large, gpt_1_3b, resnet50, vgg16
 from dgc_horovod import DGCConfig
 from dgc_horovod.bucket import TensorSpec, plan
 from dgc_horovod.engine import BucketEngine
+from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import MomentumFeed
 from dgc_horovod.ops.triton_kernels import TritonKernels
 
@@ -79,7 +80,7 @@ class Worker:
     """The engines of one rank over a model's shapes on a device, with gradients of a scale for each coordinate.
 
     Args:
-        shapes: of all parameters; those that are sent whole take part.
+        shapes: of all parameters; those that are sent whole are left out.
         config: of the compression.
         device: where.
         workers: N.
@@ -87,7 +88,7 @@ class Worker:
 
     def __init__(self, shapes: Shapes, config: DGCConfig, device: str, workers: int = 1) -> None:
         self.config, self.step = config, 0
-        kernels = TritonKernels(device)
+        kernels = TritonKernels(device, registry.host_coder(0))
         specs = [TensorSpec(name, shape) for name, shape in shapes]
         buckets = [bucket for bucket in plan(specs, config, workers).buckets if not bucket.whole]
         self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
@@ -163,8 +164,8 @@ def _model(name: str, shapes: Shapes, device: str, runs: int) -> dict[str, Any]:
         "model": name, "numel": numel, "buckets": len(worker.engines), "bytes_per_second": speed,
         "floor_ms": 1e3 * BYTES * numel / speed,
         "compress": timed(worker.compress, device, runs, before=worker.advance),
-        "launches": _launches(worker.compress, len(worker.engines)) if device != "cpu" else None,
     }  # fmt: skip
+    row["launches"], row["busy_ms"] = _on_device(worker.compress, len(worker.engines), device)
     packets = [np.tile(packet, WORKERS) for packet in worker.compress()]
     row["decode"] = timed(partial(worker.receive, packets), device, runs)
     numels = [(gradient.numel(),) for gradient in worker.flat_gradients]
@@ -176,13 +177,16 @@ def _model(name: str, shapes: Shapes, device: str, runs: int) -> dict[str, Any]:
     return row
 
 
-def _launches(action: Callable[[], Any], buckets: int) -> float:
-    """Kernels, copies and memory settings on the device, a bucket."""
+def _on_device(action: Callable[[], Any], buckets: int, device: str) -> tuple[float | None, float | None]:
+    """Kernels, copies and memory settings on the device, a bucket, and their milliseconds; None if none are seen."""
+    if device == "cpu":
+        return None, None
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         action()
         torch.cuda.synchronize()
     on_device = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return len(on_device) / buckets
+    busy = sum(event.device_time_total for event in on_device) / 1e3
+    return len(on_device) / buckets or None, busy or None
 
 
 def growth(device: str, runs: int, millions: Sequence[float], say: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -40,10 +40,10 @@ def _triton(device: str, threads: int) -> Kernels:
         from dgc_horovod.ops.triton_kernels import TritonKernels
     except ImportError as error:
         raise BackendUnavailable(f"torch or triton is not installed ({error})") from None
-    return TritonKernels(device, _host_coder(threads))
+    return TritonKernels(device, host_coder(threads))
 
 
-def _host_coder(threads: int) -> Coder | None:
+def host_coder(threads: int) -> Coder | None:
     """The native coder, for packets that the host writes; None without it."""
     try:
         return _native("cpu", threads).coder

@@ -162,6 +162,10 @@ class Sent(Protocol):
         """The smallest magnitude among them."""
 
     @property
+    def positions(self) -> np.ndarray:
+        """Of what was sent; on the host, for free."""
+
+    @property
     def elements(self) -> Elements:
         """What was sent, as it stood in v; on the host."""
 

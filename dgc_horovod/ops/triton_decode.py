@@ -25,7 +25,7 @@ from dgc_horovod.ops.triton_take_in import is_finite, size_of
 
 BITS = tl.constexpr(4096)  # of the bitmap, of a program
 FILL_BLOCK = tl.constexpr(2048)  # elements of the bucket that a program zeroes in one go
-_ADDED = tl.constexpr(128)  # elements that it adds in one go: as many as it has threads, so that none is added twice
+_ADDED = tl.constexpr(128)  # elements that it adds in one go: one a thread
 _RANGE = tl.constexpr(7 << 23)
 
 BAD_POSITIONS, BAD_VALUES = tl.constexpr(1), tl.constexpr(2)
@@ -92,7 +92,7 @@ def decode_positions(
     # a zero ends an upper part; where that ends a block, the next one begins with element i
     block = (zero + 1) >> (BLOCK_BITS - LOW)
     ends = (((zero + 1) & ((1 << (BLOCK_BITS - LOW)) - 1)) == 0) & (is_one == 0) & (bit < bits) & (block <= blocks)
-    tl.store(starts + rank * (blocks + 1) + block, i, mask=ends)
+    tl.store(starts + rank.to(tl.int64) * (blocks + 1) + block, i, mask=ends)
     if chunk == chunks - 1:
         found = before + tl.sum(is_one)
         if found != count:

@@ -186,6 +186,7 @@ def settle(positions, values, decoded, masked, v, u, report, packet, capacity, w
         tl.store(v + at, left, mask=inside)
         if MASKS:
             tl.store(masked + i, tl.load(u + at, mask=inside, other=0.0), mask=inside)
+            tl.debug_barrier()  # what one thread has yet to read another may zero
             tl.store(u + at, tl.zeros([SUMMED], tl.float32), mask=inside)
         word = tl.load(packet + i, mask=i < words, other=0).to(tl.int64) & 0xFFFFFFFF
         total = tl.sum(word * (2 * i + 1).to(tl.int64))

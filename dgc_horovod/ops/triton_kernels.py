@@ -11,20 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import triton
 
 from dgc_horovod.bucket import Bucket
-from dgc_horovod.errors import BackendUnavailable
 from dgc_horovod.ops.composed import ListedGradients, ListedTargets
 from dgc_horovod.ops.schema import CHUNK, Elements, Seen, State, sum_stride
 from dgc_horovod.ops.torch_eager import TorchEagerKernels
-from dgc_horovod.ops.triton_memory import EXACT, addresses, using
+from dgc_horovod.ops.triton_memory import EXACT, addresses, check_that_it_runs, using
 from dgc_horovod.ops.triton_pass import HISTOGRAM, BucketPass, alike, floors_of
 from dgc_horovod.ops.triton_receiver import Filler, TritonReceiver
 from dgc_horovod.ops.triton_sender import REPORT, TritonSender
 from dgc_horovod.ops.triton_sums import chunk_sums
-from dgc_horovod.ops.triton_take_in import BAD_GRADIENT, BAD_RESIDUAL, FLAGS, NOTED, take_in
+from dgc_horovod.ops.triton_take_in import BAD_GRADIENT, BAD_RESIDUAL, FLAGS, NOTED
 from dgc_horovod.packet import Coder, PacketFormat
+
+_MOST_LOW_BITS = 16
 
 
 class TritonGradients(ListedGradients):
@@ -64,8 +64,7 @@ class TritonKernels(TorchEagerKernels):
         super().__init__(device)
         if coder is not None:
             self.coder = coder
-        if self.device.type != "cuda" and isinstance(take_in, triton.JITFunction):  # it would be compiled
-            raise BackendUnavailable(f"Triton runs on CUDA devices, not on {self.device.type}")
+        check_that_it_runs(self.device)
 
     def gradients(self, bucket: Bucket) -> TritonGradients:
         return TritonGradients(bucket, self)
@@ -109,7 +108,9 @@ class TritonKernels(TorchEagerKernels):
     def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> TritonSender:
         return TritonSender(bucket, wire, room, self.device)
 
-    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver:
+    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver | None:
+        if wire.low_bits > _MOST_LOW_BITS:  # next to nothing is sent, and one program would have to zero most of it
+            return None
         return TritonReceiver(bucket, wire, ranks, self.device)
 
 

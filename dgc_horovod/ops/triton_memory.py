@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 
 from dgc_horovod.bucket import Bucket
+from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.ops.triton_take_in import touch
 
 _ALIGNED = 16  # bytes
 
@@ -78,6 +81,26 @@ def wait_for(device: torch.device) -> None:
     """Until the device has done what the current stream was given: the only thing here that blocks the host."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def check_that_it_runs(device: torch.device) -> None:
+    """Launch a kernel: Triton builds its launcher with the machine's C compiler, and not every GPU is one of its.
+
+    Raises:
+        BackendUnavailable: no kernel runs there.
+    """
+    interpreted = not isinstance(touch, triton.JITFunction)
+    if device.type != "cuda" and not interpreted:
+        raise BackendUnavailable(f"Triton runs on CUDA devices, not on {device.type}")
+    if device.type == "cuda" and (interpreted or torch.version.hip):
+        raise BackendUnavailable("TRITON_INTERPRET is set" if interpreted else "AMD GPUs have not been tried")
+    try:
+        found = torch.zeros(1, dtype=torch.int32, device=device)
+        with using(device):
+            touch[(1,)](found)
+        wait_for(device)
+    except Exception as error:  # of many kinds: a compiler is missing, the driver is old
+        raise BackendUnavailable(f"Triton runs no kernel here ({type(error).__name__}: {error})") from None
 
 
 def on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

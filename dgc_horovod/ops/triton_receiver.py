@@ -24,7 +24,7 @@ from dgc_horovod.ops.triton_memory import EXACT, BucketMap, Upload, addresses, o
 from dgc_horovod.packet import PacketFormat
 
 _WORD = 4  # bytes
-_FILL_WARPS = 4  # `fill` adds with as many threads as it takes elements at once
+_FILL_WARPS = 4  # 128 threads, as many as `fill` adds elements at once
 
 
 class Filler:
@@ -104,9 +104,7 @@ class TritonReceiver:
         self._bits = 32 * (self._values_at - self._high_at)
         self._chunks = triton.cdiv(self._bits, BITS.value)
         self._words, self._codec = wire.nbytes // _WORD, VALUE_CODECS[wire.values].code
-        self._arrived = Upload(
-            device, {"packets": (torch.int32, ranks * self._words + 1), "counts": (torch.int32, ranks)}
-        )
+        self._arrived = Upload(device, {"packets": (torch.int32, ranks * self._words), "counts": (torch.int32, ranks)})
         self._back = on_host(ranks, torch.int32, device)
 
         def whole(size: int) -> torch.Tensor:
@@ -119,7 +117,7 @@ class TritonReceiver:
     def read(self, packets: np.ndarray, counts: np.ndarray) -> dict[int, str]:
         """See `schema.Receiver`."""
         wire, k = self.wire, self.wire.capacity
-        self._arrived.host["packets"][:-1] = packets.reshape(-1).view(np.int32)
+        self._arrived.host["packets"][:] = packets.reshape(-1).view(np.int32)
         self._arrived.host["counts"][:] = counts
         self._arrived.send()
         self._problems.zero_()

@@ -21,9 +21,9 @@ FINE_BINS = tl.constexpr(1 << 13)
 
 
 @triton.jit
-def _bin_of(histogram, k, BINS: tl.constexpr):
+def _bin_of(histogram, k, SIZE: tl.constexpr):
     """The highest bin from which upwards there are at least k, or -1, and how many are above it."""
-    bins = tl.arange(0, BINS)
+    bins = tl.arange(0, SIZE)
     counts = tl.load(histogram + bins)
     from_here = tl.sum(counts) - tl.cumsum(counts) + counts
     found = tl.sum((from_here >= k).to(tl.int32)) - 1

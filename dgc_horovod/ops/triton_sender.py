@@ -1,12 +1,11 @@
 """A whole step of compression on the device: pass, exact selection, packet, u and v after it; the host waits once.
 
-Two copies, a memset and six kernels: the settings go there, the packet comes back.
+Two copies, a memset and six kernels: the settings go there, packet and positions come back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from dgc_horovod.packet import CHECKSUM_FACTOR, CHECKSUM_WORD, HEADER, PacketFor
 
 REPORT = 16  # int32 words
 _WORD = 4  # bytes
+_ALIGNED = 4  # words; kernels are compiled anew for what is less
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,19 @@ class DeviceSent:
 
     count: int
     least: float
-    positions: torch.Tensor
+    positions: np.ndarray
+    device_positions: torch.Tensor
     values: torch.Tensor
     masked: torch.Tensor | None
 
     @property
     def elements(self) -> Elements:
         """A copy on the host."""
-        return Elements(self.positions.cpu().numpy().copy(), self.values.cpu().numpy().copy())
+        return Elements(self.positions.copy(), self.values.cpu().numpy().copy())
 
     def put_back(self, state: State) -> None:
         """u and v as they were before the elements were taken out."""
-        at = self.positions.long()
+        at = self.device_positions.long()
         state.v[at] = self.values
         if self.masked is not None:
             assert state.u is not None
@@ -66,13 +67,14 @@ class TritonSender:
         self._pass = BucketPass(bucket, device, HEADER.itemsize // _WORD)
         self._pass.make_room(room)
         words = wire.nbytes // _WORD
-        sizes = {"report": REPORT, "packet": words, "histogram": HISTOGRAM, "fine": FINE_BINS.value}
-        ends = np.cumsum([0, *sizes.values()]).tolist()
-        self._board = torch.zeros(ends[-1], dtype=torch.int32, device=device)  # what a step begins with as zeros
-        parts = (self._board[start:end] for start, end in pairwise(ends))
-        self._report, self._packet, self._histogram, self._fine = parts
-        self._back = on_host(REPORT + words, torch.int32, device)
-        self.payload = self._back[REPORT:].numpy().view(np.uint8)
+        sizes = [REPORT, words, k, HISTOGRAM, FINE_BINS.value]
+        starts = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
+        self._board = torch.zeros(starts[-1], dtype=torch.int32, device=device)  # what a step begins with as zeros
+        parts = (self._board[start:][:size] for start, size in zip(starts, sizes, strict=False))
+        self._report, self._packet, self._positions, self._histogram, self._fine = parts
+        self._back = on_host(starts[3], torch.int32, device)  # report, packet and positions, by one copy
+        self.payload = self._back[starts[1] :][:words].numpy().view(np.uint8)
+        self._host_positions = self._back[starts[2] :][:k].numpy()
 
         def whole(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
@@ -80,7 +82,6 @@ class TritonSender:
         blocks, groups = self._pass.map.blocks, triton.cdiv(self._pass.map.blocks, GROUP.value)
         self._larger, self._equal = whole(blocks), whole(blocks)
         self._larger_sums, self._equal_sums = whole(groups), whole(groups)
-        self._positions = whole(k)
         self._values, self._decoded, self._masked = (torch.empty(k, device=device) for _ in range(3))
         self._codec = VALUE_CODECS[wire.values].code
 
@@ -146,5 +147,5 @@ class TritonSender:
         least = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
         masked = self._masked if masks else None
         return Seen(True, True, noted, None), DeviceSent(
-            self.wire.capacity, least, self._positions, self._values, masked
+            self.wire.capacity, least, self._host_positions, self._positions, self._values, masked
         )

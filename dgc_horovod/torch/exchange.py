@@ -43,6 +43,7 @@ class BucketStep:
     targets: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
     versions: list[int] = field(default_factory=list)  # theirs, when they were put
     narrow: bool = False  # whether an update goes into another dtype than fp32
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which its gradients have been made
 
     @property
     def complete(self) -> bool:
@@ -135,6 +136,8 @@ class GradientExchange:
                 self._dense_path.gradients[p] = self._gradient(p)
             else:
                 place[0].arrived += 1
+                if p.is_cuda:
+                    place[0].streams.add(torch.cuda.current_stream(p.device))
             if self.config.clip_norm is not None:
                 self._launch_if_all_arrived(feed_of)
             elif place is None:
@@ -169,6 +172,7 @@ class GradientExchange:
     def _offer(self, run: BucketStep, feed_of: FeedOf) -> None:
         """Give the engine every gradient of a bucket."""
         kernels, run.arrived = run.engine.kernels, 0
+        _wait_for_streams(run.streams)
         run.targets.clear()
         run.versions.clear()
         for i, p in enumerate(run.parameters):
@@ -353,6 +357,15 @@ class GradientExchange:
         segment = run.engine.bucket.segments[i]
         for ours, theirs in zip(run.engine.adam_moments(), moments, strict=True):
             torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))
+
+
+def _wait_for_streams(streams: set[torch.cuda.Stream]) -> None:
+    """Let the present one go on when the others have done what they were given; the host does not wait."""
+    for stream in streams:
+        present = torch.cuda.current_stream(stream.device)
+        if stream != present:
+            present.wait_stream(stream)
+    streams.clear()
 
 
 def _norm(parameters: Iterable[Parameter]) -> float:

@@ -83,6 +83,7 @@ def main() -> None:
                 name = " ".join([kernel.__name__, *(f"{key}={value}" for key, value in constants.items())])
                 found[f"{name} sm_{capability}"] = {
                     "fused": made.asm["ptx"].count("fma.") + (0 if divides else code.count("FFMA")),
+                    "loose": made.asm["ptx"].count(".ftz") + made.asm["ptx"].count(".approx"),
                     "wide": code.count("LDG.E.128"), "shared": made.metadata.shared,
                 }  # fmt: skip
     print(json.dumps({"triton": triton.__version__, "kernels": found}))

@@ -21,5 +21,16 @@ def test_docs():
 
 
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
+def test_every_test_that_is_named_exists():
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    functions = "\n".join(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.M))
+    text = (ROOT / "docs" / "reliability.md").read_text() + (ROOT / "docs" / "cuda.md").read_text()
+    named = set(re.findall(r"\b(test_\w+\.py)", text))
+    assert len(named) > 10 and not named - {file.name for file in files}
+    for name in re.findall(r"(?:`|::)(test_\w+)(?=`|\.\.\.)", text):
+        assert re.search(rf"^{name}", functions, re.M), f"{name} is no test"
+
+
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
 def test_the_page_of_settings_is_the_one_that_the_command_writes():
     assert (ROOT / "docs" / "environment.md").read_text() == page_of_settings()
