@@ -26,6 +26,7 @@ from dgc_horovod.ops.schema import (
     Feed,
     Kernels,
     MomentumFeed,
+    Receiver,
     Seen,
     Sender,
     Sent,
@@ -305,9 +306,8 @@ class BucketEngine:
         self._packets, self._summed = received.reshape(self.workers, wire.nbytes), None
         self._counts, flags = wire.read_headers(self.kernels.coder, self._packets, self._step)
         self.flagged = np.flatnonzero(flags).tolist()
-        if self._plan.receiver is not None:
-            for rank, problem in self._plan.receiver.read(self._packets, self._counts).items():
-                raise wire.corrupt(rank, f"impossible: {problem}")
+        if self._plan.receiver is not None:  # what it finds wrong is known after `fill`, which changes no state
+            self._plan.receiver.read(self._packets, self._counts)
         else:
             for _ in self._groups(decoded=False):  # every packet is read before anything is changed
                 pass
@@ -340,8 +340,13 @@ class BucketEngine:
     def contributions(self) -> list[Elements]:
         """What each rank sent, of the last packets received (of a sum they are not known); copies."""
         if self._plan is not None and self._plan.receiver is not None:
+            self._check(self._plan, self._plan.receiver)
             return self._plan.receiver.contributions
         return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]
+
+    def _check(self, plan: MessagePlan, receiver: Receiver) -> None:
+        for rank, problem in receiver.problems.items():
+            raise plan.wire.corrupt(rank, f"impossible: {problem}")
 
     def fill(self, scale: float) -> bool:
         """``update = scale * sum over ranks of what they sent``, added in rank order: the same bits on every rank.
@@ -354,12 +359,17 @@ class BucketEngine:
 
         Returns:
             Whether every element is finite.
+
+        Raises:
+            CorruptPacket: on every rank alike, where packets are decoded on a device.
         """
         if self._summed is not None:
             return self.kernels.fill_summed(self.targets, self.kernels.from_host(self._summed), scale)
         assert self._plan is not None
         if self._plan.receiver is not None:
-            return self._plan.receiver.fill(self.targets, scale)
+            finite = self._plan.receiver.fill(self.targets, scale)
+            self._check(self._plan, self._plan.receiver)
+            return finite
         finite = True
         for number, group in enumerate(self._groups(decoded=self._plan.held == self.workers)):
             finite = self.kernels.fill(self.targets, group, scale, fresh=number == 0) and finite

@@ -277,9 +277,12 @@ def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
     """What a packet is read as, or that it is refused."""
     try:
         engine.receive(packet)
+        (elements,) = engine.contributions
+        for i, segment in enumerate(engine.bucket.segments):
+            engine.targets.put(i, engine.kernels.new(segment.numel))
+        engine.fill(1.0)
     except CorruptPacket:
         return "refused"
-    (elements,) = engine.contributions
     return elements.positions.tobytes() + elements.values.tobytes()
 
 

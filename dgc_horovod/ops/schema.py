@@ -205,8 +205,8 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """All ranks' packets of a bucket, decoded and added on a device."""
 
-    def read(self, packets: np.ndarray, counts: np.ndarray) -> dict[int, str]:
-        """Decode packets whose headers have been checked; returns what is wrong with those of which ranks.
+    def read(self, packets: np.ndarray, counts: np.ndarray) -> None:
+        """Begin to decode packets whose headers have been checked.
 
         Args:
             packets: (ranks, nbytes) uint8.
@@ -214,7 +214,11 @@ class Receiver(Protocol):
         """
 
     def fill(self, targets: Any, scale: float) -> bool:
-        """As `Kernels.fill`, with what was read; begins with zero."""
+        """As `Kernels.fill`, with what was read; begins with zero. It counts only if there are no `problems`."""
+
+    @property
+    def problems(self) -> dict[int, str]:
+        """What is wrong with the packets of which ranks; to be asked after `fill`, or it waits for the device."""
 
     @property
     def contributions(self) -> list[Elements]:

@@ -196,6 +196,7 @@ def fill(
         begin = tl.load(starts + block, mask=block > 0, other=0)
         end = tl.load(starts + block + 1, mask=block + 1 < blocks, other=0)
         end = tl.where(block + 1 < blocks, end, count)
+        begin, end = tl.maximum(begin, 0), tl.minimum(end, count)  # of a damaged packet they are anything
         tl.debug_barrier()  # what this program has written before is read by other threads of it
         for first in range(begin, end, _ADDED):
             i = first + tl.arange(0, _ADDED)

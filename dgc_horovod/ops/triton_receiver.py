@@ -114,7 +114,7 @@ class TritonReceiver:
         self._starts, self._problems = whole(ranks * (self._fill.map.blocks + 1)), whole(ranks)
         self._values = torch.empty(ranks * wire.capacity, device=device)
 
-    def read(self, packets: np.ndarray, counts: np.ndarray) -> dict[int, str]:
+    def read(self, packets: np.ndarray, counts: np.ndarray) -> None:
         """See `schema.Receiver`."""
         wire, k = self.wire, self.wire.capacity
         self._arrived.host["packets"][:] = packets.reshape(-1).view(np.int32)
@@ -135,14 +135,18 @@ class TritonReceiver:
                 self._values_at, k, wire.numel, CODEC=self._codec, **EXACT,
             )  # fmt: skip
         self._back.copy_(self._problems, non_blocking=True)
+
+    def fill(self, targets: ListedTargets, scale: float) -> bool:
+        """See `schema.Receiver`. One wait, for `read` too."""
+        counts = self._arrived.device["counts"]
+        return self._fill(targets, self._positions, self._values, self._starts, counts, scale, fresh=True)
+
+    @property
+    def problems(self) -> dict[int, str]:
+        """See `schema.Receiver`."""
         wait_for(self.device)
         found = self._back.numpy()
         return {int(rank): _in_words(int(found[rank])) for rank in np.flatnonzero(found)}
-
-    def fill(self, targets: ListedTargets, scale: float) -> bool:
-        """See `schema.Receiver`."""
-        counts = self._arrived.device["counts"]
-        return self._fill(targets, self._positions, self._values, self._starts, counts, scale, fresh=True)
 
     @property
     def contributions(self) -> list[Elements]:

@@ -11,7 +11,14 @@ from benchmarks.gpu import page
 from tests.helpers.jobs import run
 
 
-@pytest.mark.parametrize(("name", "shown"), [("exchange", "| dgc |"), ("training", "dgc"), ("quality", "| dgc |")])
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("exchange", "| dgc |"),
+        pytest.param("training", "dgc", marks=pytest.mark.slow),
+        pytest.param("quality", "| dgc |", marks=pytest.mark.slow),
+    ],
+)
 def test_quick_run_ends_with_a_table(name, shown):
     ended = run([sys.executable, "-m", f"benchmarks.{name}", "--quick"], timeout=170)
     assert ended.code == 0, ended.output

@@ -19,7 +19,7 @@ SAME = 1e-5
     params=[
         pytest.param(("gloo", 2), marks=pytest.mark.slow),
         ("gloo", 3),
-        pytest.param(("mpi", 2), marks=pytest.mark.mpi),
+        pytest.param(("mpi", 2), marks=[pytest.mark.mpi, pytest.mark.slow]),  # Keras over MPI: test_keras_messages.py
     ],
     ids=str,
 )

@@ -12,18 +12,16 @@ pytestmark = pytest.mark.parallel
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(
-        2, [f"keras_state.{case}" for case in ("resume", "flushed", "flush_is_linear", "saved_after_a_flush", "errors")]
-    )
+    return run_ranks(2, [f"keras_state.{case}" for case in ("resume", "flushed", "flush_is_linear", "errors")])
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks):
-    _check_resumed([rank["keras_state.resume"] for rank in ranks], 3)
+    _check_resumed([rank["keras_state.resume"] for rank in ranks], 2)
 
 
 @pytest.mark.slow
 def test_with_every_method_and_optimizer():
-    _check_resumed([rank["keras_state.resume_others"] for rank in run_ranks(2, ["keras_state.resume_others"])], 6)
+    _check_resumed([rank["keras_state.resume_others"] for rank in run_ranks(2, ["keras_state.resume_others"])], 7)
 
 
 def _check_resumed(found, runs):
@@ -49,8 +47,9 @@ def test_a_flush_moves_momentum_and_changes_nothing_else(ranks):
     assert len(found) == 2 and all(distance < 1e-5 for distance in found.values()), found
 
 
-def test_a_run_that_was_flushed_and_saved_is_resumed_bit_by_bit(ranks):
-    for rank in ranks:
+@pytest.mark.slow
+def test_a_run_that_was_flushed_and_saved_is_resumed_bit_by_bit():
+    for rank in run_ranks(2, ["keras_state.saved_after_a_flush"]):
         assert rank["keras_state.saved_after_a_flush"] == {"SGD": True, "Nesterov, decay": True, "AdamW": True}
 
 

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.parallel
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
 
 
-@pytest.mark.parametrize("runs", [TWO, FOUR], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize(
+    "runs", [pytest.param(TWO, id="two ranks"), pytest.param(FOUR, id="four ranks", marks=pytest.mark.slow)]
+)
 def test_simulated_and_real_ranks_have_the_same_weights_after_every_step(runs):
     ranks = [rank["quality.followed_runs"] for rank in run_ranks(runs[0].workers, ["quality.followed_runs"])]
     for run, simulated in zip(runs, in_processes(followed, runs), strict=True):

@@ -22,8 +22,8 @@ SAME = 1e-5
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("gloo", 2), marks=pytest.mark.slow),
-        ("gloo", 3),
+        ("gloo", 2),
+        pytest.param(("gloo", 3), marks=pytest.mark.slow),
         pytest.param(("gloo", 4), marks=pytest.mark.slow),
         pytest.param(("mpi", 2), marks=pytest.mark.mpi),
     ],

@@ -45,9 +45,8 @@ def test_a_check_can_fail(monkeypatch):
         read = receiver.read
 
         def less(packets, counts):
-            problems = read(packets, counts)
+            read(packets, counts)
             receiver._values[0] = 0
-            return problems
 
         receiver.read = less
         return receiver
