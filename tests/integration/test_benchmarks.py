@@ -14,7 +14,7 @@ from tests.helpers.jobs import run
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("exchange", "| dgc |"),
+        pytest.param("exchange", "| dgc |", marks=pytest.mark.slow),
         pytest.param("training", "dgc", marks=pytest.mark.slow),
         pytest.param("quality", "| dgc |", marks=pytest.mark.slow),
     ],

@@ -36,6 +36,7 @@ def test_the_engines_numbers_are_those_of_the_torch_adapter(ranks, torch_ranks):
         assert all(int(rows[-1]["non-zero"]) > 0 for name, rows in expected.items() if name != "scattered")
 
 
+@pytest.mark.slow
 def test_through_torch_and_dlpack_as_well(torch_ranks):
     """The way of gradients on a GPU, here on the host."""
     ranks = run_ranks(2, ["keras_fed.with_tensorflow"], environment={"DGC_BACKEND": "torch_eager"})

@@ -10,7 +10,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = ["replicas", "dense_is_one_process", "density_one_is_dense"]
-OPTIONS = ["dense_options", "density_one_options", "own_loops", "kinds_of_optimizer"]
+OPTIONS = ["dense_options", "own_loops"]
 SAME = 1e-5
 
 
@@ -59,9 +59,12 @@ def test_density_one_is_dense(ranks):
     assert {name: value for name, value in found.items() if not value <= SAME} == {}
 
 
-@pytest.mark.parametrize("case", ["dense_options", "density_one_options"])
-def test_options_and_arguments(two, case):
-    assert {name: value for name, value in two[0][f"keras_fit.{case}"].items() if not value <= SAME} == {}
+def test_options_and_arguments(two):
+    _check_distances(two[0]["keras_fit.dense_options"])
+
+
+def _check_distances(found):
+    assert {name: value for name, value in found.items() if not value <= SAME} == {}
 
 
 def test_own_loops_are_fit(two):
@@ -70,7 +73,14 @@ def test_own_loops_are_fit(two):
         assert len({found["keras_fit.own_loops"][name]["weights"] for found in two}) == 1
 
 
-def test_it_is_a_keras_optimizer(two):
+@pytest.mark.slow
+def test_density_one_with_options():
+    _check_distances(run_ranks(2, ["keras_fit.density_one_options"])[0]["keras_fit.density_one_options"])
+
+
+@pytest.mark.slow
+def test_it_is_a_keras_optimizer():
+    two = run_ranks(2, ["keras_fit.kinds_of_optimizer"])
     for found in (found["keras_fit.kinds_of_optimizer"] for found in two):
         assert found["same class"] == ["SGD", "keras.src.optimizers.sgd", True]
         assert found["config is kept"] and found["again"] == ["SGD", True, True] and found["again trains"]

@@ -84,6 +84,7 @@ def test_models_and_optimizers(ranks):
     assert "metrics: rank 0 has mape, rank 1 has mae" in first["other metrics"]
 
 
+@pytest.mark.slow
 def test_slow_steps_and_caught_errors_do_not_end_a_job():
     for found in run_ranks(2, ["keras_habits.slow_and_caught"], environment={"DGC_TIMEOUT": "4"}):
         found = found["keras_habits.slow_and_caught"]

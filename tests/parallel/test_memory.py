@@ -16,6 +16,7 @@ STATED = {
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_extra_memory_is_as_stated():
     """docs/design.md: 8 bytes a parameter (u, v), 4 more with weight decay and momentum, and a bucket's worth."""
     for rank in run_ranks(2, ["memory.extra_bytes"]):

@@ -31,7 +31,7 @@ from dgc_horovod.tensorflow.watch import wait_for_shutdown
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 # What errors of Horovod's operations say when another rank is gone; with them come paths of files, which may say more
 _OF_A_LOST_RANK = re.compile(
-    r"Horovod has been shut down|Horovod(Allreduce|Allgather|Broadcast)|gloo/transport/|nccl\w+ failed"
+    r"Horovod has been shut down|Horovod(Allreduce|Allgather|Broadcast)|gloo/(transport|rendezvous)/|nccl\w+ failed"
 )
 # What each rank would raise again after going back
 _OURS = re.compile(
