@@ -17,6 +17,7 @@ from dgc_horovod.ops.triton_encode import (
     FP16,
     FP32,
     HEADER_WORDS,
+    OCTAVES,
     eight_bits_back,
     four_bits_back,
     two_bits_back,
@@ -26,7 +27,6 @@ from dgc_horovod.ops.triton_take_in import is_finite, size_of
 BITS = tl.constexpr(4096)  # of the bitmap, of a program
 FILL_BLOCK = tl.constexpr(2048)  # elements of the bucket that a program zeroes in one go
 _ADDED = tl.constexpr(128)  # elements that it adds in one go: one a thread
-_RANGE = tl.constexpr(7 << 23)
 
 BAD_POSITIONS, BAD_VALUES = tl.constexpr(1), tl.constexpr(2)
 
@@ -140,7 +140,7 @@ def decode_values(
         least = tl.load(at, mask=used, other=0)
         most = tl.load(at + 1, mask=used, other=0)
         ends = _not_a_scale(least.to(tl.float32, bitcast=True)) | _not_a_scale(most.to(tl.float32, bitcast=True))
-        wrong |= ends | ((least > most) | (most - least > _RANGE)).to(tl.int32) * BAD_VALUES
+        wrong |= ends | ((least > most) | (most - least > OCTAVES)).to(tl.int32) * BAD_VALUES
         x = four_bits_back(code, least, most)
     else:
         code = (tl.load(area + ((i * 2) >> 5), mask=inside, other=0) >> ((i * 2) & 31)) & 3

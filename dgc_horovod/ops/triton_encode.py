@@ -16,7 +16,7 @@ FP32, FP16, BF16, EIGHT_BIT, FOUR_BIT, TWO_BIT = (tl.constexpr(code) for code in
 _LARGEST_FP16, _LARGEST_FP32 = tl.constexpr(65504.0), tl.constexpr(3.4028234663852886e38)
 _LARGEST_BF16 = tl.constexpr(0x7F7F0000)
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it leaves no room for a fraction
-_RANGE = tl.constexpr(7 << 23)  # octaves between the least and the largest of four bits
+OCTAVES = tl.constexpr(7 << 23)  # at most between the least and the largest of four bits
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _encode_values(values, x, i, inside, first, capacity, area, CODEC: tl.conste
     elif CODEC == FOUR_BIT:
         size = size_of(x)
         most = tl.max(tl.where(inside, size, 0))
-        least = tl.maximum(tl.min(tl.where(inside, size, 0x7FFFFFFF)), most - _RANGE)
+        least = tl.maximum(tl.min(tl.where(inside, size, 0x7FFFFFFF)), most - OCTAVES)
         span = tl.maximum(most - least, 1)
         step = (7 * (size - least).to(tl.int64) + (most - least) // 2) // span
         code = tl.where(size > least, step.to(tl.int32), 0) | (((x.to(tl.int32, bitcast=True) >> 31) & 1) << 3)

@@ -17,18 +17,17 @@ from dgc_horovod.ops.composed import ListedGradients, ListedTargets
 from dgc_horovod.ops.schema import CHUNK, Elements, Seen, State, sum_stride
 from dgc_horovod.ops.torch_eager import TorchEagerKernels
 from dgc_horovod.ops.triton_memory import EXACT, addresses, check_that_it_runs, using
-from dgc_horovod.ops.triton_pass import HISTOGRAM, BucketPass, alike, floors_of
+from dgc_horovod.ops.triton_pass import HISTOGRAM, REPORT, BucketPass, alike, floors_of, seen
 from dgc_horovod.ops.triton_receiver import Filler, TritonReceiver
-from dgc_horovod.ops.triton_sender import REPORT, TritonSender
+from dgc_horovod.ops.triton_sender import TritonSender
 from dgc_horovod.ops.triton_sums import chunk_sums
-from dgc_horovod.ops.triton_take_in import BAD_GRADIENT, BAD_RESIDUAL, FLAGS, NOTED
 from dgc_horovod.packet import Coder, PacketFormat
 
 _MOST_LOW_BITS = 16
 
 
 class TritonGradients(ListedGradients):
-    """`schema.Gradients`, and the pass that takes them in where the host selects."""
+    """`schema.Gradients`, and the pass that takes them in."""
 
     def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
         super().__init__(bucket, kernels)
@@ -86,9 +85,7 @@ class TritonKernels(TorchEagerKernels):
             span["sum"], span["squares"] = self.sampled_sums(state.v[start : start + int(span["numel"])])
         report = board[:REPORT].cpu().numpy()
         gradients.arrays = [None] * len(gradients.arrays)
-        flags, noted = int(report[FLAGS.value]), int(report[NOTED.value])
-        sound = not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value
-        return Seen(*sound, noted, taking.candidates(noted))
+        return seen(report, taking.candidates)
 
     def sums(self, x: torch.Tensor) -> tuple[float, float]:
         total, squares = _sums_of([x])[0].tolist()

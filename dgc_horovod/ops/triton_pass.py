@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from dgc_horovod.bucket import Bucket
 from dgc_horovod.ops.composed import ListedGradients
-from dgc_horovod.ops.schema import AdamFeed, Elements, Feed, MomentumFeed, State
+from dgc_horovod.ops.schema import AdamFeed, Elements, Feed, MomentumFeed, Seen, State
+from dgc_horovod.ops.triton_encode import HEADER_WORDS
 from dgc_horovod.ops.triton_memory import EXACT, BucketMap, Upload, addresses
 from dgc_horovod.ops.triton_take_in import (
     ADAM_FEED,
+    BAD_GRADIENT,
+    BAD_RESIDUAL,
     BETA1,
     BETA2,
     BIAS1,
@@ -20,9 +23,11 @@ from dgc_horovod.ops.triton_take_in import (
     BINS,
     BLOCK,
     EPSILON,
+    FLAGS,
     MOMENTUM,
     MOMENTUM_FEED,
     NESTEROV_FEED,
+    NOTED,
     RESIDUAL_FEED,
     REST1,
     REST2,
@@ -30,6 +35,7 @@ from dgc_horovod.ops.triton_take_in import (
     take_in,
 )
 
+REPORT, HISTOGRAM = 16, BINS.value  # int32 words
 _NUMBERS, _WARPS = 16, 8
 
 
@@ -55,10 +61,9 @@ class BucketPass:
     Args:
         bucket: its layout.
         device: of its state.
-        header_words: int32 words that travel to the device with each step's settings, for others.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device, header_words: int = 0) -> None:
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket, self.device = bucket, device
         self.map = BucketMap(bucket, BLOCK.value, device)
         segments = len(bucket.segments)
@@ -68,7 +73,7 @@ class BucketPass:
                 "gradients": (torch.int64, segments),
                 "floors": (torch.float32, segments),
                 "numbers": (torch.float32, _NUMBERS),
-                "header": (torch.int32, header_words),
+                "header": (torch.int32, HEADER_WORDS.value),  # of a packet, if one is written
             },
         )
         self.bases, self.counts = (torch.empty(self.map.blocks, dtype=torch.int32, device=device) for _ in range(2))
@@ -132,4 +137,8 @@ def floors_of(bucket: Bucket, spans: np.ndarray) -> list[float]:
     return [float(floor) for floor in spans["floor"][at]]
 
 
-HISTOGRAM = BINS.value
+def seen(report: np.ndarray, candidates: Callable[[int], Elements | None]) -> Seen:
+    """What a pass saw, from its report on the host; `candidates` is asked only if nothing was wrong."""
+    flags, noted = int(report[FLAGS.value]), int(report[NOTED.value])
+    found = None if flags else candidates(noted)
+    return Seen(not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value, noted, found)

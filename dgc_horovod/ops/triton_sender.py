@@ -6,6 +6,7 @@ Two copies, a memset and six kernels: the settings go there, packet and position
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,11 @@ from dgc_horovod.ops.composed import ListedGradients
 from dgc_horovod.ops.schema import Elements, Seen, State
 from dgc_horovod.ops.triton_encode import CHECKSUM, CODED, HEADER_WORDS, SUMMED, encode, settle
 from dgc_horovod.ops.triton_memory import EXACT, on_host, using, wait_for
-from dgc_horovod.ops.triton_pass import HISTOGRAM, BucketPass, alike
+from dgc_horovod.ops.triton_pass import HISTOGRAM, REPORT, BucketPass, alike, seen
 from dgc_horovod.ops.triton_select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
-from dgc_horovod.ops.triton_take_in import BAD_GRADIENT, BAD_RESIDUAL, FLAGS, LEAST, NOTED, READY, ZEROS
+from dgc_horovod.ops.triton_take_in import BLOCK, LEAST, NOTED, READY, ZEROS
 from dgc_horovod.packet import CHECKSUM_FACTOR, CHECKSUM_WORD, HEADER, PacketFormat
 
-REPORT = 16  # int32 words
 _WORD = 4  # bytes
 _ALIGNED = 4  # words; kernels are compiled anew for what is less
 
@@ -63,9 +63,7 @@ class TritonSender:
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, room: int, device: torch.device) -> None:
-        self.wire, self.device, k = wire, device, wire.capacity
-        self._pass = BucketPass(bucket, device, HEADER.itemsize // _WORD)
-        self._pass.make_room(room)
+        self.wire, self.room, self.device, k = wire, room, device, wire.capacity
         words = wire.nbytes // _WORD
         sizes = [REPORT, words, k, HISTOGRAM, FINE_BINS.value]
         starts = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
@@ -79,7 +77,8 @@ class TritonSender:
         def whole(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
 
-        blocks, groups = self._pass.map.blocks, triton.cdiv(self._pass.map.blocks, GROUP.value)
+        blocks = triton.cdiv(bucket.numel, BLOCK.value)
+        groups = triton.cdiv(blocks, GROUP.value)
         self._larger, self._equal = whole(blocks), whole(blocks)
         self._larger_sums, self._equal_sums = whole(groups), whole(groups)
         self._values, self._decoded, self._masked = (torch.empty(k, device=device) for _ in range(3))
@@ -90,26 +89,28 @@ class TritonSender:
         return alike(gradients)
 
     def send(
-        self, gradients: ListedGradients, state: State, scale: float, floor: float, step: int, masks: bool
+        self, gradients: Any, state: State, scale: float, floor: float, step: int, masks: bool
     ) -> tuple[Seen, DeviceSent | None]:
         """See `schema.Sender`."""
-        header = self._pass.settings.host["header"].view(HEADER)
+        taking: BucketPass = gradients.taking
+        taking.make_room(self.room)
+        header = taking.settings.host["header"].view(HEADER)
         for name, value in self.wire.expected(step).items():
             header[name] = value
         header["count"] = self.wire.capacity
         with using(self.device):
             self._board.zero_()
             floors = [floor] * len(gradients.arrays)
-            self._pass.run(gradients, state, scale, floors, self._report, self._histogram)
-            self._select()
-            self._write(state, masks)
+            taking.run(gradients, state, scale, floors, self._report, self._histogram)
+            self._select(taking)
+            self._write(taking.settings.device["header"], state, masks)
             self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
         wait_for(self.device)
         gradients.arrays = [None] * len(gradients.arrays)
-        return self._seen_and_sent(masks)
+        return self._seen_and_sent(taking, masks)
 
-    def _select(self) -> None:
-        taken, k, room, blocks = self._pass, self.wire.capacity, self._pass.room, self._pass.map.blocks
+    def _select(self, taken: BucketPass) -> None:
+        k, room, blocks = self.wire.capacity, taken.room, taken.map.blocks
         floors = taken.settings.device["floors"]
         refine[(triton.cdiv(room, LIST_BLOCK.value),)](
             taken.values, floors, self._report, self._histogram, self._fine, k, room, **EXACT
@@ -123,29 +124,25 @@ class TritonSender:
             taken.positions, taken.values, self._report, *per_block, self._positions, self._values, blocks, **EXACT
         )
 
-    def _write(self, state: State, masks: bool) -> None:
+    def _write(self, header: torch.Tensor, state: State, masks: bool) -> None:
         wire, k, words = self.wire, self.wire.capacity, self._packet.numel()
         encode[(triton.cdiv(k, CODED.value),)](
-            self._positions, self._values, self._decoded, self._report, self._packet,
-            self._pass.settings.device["header"], k, HEADER_WORDS.value + wire.values_at // _WORD,
-            LOW=wire.low_bits, CODEC=self._codec, **EXACT,
+            self._positions, self._values, self._decoded, self._report, self._packet, header, k,
+            HEADER_WORDS.value + wire.values_at // _WORD, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
         )  # fmt: skip
         settle[(triton.cdiv(max(k, words), SUMMED.value),)](
             self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,
             self._report, self._packet, k, words, MASKS=masks, **EXACT,
         )  # fmt: skip
 
-    def _seen_and_sent(self, masks: bool) -> tuple[Seen, DeviceSent | None]:
+    def _seen_and_sent(self, taken: BucketPass, masks: bool) -> tuple[Seen, DeviceSent | None]:
         report = self._back[:REPORT].numpy()
-        flags, noted = int(report[FLAGS.value]), int(report[NOTED.value])
-        sound = flags == 0
-        if not sound or not report[READY.value] or report[ZEROS.value]:
-            candidates = self._pass.candidates(noted) if sound else None
-            return Seen(not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value, noted, candidates), None
+        if not report[READY.value] or report[ZEROS.value]:
+            return seen(report, taken.candidates), None
         total = int(report[CHECKSUM.value : CHECKSUM.value + 2].view(np.uint64)[0])
         self.payload.view(np.uint32)[CHECKSUM_WORD] = (total * CHECKSUM_FACTOR % 2**64) >> 32
         least = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
         masked = self._masked if masks else None
-        return Seen(True, True, noted, None), DeviceSent(
+        return Seen(True, True, int(report[NOTED.value]), None), DeviceSent(
             self.wire.capacity, least, self._host_positions, self._positions, self._values, masked
         )

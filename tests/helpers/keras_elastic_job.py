@@ -16,6 +16,7 @@ import numpy as np
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, elastic
 from tests.helpers.keras_training import INPUTS, fingerprint, momentum_sgd, smooth_model
+from tests.helpers.victim import is_the_victim
 
 BATCHES, KILLED_AT, COMMIT_EVERY, TOGETHER_AGAIN_BY = 200, 47, 10, 120
 FIELDS: dict[str, Any] = {"density": 0.02, "min_numel": 16, "clip_norm": 2.0, "check_every": 5}
@@ -52,7 +53,7 @@ class Job:
         """What is run again whenever the ranks change."""
         self._settle(state)
         while state.batch < BATCHES:
-            if state.batch == KILLED_AT and "killed" in self.how and self._is_the_victim():
+            if state.batch == KILLED_AT and "killed" in self.how and is_the_victim(self.folder, hvd.rank(), hvd.size()):
                 os.kill(os.getpid(), signal.SIGKILL)
             x, y = (part[hvd.rank() :: hvd.size()] for part in batch_of(state.batch))
             self.model.train_on_batch(x, y)
@@ -89,13 +90,6 @@ class Job:
     def _owed(self) -> np.ndarray:
         owed: np.ndarray = hvd.allreduce(self._residual(), name="owed", op=hvd.Average).numpy()
         return owed
-
-    def _is_the_victim(self) -> bool:
-        flag = self.folder / "killed"
-        if hvd.rank() != hvd.size() - 1 or flag.exists():
-            return False
-        flag.touch()
-        return True
 
 
 def main() -> None:
