@@ -9,11 +9,8 @@ table and puts it into examples/README.md. About 15 minutes on 2 cores. Every ru
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.report import RESULTS, ROOT, environment, markdown, write_into_page
+from benchmarks.ranks import found_in, output_of
+from benchmarks.report import RESULTS, ROOT, markdown, remembered, write_into_page
 
 KEPT = RESULTS / "existing.json"
 CLIPS = ("1.0", "0.5")  # now and then, and in most steps
@@ -60,11 +58,7 @@ SCRIPTS = (
 def run(launcher: tuple[str, ...], controller: str, command: tuple[str, ...], seed: int) -> dict[str, Any]:
     """What `train` gives: from the file of results, or now."""
     key = " ".join([launcher[0], controller, *launcher[1:], *command, "--seed", str(seed)])
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    if key not in kept:
-        kept[key] = {**train(launcher, controller, command, seed), "environment": environment()}
-        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
-    return kept[key]
+    return remembered(KEPT, key, lambda: train(launcher, controller, command, seed))
 
 
 def train(launcher: tuple[str, ...], controller: str, command: tuple[str, ...], seed: int) -> dict[str, Any]:
@@ -72,18 +66,12 @@ def train(launcher: tuple[str, ...], controller: str, command: tuple[str, ...], 
     with tempfile.TemporaryDirectory() as folder:
         script = [sys.executable, f"examples/{command[0]}", *command[1:], "--seed", str(seed), "--save", f"{folder}/w"]
         words = [launcher[0], *CONTROLLERS[controller], "-np", "2", *launcher[1:], *script]
-        ended = subprocess.run(
-            words, cwd=ROOT, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_SECONDS,
-        )  # fmt: skip
-        found = re.search(r"accuracy (\d\.\d+)", ended.stdout)
-        if ended.returncode or not found:
-            sys.exit(f"{' '.join(words)}: exit {ended.returncode}\n{ended.stdout[-4000:]}")
+        said = output_of(words, RUN_TIMEOUT_SECONDS, {"TF_CPP_MIN_LOG_LEVEL": "3"})
         replicas = [_weights(file) for file in sorted(Path(folder).iterdir())]
     if len(replicas) != 2 or replicas[0] != replicas[1]:
         sys.exit(f"{' '.join(words)}: the replicas differ")
-    ratio = re.search(r"(\S+)x less than fp32", ended.stdout)
-    return {"accuracy": float(found[1]), "ratio": float(ratio[1]) if ratio else None}
+    ratio = re.search(r"(\S+)x less than fp32", said)
+    return {"accuracy": float(found_in(said, r"accuracy (\d\.\d+)")), "ratio": float(ratio[1]) if ratio else None}
 
 
 def _weights(file: Path) -> list[bytes]:

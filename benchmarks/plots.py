@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import scaling
 from benchmarks.exchange.tables import NAMES, Row, median
-from benchmarks.report import ROOT
+from benchmarks.report import ROOT, save_figure
 from benchmarks.training.analysis import Curve
 from benchmarks.training.tasks import TASKS
 
@@ -61,7 +61,7 @@ def step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: P
     panels[0][0].set_ylabel("milliseconds a step")
     lines = panels[0][-1].get_legend_handles_labels()
     figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def bytes_sent(rows: Sequence[Row], file: Path) -> None:
@@ -82,7 +82,7 @@ def bytes_sent(rows: Sequence[Row], file: Path) -> None:
     axes.set_xticks(range(len(models)), [TITLES[model] for model in models])
     axes.set_ylabel("bytes a step, from each host")
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: float, file: Path) -> None:
@@ -113,7 +113,7 @@ def efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: f
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("scaling efficiency, %")
     panels[0][0].legend(frameon=False, fontsize=8)
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def quality(curves: Sequence[Curve], hosts: int, file: Path) -> None:
@@ -147,14 +147,4 @@ def quality(curves: Sequence[Curve], hosts: int, file: Path) -> None:
             axes.grid(alpha=0.3)
         line[0].set_ylabel(TASKS[task].unit)
     panels[0][0].legend(frameon=False, fontsize=8)
-    save(figure, file)
-
-
-def save(figure: Any, file: Path) -> None:
-    """Write a figure; the same figures make the same file."""
-    import matplotlib.pyplot as plt
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context({"svg.hashsalt": file.name}):
-        figure.savefig(file, metadata={"Date": None})
-    plt.close(figure)
+    save_figure(figure, file)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.netlab import Lab
@@ -55,21 +57,27 @@ def launch(module: str, arguments: Sequence[str], ranks: int, hosts: Lab | None,
     modules = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     variables = {"PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables.update(_HUGE_PAGES)
-    try:
-        if hosts:
-            # torch.distributed looks for the address of the machine's name, which each host has its own of
+    if hosts:
+        # torch.distributed looks for the address of the machine's name, which each host has its own of
+        with _within(command, seconds):
             ended = hosts.run(1, command, seconds, {**variables, "GLOO_SOCKET_IFNAME": "eth0"})
-            status, said = ended.returncode, ended.stdout + ended.stderr
-        else:
-            status, said = _here(command, variables, seconds)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{' '.join(command)}: not done after {seconds:.0f} s, killed") from None
-    if status:
-        raise LaunchError(f"{' '.join(command)}: exit {status}\n{said[-4000:]}")
+        _check(command, ended.returncode, ended.stdout + ended.stderr)
+    else:
+        output_of(command, seconds, variables)
 
 
-def _here(command: list[str], variables: dict[str, str], seconds: float) -> tuple[int, str]:
-    with subprocess.Popen(
+def output_of(command: Sequence[str], seconds: float, variables: Mapping[str, str]) -> str:
+    """What `command` prints, in this checkout's folder.
+
+    Args:
+        command: program and words.
+        seconds: then it is killed with all that it started.
+        variables: of its environment, beside this one's.
+
+    Raises:
+        LaunchError: it failed or took too long; nothing of it is left running.
+    """
+    with _within(command, seconds), subprocess.Popen(
         command, env={**os.environ, **variables}, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
     ) as process:  # fmt: skip
@@ -78,4 +86,26 @@ def _here(command: list[str], variables: dict[str, str], seconds: float) -> tupl
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # horovodrun's ranks are sessions of their own, and end with it
             raise
-    return process.returncode, said
+    _check(command, process.returncode, said)
+    return said
+
+
+def found_in(output: str, pattern: str) -> str:
+    """The first group of `pattern` in what ranks have printed; LaunchError if it is not there."""
+    found = re.search(pattern, output)
+    if found is None:
+        raise LaunchError(f"there is no {pattern!r} in what was printed:\n{output[-4000:]}")
+    return found[1]
+
+
+@contextmanager
+def _within(command: Sequence[str], seconds: float) -> Iterator[None]:
+    try:
+        yield
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{' '.join(command)}: not done after {seconds:.0f} s, killed") from None
+
+
+def _check(command: Sequence[str], status: int, said: str) -> None:
+    if status:
+        raise LaunchError(f"{' '.join(command)}: exit {status}\n{said[-4000:]}")

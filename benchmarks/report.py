@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,16 @@ def save(name: str, figures: Any) -> None:
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
+def save_figure(figure: Any, file: Path) -> None:
+    """Write a plot of matplotlib; the same figures make the same file."""
+    import matplotlib.pyplot as plt
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context({"svg.hashsalt": file.name}):
+        figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
+
+
 class OtherMachine(RuntimeError):
     """A file of results was measured elsewhere: figures of two machines do not go into one table."""
 
@@ -68,6 +78,15 @@ def replace_file(file: Path, text: str) -> None:
     fresh = file.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(file)
+
+
+def remembered(file: Path, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `file` keeps under `key`; made, and kept, where it is not there: a study that was stopped goes on."""
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    if key not in kept:
+        kept[key] = {**make(), "environment": environment()}
+        replace_file(file, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    return kept[key]
 
 
 def write_into_page(page: Path, marker: str, text: str) -> None:

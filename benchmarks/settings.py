@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import re
 import statistics
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.report import RESULTS, ROOT, environment, write_into_page
+from benchmarks.ranks import found_in, output_of
+from benchmarks.report import RESULTS, ROOT, remembered, write_into_page
 
 KEPT = RESULTS / "settings.json"
 RUN_TIMEOUT_SECONDS = 600
@@ -114,29 +112,16 @@ STUDIES = {
 def run(variant: Variant, seed: int) -> dict[str, Any]:
     """The example's RESULT line: from the file of results, or by training now."""
     key = " ".join([variant.example, f"-np {variant.ranks}", *variant.options, f"--seed {seed}"])
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    if key not in kept:
-        kept[key] = {**train(variant, seed), "environment": environment()}
-        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
-    return kept[key]
+    return remembered(KEPT, key, lambda: train(variant, seed))
 
 
 def train(variant: Variant, seed: int) -> dict[str, Any]:
     """Launch the example and read its last line."""
     command = ["horovodrun", "--gloo", "-np", str(variant.ranks), sys.executable, f"examples/{variant.example}"]
-    result = subprocess.run(
-        [*command, *variant.options, "--seed", str(seed)],
-        cwd=ROOT,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_SECONDS,
+    said = output_of(
+        [*command, *variant.options, "--seed", str(seed)], RUN_TIMEOUT_SECONDS, {"TF_CPP_MIN_LOG_LEVEL": "3"}
     )
-    found = re.search(r"RESULT (\{.*\})", result.stdout)
-    if result.returncode or not found:
-        output = f"{result.stdout[-3000:]}{result.stderr[-3000:]}"
-        sys.exit(f"{variant.name}, seed {seed}: exit {result.returncode}\n{output}")
-    return json.loads(found[1])
+    return json.loads(found_in(said, r"RESULT (\{.*\})"))
 
 
 def table(study: Study, rows: dict[str, list[dict[str, Any]]]) -> str:

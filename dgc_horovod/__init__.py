@@ -1,6 +1,6 @@
 """Deep Gradient Compression and GaussianK-SGD for unmodified Horovod.
 
-This module imports no framework. ``dgc_horovod.torch`` is the PyTorch adapter.
+This module imports no framework. The adapters are ``dgc_horovod.torch`` and ``dgc_horovod.tensorflow``.
 """
 
 from dgc_horovod.config import DGCConfig

@@ -37,7 +37,7 @@ def cut(everything: bytes, sizes: Iterable[int]) -> list[bytes]:
     return parts
 
 
-def digest(text: str) -> bytes:
+def _digest(text: str) -> bytes:
     """A short fingerprint of `text`."""
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
 
@@ -48,7 +48,7 @@ def unique_tag(names: str) -> str:
     Optimizers over the same `names` (process set and parameters) are numbered in the order in which they are
     made, which is the same on every rank of the set; optimizers over other names do not disturb the count.
     """
-    base = digest(names).hex()[:6]
+    base = _digest(names).hex()[:6]
     return f"{base}.{next(_made_before[base])}"
 
 
@@ -64,7 +64,7 @@ def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:
     """
     if collectives.workers == 1:
         return
-    own = b"".join(digest(text) for text in fields.values())
+    own = b"".join(_digest(text) for text in fields.values())
     gathered = collectives.gather_bytes(own, "agreement")
     if all(theirs == own for theirs in gathered):
         return

@@ -59,6 +59,11 @@ class Bucket:
     values: str = ""
 
     @property
+    def name(self) -> str:
+        """Of its collective."""
+        return f"bucket{self.index}"
+
+    @property
     def numel(self) -> int:
         last = self.segments[-1]
         return last.start + last.numel
@@ -71,6 +76,11 @@ class Span:
     start: int
     numel: int
     k: int
+
+    @property
+    def place(self) -> slice:
+        """Its elements among those of the bucket."""
+        return slice(self.start, self.start + self.numel)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dgc_horovod.agreement import Gatherer, shared_from_first, together
 from dgc_horovod.config import DGCConfig, check_choice
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.manifest import MANIFEST, File, Manifest, digest
-from dgc_horovod.state import ResidualState, handed_on, shares
+from dgc_horovod.state import ResidualState, combining, handed_on, shares
 
 _log = logging.getLogger("dgc_horovod")
 MODEL = "model"
@@ -45,6 +45,9 @@ class Content:
     model: bytes
     state: ResidualState | None
     config: DGCConfig | None
+
+
+CALLS = "save_checkpoint or load_checkpoint, which every rank must call"
 
 
 def digest_of_names(names: Iterable[str], process_set_id: int) -> str:
@@ -90,15 +93,17 @@ def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], t
         files.update({key: File(**record) for key, record in json.loads(data).items()})
     with together(collectives, f"saving to {directory}"):
         if collectives.rank == 0:
-            fields = (
-                {} if content.config is None else {name: repr(value) for name, value in vars(content.config).items()}
-            )
+            fields = {} if content.config is None else _as_texts(content.config)
             step, epoch, workers, averages = (
                 (0, None, 0, True) if state is None else (state.step, state.epoch, state.workers, state.averages)
             )
             found = dict(sorted(files.items()))
             manifest = Manifest(content.holds, step, epoch, workers, averages, fields, found)
             _write(directory, MANIFEST, manifest.to_bytes())
+
+
+def _as_texts(config: DGCConfig) -> dict[str, str]:
+    return {name: repr(value) for name, value in vars(config).items()}
 
 
 def _check_own(directory: Path, holds: str) -> None:
@@ -131,9 +136,18 @@ def _write(directory: Path, name: str, data: bytes) -> File:
             out.flush()
             os.fsync(out.fileno())
         beside.replace(directory / name)
+        _see_to_disk(directory)  # the name too: files of the save before are removed after this
     finally:
         beside.unlink(missing_ok=True)
     return File(name, len(data), digest(data))
+
+
+def _see_to_disk(directory: Path) -> None:
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 @dataclass(frozen=True)
@@ -192,12 +206,18 @@ def load(
     return Checkpoint(manifest, model, handed_on(found, collectives.rank, collectives.workers) if found else empty)
 
 
+def tell_if_empty(found: Checkpoint, directory: object) -> None:
+    """Log, on rank 0, that there were no residuals."""
+    if not found.state.tensors and found.state.rank == 0:
+        _log.info("dgc_horovod: no residuals from %s; they start from zero", directory)
+
+
 def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None:
     """With momentum correction a residual holds updates, without it gradients: one is no good for the other.
 
     So are those of a tensor that was compressed no good for one that is sent whole.
     """
-    now = {name: repr(value) for name, value in vars(config).items()}
+    now = _as_texts(config)
     for name in ("momentum_correction", "min_numel", "compress_1d"):
         if manifest.config.get(name) != now[name]:
             raise CheckpointError(
@@ -205,10 +225,9 @@ def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None
                 'flush() before saving to change it, or pass residuals="ignored": what was not sent is lost then'
             )
     if manifest.averages != averages:
-        how = {True: "averaging", False: "summing"}
         raise CheckpointError(
-            f"the residuals were kept {how[manifest.averages]} gradients, now {how[averages]}; give the same op, or "
-            "call flush() before saving"
+            f"the residuals were kept {combining(manifest.averages)} gradients, now {combining(averages)}; give the "
+            "same op, or call flush() before saving"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import numbers
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.errors import ConfigError
+from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.schedule import WarmupSchedule
 
 RULES = ("exact", "sampled", "gaussian", "random", "threshold")
@@ -132,8 +131,8 @@ def check_field_names(names: Any) -> None:
     """Raise ConfigError for the first of `names` that is no field of DGCConfig."""
     for name in names:
         if name not in FIELD_NAMES:
-            nearest = difflib.get_close_matches(str(name), FIELD_NAMES, n=1)
-            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            near = nearest(name, FIELD_NAMES)
+            hint = f"did you mean {near!r}? " if near else ""
             raise ConfigError(f"unknown setting {name!r}; {hint}allowed: {', '.join(FIELD_NAMES)}")
 
 
@@ -150,8 +149,8 @@ def _check_fraction(name: str, value: Any) -> None:
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError, with the nearest of them, unless `value` is one of `allowed`."""
     if value not in allowed:
-        nearest = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        near = nearest(value, allowed)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
 
 

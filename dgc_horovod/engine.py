@@ -107,7 +107,7 @@ class BucketEngine:
         plan = self._plan_for(1.0 if self.bucket.whole else density)
         rule = RULES[self.config.rule]
         looks = rule.by_size and not self.bucket.whole
-        plan.spans["floor"] = plan.predictor.floors if looks else math.inf
+        plan.records["floor"] = plan.predictor.floors if looks else math.inf
         want_sums = rule.wants_sums and not self.bucket.whole
         self._step = step
         sender = plan.sender
@@ -117,7 +117,7 @@ class BucketEngine:
                 return Message(sender.payload, False, sent.count)
         else:
             room = plan.predictor.room if looks else 0
-            seen = self.kernels.take_in(self.gradients, self.state, scale, plan.spans, room, want_sums)
+            seen = self.kernels.take_in(self.gradients, self.state, scale, plan.records, room, want_sums)
         if not seen.residual_finite:  # sums of finite gradients can leave fp32's range
             self.clear()
         if not (seen.gradients_finite and seen.residual_finite):
@@ -146,22 +146,22 @@ class BucketEngine:
 
     def _select(self, plan: MessagePlan, seen: Seen) -> Elements:
         chosen = []
-        for number, run in enumerate(plan.runs):
+        for number, span in enumerate(plan.spans):
             view = self._view(plan, number, seen.candidates)
             context = SelectionContext(partial(self._generator, number), self.config.threshold)
-            noted = view.candidates if seen.candidates is not None else seen.noted * run.k / plan.wire.capacity
-            chosen.append(select(self.config.rule, view, run.k, context))
+            noted = view.candidates if seen.candidates is not None else seen.noted * span.k / plan.wire.capacity
+            chosen.append(select(self.config.rule, view, span.k, context))
             plan.predictor.learn(number, chosen[-1].values.size, least(chosen[-1]), noted)
         return joined(chosen)
 
     def _view(self, plan: MessagePlan, number: int, candidates: Elements | None) -> SpanView:
-        run, noted = plan.runs[number], plan.spans[number]
-        if candidates is not None and len(plan.runs) > 1:
-            low, high = np.searchsorted(candidates.positions, [run.start, run.start + run.numel])
+        span, record = plan.spans[number], plan.records[number]
+        if candidates is not None and len(plan.spans) > 1:
+            low, high = np.searchsorted(candidates.positions, [span.place.start, span.place.stop])
             candidates = Elements(candidates.positions[low:high], candidates.values[low:high])
-        x = self.state.v[run.start : run.start + run.numel]
-        sums = (float(noted["sum"]), float(noted["squares"])) if RULES[self.config.rule].wants_sums else None
-        return SpanView(self.kernels, x, run.start, candidates, float(noted["floor"]), sums)
+        x = self.state.v[span.place]
+        sums = (float(record["sum"]), float(record["squares"])) if RULES[self.config.rule].wants_sums else None
+        return SpanView(self.kernels, x, span.start, candidates, float(record["floor"]), sums)
 
     def _generator(self, span: int) -> np.random.Generator:
         """Random source that depends on rank, bucket, span and step alone, not on what was drawn before."""
@@ -206,7 +206,7 @@ class BucketEngine:
 
     def scatters(self, density: float) -> bool:
         """Whether a message of that density is a vector for an allreduce, not a packet for an allgather."""
-        return form(self.bucket, self.config, density, self.workers)[2]
+        return form(self.bucket, self.config, density, self.workers).scattered
 
     def move_in(self, i: int, other: BucketEngine, j: int) -> None:
         """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""
@@ -228,6 +228,11 @@ class BucketEngine:
         for name, x in self._parts().items():
             if x is not None:
                 x[place] = self.kernels.from_host(arrays[name]) if name in arrays else 0
+
+    def whole(self, part: str) -> np.ndarray:
+        """A copy on the host of one part, over the bucket; zeros where it is not kept."""
+        kept = self._parts()[part]
+        return np.zeros(self.bucket.numel, np.float32) if kept is None else self.kernels.to_host(kept).copy()
 
     @property
     def parts(self) -> list[str]:

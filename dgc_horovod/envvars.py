@@ -1,12 +1,12 @@
 """Every setting that comes from outside, once: its environment variable, its flag, its key in a config file.
 
-No other file of the package reads ``os.environ``. `dgcrun`'s flags, the keys of a ``compression:`` section and
-docs/environment.md all follow from `ALL`.
+No other file of the package reads ``os.environ``, but for two that run before it can be imported
+(``launch/build_horovod.py``, ``launch/site/sitecustomize.py``). `dgcrun`'s flags, the keys of a ``compression:``
+section and docs/environment.md all follow from `ALL`.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, ON_NONFINITE, RULES, SCOPES, VALUES, check_choice
-from dgc_horovod.errors import ConfigError
+from dgc_horovod.errors import ConfigError, nearest
 
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
 OF_METHOD = "of the method"
@@ -191,7 +191,7 @@ def unknown() -> dict[str, str]:
     """Names in the environment that look like ours and are not, with the nearest that is, or ""."""
     known = [variable.name for variable in ALL]
     strangers = [name for name in os.environ if name.startswith("DGC_") and name not in known]
-    return {name: next(iter(difflib.get_close_matches(name, known, n=1)), "") for name in strangers}
+    return {name: nearest(name, known) for name in strangers}
 
 
 def put_into_environment(values: Mapping[str, str]) -> None:

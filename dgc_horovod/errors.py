@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class DGCError(Exception):
     """Base of every error raised by dgc_horovod."""
@@ -45,3 +48,8 @@ class ReplicaMismatch(DGCError, RuntimeError):
 
 class NotFinite(DGCError, ArithmeticError):
     """A gradient was NaN or infinite on some rank, and the job is to stop then. Raised on every rank."""
+
+
+def nearest(word: object, allowed: Iterable[str]) -> str:
+    """The one of `allowed` that was probably meant, or ""."""
+    return next(iter(difflib.get_close_matches(str(word), list(allowed), n=1)), "")

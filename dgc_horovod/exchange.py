@@ -17,7 +17,7 @@ from dgc_horovod.message import Message
 from dgc_horovod.meter import BucketMeter
 from dgc_horovod.ops.schema import Kernels
 from dgc_horovod.schedule import density_at
-from dgc_horovod.state import MOMENTUM, RESIDUAL, Arrays, ResidualState
+from dgc_horovod.state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining
 from dgc_horovod.traffic import Tally, Traffic, ledger
 
 
@@ -204,10 +204,9 @@ class BucketExchange:
     def _check_fits(self, state: ResidualState) -> None:
         ours, theirs = (self.workers, self.rank, self.averages), (state.workers, state.rank, state.averages)
         if ours != theirs:
-            how = {True: "averaging", False: "summing"}
             raise CheckpointError(
-                f"the residuals are of rank {state.rank} of {state.workers}, {how[state.averages]} gradients; this is "
-                f"rank {self.rank} of {self.workers}, {how[self.averages]}; load_checkpoint hands them on"
+                f"the residuals are of rank {state.rank} of {state.workers}, {combining(state.averages)} gradients; "
+                f"this is rank {self.rank} of {self.workers}, {combining(self.averages)}; load_checkpoint hands them on"
             )
         for name, arrays in state.tensors.items():
             sizes = {array.size for array in arrays.values()}

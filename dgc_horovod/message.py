@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -95,10 +96,16 @@ def read_summed(received: np.ndarray, bucket: Bucket, step: int, workers: int) -
     return received[:-_MARKS], bool(flags == 0)
 
 
-def form(
-    bucket: Bucket, config: DGCConfig, density: float, workers: int
-) -> tuple[tuple[Span, ...], PacketFormat, bool]:
-    """What is selected together at a density, the packet for it, and whether a scattered vector is sent instead.
+class Form(NamedTuple):
+    """What is selected together, the packet for it, and whether a scattered vector is sent instead."""
+
+    spans: tuple[Span, ...]
+    wire: PacketFormat
+    scattered: bool
+
+
+def form(bucket: Bucket, config: DGCConfig, density: float, workers: int) -> Form:
+    """How a bucket is sent at a density.
 
     Args:
         bucket: of which the message is.
@@ -107,11 +114,11 @@ def form(
         workers: N.
     """
     density = 1.0 if bucket.whole else density
-    runs = spans(bucket, config.scope, density)
-    capacity = sum(run.k for run in runs)
+    parts = spans(bucket, config.scope, density)
+    capacity = sum(span.k for span in parts)
     indices = "every" if bucket.whole else "elias-fano"
     wire = PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
-    return runs, wire, sends_scattered(bucket.numel, wire.body_bytes, workers)
+    return Form(parts, wire, sends_scattered(bucket.numel, wire.body_bytes, workers))
 
 
 class MessagePlan:
@@ -119,14 +126,14 @@ class MessagePlan:
 
     def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, density: float, workers: int) -> None:
         self.density = density
-        self.runs, self.wire, self.scattered = form(bucket, config, density, workers)
+        self.spans, self.wire, self.scattered = form(bucket, config, density, workers)
         capacity = self.wire.capacity
-        self.predictor = FloorPredictor([r.numel for r in self.runs], [r.k for r in self.runs], config.threshold)
-        self.spans = np.zeros(len(self.runs), SPAN)
-        self.spans["start"] = [run.start for run in self.runs]
-        self.spans["numel"] = [run.numel for run in self.runs]
+        self.predictor = FloorPredictor([s.numel for s in self.spans], [s.k for s in self.spans], config.threshold)
+        self.records = np.zeros(len(self.spans), SPAN)  # the spans as kernels read them
+        self.records["start"] = [span.start for span in self.spans]
+        self.records["numel"] = [span.numel for span in self.spans]
         # an exact selection of the whole bucket is the one that devices can make by themselves
-        alone = config.rule == "exact" and len(self.runs) == 1 and not bucket.whole and not self.scattered
+        alone = config.rule == "exact" and len(self.spans) == 1 and not bucket.whole and not self.scattered
         looks = self.predictor.room > 0
         self.sender = kernels.sender(bucket, self.wire, self.predictor.room) if alone and looks else None
         coded = not bucket.whole and not self.scattered

@@ -41,6 +41,11 @@ CHECKSUM_FACTOR = 0x9E3779B97F4A7C15
 CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
 
 
+# What device coders find in a packet
+BAD_POSITIONS = "positions do not ascend within the bucket"
+BAD_VALUES = "values or scales that no sender writes"
+
+
 @dataclass(frozen=True)
 class PacketFormat:
     """What the ranks must agree on to read each other's packets of one bucket.
@@ -64,6 +69,11 @@ class PacketFormat:
         return INDEX_CODECS[self.indices].nbytes(self.numel, self.capacity)
 
     @cached_property
+    def scales_at(self) -> int:
+        """Where in the body the scales of the values' blocks begin."""
+        return self.values_at + VALUE_CODECS[self.values].scales_at(self.capacity)
+
+    @cached_property
     def body_bytes(self) -> int:
         """Size of a packet without its header."""
         return self.values_at + VALUE_CODECS[self.values].nbytes(self.capacity)
@@ -79,7 +89,7 @@ class PacketFormat:
         return EliasFanoIndices.low_bits(self.numel, self.capacity)
 
     @cached_property
-    def _constants(self) -> np.ndarray:
+    def constants(self) -> np.ndarray:
         """The header of every packet, but for step, flags, count and checksum."""
         header = np.zeros(1, HEADER)
         for name, value in self.expected(0).items():
@@ -127,7 +137,7 @@ class PacketFormat:
         out.fill(0)
         zeros = coder.encode(self, positions, values, out[HEADER.itemsize :], decoded)
         header = out[: HEADER.itemsize].view(HEADER)
-        header[:] = self._constants
+        header[:] = self.constants
         header["step"], header["flags"], header["count"] = step % 2**32, flags, positions.size
         header["checksum"] = coder.checksum(out)
         return zeros

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,9 @@ import numpy as np
 
 from dgc_horovod.agreement import Gatherer
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import ReplicaMismatch
 
+_log = logging.getLogger("dgc_horovod")
 RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # what a rank sends of one comparison
 _PART_BYTES = 2**24  # of weights that are looked at together: 3 ms
 ADVICE = (
@@ -115,3 +118,11 @@ def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> 
     ranks = [rank for rank, theirs in enumerate(sums) if tuple(theirs) != usual] if len(sums) > 2 else []
     differing = [name for i, name in enumerate(names, 1) if any(theirs[i] != usual[i] for theirs in sums)]
     return Difference(step, ranks, differing)
+
+
+def stop_or_tell(found: Difference, stops: bool, rank: int) -> None:
+    """Raise ReplicaMismatch if the ranks are to stop; else log, on rank 0, that they go on."""
+    if stops:
+        raise ReplicaMismatch(f"{found}. {ADVICE}")
+    if rank == 0:
+        _log.warning("dgc_horovod: %s; all go on with those of the first rank", found)

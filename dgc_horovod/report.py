@@ -20,6 +20,26 @@ ADAM_AFTER = (
 )
 
 
+NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
+
+
+def refusal(what: str, instead: str) -> str:
+    """What is said of an option that momentum correction would get wrong."""
+    return (
+        f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
+        "correction such as Compression.topk(...)"
+    )
+
+
+def tell_plain(optimizer: str) -> None:
+    """Warn that an optimizer is none whose arithmetic can be split."""
+    _log.warning(
+        "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
+        "may cost quality (docs/algorithm.md)",
+        optimizer,
+    )
+
+
 def not_finite(step: int, where: str) -> str:
     """What is said of a step that is not applied: its number from 0, and `BucketExchange.where_not_finite`."""
     return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"

@@ -113,4 +113,4 @@ def density_at(final_density: float, warmup: WarmupSchedule | None, step: int, e
     done, stages = warmup.fraction_done(step, epoch), warmup.stages(final_density)
     if done >= 1 or stages == 0:
         return final_density
-    return max(final_density, warmup.first_density * warmup.factor ** int(done * stages))
+    return max(final_density, warmup.first_density * warmup.factor ** max(0, int(done * stages)))

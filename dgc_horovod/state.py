@@ -26,6 +26,11 @@ _HEAD, _GUESS = "head", "thresholds"
 Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
 
 
+def combining(averages: bool) -> str:
+    """In words, what the ranks do with their gradients."""
+    return "averaging" if averages else "summing"
+
+
 @dataclass
 class ResidualState:
     """The state of one rank.

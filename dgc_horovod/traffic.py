@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,15 +19,16 @@ class Traffic:
     decoding: float = 0.0  # and in putting together what came back
     waiting: float = 0.0  # seconds in which nothing was left to do but wait for the other ranks
 
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()  # buckets may be compressed by several threads
+
     def count_allgather(self, nbytes: int, workers: int) -> None:
         """Count an allgather of `nbytes` from each rank."""
-        self.sent += nbytes
-        self.received += (workers - 1) * nbytes
+        self._add(sent=nbytes, received=(workers - 1) * nbytes)
 
     def count_allreduce(self, nbytes: int, workers: int) -> None:
         """Count a ring allreduce of `nbytes`."""
-        self.sent += nbytes
-        self.received += ring_received(nbytes, workers)
+        self._add(sent=nbytes, received=ring_received(nbytes, workers))
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -35,7 +37,16 @@ class Traffic:
         try:
             yield
         finally:
-            setattr(self, what, getattr(self, what) + time.perf_counter() - start)
+            self._add(**{what: time.perf_counter() - start})
+
+    def waited(self, seconds: float) -> None:
+        """Count time in which nothing was left to do."""
+        self._add(waiting=seconds)
+
+    def _add(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
 
 
 def ring_received(nbytes: int, workers: int) -> int:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import statistics
-import subprocess
 import sys
 import time
 
 from benchmarks.adapters.worker import ROWS
+from benchmarks.ranks import found_in, output_of
 from benchmarks.report import ROOT, markdown, save, write_into_page
 from benchmarks.shapes import SHAPES
 
@@ -24,14 +22,10 @@ PLAIN, _, COMPRESSED = ROWS
 def measure(framework: str, model: str, ranks: int) -> dict[str, float]:
     """Milliseconds of each row, of one launch of `ranks` ranks."""
     command = ["horovodrun", "--gloo", "-np", str(ranks), sys.executable, "-m", "benchmarks.adapters.worker"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [*command, framework, model], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    said = output_of(
+        [*command, framework, model], TIMEOUT_SECONDS, {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     )
-    found = re.search(r"RESULT (\{.*\})", done.stdout)
-    if done.returncode or found is None:
-        raise SystemExit(f"{framework} on {ranks} ranks failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return json.loads(found[1])
+    return json.loads(found_in(said, r"RESULT (\{.*\})"))
 
 
 def main() -> None:
@@ -58,7 +52,7 @@ def main() -> None:
     rows[-1][0] = f"overhead: {COMPRESSED} − {PLAIN}"
     caption = (
         f"{options.model}, density 0.1%, {options.ranks} ranks of one thread on one machine over Gloo, milliseconds; "
-        f"medians of {options.rounds} launches. TensorFlow's overhead is {ratio:.2f} times torch's. Made by "
+        f"medians of {options.rounds} launches. Made by "
         "`python -m benchmarks.adapters`."
     )
     text = f"{markdown(['ms', 'PyTorch', 'TensorFlow, Keras 3'], rows)}\n\n{caption}"

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +25,10 @@ import triton  # noqa: E402
 from benchmarks.gpu import checks, timing, training  # noqa: E402
 from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
 from benchmarks.report import environment  # noqa: E402
+from dgc_horovod.ops import registry  # noqa: E402
 
 _SANITIZED = ("values bf16", "values 2bit", "off the grid", "damaged packets")
-_SANITIZER_SECONDS = 90
+_SANITIZER_SECONDS, _PART_SECONDS = 90, 300
 _TINY = {"tiny": lambda: [("a", (64, 100)), ("b", (31, 77)), ("c", (100, 40))]}
 _PARTS = ("checks", "training", "models", "growth", "sanitizer")
 _start = time.monotonic()
@@ -46,7 +48,19 @@ def check(size: checks.Size, names: list[str]) -> dict[str, str]:
         except Exception as error:  # a kernel that does not compile here, say: the others still tell something
             found[name] = f"{type(error).__name__}: {error}"[:2000]
         say(f"check {number}/{len(names)} {name}: {found[name] or 'ok'}")
+        if found[name] and lost():
+            say("the device answers this process no more: the other checks are not run")
+            break
     return found
+
+
+def lost() -> bool:
+    """Whether CUDA fails whatever it is asked, as it does after an access to wrong memory."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return not INTERPRETED
+    return False
 
 
 def sanitize() -> dict[str, str]:
@@ -58,7 +72,9 @@ def sanitize() -> dict[str, str]:
     # without torch's own pool every tensor ends where its memory does
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in ("memcheck", "racecheck"):
-        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.gpu"]
+        # torch asks the driver for functions that it may not have: no error
+        quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command = [program, "--tool", tool, *quiet, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.gpu"]
         started = subprocess.Popen(
             [*command, "--only-checks", *_SANITIZED], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=environment, start_new_session=True,
@@ -77,10 +93,23 @@ def in_turn(names: list[str], device: str) -> Iterator[tuple[str, Any]]:
     """What each part found; of one that fails, why: the others still tell something."""
     for name in names:
         try:
-            yield name, part(name, device)
+            yield name, part(name, device) if len(names) == 1 else by_itself(name)
         except Exception as error:
             say(f"{name} FAILED: {type(error).__name__}: {error}")
             yield f"{name} failed", f"{type(error).__name__}: {error}"[:4000]
+
+
+def by_itself(name: str) -> Any:
+    """`part` in a process of its own: a wrong access spoils the device for a whole process, and one may hang."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--interpret"] if INTERPRETED else []
+        command = [sys.executable, "-m", "benchmarks.gpu", folder, "--only", name, "--quiet", *flags]
+        code = subprocess.run(command, timeout=_PART_SECONDS).returncode
+        written = Path(folder) / "gpu.json"
+        figures = json.loads(written.read_text())["figures"] if written.exists() else {}
+    if name not in figures:
+        raise RuntimeError(figures.get(f"{name} failed", f"its process has ended with exit code {code}"))
+    return figures[name]
 
 
 def part(name: str, device: str) -> Any:
@@ -104,6 +133,7 @@ def main() -> None:
     parser.add_argument("--interpret", action="store_true", help="without a GPU, tiny: to see that it runs")
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="these parts (default: all)")
     parser.add_argument("--only-checks", nargs="+", metavar="CHECK", help="these checks, and nothing else")
+    parser.add_argument("--quiet", action="store_true", help="no tables at the end")
     args = parser.parse_args()
     if not INTERPRETED and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device that torch can use; --interpret runs a tiny part without one")
@@ -111,7 +141,8 @@ def main() -> None:
     say(f"device: {timing.device_name(device)}; torch {torch.__version__}, Triton {triton.__version__}")
     if args.only_checks:
         ended(check(checks.INTERPRETED if INTERPRETED else checks.SANITIZED, args.only_checks))
-    here = {**environment(), "triton": triton.__version__, "device": timing.device_name(device)}
+    coder = type(registry.host_coder(0)).__name__
+    here = {**environment(), "triton": triton.__version__, "device": timing.device_name(device), "host coder": coder}
     found: dict[str, Any] = {}
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, result in in_turn(args.only, device):
@@ -119,18 +150,24 @@ def main() -> None:
         say(f"{name}: done")
         text = json.dumps({"environment": here, "figures": found}, indent=1)
         (args.folder / "gpu.json").write_text(text + "\n")  # after each part: the rest may not come
-    print(f"\n{tables(found)}\n")
-    if "growth" in found:
-        plot(found["growth"], args.folder / "gpu-growth.svg")
-    if not INTERPRETED:
-        print("\n".join(verdicts(found)))
-    say(f"written to {args.folder}/gpu.json")
+    if not args.quiet:
+        summary(found, args.folder)
     tools = found.get("sanitizer", {})  # one that is not there, or was too slow, has found nothing
     problems = {
         name: text for name, text in tools.items() if text not in ("ok", "not installed") and "not done" not in text
     }
     failed = {name: text for name, text in found.items() if name.endswith(" failed")}
     ended({**found.get("checks", {}), **problems, **failed})
+
+
+def summary(found: dict[str, Any], folder: Path) -> None:
+    """The tables, the plot, and which bars are met."""
+    print(f"\n{tables(found)}\n")
+    if "growth" in found:
+        plot(found["growth"], folder / "gpu-growth.svg")
+    if not INTERPRETED:
+        print("\n".join(verdicts(found)))
+    say(f"written to {folder}/gpu.json")
 
 
 def ended(checked: dict[str, str]) -> None:

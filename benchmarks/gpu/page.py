@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, ROOT, markdown, write_into_page
+from benchmarks.report import RESULTS, ROOT, markdown, save_figure, write_into_page
 
 SLOWER_AT_MOST, DECODE_AT_MOST = 1.5, 0.3
 OVER_TOPK, OVER_PUBLISHED = 10, 20
@@ -81,7 +81,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     axes.set_ylabel("picoseconds an element")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(file)
+    save_figure(figure, file)
 
 
 def verdicts(found: dict[str, Any]) -> list[str]:

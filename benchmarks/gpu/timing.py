@@ -32,6 +32,7 @@ BYTES = 20  # that any step which keeps u and v must move for each element
 SETTLED = 20  # steps until thresholds follow
 GROWTH_MILLIONS = (20, 50, 100, 200, 400)
 _DRAWN = 1 << 22
+_FEED = MomentumFeed(MOMENTUM)
 
 
 def device_name(device: str) -> str:
@@ -122,7 +123,7 @@ class Worker:
         packets = []
         for engine, gradients in zip(self.engines, self.gradients, strict=True):
             for i, gradient in enumerate(gradients):
-                engine.offer(i, gradient, MomentumFeed(MOMENTUM))
+                engine.offer(i, gradient, _FEED)
             packets.append(engine.compress(1.0, self.step, self.config.final_density).payload)
         self.step += 1
         return packets

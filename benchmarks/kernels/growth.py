@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.bench import MOMENTUM, Model, timed, torch_threads
-from benchmarks.report import ROOT, markdown
+from benchmarks.report import ROOT, markdown, save_figure
 from dgc_horovod import DGCConfig
 from dgc_horovod.ops.native_kernels import NativeKernels
 
@@ -81,5 +81,4 @@ def plot(rows: list[dict[str, Any]]) -> None:
     axes.set_ylabel("milliseconds: accumulate, select, encode")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    PLOT.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PLOT)
+    save_figure(figure, PLOT)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.plots import IMAGES, save
+from benchmarks.plots import IMAGES
 from benchmarks.quality import analysis
 from benchmarks.quality.analysis import Outcome
 from benchmarks.quality.runs import LENGTHS, LONGER, WORKERS
@@ -18,6 +18,7 @@ from benchmarks.quality.selection import BINS, WIDEST
 from benchmarks.quality.tables import COUNTED, GOALS
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.variants import ABLATION, CHOICES, WITHOUT
+from benchmarks.report import save_figure
 
 COLOURS = {
     "dense": "#444444",
@@ -90,7 +91,7 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
     panels[0][0].invert_yaxis()
     panels[0][1].set_xlabel("test loss less that of dense training, nats (linear up to 0.1)")
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def curves(found: Sequence[Outcome], file: Path) -> None:
@@ -112,7 +113,7 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
         axes.set_ylim(min(last, default=0.0) - 0.1, min(last, default=0.0) + 1.6)
     panels[0][0].set_ylabel("test loss, nats")
     panels[0][0].legend(frameon=False, fontsize=8)
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def longer(found: Sequence[Outcome], file: Path) -> None:
@@ -144,7 +145,7 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
         axes.set_ylabel(f"{goal.name}, less dense's own")
         axes.grid(alpha=0.3)
     panels[0][-1].legend(frameon=False, fontsize=7)
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def counts(found: Sequence[Outcome], file: Path) -> None:
@@ -170,7 +171,7 @@ def counts(found: Sequence[Outcome], file: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("selected elements, in k")
     panels[0][0].legend(frameon=False, fontsize=8)
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def _ends(points: Iterable[Sequence[Sequence[float]]]) -> tuple[list[float], list[float], list[float]]:
@@ -196,7 +197,7 @@ def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set_ylabel("what is left, ‖x - C(x)‖² / ‖x‖²")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def histograms(kept: dict[str, list[dict[str, Any]]], task: str, file: Path) -> None:
@@ -222,4 +223,4 @@ def histograms(kept: dict[str, list[dict[str, Any]]], task: str, file: Path) -> 
     panels[0][-1].legend(frameon=False, fontsize=6)
     for axes in panels[-1]:
         axes.set_xlabel("standard deviations", fontsize=8)
-    save(figure, file)
+    save_figure(figure, file)

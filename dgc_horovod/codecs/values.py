@@ -27,6 +27,9 @@ class ValueCodec(Protocol):
     def nbytes(self, capacity: int) -> int:
         """Size, whatever is written."""
 
+    def scales_at(self, capacity: int) -> int:
+        """Where the blocks' scales begin, behind the values' codes."""
+
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         """Write finite values into `out`, `nbytes` zero bytes."""
 
@@ -50,6 +53,9 @@ class FloatValues:
     def nbytes(self, capacity: int) -> int:
         return word_bytes(8 * self.dtype.itemsize * capacity)
 
+    def scales_at(self, capacity: int) -> int:
+        return self.nbytes(capacity)  # there are none
+
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         out[: self.dtype.itemsize * values.size].view(self.dtype)[:] = np.clip(values, -self._largest, self._largest)
 
@@ -65,6 +71,9 @@ class BFloat16Values:
 
     def nbytes(self, capacity: int) -> int:
         return word_bytes(16 * capacity)
+
+    def scales_at(self, capacity: int) -> int:
+        return self.nbytes(capacity)  # there are none
 
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         bits = _bits(values)
@@ -93,7 +102,10 @@ class BlockValues:
     scales: int
 
     def nbytes(self, capacity: int) -> int:
-        return word_bytes(self.bits * capacity) + 4 * self.scales * -(-capacity // BLOCK)
+        return self.scales_at(capacity) + 4 * self.scales * -(-capacity // BLOCK)
+
+    def scales_at(self, capacity: int) -> int:
+        return word_bytes(self.bits * capacity)
 
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         if not values.size:
@@ -103,16 +115,16 @@ class BlockValues:
         code_bits = (codes.reshape(-1)[: values.size, None] >> np.arange(self.bits)) & 1
         packed = np.packbits(code_bits.astype(np.uint8), bitorder="little")
         out[: packed.size] = packed
-        at = word_bytes(self.bits * capacity)
+        at = self.scales_at(capacity)
         out[at : at + 4 * scales.size].view("<f4")[:] = scales.reshape(-1)
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
         if not count:
             return np.empty(0, np.float32)
-        bits = np.unpackbits(data[: word_bytes(self.bits * capacity)], bitorder="little")[: self.bits * count]
+        bits = np.unpackbits(data[: self.scales_at(capacity)], bitorder="little")[: self.bits * count]
         codes = bits.reshape(count, self.bits).astype(np.int64) @ (1 << np.arange(self.bits))
         rows, _ = _rows(codes)
-        at = word_bytes(self.bits * capacity)
+        at = self.scales_at(capacity)
         scales = data[at : at + 4 * self.scales * len(rows)].view("<f4").reshape(len(rows), self.scales)
         if (scales.view(np.uint32) >= _INFINITY).any():
             raise CorruptPacket("scales that are negative or not finite")

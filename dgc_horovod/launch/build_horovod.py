@@ -30,6 +30,7 @@ HOROVOD_VERSION = "0.28.1"
 BUILD_TOOLS = ("cmake==3.31.6", "ninja", "setuptools<81", "wheel", "packaging", "cffi")
 RUN_NEEDS = ("cloudpickle", "numpy", "psutil", "pyyaml", "packaging")
 FRAMEWORKS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}
+HOROVODS_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}  # in its metadata.json
 LOG_TAIL_LINES = 40
 FAILED = "failed"  # a file in place of the wheel: this build does not work here
 HOW_TO_GO_ON = {
@@ -190,7 +191,7 @@ def build_environment(work: Path, build: Build) -> dict[str, str]:
     }
     for name in FRAMEWORKS:
         has = "WITH" if name in build.frameworks else "WITHOUT"
-        defaults[f"HOROVOD_{has}_{'PYTORCH' if name == 'torch' else name.upper()}"] = "1"
+        defaults[f"HOROVOD_{has}_{HOROVODS_NAMES[name].upper()}"] = "1"
     environment = {**defaults, **os.environ}
     if not build.cuda:
         (work / "sitecustomize.py").write_text(HIDE_CUDA)
@@ -305,7 +306,7 @@ def build_with_fallback(wanted: Build, cache: Path) -> Path:
 
 
 def already_right(build: Build) -> bool:
-    """Whether the installed Horovod was built for all of `build`: these framework versions, and MPI."""
+    """Whether the installed Horovod was built for all of `build`: these framework versions, MPI and CUDA."""
     if installed_version("horovod") != HOROVOD_VERSION:
         return False
     package = Path(sysconfig.get_path("platlib")) / "horovod"
@@ -313,10 +314,10 @@ def already_right(build: Build) -> bool:
         built = json.loads((package / "metadata.json").read_text())
     except (OSError, ValueError):
         return False
-    names = {"torch": "pytorch", "tensorflow": "tensorflow"}
-    if any(built.get(names[name]) != version for name, version in build.frameworks.items()):
+    if any(built.get(HOROVODS_NAMES[name]) != version for name, version in build.frameworks.items()):
         return False
-    return build.mpi is None or imports(build, "assert module.mpi_built()")
+    parts = [name for name, wanted in (("mpi", build.mpi), ("cuda", build.cuda)) if wanted]
+    return not parts or imports(build, f"assert all(getattr(module, p + '_built')() for p in {parts})")
 
 
 def imports(build: Build, check: str = "pass") -> bool:
@@ -366,6 +367,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     wanted = Build(frameworks, mpi=None if options.without_mpi else find_mpi(), cuda=find_cuda())
     names = ", ".join(f"{name} {version}" for name, version in frameworks.items())
+    if not wanted.cuda and Path("/dev/nvidiactl").exists():
+        tell("there is a GPU here and no nvcc: Horovod is built without CUDA, and ends a process that gives it a CUDA "
+             "tensor; docs/cuda.md says how to build it with CUDA from pip's packages alone")  # fmt: skip
     if options.force:
         for build in builds_from(wanted):
             shutil.rmtree(options.cache / build.key(), ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import yaml
 
 from dgc_horovod import envvars
-from dgc_horovod.errors import ConfigError
+from dgc_horovod.errors import ConfigError, nearest
 
 SECTION = "compression"
 # Horovod reads these (horovod/runner/common/util/config_parser.py) and ignores every other key without a word.
@@ -93,8 +92,8 @@ def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
 def _check_keys(path: str, section: str, given: Mapping[str, Any], allowed: Collection[str]) -> None:
     for key in given:
         if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = nearest(key, allowed)
+            hint = f"did you mean {near!r}? " if near else ""
             where = f" in {section}" if section else ""
             raise ConfigError(f"{path}: unknown key {key!r}{where}; {hint}allowed: {', '.join(allowed)}")
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from dgc_horovod.errors import ConfigError
+
 _REQUEST_SECONDS = 5.0
 _PAUSES = (0.2, 1.0)  # seconds, before another try
 _MOST_BYTES = 4096  # of an entry
@@ -131,8 +133,10 @@ class Desk:
 
 class _Store:
     def __init__(self, address: str) -> None:
-        self._scope, place = address.split("@")
-        names, port = place.rsplit(":", 1)
+        self._scope, _, place = address.partition("@")
+        names, _, port = place.rpartition(":")
+        if not (self._scope and names.strip(",") and port.isdigit()):
+            raise ConfigError(f"DGC_DESK must be SCOPE@ADDRESS:PORT, got {address!r}; dgcrun sets it, unset it")
         self._bases = [f"http://{name}:{port}" for name in names.split(",") if name]
         # a proxy of the cluster is for the world outside
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -6,7 +6,6 @@ hangs is a finding.
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
@@ -33,6 +32,7 @@ from dgc_horovod.launch.findings import (
 )
 from dgc_horovod.launch.hosts import Ssh
 from dgc_horovod.launch.link import Link
+from dgc_horovod.launch.marked import marked
 from dgc_horovod.launch.plan import Plan, measure_compress, price, show
 from dgc_horovod.launch.settings import Job
 
@@ -73,7 +73,7 @@ _TORCH = """
     import torch
     found.update(version=torch.__version__, cuda_built=torch.version.cuda, cuda=torch.cuda.is_available())
     import horovod.torch as horovod
-    found["parts"] = [part for part in ("gloo", "mpi", "nccl") if getattr(horovod, f"{part}_built")()]
+    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, f"{part}_built")()]
     if found["cuda"]:
         from dgc_horovod.ops import registry
         try: found["cuda_kernels"] = registry.choose("cuda:0").name
@@ -83,7 +83,7 @@ _TENSORFLOW = """
     import tensorflow
     found["version"] = tensorflow.__version__
     import horovod.tensorflow as horovod
-    found["parts"] = [part for part in ("gloo", "mpi", "nccl") if getattr(horovod, f"{part}_built")()]
+    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, f"{part}_built")()]
 """
 
 
@@ -177,9 +177,9 @@ def _child(interpreter: str, code: str) -> dict[str, Any]:
         return {"error": f"it took more than {_CHILD_SECONDS} s"}
     except OSError as error:
         return {"error": str(error)}
-    lines = [line for line in ended.stdout.splitlines() if line.startswith(_MARK)]
-    if lines:
-        return json.loads(lines[-1].removeprefix(_MARK))
+    found = marked(ended.stdout, _MARK)
+    if found is not None:
+        return found
     if ended.returncode < 0:
         return {"error": f"it crashed with {signal.Signals(-ended.returncode).name}"}
     said = ended.stderr.strip().splitlines() or ["no output"]

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dgc_horovod import __version__, envvars
-from dgc_horovod.launch.build_horovod import HOROVOD_VERSION
+from dgc_horovod.launch.build_horovod import HOROVOD_VERSION, HOROVODS_NAMES
 from dgc_horovod.launch.hosts import HostReport
 from dgc_horovod.launch.link import Link
 
 OK, NOTE, BAD = "ok", "note", "BAD"
 _BUILD = "dgcrun --build-horovod builds it for what is installed here"
-_KEYS_OF_BUILD = {"torch": "pytorch", "tensorflow": "tensorflow"}  # in Horovod's metadata.json
 # What must be the same on every host, the keys of `HostReport.found` that tell, and how bad it is if it is not.
 _SAME_EVERYWHERE = (
     ("Horovod", ("horovod",), BAD),
@@ -102,7 +101,7 @@ def _judge_framework(name: str, facts: Facts) -> Finding:
     found = facts.frameworks[name]
     version = found.get("version") or facts.packages[name]
     built_for = facts.packages.get("built_for", {})
-    built = built_for.get(_KEYS_OF_BUILD[name])
+    built = built_for.get(HOROVODS_NAMES[name])
     if built not in (None, version):
         return Finding(BAD, f"Horovod was built for {name} {built}, installed is {version}", _BUILD)
     if "error" not in found:
@@ -124,7 +123,10 @@ def _judge_parts(parts: Sequence[str], facts: Facts) -> list[Finding]:
         path = f" ({facts.mpirun})" if "mpi" in parts else ""
         findings.append(Finding(OK, f"controllers: {', '.join(controllers)}{path}"))
     torch = facts.frameworks.get("torch", {})
-    if (torch.get("cuda") or torch.get("cuda_built")) and "nccl" not in parts:
+    if torch.get("cuda") and "cuda" not in parts:
+        text = "Horovod was built without CUDA: it ends the process that gives it a CUDA tensor (broadcast_parameters)"
+        findings.append(Finding(BAD, text, "docs/cuda.md, With Horovod; or broadcast before the model goes to the GPU"))
+    elif (torch.get("cuda") or torch.get("cuda_built")) and "nccl" not in parts:
         advice = "build with HOROVOD_GPU_OPERATIONS=NCCL: dgcrun --build-horovod"
         findings.append(Finding(NOTE, "built without NCCL: GPU gradients go through host memory", advice))
     return findings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 import sys
 import textwrap
@@ -19,7 +18,7 @@ from horovod.runner.common.util import config_parser
 
 from dgc_horovod import envvars
 from dgc_horovod.envvars import EnvironmentVariable
-from dgc_horovod.errors import ConfigError
+from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.launch import config_file
 
 _PREFIX = "dgc_"  # of our entries in the parsed arguments
@@ -134,8 +133,8 @@ class _Parser(argparse.ArgumentParser):
         """As argparse's, with the nearest flag for one that does not exist."""
         unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
         if "unrecognized" in message and unknown:
-            near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
-            message += f"; did you mean {near[0]}?" if near else "; dgcrun --help lists them"
+            near = nearest(unknown[0], self._option_string_actions)
+            message += f"; did you mean {near}?" if near else "; dgcrun --help lists them"
         print(f"usage: {_USAGE}\ndgcrun: error: {message}", file=sys.stderr)
         sys.exit(2)
 

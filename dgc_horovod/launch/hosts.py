@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ from horovod.runner.util.remote import get_remote_command
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.marked import marked
 from dgc_horovod.launch.site import FOLDER
 
 _SSH_SECONDS, _ANSWER_SECONDS = 10, 60
@@ -32,11 +32,11 @@ _MARK = "DGC_HOST "
 _PYTHON = re.compile(r"python[\d.]*t?")
 _WRAPPERS = ("env", "nice", "ionice", "timeout", "numactl", "taskset", "nohup", "stdbuf", "setsid")
 # Run by the job's own interpreter, with the job's environment and folder, on every host.
-_PROBE = """
+_PROBE = f"""
 import sys
 sys.path.pop(0)  # the current folder, which is not where a script finds its modules
 import importlib.metadata, json, os, platform, socket
-found = {"hostname": socket.gethostname(), "python": sys.executable, "folder": os.getcwd()}
+found = dict(hostname=socket.gethostname(), python=sys.executable, folder=os.getcwd())
 found["python_version"] = platform.python_version()
 for name in ("horovod", "torch", "tensorflow", "tensorflow-cpu"):
     try: found[name] = importlib.metadata.version(name)
@@ -45,8 +45,8 @@ try:
     import dgc_horovod, dgc_horovod.launch.site
     found.update(version=dgc_horovod.__version__, site=dgc_horovod.launch.site.FOLDER)
 except Exception as error:
-    found["error"] = f"{type(error).__name__}: {error}"
-print("DGC_HOST " + json.dumps(found))
+    found["error"] = type(error).__name__ + ": " + str(error)
+print({_MARK!r} + json.dumps(found))
 """
 
 
@@ -157,13 +157,12 @@ def _ask_one(host: str, interpreter: str, ssh: Ssh) -> HostReport:
         answer = run_on(host, [interpreter, "-c", _PROBE], ssh)
     except subprocess.TimeoutExpired:
         return HostReport(host, {}, f"no answer within {_ANSWER_SECONDS} s; is ssh to it possible without a password?")
-    lines = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
-    if not lines:
+    found = marked(answer.stdout, _MARK)
+    if found is None:
         said = ((answer.stderr.strip() or answer.stdout.strip()).splitlines() or ["no output"])[-1]
         if answer.returncode == _SSH_FAILED and is_remote(host):
             return HostReport(host, {}, f"{said}; ssh to it must work without a password")
         return HostReport(host, {}, f"{interpreter} cannot be run there: {said}")
-    found = json.loads(lines[-1].removeprefix(_MARK))
     return HostReport(host, found, _problem(found))
 
 

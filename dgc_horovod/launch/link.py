@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from subprocess import CompletedProcess, SubprocessError
 
+from dgc_horovod.launch.marked import marked
+
 SECONDS = 1.0  # of each stream
 _UNCOUNTED_SECONDS = 0.25  # at its beginning: TCP's slow start, and what a shaped link lets through in one burst
 _ECHOES = 21
@@ -80,10 +82,10 @@ def _last_words(ended: CompletedProcess[str]) -> str:
 
 
 def _result(ended: CompletedProcess[str]) -> float:
-    lines = [line for line in ended.stdout.splitlines() if line.startswith(_MARK)]
-    if not lines:
+    found = marked(ended.stdout, _MARK)
+    if found is None:
         raise ValueError(f"the program there has ended without a result{_last_words(ended)}")
-    return float(json.loads(lines[-1].removeprefix(_MARK)))
+    return float(found)
 
 
 def serve(

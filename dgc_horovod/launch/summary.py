@@ -42,6 +42,8 @@ class Outcome:
         self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
         self._told: set[str] = set()
         self._writer: Writer | None = None
+        self._writing = threading.Lock()
+        self._ended = threading.Event()
         self._start = time.monotonic()
         self._process = os.getpid()
         address = envvars.DESK.read()
@@ -131,13 +133,14 @@ class Outcome:
         return _line(self.job.method, final, stats, "fp16" in self.asked)
 
     def _write_on(self, path: str) -> None:
-        while True:
-            time.sleep(_METRICS_EVERY)
+        while not self._ended.wait(_METRICS_EVERY):
             self._try_metrics(path, final=False)
 
     def _try_metrics(self, path: str, final: bool) -> None:
         try:
-            self._write_metrics(path, final)
+            with self._writing:
+                if final or not self._ended.is_set():
+                    self._write_metrics(path, final)
         except OSError as error:
             self.tell_once(f"the metrics file {path!r} cannot be written any more: {error}")
 
@@ -160,6 +163,7 @@ class Outcome:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
         if self.rank != 0 or os.getpid() != self._process:
             return 0
+        self._ended.set()
         path = self.job.get(envvars.METRICS_FILE)
         if path:
             self._try_metrics(path, final=True)

@@ -50,6 +50,8 @@ class Primitives(Protocol):
     def take(self, x: Array, positions: np.ndarray) -> np.ndarray: ...
     def put(self, x: Array, elements: Elements) -> None: ...
     def sums(self, x: Array) -> tuple[float, float]: ...
+
+    def squares(self, arrays: Sequence[Array]) -> float: ...
     def count_at_least(self, x: Array, threshold: float) -> int: ...
     def sample(self, x: Array, start: int, stride: int) -> np.ndarray: ...
 
@@ -107,7 +109,7 @@ class ListedGradients:
         self.arrays[i], self.feeds[i], self.clears[i] = gradient, feed, clears
 
     def squared_norm(self) -> float:
-        return sum(self._kernels.sums(gradient)[1] for gradient in self.arrays)
+        return self._kernels.squares(self.arrays)
 
 
 class ComposedKernels(Primitives, Protocol):
@@ -126,7 +128,7 @@ class ComposedKernels(Primitives, Protocol):
             gradient, feed = gradients.arrays[i], gradients.feeds[i]
             if not self.all_finite(gradient):
                 finite, gradient = False, self.zero_unless_finite(gradient)
-            self._accumulate(state, slice(segment.start, segment.start + segment.numel), gradient, feed, scale)
+            self._accumulate(state, segment.place, gradient, feed, scale)
             if gradients.clears[i]:
                 self.fill_zero(gradients.arrays[i])
             gradients.arrays[i] = None
@@ -153,6 +155,9 @@ class ComposedKernels(Primitives, Protocol):
             self.accumulate_momentum(state.u[here], v, gradient, scale, feed.momentum, feed.nesterov)
         else:
             self.accumulate_residual(v, gradient, scale)
+
+    def squares(self, arrays: Sequence[Array]) -> float:
+        return sum((self.sums(x)[1] for x in arrays), 0.0)
 
     def sampled_sums(self, x: Array) -> tuple[float, float]:
         stride = sum_stride(-(-len(x) // CHUNK))
@@ -195,7 +200,7 @@ class ComposedKernels(Primitives, Protocol):
             if fresh:
                 self.fill_zero(target)
             for positions, values in contributions:
-                low, high = np.searchsorted(positions, [segment.start, segment.start + segment.numel])
+                low, high = np.searchsorted(positions, [segment.place.start, segment.place.stop])
                 here = positions[low:high] - np.int32(segment.start)
                 self.add_at(target, here, values[low:high] * np.float32(scale))
                 finite = finite and bool(np.isfinite(self.take(target, here)).all())
@@ -203,7 +208,7 @@ class ComposedKernels(Primitives, Protocol):
 
     def fill_summed(self, targets: ListedTargets, summed: Array, scale: float) -> bool:
         for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
-            self.copy_scaled(target, summed[segment.start : segment.start + segment.numel], scale)
+            self.copy_scaled(target, summed[segment.place], scale)
         return all(self.all_finite(target) for target in targets.arrays)
 
     def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> Sender | None:

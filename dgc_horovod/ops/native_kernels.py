@@ -21,11 +21,11 @@ from dgc_horovod.ops.native_tables import (
     address,
 )
 from dgc_horovod.ops.schema import CHUNK, SPAN, Elements, Seen, State
-from dgc_horovod.packet import CHECKSUM_WORD, Coder, PacketFormat
+from dgc_horovod.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Coder, PacketFormat
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _CACHE_LINE = 16  # elements; state begins with one, so that no vector of it lies in two
-_PROBLEMS = ("", "positions do not ascend within the bucket", "values or scales that no sender writes")
+_PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
 
 
 class NativeCoder:
@@ -160,6 +160,9 @@ class NativeKernels:
         out, chunk_sums = np.empty(2), np.empty(2 * (numel // CHUNK + 1))
         self._library.dgc_sums(place, numel, address(chunk_sums), self.threads, address(out))
         return float(out[0]), float(out[1])
+
+    def squares(self, arrays: Sequence[np.ndarray]) -> float:
+        return sum((self.sums(x)[1] for x in arrays), 0.0)
 
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
         span = self._span(x, np.inf)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from dgc_horovod import envvars
-from dgc_horovod.errors import BackendUnavailable, ConfigError
+from dgc_horovod.errors import BackendUnavailable
 from dgc_horovod.ops.schema import Kernels
 from dgc_horovod.packet import Coder
 
@@ -92,9 +92,7 @@ def choose(device: str, threads: int = 0) -> Kernels:
         ConfigError: ``DGC_BACKEND`` names no backend.
         BackendUnavailable: the named backend cannot serve this device.
     """
-    wanted = envvars.BACKEND.read()
-    if wanted != "auto" and wanted not in BACKENDS:
-        raise ConfigError(f"{envvars.BACKEND.name} must be one of auto, {', '.join(BACKENDS)}, got {wanted!r}")
+    wanted = envvars.BACKEND.parse(envvars.BACKEND.read())
     reasons: dict[str, str] = {}
     best = "native" if device.startswith("cpu") else "triton"
     for name, create in BACKENDS.items():

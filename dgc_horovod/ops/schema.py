@@ -288,6 +288,9 @@ class Kernels(Protocol):
         an odd last one with zero. Squares of float32 are exact in float64 and cannot overflow. One read of x.
         """
 
+    def squares(self, arrays: Sequence[Array]) -> float:
+        """The sums of squares of `sums`, of several vectors, added in their order."""
+
     def sampled_sums(self, x: Array) -> tuple[float, float]:
         """`sums` of every `sum_stride`-th chunk of x: a first guess needs no more."""
 

@@ -55,6 +55,8 @@ class TorchEagerKernels(ComposedKernels):
 
     def from_dlpack(self, capsule: Any) -> torch.Tensor:
         """Another framework's vector, on this device, as an Array that shares its memory."""
+        if self.device.type == "cuda":  # torch's stream knows nothing of the one that it is written on
+            torch.cuda.synchronize(self.device)
         return torch.from_dlpack(capsule)
 
     def to_dlpack(self, x: torch.Tensor) -> Any:

@@ -99,15 +99,16 @@ def decode_positions(
             tl.atomic_or(problems + rank, BAD_POSITIONS, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["packet_words", "values_at", "capacity", "numel"])
+@triton.jit(do_not_specialize=["packet_words", "values_at", "scales_at", "capacity", "numel"])
 def decode_values(
-    packets, counts, positions, values, problems, packet_words, values_at, capacity, numel, CODEC: tl.constexpr
-):
+    packets, counts, positions, values, problems, packet_words, values_at, scales_at, capacity, numel,
+    CODEC: tl.constexpr,
+):  # fmt: skip
     """The values of all ranks; and whether what was read is what a sender can have written.
 
     Args:
         values: float32, `capacity` for each rank.
-        values_at: word of a packet where the values begin.
+        values_at, scales_at: the words of a packet where the values and their scales begin.
     """
     rank = tl.program_id(1)
     count = tl.load(counts + rank)
@@ -118,12 +119,13 @@ def decode_values(
     position = tl.load(own + i, mask=inside, other=0)
     last = tl.load(own + i - 1, mask=inside & (i > 0), other=-1)
     wrong = tl.max((inside & ((position <= last) | (position >= numel))).to(tl.int32)) * BAD_POSITIONS
-    area = packets + rank.to(tl.int64) * packet_words + values_at
-    scales = area.to(tl.pointer_type(tl.float32))
+    packet = packets + rank.to(tl.int64) * packet_words
+    area, scales = packet + values_at, packet + scales_at
+    magnitudes = scales.to(tl.pointer_type(tl.float32))
     block = first // CODED
     used = first < count
     if CODEC == FP32:
-        x = tl.load(scales + i, mask=inside, other=0.0)
+        x = tl.load(area.to(tl.pointer_type(tl.float32)) + i, mask=inside, other=0.0)
     elif CODEC == FP16:
         x = tl.load(area.to(tl.pointer_type(tl.float16)) + i, mask=inside, other=0.0).to(tl.float32)
     elif CODEC == BF16:
@@ -131,21 +133,20 @@ def decode_values(
         x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif CODEC == EIGHT_BIT:
         code = tl.load(area.to(tl.pointer_type(tl.int8)) + i, mask=inside, other=0)
-        scale = tl.load(scales + (capacity + 3) // 4 + block, mask=used, other=0.0)
+        scale = tl.load(magnitudes + block, mask=used, other=0.0)
         wrong |= _not_a_scale(scale)
         x = eight_bits_back(code, scale)
     elif CODEC == FOUR_BIT:
         code = (tl.load(area + ((i * 4) >> 5), mask=inside, other=0) >> ((i * 4) & 31)) & 15
-        at = area + (capacity * 4 + 31) // 32 + 2 * block
-        least = tl.load(at, mask=used, other=0)
-        most = tl.load(at + 1, mask=used, other=0)
+        least = tl.load(scales + 2 * block, mask=used, other=0)
+        most = tl.load(scales + 2 * block + 1, mask=used, other=0)
         ends = _not_a_scale(least.to(tl.float32, bitcast=True)) | _not_a_scale(most.to(tl.float32, bitcast=True))
         wrong |= ends | ((least > most) | (most - least > OCTAVES)).to(tl.int32) * BAD_VALUES
         x = four_bits_back(code, least, most)
     else:
         code = (tl.load(area + ((i * 2) >> 5), mask=inside, other=0) >> ((i * 2) & 31)) & 3
-        at = scales + (capacity * 2 + 31) // 32 + 2 * block
-        low, high = tl.load(at, mask=used, other=0.0), tl.load(at + 1, mask=used, other=0.0)
+        low = tl.load(magnitudes + 2 * block, mask=used, other=0.0)
+        high = tl.load(magnitudes + 2 * block + 1, mask=used, other=0.0)
         wrong |= _not_a_scale(low) | _not_a_scale(high)
         x = two_bits_back(code, low, high)
     wrong |= tl.max((inside & ~is_finite(x)).to(tl.int32)) * BAD_VALUES
@@ -191,6 +192,7 @@ def fill(
                 inside = (at >= start) & (at < end)
                 tl.store(target + (at - start), tl.zeros([FILL_BLOCK], tl.float32), mask=inside)
     factor = tl.load(scale)
+    wrong = tl.zeros([_ADDED], tl.int32)
     for rank in range(0, ranks):
         count = tl.load(counts + rank)
         begin = tl.load(starts + block, mask=block > 0, other=0)
@@ -209,8 +211,9 @@ def fill(
                 inside = listed & (at >= start) & (at < stop)
                 total = tl.load(target, mask=inside, other=0.0) + value
                 tl.store(target, total, mask=inside)
-                if tl.max((inside & ~is_finite(total)).to(tl.int32)) != 0:
-                    tl.atomic_or(flag, 1, sem="relaxed")
+                wrong |= (inside & ~is_finite(total)).to(tl.int32)
         positions += capacity
         values += capacity
         starts += blocks + 1
+    if tl.max(wrong) != 0:
+        tl.atomic_or(flag, 1, sem="relaxed")

@@ -75,12 +75,12 @@ def _put_bits(area, i, code, BITS: tl.constexpr, inside):
 
 
 @triton.jit
-def _encode_values(values, x, i, inside, first, capacity, area, CODEC: tl.constexpr):
+def _encode_values(values, x, i, inside, first, area, scales, CODEC: tl.constexpr):
     """Write a block's values; returns them as receivers read them."""
-    scales = area.to(tl.pointer_type(tl.float32))
+    magnitudes = scales.to(tl.pointer_type(tl.float32))
     block = first // CODED
     if CODEC == FP32:
-        tl.store(scales + i, x, mask=inside)
+        tl.store(area.to(tl.pointer_type(tl.float32)) + i, x, mask=inside)
         back = x
     elif CODEC == FP16:
         narrow = tl.minimum(tl.maximum(x, -_LARGEST_FP16), _LARGEST_FP16).to(tl.float16)
@@ -95,7 +95,7 @@ def _encode_values(values, x, i, inside, first, capacity, area, CODEC: tl.conste
         steps = tl.where(scale > 0, tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0)), 0.0)
         code = tl.minimum(tl.maximum(_nearest(steps), -127.0), 127.0).to(tl.int32)
         tl.store(area.to(tl.pointer_type(tl.int8)) + i, code.to(tl.int8), mask=inside)
-        tl.store(scales + (capacity + 3) // 4 + block, scale)
+        tl.store(magnitudes + block, scale)
         back = eight_bits_back(code, scale)
     elif CODEC == FOUR_BIT:
         size = size_of(x)
@@ -105,9 +105,8 @@ def _encode_values(values, x, i, inside, first, capacity, area, CODEC: tl.conste
         step = (7 * (size - least).to(tl.int64) + (most - least) // 2) // span
         code = tl.where(size > least, step.to(tl.int32), 0) | (((x.to(tl.int32, bitcast=True) >> 31) & 1) << 3)
         _put_bits(area, i, code, 4, inside)
-        at = area + (capacity * 4 + 31) // 32 + 2 * block
-        tl.store(at, least)
-        tl.store(at + 1, most)
+        tl.store(scales + 2 * block, least)
+        tl.store(scales + 2 * block + 1, most)
         back = four_bits_back(code, least, most)
     else:
         count = tl.sum(inside.to(tl.int32))
@@ -120,17 +119,17 @@ def _encode_values(values, x, i, inside, first, capacity, area, CODEC: tl.conste
         low = (low / tl.maximum(count - highs, 1).to(tl.float64)).to(tl.float32)
         code = is_high.to(tl.int32) | (((x.to(tl.int32, bitcast=True) >> 31) & 1) << 1)
         _put_bits(area, i, code, 2, inside)
-        at = scales + (capacity * 2 + 31) // 32 + 2 * block
-        tl.store(at, low)
-        tl.store(at + 1, high)
+        tl.store(magnitudes + 2 * block, low)
+        tl.store(magnitudes + 2 * block + 1, high)
         back = two_bits_back(code, low, high)
     return back
 
 
-@triton.jit(do_not_specialize=["capacity", "values_at"])
+@triton.jit(do_not_specialize=["capacity", "values_at", "scales_at"])
 def encode(
-    positions, values, decoded, report, packet, header, capacity, values_at, LOW: tl.constexpr, CODEC: tl.constexpr
-):
+    positions, values, decoded, report, packet, header, capacity, values_at, scales_at, LOW: tl.constexpr,
+    CODEC: tl.constexpr,
+):  # fmt: skip
     """Write the header and the elements into a packet of zeros.
 
     Args:
@@ -139,7 +138,7 @@ def encode(
         report: ZEROS counts those that are read as zero, which must not be sent.
         packet: int32 words.
         header: its first words, without the checksum.
-        values_at: the word of the packet where the values begin.
+        values_at, scales_at: the words of the packet where the values and their scales begin.
         LOW: Elias-Fano's number of low bits.
         CODEC: of the values.
     """
@@ -162,7 +161,7 @@ def encode(
         bit = (position >> LOW) + i
         tl.atomic_or(high_area + (bit >> 5), tl.full([CODED], 1, tl.int32) << (bit & 31), mask=inside, sem="relaxed")
         x = tl.load(values + i, mask=inside, other=0.0)
-        back = _encode_values(values, x, i, inside, first, capacity, packet + values_at, CODEC)
+        back = _encode_values(values, x, i, inside, first, packet + values_at, packet + scales_at, CODEC)
         tl.store(decoded + i, back, mask=inside)
         zeros = tl.sum((inside & (back == 0)).to(tl.int32))
         if zeros != 0:

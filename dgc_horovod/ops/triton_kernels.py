@@ -34,9 +34,6 @@ class TritonGradients(ListedGradients):
         self.taking = BucketPass(bucket, kernels.device)
         self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=kernels.device)
 
-    def squared_norm(self) -> float:
-        return sum(_sums_of([gradient for gradient in self.arrays if gradient is not None])[:, 1].tolist())
-
 
 class TritonTargets(ListedTargets):
     """`schema.Targets`, and the kernel that fills them where the host has decoded."""
@@ -90,6 +87,9 @@ class TritonKernels(TorchEagerKernels):
     def sums(self, x: torch.Tensor) -> tuple[float, float]:
         total, squares = _sums_of([x])[0].tolist()
         return total, squares
+
+    def squares(self, arrays: Sequence[torch.Tensor]) -> float:
+        return sum(_sums_of(arrays)[:, 1].tolist(), 0.0)
 
     def sampled_sums(self, x: torch.Tensor) -> tuple[float, float]:
         total, squares = _sums_of([x], sum_stride(-(-len(x) // CHUNK)))[0].tolist()

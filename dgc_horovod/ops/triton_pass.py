@@ -52,7 +52,8 @@ def _described(feed: Feed) -> tuple[int, dict[int, float]]:
 
 def alike(gradients: ListedGradients) -> bool:
     """Whether all of them enter the residual in the same way, as one pass takes them."""
-    return all(feed == gradients.feeds[0] for feed in gradients.feeds) and not any(gradients.clears)
+    feeds = gradients.feeds
+    return feeds.count(feeds[0]) == len(feeds) and not any(gradients.clears)
 
 
 class BucketPass:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import triton
 
+from dgc_horovod import packet
 from dgc_horovod.bucket import Bucket
 from dgc_horovod.codecs import VALUE_CODECS
 from dgc_horovod.ops.composed import ListedTargets
@@ -24,7 +25,16 @@ from dgc_horovod.ops.triton_memory import EXACT, BucketMap, Upload, addresses, o
 from dgc_horovod.packet import PacketFormat
 
 _WORD = 4  # bytes
+_SMALL_BLOCK_BITS, _LARGE = FILL_BLOCK.value.bit_length() - 1, 1 << 22
 _FILL_WARPS = 4  # 128 threads, as many as `fill` adds elements at once
+
+
+def block_bits(numel: int) -> int:
+    """Two to this power is the part of a bucket that a program of `fill` has.
+
+    Few elements come for 2,048: a program would wait for memory most of the time. A small bucket needs many programs.
+    """
+    return _SMALL_BLOCK_BITS + 2 if numel >= _LARGE else _SMALL_BLOCK_BITS
 
 
 class Filler:
@@ -33,14 +43,12 @@ class Filler:
     Args:
         bucket: its layout.
         device: of the targets.
-        block_bits: two to this power is a program's part of the bucket.
+        bits: two to this power is a program's part of the bucket.
     """
 
-    def __init__(
-        self, bucket: Bucket, device: torch.device, block_bits: int = FILL_BLOCK.value.bit_length() - 1
-    ) -> None:
-        self.bucket, self.device, self.block_bits = bucket, device, block_bits
-        self.map = BucketMap(bucket, 1 << block_bits, device)
+    def __init__(self, bucket: Bucket, device: torch.device, bits: int | None = None) -> None:
+        self.bucket, self.device, self.block_bits = bucket, device, bits or block_bits(bucket.numel)
+        self.map = BucketMap(bucket, 1 << self.block_bits, device)
         self._settings = Upload(device, {"targets": (torch.int64, len(bucket.segments)), "scale": (torch.float32, 1)})
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._back = on_host(1, torch.int32, device)
@@ -98,9 +106,9 @@ class TritonReceiver:
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, ranks: int, device: torch.device) -> None:
         self.wire, self.ranks, self.device = wire, ranks, device
-        self._fill = Filler(bucket, device, max(FILL_BLOCK.value.bit_length() - 1, wire.low_bits))
+        self._fill = Filler(bucket, device, max(block_bits(bucket.numel), wire.low_bits))
         self._high_at = HEADER_WORDS.value + triton.cdiv(wire.capacity * wire.low_bits, 32)
-        self._values_at = HEADER_WORDS.value + wire.values_at // _WORD
+        self._values_at, self._scales_at = (HEADER_WORDS.value + at // _WORD for at in (wire.values_at, wire.scales_at))
         self._bits = 32 * (self._values_at - self._high_at)
         self._chunks = triton.cdiv(self._bits, BITS.value)
         self._words, self._codec = wire.nbytes // _WORD, VALUE_CODECS[wire.values].code
@@ -132,7 +140,7 @@ class TritonReceiver:
             )  # fmt: skip
             decode_values[(triton.cdiv(k, CODED.value), self.ranks)](
                 given["packets"], given["counts"], self._positions, self._values, self._problems, self._words,
-                self._values_at, k, wire.numel, CODEC=self._codec, **EXACT,
+                self._values_at, self._scales_at, k, wire.numel, CODEC=self._codec, **EXACT,
             )  # fmt: skip
         self._back.copy_(self._problems, non_blocking=True)
 
@@ -160,6 +168,4 @@ class TritonReceiver:
 
 
 def _in_words(problem: int) -> str:
-    if problem & BAD_POSITIONS.value:
-        return "positions do not ascend within the bucket"
-    return "values or scales that no sender writes"
+    return packet.BAD_POSITIONS if problem & BAD_POSITIONS.value else packet.BAD_VALUES

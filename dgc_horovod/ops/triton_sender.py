@@ -21,7 +21,7 @@ from dgc_horovod.ops.triton_memory import EXACT, on_host, using, wait_for
 from dgc_horovod.ops.triton_pass import HISTOGRAM, REPORT, BucketPass, alike, seen
 from dgc_horovod.ops.triton_select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
 from dgc_horovod.ops.triton_take_in import BLOCK, LEAST, NOTED, READY, ZEROS
-from dgc_horovod.packet import CHECKSUM_FACTOR, CHECKSUM_WORD, HEADER, PacketFormat
+from dgc_horovod.packet import CHECKSUM_FACTOR, CHECKSUM_WORD, PacketFormat
 
 _WORD = 4  # bytes
 _ALIGNED = 4  # words; kernels are compiled anew for what is less
@@ -83,6 +83,8 @@ class TritonSender:
         self._larger_sums, self._equal_sums = whole(groups), whole(groups)
         self._values, self._decoded, self._masked = (torch.empty(k, device=device) for _ in range(3))
         self._codec = VALUE_CODECS[wire.values].code
+        self._header = wire.constants.copy()
+        self._header["count"] = k
 
     def takes(self, gradients: ListedGradients) -> bool:
         """See `schema.Sender`."""
@@ -94,10 +96,8 @@ class TritonSender:
         """See `schema.Sender`."""
         taking: BucketPass = gradients.taking
         taking.make_room(self.room)
-        header = taking.settings.host["header"].view(HEADER)
-        for name, value in self.wire.expected(step).items():
-            header[name] = value
-        header["count"] = self.wire.capacity
+        self._header["step"] = step % 2**32
+        taking.settings.host["header"][:] = self._header.view(np.int32)
         with using(self.device):
             self._board.zero_()
             floors = [floor] * len(gradients.arrays)
@@ -126,9 +126,10 @@ class TritonSender:
 
     def _write(self, header: torch.Tensor, state: State, masks: bool) -> None:
         wire, k, words = self.wire, self.wire.capacity, self._packet.numel()
+        values_at, scales_at = (HEADER_WORDS.value + at // _WORD for at in (wire.values_at, wire.scales_at))
         encode[(triton.cdiv(k, CODED.value),)](
             self._positions, self._values, self._decoded, self._report, self._packet, header, k,
-            HEADER_WORDS.value + wire.values_at // _WORD, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
+            values_at, scales_at, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
         )  # fmt: skip
         settle[(triton.cdiv(max(k, words), SUMMED.value),)](
             self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,

@@ -79,8 +79,12 @@ def take_in(
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     if ALIGNED:
-        numel = tl.multiple_of(numel, 4)
+        numel = (numel // 4) * 4  # which it is; now the compiler knows
     inside = at < numel
+    # asked for before the gradient, whose address takes two loads
+    kept = tl.load(v + at, mask=inside, other=0.0)
+    if FEED == MOMENTUM_FEED or FEED == NESTEROV_FEED:
+        moved = tl.load(u + at, mask=inside, other=0.0)
     g = tl.zeros([BLOCK], tl.float32)
     floor = tl.full([BLOCK], 0, tl.int32)
     for segment in range(tl.load(spread + 2 * block), tl.load(spread + 2 * block + 1) + 1):
@@ -94,14 +98,13 @@ def take_in(
     sound = is_finite(g)
     g = tl.where(sound, g, 0.0) * tl.load(numbers + SCALE)
 
-    kept = tl.load(v + at, mask=inside, other=0.0)
     if FEED == RESIDUAL_FEED:
         kept = kept + g
     elif FEED == ADAM_FEED:
         kept = _adam(kept, g, numbers, u, second, at, inside)
     else:
         momentum = tl.load(numbers + MOMENTUM)
-        moved = tl.load(u + at, mask=inside, other=0.0) * momentum + g
+        moved = moved * momentum + g
         tl.store(u + at, moved, mask=inside)
         if FEED == NESTEROV_FEED:
             kept = kept + g + moved * momentum

@@ -40,6 +40,11 @@ class Collectives:
         self.watch.disarm()
         self.watch = Watch(self.process_set)
 
+    @property
+    def first_rank(self) -> int:
+        """The first rank of the set, as Horovod numbers all."""
+        return self.process_set.ranks[0] if self.process_set.ranks else 0
+
     def full_name(self, name: str) -> str:
         """The name under which Horovod knows the collective `name`."""
         return f"dgc.{self.tag}.{name}"

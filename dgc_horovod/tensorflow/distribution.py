@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -15,99 +14,20 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.agreement import check_agreement, unique_tag
-from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.report import describe
 from dgc_horovod.state import ResidualState
+from dgc_horovod.tensorflow.clock import Clock
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.exchange import GradientExchange
-from dgc_horovod.tensorflow.host_steps import Homes
+from dgc_horovod.tensorflow.homes import Homes
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
-from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of, kind_of, native, sources_of, zeros_for
+from dgc_horovod.tensorflow.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
+from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of, kind_of, native, sources_of
 from dgc_horovod.traffic import bucket_stats, total
 
 _log = logging.getLogger("dgc_horovod")
-_SKIPPED_AT_MOST = 100  # exchanges that a script may leave out between two
-
-
-class Clock:
-    """Notices that a checkpoint was loaded: it is told, or the optimizer's iterations jump.
-
-    Args:
-        stride: iterations from one exchange to the next.
-        says: whether to tell the user (one rank does).
-    """
-
-    def __init__(self, stride: int, says: Callable[[], bool]) -> None:
-        self._stride, self._says = stride, says
-        self._last: int | None = None
-        self._generation = self._seen = 0
-
-    def reloaded(self) -> None:
-        """The optimizer's variables have been loaded."""
-        self._generation += 1
-
-    def resumed(self, iterations: int) -> int:
-        """Weights, optimizer and residuals have been loaded together, at `iterations`; the generation that they are."""
-        self._last, self._seen = iterations, self._generation
-        return self._generation
-
-    def generation(self, iterations: int) -> int:
-        """A number that changes when a checkpoint has been loaded. `iterations`: of the optimizer, at an exchange."""
-        last, self._last = self._last, iterations
-        if last is not None and not 0 <= iterations - last <= _SKIPPED_AT_MOST * self._stride:
-            self._generation += 1
-        if self._generation != self._seen or (last is None and iterations >= self._stride):
-            self._seen = self._generation
-            if self._says():
-                _log.warning(
-                    "dgc_horovod: a checkpoint was loaded, the optimizer is at iteration %d; u and v belong to the "
-                    "weights before, and start from zero",
-                    iterations,
-                )
-        return self._generation
-
-
-class VariableSet:
-    """Variables that are given to ``apply`` or ``gradient`` together, and what the ranks have agreed on for them.
-
-    Args:
-        sources: as the caller gives them.
-        kinds: of each one's gradient, over all ranks: "none", "sparse" or "dense".
-        local: whether each is left to its rank.
-        exchange: of `active`, those that have a gradient on some rank and are not local; None if there are none.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        kinds: Sequence[str],
-        local: Sequence[bool],
-        make: Callable[[Sequence[Source]], GradientExchange],
-    ) -> None:
-        self.sources, self.kinds, self.local = list(sources), list(kinds), list(local)
-        self.given = [i for i, kind in enumerate(kinds) if kind != "none"]
-        self.active = [i for i in self.given if not local[i]]
-        self.exchange = make([sources[i] for i in self.active]) if self.active else None
-        compressed = self.exchange.compressed if self.exchange is not None else ()
-        self.compressed = {self.sources[self.active[j]].key for j in compressed}
-
-    def completed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """`gradients` with zeros where this rank has none and another may have one."""
-        result = []
-        for source, kind, gradient in zip(self.sources, self.kinds, gradients, strict=True):
-            if kind == "none" and gradient is not None:
-                raise UnsupportedUse(
-                    f"{source.name!r} had a gradient on no rank at the first step, and has one now; the ranks have "
-                    "agreed on what is exchanged. Give every variable a gradient at the first step, or make a new "
-                    "DistributedOptimizer when one is unfrozen"
-                )
-            if kind != "none" and gradient is None:
-                gradient = zeros_for(source, kind)
-            if kind == "dense" and isinstance(gradient, tf.IndexedSlices):
-                gradient = tf.convert_to_tensor(gradient)
-            result.append(gradient)
-        return result
 
 
 class Distribution:
@@ -188,11 +108,11 @@ class Distribution:
     ) -> VariableSet:
         kinds = [kind_of(gradient) for gradient in gradients]
         for source in sources:
-            _refuse(source)
+            refuse_what_cannot_be_sent(source)
         if not envvars.horovod_elastic():  # there a newcomer makes its exchange while the others wait for its state
             start = Collectives(self.settings.process_set, "start")
             check_agreement(start, self._agreed_fields(sources, local, number))
-            kinds = _common_kinds(start, kinds)
+            kinds = common_kinds(start, kinds)
         if self.settings.config is not None or self.settings.sparse_as_dense:
             kinds = ["dense" if kind == "sparse" else kind for kind in kinds]
         return VariableSet(sources, kinds, local, lambda active: self._exchange(active, number))
@@ -334,13 +254,6 @@ class Distribution:
         return {**total(tallies), "buckets": bucket_stats(tallies)}
 
 
-def _refuse(source: Source) -> None:
-    if source.dtype.startswith("complex"):
-        raise UnsupportedUse(f"{source.name!r} is complex, which neither Horovod nor the compression can exchange")
-    if None in source.shape:
-        raise ConfigError(f"{source.name!r} has the shape {source.shape}; every dimension must be known")
-
-
 def _compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None:
     """Warn if the ranks begin with different weights: nobody has broadcast them, or somebody will after this step."""
     if collectives.alone:
@@ -359,13 +272,3 @@ def _compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None
             "dgc_horovod: the ranks begin with DIFFERENT WEIGHTS and would keep the difference: give fit() "
             "callbacks.BroadcastGlobalVariablesCallback(0), or call broadcast_variables before the first step"
         )
-
-
-def _common_kinds(collectives: Collectives, kinds: list[str]) -> list[str]:
-    """For each source: "none" if no rank has a gradient, "sparse" if all that have one have a sparse one."""
-    theirs = [json.loads(data) for data in collectives.gather_bytes(json.dumps(kinds).encode(), "kinds")]
-    common = []
-    for each in zip(*theirs, strict=True):
-        found = {kind for kind in each if kind != "none"}
-        common.append("none" if not found else "sparse" if found == {"sparse"} else "dense")
-    return common

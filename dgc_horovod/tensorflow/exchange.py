@@ -18,8 +18,9 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.schedule import densities
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.dense_path import DensePath
+from dgc_horovod.tensorflow.homes import Homes
 from dgc_horovod.tensorflow.host_calls import host_call
-from dgc_horovod.tensorflow.host_steps import BucketRun, Homes, HostSteps
+from dgc_horovod.tensorflow.host_steps import BucketRun, HostSteps
 from dgc_horovod.tensorflow.replicas import Replicas
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate

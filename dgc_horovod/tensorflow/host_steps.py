@@ -26,6 +26,7 @@ from dgc_horovod.ops.schema import Kernels, ResidualFeed
 from dgc_horovod.report import not_finite
 from dgc_horovod.state import ResidualState
 from dgc_horovod.tensorflow.collectives import Collectives
+from dgc_horovod.tensorflow.homes import Homes
 from dgc_horovod.tensorflow.host_calls import Blocks, threads
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
@@ -54,51 +55,7 @@ class BucketRun:
     @property
     def name(self) -> str:
         """Of its collective."""
-        return f"bucket{self.engine.bucket.index}"
-
-
-class Homes:
-    """Where the u and v of each variable are: with the exchange that had its gradient last."""
-
-    def __init__(self) -> None:
-        self._at: dict[Any, tuple[HostSteps, int]] = {}
-        self._generation = 0
-
-    def renew(self, generation: int) -> None:
-        """Empty all of them if `generation` is another one: the weights are others."""
-        if generation != self._generation:
-            self._generation = generation
-            for steps in {at[0] for at in self._at.values()}:
-                if steps.buckets is not None:
-                    steps.buckets.clear()
-
-    def adopt(self, generation: int) -> None:
-        """What is here belongs to `generation`."""
-        self._generation = generation
-
-    def bring(self, to: HostSteps, keys: Sequence[Any]) -> None:
-        """Let `to` have the state of its variables, wherever it is."""
-        for i, key in enumerate(keys):
-            there = self._at.get(key)
-            if there is not None and there[0] is not to:
-                _move(to, i, *there)
-            self._at[key] = to, i
-
-    def find(self, key: Any) -> tuple[BucketEngine, int] | None:
-        """The engine that has the state of a variable, and its segment."""
-        steps, i = self._at.get((0, key), (None, 0))
-        run = steps.place.get(i) if steps is not None else None
-        return None if run is None else (run.engine, run.members.index(i))
-
-    def forget(self, steps: HostSteps) -> None:
-        """Let go of `steps` and the state that is there."""
-        self._at = {key: at for key, at in self._at.items() if at[0] is not steps}
-
-
-def _move(to: HostSteps, i: int, source: HostSteps, j: int) -> None:
-    here, there = to.place.get(i), source.place.get(j)
-    if here is not None and there is not None:
-        here.engine.move_in(here.members.index(i), there.engine, there.members.index(j))
+        return self.engine.bucket.name
 
 
 class HostSteps:
@@ -330,7 +287,7 @@ class HostSteps:
 
     def _fill(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray, updates: Sequence[Any]) -> list[Any]:
         assert self.buckets is not None
-        self.tally.traffic.waiting += time.perf_counter() - self._idle_since
+        self.tally.traffic.waited(time.perf_counter() - self._idle_since)
         for i, update in enumerate(updates):
             run.engine.targets.put(i, update)
         # the engine looks at packets until the next ones come; their memory is TensorFlow's

@@ -65,8 +65,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale_local_gradients: divide the gradients of ``register_local_var`` variables by N.
 
     Returns:
-        An instance of ``type(optimizer)`` with ``compression_stats()``, ``set_epoch()``, ``clear_residuals()`` and
-        ``register_local_var()``.
+        An instance of ``type(optimizer)`` with ``compression_stats()``, ``set_epoch()``, ``flush()``,
+        ``clear_residuals()``, ``residual_state_dict()``, ``load_residual_state_dict()`` and ``register_local_var()``.
 
     Raises:
         ConfigError: an argument is out of range.

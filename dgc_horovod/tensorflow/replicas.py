@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +11,10 @@ import tensorflow as tf
 
 from dgc_horovod import replicas
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.tensorflow.broadcast import assign_from
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.host_calls import host_call
 from dgc_horovod.tensorflow.variables import Source, numel_of
-
-_log = logging.getLogger("dgc_horovod")
 
 
 class Replicas:
@@ -92,15 +88,11 @@ class Replicas:
         found = replicas.compared(int(step), [self._names[i] for i in numbers], records.tolist())
         if found is None:
             return [np.bool_(True)]
-        if self._stops:
-            raise ReplicaMismatch(f"{found}. {replicas.ADVICE}")
-        if self._collectives.rank == 0:
-            _log.warning("dgc_horovod: %s; all go on with those of the first rank", found)
+        replicas.stop_or_tell(found, self._stops, self._collectives.rank)
         return [np.bool_(False)]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:
-        process_set = self._collectives.process_set
-        first = process_set.ranks[0] if process_set.ranks else 0
+        process_set, first = self._collectives.process_set, self._collectives.first_rank
         name = self._collectives.full_name("replicas")
 
         def assigned() -> Any:

@@ -17,6 +17,7 @@ from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import config_of
 from dgc_horovod.config import FIELD_NAMES, DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.report import NOT_ALL_RANKS
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.variables import Key, Source, key_of
 
@@ -111,7 +112,7 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
 def _elastic(settings: Settings, config: DGCConfig) -> Settings:
     """`settings` that do not depend on how many ranks there are: graphs outlive their number."""
     if settings.process_set.process_set_id != 0:
-        raise UnsupportedUse("under Horovod Elastic an optimizer works with all ranks; leave process_set out")
+        raise UnsupportedUse(NOT_ALL_RANKS)
     if config.dense_values == "auto":
         config = config.replace(dense_values="fp32")
     return dataclasses.replace(settings, config=config)

@@ -23,7 +23,6 @@ from dgc_horovod.tensorflow.variables import native
 
 _log = logging.getLogger("dgc_horovod")
 _HEAD = "head"
-_CALLS = "save_checkpoint or load_checkpoint, which every rank must call"
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any = None, **extra: Any) -> None:
@@ -87,8 +86,7 @@ def load_checkpoint(
         extra = _assigned(variables, found.model)
         if settings.config is not None:
             distribution.resume(found.state, int((optimizer or model.optimizer).iterations))
-            if not found.state.tensors and collectives.rank == 0:
-                _log.info("dgc_horovod: no residuals from %s; they start from zero", directory)
+            checkpoint.tell_if_empty(found, directory)
     return extra
 
 
@@ -104,7 +102,7 @@ def _parts(model: Any, optimizer: Any) -> tuple[Distribution, Collectives, list[
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     variables = [native(variable) for variable in (*model.weights, *shared_variables(optimizer))]
-    patient = Collectives(distribution.settings.process_set, _CALLS, envvars.checkpoint_seconds())
+    patient = Collectives(distribution.settings.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
     return distribution, patient, variables
 
 

@@ -22,7 +22,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
-from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS
+from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS, refusal, tell_plain
 from dgc_horovod.state import FIRST, MOMENTUM, RESIDUAL, SECOND
 from dgc_horovod.tensorflow.variables import Key, key_of
 
@@ -200,16 +200,9 @@ def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> Plain
         return SGDUpdate(optimizer)
     if _steps_as(kind, keras.optimizers.Adam):
         if optimizer.amsgrad:
-            raise UnsupportedUse(
-                "Adam's amsgrad has no form under momentum correction; use amsgrad=False, or a compression without "
-                "momentum correction such as Compression.topk(...)"
-            )
+            raise UnsupportedUse(refusal("Adam's amsgrad", "amsgrad=False"))
         return AdamUpdate(optimizer)
-    _log.warning(
-        "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
-        "may cost quality (docs/algorithm.md)",
-        kind.__name__,
-    )
+    tell_plain(kind.__name__)
     return PlainUpdate()
 
 

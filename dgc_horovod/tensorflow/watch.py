@@ -84,17 +84,19 @@ class _Watcher:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._ending = False
+        self._lock = threading.Lock()  # steps of several threads arm their clocks
 
     def look_after(self, watch: Watch) -> None:
         """Look at `watch` from now on."""
-        self._watches.add(watch)
-        if self._thread is None or not self._thread.is_alive():
-            if self._thread is None:
-                # Horovod shuts itself down at exit; two of these at once would wait for each other
-                atexit.register(self.wait_for_shutdown)
-            self._ending = False
-            self._thread = threading.Thread(target=self._look, name="dgc-watch", daemon=True)
-            self._thread.start()
+        with self._lock:
+            self._watches.add(watch)
+            if self._thread is None or not self._thread.is_alive():
+                if self._thread is None:
+                    # Horovod shuts itself down at exit; two of these at once would wait for each other
+                    atexit.register(self.wait_for_shutdown)
+                self._ending = False
+                self._thread = threading.Thread(target=self._look, name="dgc-watch", daemon=True)
+                self._thread.start()
 
     def wait_for_shutdown(self) -> None:
         """See the function of this name."""
@@ -104,8 +106,10 @@ class _Watcher:
     def _look(self) -> None:
         while not self._ending:
             time.sleep(_LOOK_EVERY)
+            with self._lock:
+                deadlines = [(watch, watch.deadline) for watch in self._watches]
             now = time.monotonic()
-            late = [watch for watch in list(self._watches) if watch.deadline is not None and now > watch.deadline]
+            late = [watch for watch, deadline in deadlines if deadline is not None and now > deadline]
             for watch in late:
                 watch.expire()
             if late:

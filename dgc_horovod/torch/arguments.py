@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import horovod.torch as hvd
@@ -64,6 +65,8 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
             "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
             "compression=Compression.none"
         )
+    if not 0 < predivide < math.inf:
+        raise ConfigError(f"gradient_predivide_factor must be a positive number, got {predivide!r}; leave it at 1.0")
     if predivide != 1.0 and op != hvd.Average:
         raise ConfigError(f"gradient_predivide_factor={predivide} goes with op=hvd.Average only; leave it at 1.0")
     if passes < 1:

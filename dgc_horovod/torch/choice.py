@@ -11,7 +11,8 @@ import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.torch.updates import AdamUpdate, Group, PlainUpdate, SGDUpdate, refusal
+from dgc_horovod.report import refusal, tell_plain
+from dgc_horovod.torch.updates import AdamUpdate, Group, PlainUpdate, SGDUpdate
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -38,11 +39,7 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
             "AdamW",
         )
         return update
-    _log.warning(
-        "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
-        "may cost quality (docs/algorithm.md)",
-        type(optimizer).__name__,
-    )
+    tell_plain(type(optimizer).__name__)
     return PlainUpdate(kind)
 
 

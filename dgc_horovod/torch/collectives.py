@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
@@ -20,11 +21,31 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 1e-3  # seconds between two polls; Horovod'
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way; `handle` is None where there was nobody to talk to."""
+    """A collective under way.
+
+    Args:
+        handle: Horovod's; None where there was nobody to talk to.
+        result: what comes of it, where there is no handle.
+        name: its full name.
+        home: the tensor that gets the result, if a copy on the host was sent.
+    """
 
     handle: int | None
     result: torch.Tensor
     name: str
+    home: torch.Tensor | None = None
+
+
+WITHOUT_CUDA = (
+    "Horovod was built without CUDA, and ends the process that gives it a CUDA tensor. All gradients of this optimizer "
+    "go through host memory; call broadcast_parameters and Horovod's other operations before the model is on the GPU, "
+    "or build Horovod with CUDA (docs/cuda.md)"
+)
+
+
+def needs_host(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` must not be given to Horovod: one that was built without CUDA ends the process then."""
+    return tensor.is_cuda and not hvd.cuda_built()
 
 
 class _ElasticTimeout(CollectiveTimeout, HorovodInternalError):
@@ -47,6 +68,11 @@ class Collectives:
         self.traffic = Traffic()
         self._timeout = timeout or envvars.timeout_seconds()
 
+    @property
+    def first_rank(self) -> int:
+        """The first rank of the set, as Horovod numbers all."""
+        return self.process_set.ranks[0] if self.process_set.ranks else 0
+
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
         """Start an allgather of vectors; the result holds them in rank order."""
         full_name = f"dgc.{self.tag}.{name}"
@@ -56,7 +82,7 @@ class Collectives:
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """The `data` of every rank, of any length, in rank order. Blocks; two collectives."""
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        own = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         lengths = torch.tensor([len(data)], dtype=torch.int64)
         sizes = self.wait(self.allgather(lengths, f"{name}.lengths")).tolist()
         return cut(self.wait(self.allgather(own, name)).numpy().tobytes(), sizes)
@@ -68,23 +94,25 @@ class Collectives:
         full_name = f"dgc.{self.tag}.{name}"
         if self.workers == 1:
             return Pending(None, tensor, full_name)
+        sent, home = (tensor.cpu(), tensor) if needs_host(tensor) else (tensor, None)
         handle = hvd.allreduce_async_(
-            tensor,
+            sent,
             name=full_name,
             op=op,
             prescale_factor=prescale,
             postscale_factor=postscale,
             process_set=self.process_set,
         )
-        return Pending(handle, tensor, full_name)
+        return Pending(handle, sent, full_name, home)
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> Pending:
         """Start a broadcast, in place, from the first rank of the set."""
         full_name = f"dgc.{self.tag}.{name}"
         if self.workers == 1:
             return Pending(None, tensor, full_name)
-        first = self.process_set.ranks[0] if self.process_set.ranks else 0
-        return Pending(hvd.broadcast_async_(tensor, first, full_name, self.process_set), tensor, full_name)
+        sent, home = (tensor.cpu(), tensor) if needs_host(tensor) else (tensor, None)
+        handle = hvd.broadcast_async_(sent, self.first_rank, full_name, self.process_set)
+        return Pending(handle, sent, full_name, home)
 
     def wait(self, pending: Pending) -> torch.Tensor:
         """The result of a collective.
@@ -102,4 +130,5 @@ class Collectives:
                     raise kind(timed_out(self.rank, self.workers, pending.name, self._timeout))
                 time.sleep(pause)
                 pause = min(1.1 * pause, _LONGEST_PAUSE)  # a tenth of what it has waited
-            return hvd.synchronize(pending.handle)
+            result = hvd.synchronize(pending.handle)
+        return result if pending.home is None else pending.home.copy_(result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import horovod.torch as hvd
@@ -21,12 +21,26 @@ class ReduceSettings:
     gradient_predivide_factor: float
     sparse_as_dense: bool
 
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Factors before and after the sum."""
+        factor = self.gradient_predivide_factor
+        return (1 / factor, factor) if self.op == hvd.Average else (1.0, 1.0)
+
 
 def laid_out_as(result: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """`result` in the dtype and memory format of `grad`: fused optimizers walk both in memory order."""
     if grad.is_sparse or grad.stride() == result.stride():
         return result.to(grad.dtype)
     return torch.empty_like(grad).copy_(result)
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether every element is finite; the host waits once for each device, not for each tensor."""
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for x in tensors:
+        flags.setdefault(x.device, []).append(torch.isfinite(x).all())
+    return all(bool(torch.stack(each).all()) for each in flags.values())
 
 
 class DensePath:
@@ -71,10 +85,9 @@ class DensePath:
             gradient = gradient + self.owed[p].to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
-        factor = self.settings.gradient_predivide_factor
-        pre, post = (1 / factor, factor) if self.settings.op == hvd.Average else (1.0, 1.0)
         self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
-        self._pending[p] = self.collectives.allreduce(gradient, f"dense.{self.names[p]}", self.settings.op, pre, post)
+        name, settings = f"dense.{self.names[p]}", self.settings
+        self._pending[p] = self.collectives.allreduce(gradient, name, settings.op, *settings.scales)
 
     def result(self, p: Parameter) -> torch.Tensor:
         """Wait for the allreduce; what belongs into ``p.grad``, in its dtype."""
@@ -86,7 +99,7 @@ class DensePath:
     @property
     def finite(self) -> bool:
         """Whether every result of this step is finite; the same on every rank."""
-        return all(bool(torch.isfinite(result).all()) for result in self._results.values())
+        return all_finite(self._results.values())
 
     def keep(self, scale: float) -> None:
         """Copy the results times `scale`, for `put_back`."""

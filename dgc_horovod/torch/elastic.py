@@ -21,7 +21,7 @@ from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_regis
 from dgc_horovod import __version__, envvars
 from dgc_horovod.agreement import check_agreement
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.report import going_back
+from dgc_horovod.report import NOT_ALL_RANKS, going_back
 from dgc_horovod.state import ResidualState
 from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.state import copied, kept_by, put_back
@@ -38,7 +38,7 @@ class Membership:
 
     def __init__(self, process_set: hvd.ProcessSet) -> None:
         if process_set.process_set_id != 0:
-            raise UnsupportedUse("under Horovod Elastic an optimizer works with all ranks; leave process_set out")
+            raise UnsupportedUse(NOT_ALL_RANKS)
         self.agreed = False
 
     def check(self, optimizer: Any) -> None:

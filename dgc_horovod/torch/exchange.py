@@ -22,7 +22,7 @@ from dgc_horovod.ops.schema import Feed, Kernels, ResidualFeed
 from dgc_horovod.report import not_finite
 from dgc_horovod.state import RESIDUAL, ResidualState
 from dgc_horovod.torch.collectives import Collectives, Pending
-from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, laid_out_as
+from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
 from dgc_horovod.torch.memory import flat_array, handed, is_alone, is_in, is_plain
 
 Parameter = torch.Tensor
@@ -32,7 +32,7 @@ FeedOf = Callable[[Parameter], tuple[Feed, float]]
 
 
 @dataclass
-class BucketStep:
+class BucketRun:
     """A bucket, its parameters in segment order, and how far this step has come."""
 
     engine: BucketEngine
@@ -75,6 +75,7 @@ class GradientExchange:
         self.config, self.collectives, self.settings = config, collectives, settings
         self.names = {p: name for name, p in parameters.items()}
         self.loss_scale = loss_scale
+        self._scale: float | None = None  # of the step under way
         self._taken: set[int] = set()  # memory into which something of this step will be written
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
@@ -89,13 +90,13 @@ class GradientExchange:
             collectives.traffic,
         )
         self.runs = [
-            BucketStep(engine, tuple(parameters[segment.name] for segment in engine.bucket.segments))
+            BucketRun(engine, tuple(parameters[segment.name] for segment in engine.bucket.segments))
             for engine in self.buckets.engines
         ]
         self.place = {p: (run, i) for run in self.runs for i, p in enumerate(run.parameters)}
         dense = {parameters[name]: name for name in self.buckets.layout.dense}
-        self._dense_path = DensePath(dense, collectives, settings, loss_scale, half=config.dense_values == "fp16")
-        self._launched: deque[BucketStep] = deque()  # whose exchange is under way
+        self._dense_path = DensePath(dense, collectives, settings, self._scale_now, half=config.dense_values == "fp16")
+        self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self.not_finite = ""  # what is to be said of the finished step, if it was not
         self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
 
@@ -169,7 +170,13 @@ class GradientExchange:
 
     # -- exchange
 
-    def _offer(self, run: BucketStep, feed_of: FeedOf) -> None:
+    def _scale_now(self) -> float:
+        """The loss scale of this step, asked once: a GradScaler's lies on the device, behind the backward pass."""
+        if self._scale is None:
+            self._scale = self.loss_scale()
+        return self._scale
+
+    def _offer(self, run: BucketRun, feed_of: FeedOf) -> None:
         """Give the engine every gradient of a bucket."""
         kernels, run.arrived = run.engine.kernels, 0
         _wait_for_streams(run.streams)
@@ -184,14 +191,14 @@ class GradientExchange:
                 continue
             gradient = target if fits else self._gradient(p).contiguous().to(torch.float32)
             if decay:
-                gradient = gradient + p.detach().contiguous().float() * (decay * self.loss_scale())
+                gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
             run.engine.offer(i, handed(gradient, kernels), feed)
             run.engine.targets.put(i, handed(target, kernels))
 
-    def _launch(self, run: BucketStep, clip: float) -> None:
+    def _launch(self, run: BucketRun, clip: float) -> None:
         engine = run.engine
-        message = self.buckets.compress(engine, clip, self.loss_scale())
-        payload, name = torch.from_numpy(message.payload), f"bucket{engine.bucket.index}"
+        message = self.buckets.compress(engine, clip, self._scale_now())
+        payload, name = torch.from_numpy(message.payload), engine.bucket.name
         if message.scattered:
             run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
         else:
@@ -204,8 +211,8 @@ class GradientExchange:
             return
         for run in self.runs:
             self._offer(run, feed_of)
-        squares = sum(self._square(gradient) for gradient in self._dense_path.gradients.values())
-        clip = self.buckets.clip_factor(squares, self.loss_scale())
+        squares = self._squares(self._dense_path.gradients.values())
+        clip = self.buckets.clip_factor(squares, self._scale_now())
         for run in self.runs:
             self._launch(run, clip)
         for p in self._dense_path.names:
@@ -221,13 +228,17 @@ class GradientExchange:
         self._taken.add(memory)
         return first
 
-    def _square(self, gradient: torch.Tensor) -> float:
-        kernels = self._kernels_of(gradient)
-        return kernels.sums(flat_array(gradient.contiguous().to(torch.float32), kernels))[1]
+    def _squares(self, gradients: Iterable[torch.Tensor]) -> float:
+        """Sum of all squares; what is not finite counts as zero."""
+        found: dict[Kernels, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            kernels = self._kernels_of(gradient)
+            found.setdefault(kernels, []).append(flat_array(gradient.contiguous().to(torch.float32), kernels))
+        return sum(kernels.squares(arrays) for kernels, arrays in found.items())
 
     # -- gradients out
 
-    def _result(self, p: Parameter, run: BucketStep, i: int) -> torch.Tensor:
+    def _result(self, p: Parameter, run: BucketRun, i: int) -> torch.Tensor:
         if run.finite is None:
             self._decode_launched()
         assert run.finite is not None
@@ -243,10 +254,10 @@ class GradientExchange:
             for i, (target, version) in enumerate(zip(run.targets, run.versions, strict=True)):
                 if target._version != version:  # a script has written there: it is not zero any more
                     run.engine.targets.put(i, handed(target, run.engine.kernels))
-            run.finite = self.buckets.decode(run.engine, received, self.loss_scale())
+            run.finite = self.buckets.decode(run.engine, received, self._scale_now())
             self._launched.popleft()
 
-    def _aim(self, run: BucketStep, p: Parameter) -> tuple[torch.Tensor, bool]:
+    def _aim(self, run: BucketRun, p: Parameter) -> tuple[torch.Tensor, bool]:
         """The next of the bucket's targets: the memory of ``p.grad``, or some beside it if that does not do.
 
         Returns:
@@ -280,14 +291,14 @@ class GradientExchange:
                     p.grad = torch.full_like(p, math.nan)
         elif self.config.clip_norm is not None:
             self._norm = _norm(self.names)
-            self._dense_path.keep(1 / self.loss_scale())
+            self._dense_path.keep(1 / self._scale_now())
         self._forget_step(finite)
         return finite
 
     def _updates_finite(self) -> bool:
         """Whether every update is finite in a narrower dtype of ``p.grad`` too; the same on every rank."""
         grads = [p.grad for run in self.runs if run.narrow for p in run.parameters if p.grad is not None]
-        return all(bool(torch.isfinite(grad).all()) for grad in grads if grad.dtype in _NARROW)
+        return all_finite(grad for grad in grads if grad.dtype in _NARROW)
 
     def _forget_step(self, finite: bool = True) -> None:
         for run in self.runs:
@@ -297,6 +308,7 @@ class GradientExchange:
             run.engine.targets.clear()
         self._launched.clear()
         self._taken.clear()
+        self._scale = None
         self._dense_path.clear(finite)
 
     def abandon(self) -> None:
@@ -372,4 +384,4 @@ def _norm(parameters: Iterable[Parameter]) -> float:
     """L2 norm of every dense ``p.grad`` together."""
     grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
     parts = [torch.linalg.vector_norm(grad).float() for grad in grads]
-    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
+    return float(torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))) if parts else 0.0

@@ -18,7 +18,7 @@ from dgc_horovod.ops.schema import Feed
 from dgc_horovod.report import describe
 from dgc_horovod.torch import epochs, state
 from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
-from dgc_horovod.torch.collectives import Collectives
+from dgc_horovod.torch.collectives import WITHOUT_CUDA, Collectives, needs_host
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.elastic import Membership
 from dgc_horovod.torch.exchange import GradientExchange
@@ -66,6 +66,8 @@ class CompressedMethods:
         self._register_hooks()
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
+            if any(needs_host(p) for p in parameters.values()):
+                _log.warning("dgc_horovod: %s", WITHOUT_CUDA)
 
     def _dgc_agreed_fields(self: Any) -> dict[str, str]:
         return agreed_fields(self, self._dgc_parameters, self._dgc_boundaries, self._dgc_config)

@@ -55,7 +55,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         grad_scaler: the script's GradScaler; residuals are then kept in unscaled units.
 
     Returns:
-        An instance of ``type(optimizer)`` with Horovod's methods, and ``compression_stats()``, ``set_epoch()``.
+        An instance of ``type(optimizer)`` with Horovod's methods, and ``compression_stats()``, ``set_epoch()``,
+        ``flush()``, ``residual_state_dict()`` and ``load_residual_state_dict()``.
 
     Raises:
         ConfigError: an argument is out of range.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 import torch
@@ -11,10 +10,7 @@ import torch
 from dgc_horovod import replicas
 from dgc_horovod.agreement import shared_from_first
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.torch.collectives import Collectives, Pending
-
-_log = logging.getLogger("dgc_horovod")
 
 
 class Replicas:
@@ -54,10 +50,7 @@ class Replicas:
         found = replicas.find(self._collectives, step, names, lambda name: replicas.checksum([self._bytes_of(name)]))
         if found is None:  # the script has set it right in the meantime
             return
-        if self._stops:
-            raise ReplicaMismatch(f"{found}. {replicas.ADVICE}")
-        if self._collectives.rank == 0:
-            _log.warning("dgc_horovod: %s; all go on with those of the first rank", found)
+        replicas.stop_or_tell(found, self._stops, self._collectives.rank)
         self._take_over_from_first(optimizer)
 
     def _take_over_from_first(self, optimizer: Any) -> None:

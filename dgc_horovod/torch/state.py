@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
 from dgc_horovod import checkpoint, envvars
@@ -25,7 +24,6 @@ from dgc_horovod.torch.exchange import GradientExchange
 from dgc_horovod.torch.updates import PlainUpdate
 
 _log = logging.getLogger("dgc_horovod")
-_CALLS = "save_checkpoint or load_checkpoint, which every rank must call"
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
@@ -40,8 +38,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
             epoch, the state of a random generator); those of rank 0 are kept.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write.
-        UnsupportedUse: between backward() and step().
+        CheckpointError: on every rank, if any rank could not write, or is between backward() and step().
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
@@ -91,8 +88,7 @@ def load_checkpoint(
         optimizer.load_state_dict(saved["optimizer"])
         if exchange is not None:
             put_back(optimizer, found.state)
-            if not found.state.tensors and collectives.rank == 0:
-                _log.info("dgc_horovod: no residuals from %s; they start from zero", directory)
+            checkpoint.tell_if_empty(found, directory)
     return dict(saved["extra"])
 
 
@@ -105,7 +101,7 @@ def _of(optimizer: Any) -> tuple[Collectives, GradientExchange | None]:
     exchange = getattr(optimizer, "_dgc", None)
     if exchange is not None:
         _follow(optimizer)
-    patient = Collectives(optimizer.process_set, _CALLS, envvars.checkpoint_seconds())
+    patient = Collectives(optimizer.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
     return patient, getattr(optimizer, "_dgc", None)
 
 
@@ -247,8 +243,7 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
 
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> torch.Tensor:
     op = exchange.settings.op if part in (RESIDUAL, MOMENTUM) else hvd.Average
-    own = [engine.read(i).get(part, np.zeros(s.numel, np.float32)) for i, s in enumerate(engine.bucket.segments)]
-    return _reduced(exchange, torch.from_numpy(np.concatenate(own)), f"{engine.bucket.index}.{part}", op)
+    return _reduced(exchange, torch.from_numpy(engine.whole(part)), f"{engine.bucket.index}.{part}", op)
 
 
 def _reduced(exchange: GradientExchange, whole: torch.Tensor, name: str, op: int) -> torch.Tensor:

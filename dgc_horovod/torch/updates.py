@@ -16,7 +16,7 @@ import torch
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
-from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS
+from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS, refusal
 from dgc_horovod.state import FIRST, MOMENTUM, RESIDUAL, SECOND
 
 Group = dict[str, Any]
@@ -269,11 +269,3 @@ def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
                 on_device = group.get("capturable") or group.get("fused")
                 state["step"] = torch.zeros((), device=p.device if on_device else None)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-
-
-def refusal(what: str, instead: str) -> str:
-    """What is said of an option that the split would get wrong."""
-    return (
-        f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
-        "correction such as Compression.topk(...)"
-    )

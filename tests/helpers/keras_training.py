@@ -37,10 +37,15 @@ def momentum_sgd(**options: Any) -> Any:
     return keras.optimizers.SGD(**{"learning_rate": 0.05, "momentum": 0.9, **options})
 
 
+def target(x: np.ndarray) -> np.ndarray:
+    """What is to be learnt of `x`."""
+    return x[:, :4].sum(1, keepdims=True) + 0.5 * x[:, 4:5] ** 2
+
+
 def shard(rank: int) -> tuple[np.ndarray, np.ndarray]:
     """One rank's part of a regression task."""
     x = np.random.default_rng(rank).standard_normal((BATCH * BATCHES, INPUTS)).astype(np.float32)
-    return x, x[:, :4].sum(1, keepdims=True) + 0.5 * x[:, 4:5] ** 2
+    return x, target(x)
 
 
 def together(workers: int) -> tuple[np.ndarray, np.ndarray]:

@@ -29,12 +29,17 @@ def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def target(x: torch.Tensor) -> torch.Tensor:
+    """What is to be learnt of `x`."""
+    return x[:, :4].sum(1, keepdim=True) + 0.5 * x[:, 4:5] ** 2
+
+
 def batches(steps: int, rank: int, size: int = 16, seed: int = 1) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's shard of a regression task."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     for _ in range(steps):
         x = torch.randn(size, INPUTS, generator=generator)
-        yield x, x[:, :4].sum(1, keepdim=True) + 0.5 * x[:, 4:5] ** 2
+        yield x, target(x)
 
 
 def train(

@@ -29,8 +29,8 @@ _KINDS = {
     **dict.fromkeys(("gradients", "targets", "vectors"), "*i64"),
     "sums": "*fp64",
     **dict.fromkeys(
-        ("numel", "room", "k", "blocks", "capacity", "values_at", "words", "packet_words", "high_at", "bits", "chunks",
-         "ranks"), "i32"),
+        ("numel", "room", "k", "blocks", "capacity", "values_at", "scales_at", "words", "packet_words",
+         "high_at", "bits", "chunks", "ranks"), "i32"),
 }  # fmt: skip
 _LOW, _CODECS, _FEEDS = (0, 9), range(1, 7), range(4)
 KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [

@@ -11,15 +11,16 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = [
-    "hand_tables", "loss_scaling", "clipping", "epochs_observed", "low_precision",
-    "larger_batch_identity", "synchronize_twice", "cast_after_wrapping", "channels_last_clipped", "resume_on_rank_zero",
-    "step_hooks", "half_overflow", "other_memory",
+    "hand_tables", "loss_scaling", "clipping", "epochs_observed", "larger_batch_identity", "synchronize_twice",
+    "resume_on_rank_zero", "step_hooks", "other_memory",
 ]  # fmt: skip
+DTYPES = ["low_precision", "cast_after_wrapping", "channels_last_clipped", "half_overflow", "through_host_memory"]
 
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
 def ranks(request):
-    return run_ranks(2, [f"behaviour.{case}" for case in CASES], request.param)
+    cases = [*(f"behaviour.{case}" for case in CASES), *(f"dtypes.{case}" for case in DTYPES)]
+    return run_ranks(2, cases, request.param)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_memory_given_to_a_gradient_during_its_exchange_counts_for_nothing(ranks
 
 
 def test_low_precision(ranks):
-    found = [rank["behaviour.low_precision"] for rank in ranks]
+    found = [rank["dtypes.low_precision"] for rank in ranks]
     assert found[0]["fingerprint"] == found[1]["fingerprint"]
     assert found[0]["dtypes"] == ["torch.bfloat16"] and found[0]["state dtypes"] == ["float32"]
     assert found[0]["fp32 shadow"] == [True, True]
@@ -77,9 +78,16 @@ def test_low_precision(ranks):
 
 @pytest.mark.parametrize("case", ["cast_after_wrapping", "channels_last_clipped"])
 def test_dtypes_and_layouts(ranks, case):
-    found = [rank[f"behaviour.{case}"] for rank in ranks]
+    found = [rank[f"dtypes.{case}"] for rank in ranks]
     assert found[0]["fingerprint"] == found[1]["fingerprint"]
     assert found[0].get("in flight", 1) > 0, "the hooks no longer fire"
+
+
+def test_tensors_that_horovod_cannot_take_go_through_host_memory(ranks):
+    """A Horovod without CUDA ends the process when it is given a CUDA tensor."""
+    found = [rank["dtypes.through_host_memory"] for rank in ranks]
+    assert len({each[how]["weights"] for each in found for how in each}) == 1
+    assert all(each["by the host"]["asked"] > 12 for each in found), "gradients and broadcasts go this way"
 
 
 def test_step_hooks_see_the_whole_step_once(ranks):
@@ -88,7 +96,7 @@ def test_step_hooks_see_the_whole_step_once(ranks):
 
 
 def test_half_precision_overflow_is_skipped(ranks):
-    assert all(value for rank in ranks for value in rank["behaviour.half_overflow"].values())
+    assert all(value for rank in ranks for value in rank["dtypes.half_overflow"].values())
 
 
 def test_rank_zero_alone_resumes_from_a_stock_checkpoint(ranks):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from dgc_horovod import __version__
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
@@ -30,6 +31,7 @@ def test_script_habits(ranks):
         ("wrap twice", "already wrapped"),
         ("add_param_group", "before wrapping|first, then wrap"),
         ("adasum", "Average or hvd.Sum"),
+        ("predivide", "must be a positive number, got 0.0; leave it at 1.0"),
         ("duplicate names", "repeated names: a"),
         ("missing names", "no name in named_parameters"),
         ("not called", r"Compression.dgc\(density=0.001\)"),
@@ -65,7 +67,7 @@ def test_error_messages(ranks, case, words):
         ("tensor count", "tensor count: rank 0 has 4, rank 1 has 2"),
         ("passes", "backward_passes_per_step: rank 0 has 1, rank 1 has 2"),
         ("optimizer", "optimizer: rank 0 has Adagrad, rank 1 has RMSprop"),
-        ("version", "version: rank 0 has 0.1.0, rank 1 has 0.0"),
+        ("version", f"version: rank 0 has {__version__}, rank 1 has 0.0"),
         ("epoch", "is the epoch the same everywhere"),
     ],
 )

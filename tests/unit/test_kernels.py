@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgc_horovod import envvars
 from dgc_horovod.bucket import Bucket, Segment
 from dgc_horovod.errors import BackendUnavailable, ConfigError
 from dgc_horovod.ops import native, registry
@@ -272,12 +273,18 @@ def test_native_shares_the_threads_of_torch():
     assert len(ast.literal_eval(alone.stdout)) <= 1, f"two OpenMP runtimes in one process: {alone.stdout}"
 
 
-def test_a_stale_or_broken_library_is_named(tmp_path):
-    with pytest.raises(BackendUnavailable, match="does not load"):
-        native.load(tmp_path / "missing.so")
+def test_a_stale_or_broken_library_is_named(tmp_path, monkeypatch):
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
+    for path in (tmp_path / "missing.so", broken):
+        with pytest.raises(BackendUnavailable, match="does not load"):
+            native.load(path)
+    monkeypatch.setattr(native, "_INTERFACE", -1)
+    with pytest.raises(BackendUnavailable, match="install dgc_horovod again"):
+        native.load(native.library_path())
 
 
-def test_registry(monkeypatch, caplog):
+def test_registry(monkeypatch):
     assert registry.choose("cpu").name == "native"
     monkeypatch.setenv("DGC_BACKEND", "reference")
     assert registry.choose("cpu").name == "reference"
@@ -289,6 +296,7 @@ def test_registry(monkeypatch, caplog):
     monkeypatch.setenv("DGC_BACKEND", "fast")
     with pytest.raises(ConfigError, match="must be one of auto, native, triton, torch_eager, reference, got 'fast'"):
         registry.choose("cpu")
+    assert ("auto", *registry.BACKENDS) == envvars.BACKEND.choices
 
 
 def test_without_the_library_it_works_and_says_once_that_it_is_slower(monkeypatch, caplog):

@@ -21,7 +21,7 @@ def desk():
     server.close()
 
 
-def hold_all(desk, workers, absent=(), seconds=2.0, monkeypatch=None):
+def hold_all(desk, workers, absent=(), seconds=2.0):
     """What each rank's roll-call ends with: None, or its error."""
     ended: dict[int, BaseException | None] = {}
 

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
 from benchmarks.gpu import checks
+from benchmarks.gpu.transcript import Size, transcript
+from dgc_horovod import DGCConfig
 from dgc_horovod.errors import BackendUnavailable
 from dgc_horovod.ops import registry
+from dgc_horovod.ops.reference import ReferenceKernels
 from dgc_horovod.ops.triton_kernels import TritonKernels
 from tests.helpers.jobs import ROOT
 
@@ -28,17 +31,15 @@ def test_check(name):
 @settings(max_examples=4, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.sampled_from([0.001, 0.05, 0.3]))
 def test_odd_sizes(numels, density):
-    size = checks.Size("cpu", tuple(numels), steps=3, ranks=2, long_run=0)
-    config = checks.DGCConfig(density=density, values="8bit")
-    ours, truth = (
-        checks.transcript(kernels, config, size) for kernels in (TritonKernels("cpu"), checks.ReferenceKernels())
-    )
+    size = Size("cpu", tuple(numels), steps=3, ranks=2)
+    config = DGCConfig(density=density, values="8bit")
+    ours, truth = (transcript(kernels, config, size) for kernels in (TritonKernels("cpu"), ReferenceKernels()))
     assert ours == truth
 
 
 def test_a_check_can_fail(monkeypatch):
     """A kernel that forgets one element of the update is found."""
-    make = checks.TritonKernels.receiver
+    make = TritonKernels.receiver
 
     def forgetful(self, *arguments):
         receiver = make(self, *arguments)
@@ -51,7 +52,7 @@ def test_a_check_can_fail(monkeypatch):
         receiver.read = less
         return receiver
 
-    monkeypatch.setattr(checks.TritonKernels, "receiver", forgetful)
+    monkeypatch.setattr(TritonKernels, "receiver", forgetful)
     assert "differ" in checks.run("values fp32", checks.INTERPRETED)
 
 

@@ -1,4 +1,4 @@
-"""The folder that goes on PYTHONPATH. Nothing but ``sitecustomize.py`` may stand here."""
+"""The folder that goes on PYTHONPATH. No other module than ``sitecustomize.py`` may stand here."""
 
 from pathlib import Path
 

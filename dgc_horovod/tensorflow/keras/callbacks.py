@@ -109,9 +109,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
-        if not logs:
-            return
         check_agreement(Collectives(hvd.global_process_set, "metrics"), {"metrics": "\n".join(names)})
+        if not logs or not names:
+            return
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         with tf.device(self.device), watched(hvd.global_process_set, "the metrics of an epoch"):
             averaged = hvd.allreduce(values, op=hvd.Average, name=f"dgc.metrics.{len(names)}").numpy()

@@ -187,77 +187,6 @@ def half_density_bytes() -> dict[str, int]:
     return {**optimizer.compression_stats(), "fingerprint": fingerprint(model)}
 
 
-def low_precision() -> dict[str, Any]:
-    """A bfloat16 model: gradients are accumulated in fp32, p.grad comes back in its own dtype."""
-    hvd.init()
-    model = smooth_model().bfloat16()
-    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
-    for x, y in batches(10, hvd.rank()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
-        optimizer.step()
-    arrays = optimizer._dgc.buckets.state_arrays()
-    dtypes = sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None})
-    return {
-        "fp32 shadow": [_follows_shadow(dtype) for dtype in (torch.float16, torch.bfloat16)],
-        "fingerprint": fingerprint(model.float()),
-        "dtypes": dtypes,
-        "state dtypes": sorted({str(a.dtype) for d in arrays.values() for a in d.values()}),
-    }
-
-
-def _follows_shadow(dtype: torch.dtype) -> bool:
-    """u and v equal those computed in fp32 from the low-precision gradients, bit for bit, wherever nothing was sent."""
-    w = nn.Parameter(torch.zeros(40, 50, dtype=dtype))
-    sgd = torch.optim.SGD([w], lr=1e-3, momentum=0.9)
-    optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.dgc(0.01, **UNROUNDED))
-    u = v = torch.zeros(w.numel())
-    generator = torch.Generator().manual_seed(hvd.rank())
-    same = True
-    for _ in range(8):
-        optimizer.zero_grad()
-        (w * torch.randn(40, 50, generator=generator).to(dtype)).sum().backward()
-        u = u * 0.9 + w.grad.flatten().float()
-        v = v + u
-        optimizer.step()
-        arrays = {name: torch.from_numpy(a) for name, a in optimizer._dgc.buckets.state_arrays()["w"].items()}
-        kept = arrays["v"] != 0
-        same &= bool((arrays["v"][kept] == v[kept]).all() and (arrays["u"][kept] == u[kept]).all())
-        same &= int((~kept).sum()) == 20
-        u, v = u * kept, v * kept
-    return same
-
-
-def cast_after_wrapping() -> dict[str, Any]:
-    """``model.double()`` after wrapping: the hooks still fire, the replicas stay equal."""
-    hvd.init()
-    model = smooth_model()
-    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
-    model.double()
-    for x, y in batches(5, hvd.rank()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x.double()), y.double()).backward()
-        in_flight = len(optimizer._handles)
-        optimizer.step()
-    return {"fingerprint": fingerprint(model), "in flight": in_flight}
-
-
-def channels_last_clipped() -> dict[str, Any]:
-    """Convolution weights in channels_last, dense path and compressed, with a clip that acts."""
-    hvd.init()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 3)).to(memory_format=torch.channels_last)
-    optimizer = DistributedOptimizer(
-        momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05, clip_norm=1e-3, min_numel=1000)
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
-        model(x.to(memory_format=torch.channels_last)).pow(2).sum().backward()
-        optimizer.step()
-    return {"fingerprint": fingerprint(model)}
-
-
 def resume_on_rank_zero() -> dict[str, Any]:
     """Horovod's idiom: rank 0 alone loads a stock checkpoint, then everything is broadcast."""
     hvd.init()
@@ -315,22 +244,6 @@ def _clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.data.clamp_(-0.05, 0.05)
-
-
-def half_overflow() -> dict[str, Any]:
-    """fp16 weights whose update leaves fp16's range: the step is applied on no rank, nothing is lost."""
-    hvd.init()
-    w = nn.Parameter(torch.zeros(40, 50, dtype=torch.float16))
-    optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1e-3), [("w", w)], Compression.topk(0.01))
-    for _ in range(30):
-        optimizer.zero_grad()
-        (w * 6e3).sum().backward()
-        optimizer.step()
-    arrays = optimizer._dgc.buckets.state_arrays()["w"]
-    return {
-        "weights finite": bool(torch.isfinite(w).all()),
-        "v finite": bool(torch.isfinite(torch.from_numpy(arrays["v"])).all()),
-    }
 
 
 def overlapping_process_sets() -> dict[str, Any]:

@@ -41,13 +41,13 @@ def drifting() -> dict[str, Any]:
 
 
 def sound() -> dict[str, Any]:
-    """Nothing is found where nothing is wrong; what it costs; and that it can be switched off."""
+    """Nothing is found where nothing is wrong; and it can be switched off."""
     hvd.init()
     found = {}
     for every in (0, 1):
         model, optimizer = _made(check_every=every)
         train(model, optimizer, 10)
-        found[str(every)] = {"fingerprint": fingerprint(model), "sent": optimizer.compression_stats()["bytes_sent"]}
+        found[str(every)] = fingerprint(model)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import horovod.torch as hvd
@@ -61,7 +62,7 @@ class Run:
         """Of weights, u and v."""
         tensors = kept_by(self.optimizer).tensors
         kept = b"".join(x.tobytes() for name in sorted(tensors) for _, x in sorted(tensors[name].items()))
-        return [fingerprint(self.model), kept.hex()[:64], str(hash(kept))]
+        return [fingerprint(self.model), hashlib.sha256(kept).hexdigest()]
 
 
 def not_finite() -> dict[str, Any]:

@@ -23,7 +23,6 @@ from dgc_horovod.tensorflow.keras import (
 )
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import (
-    BATCHES,
     everything,
     fingerprint,
     fit,
@@ -126,54 +125,63 @@ def _velocity() -> float:
 def saved() -> dict[str, Any]:
     """A saved model is a stock one; loaded by us it trains on; a restored checkpoint empties u and v, and says so."""
     hvd.init()
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, f"{hvd.rank()}.keras"))
+        return {**_loaded(path), **_resumed(path), **_restored(str(Path(folder, f"checkpoint{hvd.rank()}")))}
+
+
+def _loaded(path: str) -> dict[str, Any]:
+    model = smooth_model()
+    fit(model, DistributedOptimizer(keras.optimizers.Adam(1e-3), compression=Compression.dgc(0.05)), 1)
+    model.save(path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        stock = keras.models.load_model(path)
+        ours = load_model(path, compression=Compression.dgc(0.05))
+    return {
+        "warnings": [str(warning.message)[:200] for warning in said],
+        "stock": (type(stock.optimizer).__mro__[0].__module__, int(stock.optimizer.iterations)),
+        "same weights": fingerprint(stock) == fingerprint(model) == fingerprint(ours),
+        "ours": (int(ours.optimizer.iterations), hasattr(ours.optimizer, "compression_stats")),
+        "trains on": fingerprint(fit(ours, ours.optimizer, 1)),
+    }
+
+
+def _resumed(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    dense = smooth_model()
+    fit(dense, DistributedOptimizer(momentum_sgd()), 2)
+    whole, half = fingerprint(dense), smooth_model()
+    fit(half, DistributedOptimizer(momentum_sgd()), 1)
+    half.save(path)
+    found["dense resumes exactly"] = fingerprint(fit(resumed := load_model(path), resumed.optimizer, 1)) == whole
+    resumed = load_model(path, compression=everything())
+    fit(resumed, resumed.optimizer, 1)
+    found["compressed takes the velocity over"] = float(np.abs(weights(resumed) - weights(dense)).max())
+    for name, make in {"sgd": momentum_sgd, "adam": lambda: keras.optimizers.Adam(3e-3)}.items():
         model = smooth_model()
-        fit(model, DistributedOptimizer(keras.optimizers.Adam(1e-3), compression=Compression.dgc(0.05)), 1)
+        fit(model, DistributedOptimizer(make(), compression=everything()), 1)
         model.save(path)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            stock = keras.models.load_model(path)
-            ours = load_model(path, compression=Compression.dgc(0.05))
-        found["warnings"] = [str(warning.message)[:200] for warning in said]
-        found["stock"] = (type(stock.optimizer).__mro__[0].__module__, int(stock.optimizer.iterations))
-        found["same weights"] = fingerprint(stock) == fingerprint(model) == fingerprint(ours)
-        found["ours"] = (int(ours.optimizer.iterations), hasattr(ours.optimizer, "compression_stats"))
-        found["trains on"] = fingerprint(fit(ours, ours.optimizer, 1))
-
-        dense = smooth_model()
-        fit(dense, DistributedOptimizer(momentum_sgd()), 2)
-        whole, half = fingerprint(dense), smooth_model()
-        fit(half, DistributedOptimizer(momentum_sgd()), 1)
-        half.save(path)
-        found["dense resumes exactly"] = fingerprint(fit(resumed := load_model(path), resumed.optimizer, 1)) == whole
-        resumed = load_model(path, compression=everything())
-        fit(resumed, resumed.optimizer, 1)
-        found["compressed takes the velocity over"] = float(np.abs(weights(resumed) - weights(dense)).max())
-
-        for name, make in {"sgd": momentum_sgd, "adam": lambda: keras.optimizers.Adam(3e-3)}.items():
-            model = smooth_model()
-            fit(model, DistributedOptimizer(make(), compression=everything()), 1)
-            model.save(path)
-            loaded = load_model(path, compression=everything())
-            after = [weights(fit(each, each.optimizer, 1)) for each in (model, loaded)]
-            found[f"{name} goes on as if not saved"] = float(np.abs(after[0] - after[1]).max())
-
-        optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05))
-        model = smooth_model()
-        fit(model, optimizer, 1)
-        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
-        written = checkpoint.write(str(Path(folder, f"checkpoint{hvd.rank()}")))
-        at_checkpoint = weights(model)
-        fit(model, optimizer, 1)
-        checkpoint.read(written).assert_existing_objects_matched()
-        found["restored"] = bool(np.array_equal(at_checkpoint, weights(model)))
-        with messages() as logged:
-            fit(model, optimizer, 1)
-        found["said"] = [text for text in logged if "checkpoint was loaded" in text]
-        found["after"] = fingerprint(model)
+        loaded = load_model(path, compression=everything())
+        after = [weights(fit(each, each.optimizer, 1)) for each in (model, loaded)]
+        found[f"{name} goes on as if not saved"] = float(np.abs(after[0] - after[1]).max())
     return found
+
+
+def _restored(path: str) -> dict[str, Any]:
+    optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05))
+    model = smooth_model()
+    fit(model, optimizer, 1)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+    written = checkpoint.write(path)
+    at_checkpoint = weights(model)
+    fit(model, optimizer, 1)
+    checkpoint.read(written).assert_existing_objects_matched()
+    restored = bool(np.array_equal(at_checkpoint, weights(model)))
+    with messages() as logged:
+        fit(model, optimizer, 1)
+    said = [text for text in logged if "checkpoint was loaded" in text]
+    return {"restored": restored, "said": said, "after": fingerprint(model)}
 
 
 def state() -> dict[str, Any]:
@@ -188,7 +196,7 @@ def state() -> dict[str, Any]:
     kept.restore()
     found = {"moved": moved != before, "restored": fingerprint(model) == before, "batch": kept.batch}
     kept.sync()
-    return {**found, "synced": fingerprint(model), "synced batch": kept.batch, "steps": BATCHES,
+    return {**found, "synced": fingerprint(model), "synced batch": kept.batch,
             "iterations": int(model.optimizer.iterations), "accumulators": _accumulators_go_back(),
             "disagree": _newcomer_with_another_config(), "flushed": _flushed_on_commit()}  # fmt: skip
 

@@ -43,45 +43,39 @@ def script_habits() -> dict[str, Any]:
     del optimizer
     train(model, again, 3)
     results["fingerprint"] = fingerprint(model)
-    results["errors"] = {
-        "wrap twice": error_of(lambda: DistributedOptimizer(again, model.named_parameters(), Compression.dgc())),
-        "add_param_group": error_of(lambda: again.add_param_group({"params": []})),
-        "adasum": error_of(
-            lambda: DistributedOptimizer(
-                momentum_sgd(model), model.named_parameters(), Compression.dgc(), op=hvd.Adasum
-            )
-        ),
-        "duplicate names": error_of(
-            lambda: DistributedOptimizer(momentum_sgd(model), [("a", p) for p in model.parameters()], Compression.dgc())
-        ),
-        "missing names": error_of(
-            lambda: DistributedOptimizer(momentum_sgd(model), list(model.named_parameters())[1:], Compression.dgc())
-        ),
-        "not called": error_of(
-            lambda: DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc)
-        ),
-        "dampening": error_of(
-            lambda: DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
-                model.named_parameters(),
-                Compression.dgc(),
-            )
-        ),
-        "zero_grad between": error_of(lambda: _zero_grad_between(model)),
-        "gradients removed": error_of(_gradients_removed),
-        "stock given ours": error_of(lambda: _stock_given_ours()),
-        "epoch unknown": error_of(lambda: _epoch_unknown()),
-        "arguments swapped": error_of(lambda: DistributedOptimizer(momentum_sgd(model), Compression.dgc())),
-        "model for optimizer": error_of(
-            lambda: DistributedOptimizer(model, model.named_parameters(), Compression.dgc())
-        ),
-        "step twice": error_of(lambda: _step_twice()),
-        "unscaled too early": error_of(lambda: _scaler_without_synchronize()),
-        "scaler not passed": error_of(lambda: _scaler_without_synchronize(passed=False)),
-        "loaded too early": error_of(lambda: _load_between()),
-        "unfrozen later": error_of(lambda: _unfrozen_later()),
-    }
+    results["errors"] = _errors(model, again)
     return results
+
+
+def _errors(model: nn.Module, wrapped: Any) -> dict[str, str]:
+    named, dgc = list(model.named_parameters()), Compression.dgc()
+    dampened = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+
+    def made(*arguments: Any, **more: Any) -> Callable[[], Any]:
+        return lambda: DistributedOptimizer(momentum_sgd(model), *arguments, **more)
+
+    attempts: dict[str, Callable[[], Any]] = {
+        "wrap twice": lambda: DistributedOptimizer(wrapped, named, dgc),
+        "add_param_group": lambda: wrapped.add_param_group({"params": []}),
+        "adasum": made(named, dgc, op=hvd.Adasum),
+        "predivide": made(named, dgc, gradient_predivide_factor=0.0),
+        "duplicate names": made([("a", p) for p in model.parameters()], dgc),
+        "missing names": made(named[1:], dgc),
+        "not called": made(named, Compression.dgc),
+        "dampening": lambda: DistributedOptimizer(dampened, named, dgc),
+        "zero_grad between": lambda: _zero_grad_between(model),
+        "gradients removed": _gradients_removed,
+        "stock given ours": _stock_given_ours,
+        "epoch unknown": _epoch_unknown,
+        "arguments swapped": made(dgc),
+        "model for optimizer": lambda: DistributedOptimizer(model, named, dgc),
+        "step twice": _step_twice,
+        "unscaled too early": _scaler_without_synchronize,
+        "scaler not passed": lambda: _scaler_without_synchronize(passed=False),
+        "loaded too early": _load_between,
+        "unfrozen later": _unfrozen_later,
+    }
+    return {name: error_of(attempt) for name, attempt in attempts.items()}
 
 
 def _stepper(scheduler: Any) -> Callable[[int], None]:

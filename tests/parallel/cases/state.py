@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +62,15 @@ def _train(model: Any, optimizer: Any, first: int, last: int) -> None:
         optimizer.step()
 
 
-def _shared_folder() -> Path:
-    """The same new folder on every rank."""
-    return Path(hvd.broadcast_object(tempfile.mkdtemp(prefix="dgc-state-") if hvd.rank() == 0 else None, name="folder"))
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """The same new folder on every rank; removed when all have done with it."""
+    made = tempfile.mkdtemp(prefix="dgc-state-") if hvd.rank() == 0 else None
+    folder = Path(hvd.broadcast_object(made, name="folder"))
+    yield folder
+    hvd.barrier()
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
 
 
 def _states(optimizer: Any) -> list[ResidualState]:
@@ -85,20 +94,20 @@ def _resumed(compression: Any, make: Any, half_way: int, steps: int) -> dict[str
     _train(whole, optimizer, 0, steps)
     half, first = _made(compression, make)
     _train(half, first, 0, half_way)
-    folder = _shared_folder()
-    save_checkpoint(folder, half, first, epoch=3)
-    own = {**first.residual_state_dict()}
-    from_file, second = _made(compression, make)
-    extra = load_checkpoint(folder, from_file, second)
-    _train(from_file, second, half_way, steps)
-    from_dicts, third = _made(compression, make)
-    _check_that_it_goes_through_a_file(own, folder)
-    load_checkpoint(folder, from_dicts, third, residuals="ignored")
-    third.load_residual_state_dict(own)
-    _train(from_dicts, third, half_way, steps)
-    # without the residuals it is another run: the comparison can fail
-    without, fourth = _made(compression, make)
-    without.load_state_dict(torch.load(_model_file(folder), weights_only=True)["model"])
+    with _shared_folder() as folder:
+        save_checkpoint(folder, half, first, epoch=3)
+        own = {**first.residual_state_dict()}
+        from_file, second = _made(compression, make)
+        extra = load_checkpoint(folder, from_file, second)
+        _train(from_file, second, half_way, steps)
+        from_dicts, third = _made(compression, make)
+        _check_that_it_goes_through_a_file(own, folder)
+        load_checkpoint(folder, from_dicts, third, residuals="ignored")
+        third.load_residual_state_dict(own)
+        _train(from_dicts, third, half_way, steps)
+        # without the residuals it is another run: the comparison can fail
+        without, fourth = _made(compression, make)
+        without.load_state_dict(torch.load(_model_file(folder), weights_only=True)["model"])
     _train(without, fourth, half_way, steps)
     return {
         "same": [fingerprint(model) == fingerprint(whole) for model in (from_file, from_dicts)],
@@ -237,17 +246,23 @@ def damage() -> dict[str, Any]:
     compression = COMPRESSIONS["clipped, per tensor"]
     model, optimizer = _made(compression)
     _train(model, optimizer, 0, HALF)
-    folder = _shared_folder()
-    save_checkpoint(folder, model, optimizer)
-    save_checkpoint(folder, model, optimizer)  # over the first one
-    found: dict[str, Any] = {"files": sorted(file.name.split("-", 2)[-1] for file in folder.iterdir())}
+    with _shared_folder() as folder:
+        save_checkpoint(folder, model, optimizer)
+        save_checkpoint(folder, model, optimizer)  # over the first one
+        files = sorted(file.name.split("-", 2)[-1] for file in folder.iterdir())
+        found = {"files": files, **_damaged(folder, compression), **_unfit(folder, compression, model, optimizer)}
+        found |= _between_backward_and_step(folder, model, optimizer)
+        load_checkpoint(folder, model, optimizer)  # still sound
+    return found
+
+
+def _damaged(folder: Path, compression: Any) -> dict[str, Any]:
     listed = manifest.Manifest.from_bytes((folder / manifest.MANIFEST).read_bytes())
-    hvd.barrier()
     last = folder / listed.files[f"rank {hvd.size() - 1}"].name
-    sound = last.read_bytes()
-    hvd.barrier()
+    sound, found = last.read_bytes(), {}
 
     def change(data: bytes | None) -> None:
+        hvd.barrier()
         if hvd.rank() == 0:
             last.unlink(missing_ok=True)
             if data is not None:
@@ -261,24 +276,33 @@ def damage() -> dict[str, Any]:
         load_checkpoint(folder, other, second, residuals="if sound")
         found[f"{name}, skipped"] = any(a["v"].any() for a in kept_by(second).tensors.values())
     change(sound)
+    return found
+
+
+def _unfit(folder: Path, compression: Any, model: Any, optimizer: Any) -> dict[str, Any]:
     other, second = _made(COMPRESSIONS["topk"])
-    found["other method"] = error_of(lambda: load_checkpoint(folder, other, second))
+    found = {"other method": error_of(lambda: load_checkpoint(folder, other, second))}
     load_checkpoint(folder, other, second, residuals="ignored")
-    found["other model"] = error_of(lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"))
-    found["other op"] = error_of(lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)))
-    found["not writable"] = error_of(lambda: save_checkpoint("/proc/none" if hvd.rank() else folder, model, optimizer))
-    found["another optimizer"] = error_of(lambda: save_checkpoint(folder, *_other()))
-    found["code"] = error_of(lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=error_of))
-    found["stale"] = error_of(
-        lambda: optimizer.load_residual_state_dict({**optimizer.residual_state_dict(), "rank": 9})
-    )
+    elsewhere = "/proc/none" if hvd.rank() else folder
+    stale = {**optimizer.residual_state_dict(), "rank": 9}
+    attempts = {
+        "other model": lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"),
+        "other op": lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)),
+        "not writable": lambda: save_checkpoint(elsewhere, model, optimizer),
+        "another optimizer": lambda: save_checkpoint(folder, *_other()),
+        "code": lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=error_of),
+        "stale": lambda: optimizer.load_residual_state_dict(stale),
+    }
+    return {**found, **{name: error_of(attempt) for name, attempt in attempts.items()}}
+
+
+def _between_backward_and_step(folder: Path, model: Any, optimizer: Any) -> dict[str, Any]:
     x, y = next(iter(batches(1, hvd.rank())))
     torch.nn.functional.mse_loss(model(x), y).backward()
-    found["in flight"] = error_of(lambda: save_checkpoint(folder, model, optimizer))
+    found = {"in flight": error_of(lambda: save_checkpoint(folder, model, optimizer))}
     optimizer.synchronize()
     found["not applied"] = error_of(optimizer.residual_state_dict)
     optimizer.step()
-    load_checkpoint(folder, model, optimizer)  # still sound
     return found
 
 
@@ -302,15 +326,15 @@ def stock_and_back() -> dict[str, Any]:
     other.load_state_dict(model.state_dict())
     optimizer.load_state_dict(plain.state_dict())
     train(other, optimizer, 3)
-    folder = _shared_folder()
-    save_checkpoint(folder, other, optimizer, epoch=1)
-    third, dense = _made(Compression.none)
-    extra = load_checkpoint(folder, third, dense)
-    same = fingerprint(third) == fingerprint(other)
-    train(third, dense, 3)
-    save_checkpoint(folder, third, dense)
-    fourth, again = _made(COMPRESSIONS["topk"])
-    load_checkpoint(folder, fourth, again)
+    with _shared_folder() as folder:
+        save_checkpoint(folder, other, optimizer, epoch=1)
+        third, dense = _made(Compression.none)
+        extra = load_checkpoint(folder, third, dense)
+        same = fingerprint(third) == fingerprint(other)
+        train(third, dense, 3)
+        save_checkpoint(folder, third, dense)
+        fourth, again = _made(COMPRESSIONS["topk"])
+        load_checkpoint(folder, fourth, again)
     return {"same": same, "extra": extra, "back": fingerprint(fourth) == fingerprint(third)}
 
 
@@ -323,11 +347,11 @@ def to_the_dense_path() -> dict[str, Any]:
 
     model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="8bit"), plain)
     _train(model, optimizer, 0, HALF)
-    folder = _shared_folder()
-    save_checkpoint(folder, model, optimizer)
     owed = {n: sum(s.tensors[n]["v"].astype(float) for s in _states(optimizer)) / hvd.size() for n in _biases(model)}
-    model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="fp32"), plain)
-    load_checkpoint(folder, model, optimizer)
+    with _shared_folder() as folder:
+        save_checkpoint(folder, model, optimizer)
+        model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="fp32"), plain)
+        load_checkpoint(folder, model, optimizer)
     kept = set(_biases(model)) - set(kept_by(optimizer).tensors)  # a bias of one element is coded without error
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     (0 * model(torch.zeros(1, 32)).sum()).backward()

@@ -1,0 +1,119 @@
+"""What kernels are compared by: whole steps of several ranks, everything they leave as bytes. For any backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.bucket import Bucket, Segment
+from dgc_horovod.engine import BucketEngine
+from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
+
+Feeds = Callable[[int, int], Feed]  # of a step and a segment
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a check is.
+
+    Args:
+        device: of the Triton kernels.
+        numels: of a bucket's segments; odd ones, so that blocks begin and end anywhere.
+        steps, ranks: of a run.
+        long_run: steps of the run in which replicas must stay equal.
+    """
+
+    device: str
+    numels: tuple[int, ...]
+    steps: int
+    ranks: int
+    long_run: int = 0
+
+
+FEEDS: dict[str, Feeds] = {
+    "momentum": lambda step, i: MomentumFeed(0.9),
+    "Nesterov": lambda step, i: MomentumFeed(0.9, True),
+    "no momentum": lambda step, i: ResidualFeed(),
+    "Adam": lambda step, i: AdamFeed((0.9, 0.999), 1e-8, step + 1),
+    "several": lambda step, i: MomentumFeed(0.5 + 0.1 * (i % 3), i % 2 == 0),
+}
+
+DATA: dict[str, Callable[[np.random.Generator, int], Any]] = {
+    "laplace": lambda rng, n: rng.laplace(size=n),
+    "log-normal scaled": lambda rng, n: rng.standard_normal(n) * rng.lognormal(0, 2, n),
+    "ties": lambda rng, n: rng.integers(-3, 4, n),
+    "all equal": lambda rng, n: np.full(n, 0.75),
+    "all zero": lambda rng, n: np.zeros(n),
+    "few": lambda rng, n: np.where(rng.random(n) < 1e-3, rng.standard_normal(n), 0),
+    "denormal": lambda rng, n: rng.integers(-1000, 1000, n) * 1e-42,
+    "in one place": lambda rng, n: np.where(np.arange(n) < n // 50, 100.0, 1.0) * rng.standard_normal(n),
+}
+
+
+def bucket_of(numels: Sequence[int], whole: bool = False, values: str = "") -> Bucket:
+    """One bucket of segments of these sizes."""
+    starts = np.cumsum((0, *numels)).tolist()
+    segments = (Segment(str(i), start, n) for i, (start, n) in enumerate(zip(starts, numels, strict=False)))
+    return Bucket(3, tuple(segments), whole, values)
+
+
+def transcript(
+    kernels: Any,
+    config: DGCConfig,
+    size: Size,
+    feeds: Feeds = FEEDS["momentum"],
+    data: str = "laplace",
+    whole: bool = False,
+    shift: int = 0,
+) -> list[bytes]:
+    """Packets, states and updates of every step of a run, in which one gradient is not finite.
+
+    Args:
+        shift: elements by which gradients and updates lie off what an allocator would give.
+    """
+    bucket = bucket_of(size.numels, whole, config.values if whole else "")
+    engines = [BucketEngine(bucket, config, kernels, rank, size.ranks) for rank in range(size.ranks)]
+    said = []
+    for step in range(size.steps):
+        messages = []
+        for rank, engine in enumerate(engines):
+            g = _drawn(data, step, rank, bucket.numel).copy()
+            at = step % bucket.numel
+            g[at] = np.nan if (step, rank) == (size.steps - 2, 1) else g[at]
+            for i, segment in enumerate(bucket.segments):
+                engine.offer(i, _placed(kernels, g[segment.place], shift), feeds(step, i))
+            message = engine.compress(0.5, step, config.final_density)
+            messages.append(replace(message, payload=message.payload.copy()))
+        payloads = [message.payload for message in messages]
+        back = np.sum(payloads, axis=0, dtype=np.float32) if messages[0].scattered else np.concatenate(payloads)
+        for engine in engines:
+            said += _received(kernels, engine, back, shift)
+        said += [payload.tobytes() for payload in payloads]
+    return said
+
+
+@functools.lru_cache(64)
+def _drawn(data: str, step: int, rank: int, numel: int) -> np.ndarray:
+    return np.asarray(DATA[data](np.random.default_rng([step, rank]), numel)).astype(np.float32)
+
+
+def _placed(kernels: Any, x: np.ndarray, shift: int) -> Any:
+    return kernels.from_host(np.concatenate([np.zeros(shift, np.float32), x]))[shift:]
+
+
+def _received(kernels: Any, engine: BucketEngine, back: np.ndarray, shift: int) -> list[bytes]:
+    finite = engine.receive(back)
+    nothing = (np.full(segment.numel, np.nan, np.float32) for segment in engine.bucket.segments)
+    targets = [_placed(kernels, x, shift) for x in nothing]
+    for i, target in enumerate(targets):
+        engine.targets.put(i, target)
+    engine.fill(1 / engine.workers)
+    if not finite:
+        engine.restore()
+    states = (engine.state.v, engine.state.u, *(engine.state.moments or ()))
+    return [kernels.to_host(x).tobytes() for x in (*states, *targets) if x is not None]
