@@ -1,7 +1,7 @@
 """Build unmodified Horovod for the frameworks of this environment, and cache the wheel.
 
 Horovod 0.28.1 does not build against today's torch and TensorFlow as published: its CMake asks for
-C++14 (torch >= 2.1 needs 17) and one source file includes XLA headers that moved after TF 2.17.
+C++14 (torch >= 2.1 needs 17, later ones 20) and one source file includes XLA headers that moved after TF 2.17.
 Both are cured from outside by a CMake toolchain file; not a byte of its source is touched.
 
 This file uses the standard library only and is run by path (``scripts/build_horovod``), because it
@@ -31,8 +31,7 @@ BUILD_TOOLS = ("cmake==3.31.6", "ninja", "setuptools<81", "wheel", "packaging", 
 RUN_NEEDS = ("cloudpickle", "numpy", "psutil", "pyyaml", "packaging")
 FRAMEWORKS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}
 HOROVODS_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}  # in its metadata.json
-LOG_TAIL_LINES = 40
-FAILED = "failed"  # a file in place of the wheel: this build does not work here
+LOG_TAIL_LINES, FAILED = 40, "failed"  # a file in place of the wheel: this build does not work here
 HOW_TO_GO_ON = {
     "cuda": "Horovod did not build with CUDA; building it with CPU operations.",
     "mpi": "Horovod did not build against this MPI; building it with Gloo alone. For MPI, install a system MPI "
@@ -54,6 +53,9 @@ function(add_library name)
   _add_library(${name} ${sources})
 endfunction()
 """
+# In that function, for a torch that asks for more.
+NEWER_TORCH = '  if(name STREQUAL "pytorch")\n    target_compile_features(pytorch PRIVATE cxx_std_{})\n  endif()\n'
+TORCH_HEADER = Path("torch", "include", "torch", "csrc", "api", "include", "torch", "all.h")
 
 # Horovod's setup.py passes `VERBOSE=1`, which only make understands, and -j8 whatever the machine.
 CMAKE_WRAPPER = """\
@@ -128,7 +130,7 @@ class Build:
         parts += ["mpi" if self.mpi else "nompi", *(["cuda"] if self.cuda else [])]
         options = sorted(f"{k}={v}" for k, v in os.environ.items() if BUILD_SETTINGS.match(k))
         compiler = command_output(os.environ.get("CXX", "g++"), "-dumpfullversion")
-        fingerprint = "\n".join([*options, mpi_version(self.mpi), compiler, os.uname().machine, AFTER_PROJECT])
+        fingerprint = "\n".join([*options, mpi_version(self.mpi), compiler, os.uname().machine, after_project()])
         return "-".join([*parts, hashlib.sha256(fingerprint.encode()).hexdigest()[:8]])
 
     def simpler(self) -> Build | None:
@@ -162,17 +164,29 @@ def cuda_search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
 
 
+def torch_standard() -> int:
+    """The C++ standard, at least 17, that the headers of the installed torch say they need."""
+    header = Path(sysconfig.get_path("platlib")) / TORCH_HEADER
+    asked = re.search(r"#error C\+\+(\d+) or later", header.read_text()) if header.exists() else None
+    return max(17, int(asked[1])) if asked else 17
+
+
+def after_project() -> str:
+    """What CMake is to include after Horovod's project()."""
+    standard, end = torch_standard(), "endfunction()\n"
+    return AFTER_PROJECT.removesuffix(end) + (NEWER_TORCH.format(standard) if standard > 17 else "") + end
+
+
 def cache_folder() -> Path:
     """Where built wheels are kept, across environments of the same user."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "dgc_horovod" / "wheels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgc_horovod" / "wheels"
 
 
 def build_environment(work: Path, build: Build) -> dict[str, str]:
     """The environment of the build; what the caller has set in HOROVOD_* wins."""
-    after_project, toolchain, wrapper = work / "after_project.cmake", work / "toolchain.cmake", work / "cmake"
-    after_project.write_text(AFTER_PROJECT)
-    toolchain.write_text(f'set(CMAKE_PROJECT_horovod_INCLUDE "{after_project}")\n')
+    included, toolchain, wrapper = work / "after_project.cmake", work / "toolchain.cmake", work / "cmake"
+    included.write_text(after_project())
+    toolchain.write_text(f'set(CMAKE_PROJECT_horovod_INCLUDE "{included}")\n')
     cmake = shutil.which("cmake")
     if cmake is None:
         raise BuildFailed("cmake was not found; install it with: pip install " + BUILD_TOOLS[0])
@@ -233,8 +247,7 @@ def show_progress(lines: Iterator[str]) -> None:
     """One line that says how far ninja is, rewritten on a terminal, every 10% elsewhere."""
     start, shown = time.monotonic(), -1
     for line in lines:
-        match = re.match(r"\s*\[(\d+)/(\d+)\]", line)
-        if not match:
+        if not (match := re.match(r"\s*\[(\d+)/(\d+)\]", line)):
             continue
         done, total = int(match[1]), int(match[2])
         tenth = done * 10 // total
@@ -309,9 +322,8 @@ def already_right(build: Build) -> bool:
     """Whether the installed Horovod was built for all of `build`: these framework versions, MPI and CUDA."""
     if installed_version("horovod") != HOROVOD_VERSION:
         return False
-    package = Path(sysconfig.get_path("platlib")) / "horovod"
     try:
-        built = json.loads((package / "metadata.json").read_text())
+        built = json.loads((Path(sysconfig.get_path("platlib")) / "horovod" / "metadata.json").read_text())
     except (OSError, ValueError):
         return False
     if any(built.get(HOROVODS_NAMES[name]) != version for name, version in build.frameworks.items()):
@@ -332,10 +344,8 @@ def install(wheel: Path, build: Build) -> None:
     for name in build.frameworks:
         result = subprocess.run([sys.executable, "-c", f"import horovod.{name}"], capture_output=True, text=True)
         if result.returncode:
-            raise BuildFailed(
-                f"Horovod was built but `import horovod.{name}` fails; remove {wheel.parent} and run this again "
-                f"to build it anew.\n{result.stderr[-2000:]}"
-            )
+            advice = f"remove {wheel.parent} and run this again to build it anew"
+            raise BuildFailed(f"Horovod was built but `import horovod.{name}` fails; {advice}\n{result.stderr[-2000:]}")
 
 
 def tell(line: str) -> None:
