@@ -79,7 +79,7 @@ def output_of(command: Sequence[str], seconds: float, variables: Mapping[str, st
     """
     with _within(command, seconds), subprocess.Popen(
         command, env={**os.environ, **variables}, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     ) as process:  # fmt: skip
         try:
             said, _ = process.communicate(timeout=seconds)

@@ -7,6 +7,7 @@ the manifest names either all files of this save, or all of the one before. Noth
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -108,9 +109,14 @@ def _as_texts(config: DGCConfig) -> dict[str, str]:
 
 def _check_own(directory: Path, holds: str) -> None:
     try:
-        before = Manifest.from_bytes((directory / MANIFEST).read_bytes())
-    except (OSError, CheckpointError):
-        return  # there is none, or none that can be used
+        data = (directory / MANIFEST).read_bytes()
+        before = Manifest.from_bytes(data)
+    except OSError:
+        return  # there is none
+    except CheckpointError:
+        if b"dgc_horovod" in data or not data:
+            return  # none that can be used
+        raise CheckpointError(f"{directory} has a {MANIFEST} of something else; give another directory") from None
     if before.holds != holds:
         raise CheckpointError(
             f"{directory} has the checkpoint of another optimizer, process set or model; give each a directory of its "
@@ -143,11 +149,16 @@ def _write(directory: Path, name: str, data: bytes) -> File:
 
 
 def _see_to_disk(directory: Path) -> None:
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    """Sync the names in it, where that can be asked for: some file systems know no such thing."""
+    with suppress(PermissionError):
+        opened = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
+        finally:
+            os.close(opened)
 
 
 @dataclass(frozen=True)

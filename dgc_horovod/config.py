@@ -140,6 +140,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
+def check_predivide(factor: Any, averages: bool) -> None:
+    """Raise ConfigError unless Horovod's gradient_predivide_factor can be applied, in fp32 and to an average."""
+    if not _is_number(factor) or not 2.0**-126 <= factor <= 2.0**126:
+        raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")
+    if factor != 1.0 and not averages:
+        raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
+
+
 def _check_fraction(name: str, value: Any) -> None:
     if not _is_number(value) or not 0 < value <= 1:
         hint = f"; for {value:g}x compression pass {name}={1 / value:g}" if _is_number(value) and value >= 2 else ""

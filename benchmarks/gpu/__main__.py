@@ -31,6 +31,7 @@ _SANITIZED = ("values bf16", "values 2bit", "off the grid", "damaged packets")
 _SANITIZER_SECONDS, _PART_SECONDS = 90, 300
 _TINY = {"tiny": lambda: [("a", (64, 100)), ("b", (31, 77)), ("c", (100, 40))]}
 _PARTS = ("checks", "training", "models", "growth", "sanitizer")
+_USAGE = "scripts/gpu_check [FOLDER] [--interpret] [--only PART ...] [--only-checks CHECK ...]"
 _start = time.monotonic()
 
 
@@ -56,10 +57,12 @@ def check(size: checks.Size, names: list[str]) -> dict[str, str]:
 
 def lost() -> bool:
     """Whether CUDA fails whatever it is asked, as it does after an access to wrong memory."""
+    if INTERPRETED:
+        return False
     try:
         torch.cuda.synchronize()
     except RuntimeError:
-        return not INTERPRETED
+        return True
     return False
 
 
@@ -104,7 +107,12 @@ def by_itself(name: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--interpret"] if INTERPRETED else []
         command = [sys.executable, "-m", "benchmarks.gpu", folder, "--only", name, "--quiet", *flags]
-        code = subprocess.run(command, timeout=_PART_SECONDS).returncode
+        with subprocess.Popen(command, start_new_session=True) as process:
+            try:
+                code = process.wait(timeout=_PART_SECONDS)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # its workers too
+                raise
         written = Path(folder) / "gpu.json"
         figures = json.loads(written.read_text())["figures"] if written.exists() else {}
     if name not in figures:
@@ -128,26 +136,30 @@ def part(name: str, device: str) -> Any:
 
 def main() -> None:
     """Do it."""
-    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check", usage=_USAGE, description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("gpu-results"), help="for gpu.json and the plot")
     parser.add_argument("--interpret", action="store_true", help="without a GPU, tiny: to see that it runs")
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="these parts (default: all)")
-    parser.add_argument("--only-checks", nargs="+", metavar="CHECK", help="these checks, and nothing else")
-    parser.add_argument("--quiet", action="store_true", help="no tables at the end")
+    names = list(checks.CHECKS)
+    parser.add_argument("--only-checks", nargs="+", metavar="CHECK", choices=names, help="these and nothing else")
+    parser.add_argument("--quiet", action="store_true", help="say nothing before and after")
     args = parser.parse_args()
     if not INTERPRETED and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device that torch can use; --interpret runs a tiny part without one")
     device = "cpu" if INTERPRETED else "cuda"
-    say(f"device: {timing.device_name(device)}; torch {torch.__version__}, Triton {triton.__version__}")
+    if not args.quiet:
+        say(f"device: {timing.device_name(device)}; torch {torch.__version__}, Triton {triton.__version__}")
     if args.only_checks:
         ended(check(checks.INTERPRETED if INTERPRETED else checks.SANITIZED, args.only_checks))
     coder = type(registry.host_coder(0)).__name__
     here = {**environment(), "triton": triton.__version__, "device": timing.device_name(device), "host coder": coder}
     found: dict[str, Any] = {}
-    args.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"the folder {args.folder} cannot be made: {error}")
     for name, result in in_turn(args.only, device):
         found[name] = result
-        say(f"{name}: done")
         text = json.dumps({"environment": here, "figures": found}, indent=1)
         (args.folder / "gpu.json").write_text(text + "\n")  # after each part: the rest may not come
     if not args.quiet:

@@ -135,7 +135,7 @@ class _Store:
     def __init__(self, address: str) -> None:
         self._scope, _, place = address.partition("@")
         names, _, port = place.rpartition(":")
-        if not (self._scope and names.strip(",") and port.isdigit()):
+        if not (self._scope and names.strip(",") and port.isascii() and port.isdigit() and int(port) < 2**16):
             raise ConfigError(f"DGC_DESK must be SCOPE@ADDRESS:PORT, got {address!r}; dgcrun sets it, unset it")
         self._bases = [f"http://{name}:{port}" for name in names.split(",") if name]
         # a proxy of the cluster is for the world outside

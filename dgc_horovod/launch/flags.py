@@ -16,7 +16,7 @@ import yaml
 from horovod.runner import launch
 from horovod.runner.common.util import config_parser
 
-from dgc_horovod import envvars
+from dgc_horovod import __version__, envvars
 from dgc_horovod.envvars import EnvironmentVariable
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.launch import config_file
@@ -115,6 +115,12 @@ class _Parser(argparse.ArgumentParser):
         for flag, (metavar, _) in PLAN.items():
             ours.add_argument(flag, metavar=metavar)
 
+    def add_argument(self, *flags: Any, **more: Any) -> Any:
+        """As argparse's; Horovod's version beside ours."""
+        if more.get("action") == "version":
+            more["version"] = f"dgc_horovod {__version__}, Horovod {horovod.__version__}"
+        return super().add_argument(*flags, **more)
+
     def format_help(self) -> str:
         """Our flags on one screen, and the names of Horovod's."""
         known = {
@@ -131,8 +137,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """As argparse's, with the nearest flag for one that does not exist."""
-        unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
-        if "unrecognized" in message and unknown:
+        words = message.split() if "unrecognized" in message else sys.argv[1:2]  # a wrong one hides what follows it
+        unknown = [word.split("=")[0] for word in words if word.startswith("--")]
+        unknown = [word for word in unknown if word not in self._option_string_actions]
+        if unknown and "unrecognized" not in message:
+            message = f"unrecognized arguments: {unknown[0]}"
+        if unknown:
             near = nearest(unknown[0], self._option_string_actions)
             message += f"; did you mean {near}?" if near else "; dgcrun --help lists them"
         print(f"usage: {_USAGE}\ndgcrun: error: {message}", file=sys.stderr)

@@ -108,7 +108,7 @@ def choose(device: str, threads: int = 0) -> Kernels:
         elif best != "native":
             _say_once_what_runs(name, device)
         return kernels
-    raise BackendUnavailable(
-        f"no kernels for {device} ({'; '.join(reasons.values())}); unset {envvars.BACKEND.name}, install torch, or "
-        "with a C++ compiler at hand install dgc_horovod again"
-    )
+    advice = "install torch, or with a C++ compiler at hand install dgc_horovod again"
+    if wanted != "auto":
+        advice = f"unset {envvars.BACKEND.name}"
+    raise BackendUnavailable(f"no kernels for {device} ({'; '.join(reasons.values())}); {advice}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from horovod.common.util import split_list
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import config_of
-from dgc_horovod.config import FIELD_NAMES, DGCConfig
+from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.report import NOT_ALL_RANKS
 from dgc_horovod.tensorflow.compression import Compression
@@ -99,11 +98,7 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
     settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others have no form under Keras 3")
-    factor = settings.gradient_predivide_factor
-    if not 0 < factor < math.inf:
-        raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")
-    if factor != 1.0 and not settings.averages:
-        raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
+    check_predivide(settings.gradient_predivide_factor, settings.averages)
     if not isinstance(settings.process_set, hvd.ProcessSet):
         raise ConfigError(f"process_set must be a hvd.ProcessSet, got {settings.process_set!r}; leave it out for all")
     return _elastic(settings, config) if config is not None and envvars.horovod_elastic() else settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,7 +10,7 @@ from horovod.common.util import split_list
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.agreement import check_agreement
-from dgc_horovod.config import FIELD_NAMES, DGCConfig
+from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.collectives import Collectives
 
@@ -65,12 +64,9 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
             "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
             "compression=Compression.none"
         )
-    if not 0 < predivide < math.inf:
-        raise ConfigError(f"gradient_predivide_factor must be a positive number, got {predivide!r}; leave it at 1.0")
-    if predivide != 1.0 and op != hvd.Average:
-        raise ConfigError(f"gradient_predivide_factor={predivide} goes with op=hvd.Average only; leave it at 1.0")
-    if passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be >= 1, got {passes}")
+    check_predivide(predivide, op == hvd.Average)
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
 
 
 def check_parameters(parameters: dict[str, torch.Tensor]) -> None:

@@ -32,6 +32,8 @@ def test_script_habits(ranks):
         ("add_param_group", "before wrapping|first, then wrap"),
         ("adasum", "Average or hvd.Sum"),
         ("predivide", "must be a positive number, got 0.0; leave it at 1.0"),
+        ("predivide, a text", "ConfigError: gradient_predivide_factor must be a positive number, got '2'"),
+        ("passes, a text", "ConfigError: backward_passes_per_step must be a whole number >= 1, got '2'"),
         ("duplicate names", "repeated names: a"),
         ("missing names", "no name in named_parameters"),
         ("not called", r"Compression.dgc\(density=0.001\)"),

@@ -91,6 +91,7 @@ def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):
         "other method",
         "other model",
         "other op",
+        "something else's",
         "not writable",
         "code",
         "another optimizer",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import horovod
 import pytest
 
-from dgc_horovod import envvars
+from dgc_horovod import __version__, envvars
 from dgc_horovod.launch import flags
 
 
@@ -48,10 +49,18 @@ def test_np_is_needed_for_a_job(capsys):
     assert ended.value.code == 2 and "-np" in capsys.readouterr().err
 
 
-def test_an_unknown_flag_names_the_nearest(capsys):
+@pytest.mark.parametrize("first", [["-np", "2", "--dgc-densty", "0.1"], ["--dgc-densty", "0.1", "-np", "2"]], ids=str)
+def test_an_unknown_flag_names_the_nearest(first, capsys):
     with pytest.raises(SystemExit) as ended:
-        flags.parse(["-np", "2", "--dgc-densty", "0.1", "python", "train.py"])
-    assert ended.value.code == 2 and "did you mean --dgc-density" in capsys.readouterr().err
+        flags.parse([*first, "python", "train.py"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--dgc-densty" in said and "did you mean --dgc-density" in said
+
+
+def test_version_is_ours_and_horovods(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["--version"])
+    assert capsys.readouterr().out.strip() == f"dgc_horovod {__version__}, Horovod {horovod.__version__}"
 
 
 def test_help_fits_a_screen_and_names_everything(capsys):

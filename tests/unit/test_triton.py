@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
+from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import checks
 from benchmarks.gpu.transcript import Size, transcript
 from dgc_horovod import DGCConfig
@@ -54,6 +55,15 @@ def test_a_check_can_fail(monkeypatch):
 
     monkeypatch.setattr(TritonKernels, "receiver", forgetful)
     assert "differ" in checks.run("values fp32", checks.INTERPRETED)
+
+
+def test_one_check_that_fails_leaves_the_others(monkeypatch):
+    def wrong(size):
+        raise AssertionError("wrong bits")
+
+    monkeypatch.setattr(command, "INTERPRETED", True)
+    monkeypatch.setitem(checks.CHECKS, "wrong", wrong)
+    assert command.check(checks.INTERPRETED, ["wrong", "sums"]) == {"wrong": "wrong bits", "sums": ""}
 
 
 def test_chosen_by_the_registry(monkeypatch):

@@ -59,6 +59,8 @@ def _errors(model: nn.Module, wrapped: Any) -> dict[str, str]:
         "add_param_group": lambda: wrapped.add_param_group({"params": []}),
         "adasum": made(named, dgc, op=hvd.Adasum),
         "predivide": made(named, dgc, gradient_predivide_factor=0.0),
+        "predivide, a text": made(named, dgc, gradient_predivide_factor="2"),
+        "passes, a text": made(named, dgc, backward_passes_per_step="2"),
         "duplicate names": made([("a", p) for p in model.parameters()], dgc),
         "missing names": made(named[1:], dgc),
         "not called": made(named, Compression.dgc),

@@ -288,12 +288,21 @@ def _unfit(folder: Path, compression: Any, model: Any, optimizer: Any) -> dict[s
     attempts = {
         "other model": lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"),
         "other op": lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)),
+        "something else's": lambda: save_checkpoint(_with_a_strangers_manifest(folder), model, optimizer),
         "not writable": lambda: save_checkpoint(elsewhere, model, optimizer),
         "another optimizer": lambda: save_checkpoint(folder, *_other()),
         "code": lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=error_of),
         "stale": lambda: optimizer.load_residual_state_dict(stale),
     }
     return {**found, **{name: error_of(attempt) for name, attempt in attempts.items()}}
+
+
+def _with_a_strangers_manifest(folder: Path) -> Path:
+    other = folder / "web"
+    if hvd.rank() == 0:
+        other.mkdir()
+        (other / manifest.MANIFEST).write_text('{"name": "my web app"}')
+    return other
 
 
 def _between_backward_and_step(folder: Path, model: Any, optimizer: Any) -> dict[str, Any]:
