@@ -15,6 +15,7 @@ from dgc_horovod.errors import BackendUnavailable
 from dgc_horovod.ops.triton_take_in import touch
 
 _ALIGNED = 16  # bytes
+_OLDEST = 3, 6  # before it div_rn and sqrt_rn become div.rn.ftz and sqrt.rn.ftz: not the CPU's bits
 
 
 class Upload:
@@ -89,6 +90,9 @@ def check_that_it_runs(device: torch.device) -> None:
     Raises:
         BackendUnavailable: no kernel runs there.
     """
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise BackendUnavailable(f"Triton {triton.__version__} rounds denormals away, {oldest} or later is needed")
     interpreted = not isinstance(touch, triton.JITFunction)
     if device.type != "cuda" and not interpreted:
         raise BackendUnavailable(f"Triton runs on CUDA devices, not on {device.type}")

@@ -72,6 +72,13 @@ def test_chosen_by_the_registry(monkeypatch):
     assert registry.choose("cpu").name == "triton"
 
 
+def test_an_older_triton_is_refused(monkeypatch):
+    monkeypatch.setenv("DGC_BACKEND", "triton")
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    with pytest.raises(BackendUnavailable, match="Triton 3.5.1 rounds denormals away, 3.6 or later is needed"):
+        registry.choose("cpu")
+
+
 def test_not_without_a_device():
     code = "from dgc_horovod.ops import registry; registry.choose('cpu')"
     environment = {**os.environ, "DGC_BACKEND": "triton"}
