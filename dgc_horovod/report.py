@@ -80,12 +80,13 @@ def describe(exchange: BucketExchange, notice: str = "") -> None:
     compressed = exchange.compressed
     whole = [name for name in numel if name not in set(compressed)]
     _log.info(
-        "dgc_horovod: %s, density %g: %d tensors compressed in %d buckets, values %s; %d small ones with %.3g%% of all "
-        "elements are sent whole, values %s",
+        "dgc_horovod: %s, density %g: %d tensors compressed in %d bucket%s, values %s; %d small ones with %.3g%% of "
+        "all elements are sent whole, values %s",
         config.rule,
         config.final_density,
         len(compressed),
         len(sparse),
+        "s" * (len(sparse) != 1),
         config.values,
         len(whole),
         100 * sum(numel[name] for name in whole) / max(1, sum(numel.values())),
