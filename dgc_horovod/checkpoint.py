@@ -26,6 +26,7 @@ from dgc_horovod.state import ResidualState, combining, handed_on, shares
 
 _log = logging.getLogger("dgc_horovod")
 MODEL = "model"
+CALLS = "save_checkpoint or load_checkpoint, which every rank must call"  # what a rank waits for in vain
 _PREFIX = "dgc-"  # of every other file
 _OURS = re.compile(rf"{_PREFIX}([0-9a-f]{{8}})(\.part|-rank\d+\.npz|-model\.\w+)")
 REQUIRED, IF_SOUND, IGNORED = RESIDUALS = ("required", "if sound", "ignored")
@@ -46,9 +47,6 @@ class Content:
     model: bytes
     state: ResidualState | None
     config: DGCConfig | None
-
-
-CALLS = "save_checkpoint or load_checkpoint, which every rank must call"
 
 
 def digest_of_names(names: Iterable[str], process_set_id: int) -> str:

@@ -39,8 +39,6 @@ HEADER = np.dtype(
 )
 CHECKSUM_FACTOR = 0x9E3779B97F4A7C15
 CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
-
-
 # What device coders find in a packet
 BAD_POSITIONS = "positions do not ascend within the bucket"
 BAD_VALUES = "values or scales that no sender writes"

@@ -18,8 +18,6 @@ ADAM_AFTER = (
     "with Adam the mathematics changes: Adam is given bursts of gradient, which costs more quality than method dgc "
     "does; compare the result with dense training once (docs/algorithm.md)"
 )
-
-
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
 

@@ -52,8 +52,7 @@ def main() -> None:
     rows[-1][0] = f"overhead: {COMPRESSED} − {PLAIN}"
     caption = (
         f"{options.model}, density 0.1%, {options.ranks} ranks of one thread on one machine over Gloo, milliseconds; "
-        f"medians of {options.rounds} launches. Made by "
-        "`python -m benchmarks.adapters`."
+        f"medians of {options.rounds} launches. Made by `python -m benchmarks.adapters`."
     )
     text = f"{markdown(['ms', 'PyTorch', 'TensorFlow, Keras 3'], rows)}\n\n{caption}"
     print(f"\n{text}\n\nadapters: {time.monotonic() - start:.0f} s")

@@ -12,9 +12,11 @@ import triton
 
 from dgc_horovod.bucket import Bucket
 from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.ops.triton_encode import HEADER_WORDS
 from dgc_horovod.ops.triton_take_in import touch
+from dgc_horovod.packet import PacketFormat
 
-_ALIGNED = 16  # bytes
+_ALIGNED, _WORD = 16, 4  # bytes
 _OLDEST = 3, 6  # before it div_rn and sqrt_rn become div.rn.ftz and sqrt.rn.ftz: not the CPU's bits
 
 
@@ -71,6 +73,11 @@ def addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """Where each begins; all must be there."""
     assert all(tensor is not None for tensor in tensors)
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
+def value_words(wire: PacketFormat) -> tuple[int, int]:
+    """The words of a packet where its values and their scales begin."""
+    return HEADER_WORDS.value + wire.values_at // _WORD, HEADER_WORDS.value + wire.scales_at // _WORD
 
 
 def using(device: torch.device) -> AbstractContextManager[object]:

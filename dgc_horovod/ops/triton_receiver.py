@@ -21,7 +21,7 @@ from dgc_horovod.ops.triton_decode import (
     fill,
 )
 from dgc_horovod.ops.triton_encode import CODED, HEADER_WORDS
-from dgc_horovod.ops.triton_memory import EXACT, BucketMap, Upload, addresses, on_host, using, wait_for
+from dgc_horovod.ops.triton_memory import EXACT, BucketMap, Upload, addresses, on_host, using, value_words, wait_for
 from dgc_horovod.packet import PacketFormat
 
 _WORD = 4  # bytes
@@ -108,7 +108,7 @@ class TritonReceiver:
         self.wire, self.ranks, self.device = wire, ranks, device
         self._fill = Filler(bucket, device, max(block_bits(bucket.numel), wire.low_bits))
         self._high_at = HEADER_WORDS.value + triton.cdiv(wire.capacity * wire.low_bits, 32)
-        self._values_at, self._scales_at = (HEADER_WORDS.value + at // _WORD for at in (wire.values_at, wire.scales_at))
+        self._values_at, self._scales_at = value_words(wire)
         self._bits = 32 * (self._values_at - self._high_at)
         self._chunks = triton.cdiv(self._bits, BITS.value)
         self._words, self._codec = wire.nbytes // _WORD, VALUE_CODECS[wire.values].code

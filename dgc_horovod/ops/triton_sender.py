@@ -16,8 +16,8 @@ from dgc_horovod.bucket import Bucket
 from dgc_horovod.codecs import VALUE_CODECS
 from dgc_horovod.ops.composed import ListedGradients
 from dgc_horovod.ops.schema import Elements, Seen, State
-from dgc_horovod.ops.triton_encode import CHECKSUM, CODED, HEADER_WORDS, SUMMED, encode, settle
-from dgc_horovod.ops.triton_memory import EXACT, on_host, using, wait_for
+from dgc_horovod.ops.triton_encode import CHECKSUM, CODED, SUMMED, encode, settle
+from dgc_horovod.ops.triton_memory import EXACT, on_host, using, value_words, wait_for
 from dgc_horovod.ops.triton_pass import HISTOGRAM, REPORT, BucketPass, alike, seen
 from dgc_horovod.ops.triton_select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
 from dgc_horovod.ops.triton_take_in import BLOCK, LEAST, NOTED, READY, ZEROS
@@ -82,7 +82,7 @@ class TritonSender:
         self._larger, self._equal = whole(blocks), whole(blocks)
         self._larger_sums, self._equal_sums = whole(groups), whole(groups)
         self._values, self._decoded, self._masked = (torch.empty(k, device=device) for _ in range(3))
-        self._codec = VALUE_CODECS[wire.values].code
+        self._codec, self._value_words = VALUE_CODECS[wire.values].code, value_words(wire)
         self._header = wire.constants.copy()
         self._header["count"] = k
 
@@ -126,10 +126,9 @@ class TritonSender:
 
     def _write(self, header: torch.Tensor, state: State, masks: bool) -> None:
         wire, k, words = self.wire, self.wire.capacity, self._packet.numel()
-        values_at, scales_at = (HEADER_WORDS.value + at // _WORD for at in (wire.values_at, wire.scales_at))
         encode[(triton.cdiv(k, CODED.value),)](
             self._positions, self._values, self._decoded, self._report, self._packet, header, k,
-            values_at, scales_at, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
+            *self._value_words, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
         )  # fmt: skip
         settle[(triton.cdiv(max(k, words), SUMMED.value),)](
             self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,

@@ -194,10 +194,10 @@ class GradientExchange:
         assert config is not None
 
         def gathered() -> list[tf.Tensor]:
-            return [self.collectives.allgather(packet, run.name), tf.zeros([0], tf.float32)]
+            return [self.collectives.allgather(packet, run.engine.bucket.name), tf.zeros([0], tf.float32)]
 
         def summed() -> list[tf.Tensor]:
-            return [tf.zeros([0], tf.uint8), self.collectives.allreduce(vector, f"{run.name}.scattered")]
+            return [tf.zeros([0], tf.uint8), self.collectives.allreduce(vector, f"{run.engine.bucket.name}.scattered")]
 
         scattered = {run.engine.scatters(density) for density in densities(config.final_density, config.warmup)}
         if len(scattered) > 1 or envvars.horovod_elastic():  # the number of ranks decides, too

@@ -52,11 +52,6 @@ class BucketRun:
         """Those of its device."""
         return self.engine.kernels
 
-    @property
-    def name(self) -> str:
-        """Of its collective."""
-        return self.engine.bucket.name
-
 
 class HostSteps:
     """The steps of one exchange on this rank.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import zipfile
 from pathlib import Path
@@ -21,7 +20,6 @@ from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.variables import native
 
-_log = logging.getLogger("dgc_horovod")
 _HEAD = "head"
 
 

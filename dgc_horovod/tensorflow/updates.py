@@ -10,7 +10,6 @@ emptied: by linearity nothing is lost, and nothing is applied twice. When Keras 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from dgc_horovod.report import ADAM_AFTER, ADAM_DIRECTIONS, refusal, tell_plain
 from dgc_horovod.state import FIRST, MOMENTUM, RESIDUAL, SECOND
 from dgc_horovod.tensorflow.variables import Key, key_of
 
-_log = logging.getLogger("dgc_horovod")
 Left = Mapping[str, np.ndarray]  # of a variable, by part
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,6 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.report import refusal, tell_plain
 from dgc_horovod.torch.updates import AdamUpdate, Group, PlainUpdate, SGDUpdate
-
-_log = logging.getLogger("dgc_horovod")
 
 
 def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainUpdate:

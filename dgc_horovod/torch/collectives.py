@@ -48,6 +48,11 @@ def needs_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and not hvd.cuda_built()
 
 
+def _sendable(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What Horovod is given for `tensor`, and `Pending.home`."""
+    return (tensor.cpu(), tensor) if needs_host(tensor) else (tensor, None)
+
+
 class _ElasticTimeout(CollectiveTimeout, HorovodInternalError):
     """In an elastic job those who are left go back to the last commit."""
 
@@ -94,7 +99,7 @@ class Collectives:
         full_name = f"dgc.{self.tag}.{name}"
         if self.workers == 1:
             return Pending(None, tensor, full_name)
-        sent, home = (tensor.cpu(), tensor) if needs_host(tensor) else (tensor, None)
+        sent, home = _sendable(tensor)
         handle = hvd.allreduce_async_(
             sent,
             name=full_name,
@@ -110,7 +115,7 @@ class Collectives:
         full_name = f"dgc.{self.tag}.{name}"
         if self.workers == 1:
             return Pending(None, tensor, full_name)
-        sent, home = (tensor.cpu(), tensor) if needs_host(tensor) else (tensor, None)
+        sent, home = _sendable(tensor)
         handle = hvd.broadcast_async_(sent, self.first_rank, full_name, self.process_set)
         return Pending(handle, sent, full_name, home)
 

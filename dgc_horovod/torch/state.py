@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,8 +21,6 @@ from dgc_horovod.torch.collectives import Collectives
 from dgc_horovod.torch.dense_path import laid_out_as
 from dgc_horovod.torch.exchange import GradientExchange
 from dgc_horovod.torch.updates import PlainUpdate
-
-_log = logging.getLogger("dgc_horovod")
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
