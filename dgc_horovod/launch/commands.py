@@ -9,7 +9,7 @@ from typing import Any
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import config_file, flags, hosts, settings
+from dgc_horovod.launch import config_file, flags, hosts, inputs, settings
 from dgc_horovod.launch.job import run_job
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.site import FOLDER
@@ -24,8 +24,8 @@ def run(words: Sequence[str]) -> int:
     args, given = flags.parse(words)
     if args.build_horovod:
         raise ConfigError("--build-horovod must be the first word after dgcrun")
+    ssh = inputs.make_safe(args)
     job = job_of(args, given)
-    ssh = hosts.Ssh(args.ssh_port, args.ssh_identity_file)
     if args.show_config:
         print(settings.show(job))
         return 0

@@ -30,7 +30,7 @@ from dgc_horovod.launch.findings import (
     judge_kernels,
     judge_links,
 )
-from dgc_horovod.launch.hosts import Ssh
+from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.link import Link
 from dgc_horovod.launch.marked import marked
 from dgc_horovod.launch.plan import Plan, measure_compress, price, show

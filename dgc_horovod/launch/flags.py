@@ -79,7 +79,15 @@ def _horovods_settings(
 
 def check_horovod() -> None:
     """Raise ConfigError if Horovod's launcher is not laid out as we know it."""
-    needed = [(launch, "parse_args"), (launch, "_run"), (launch, "argparse"), (config_parser, "set_args_from_config")]
+    needed = [
+        (launch, "parse_args"),
+        (launch, "_run"),
+        (launch, "argparse"),
+        (launch, "discovery"),
+        (launch, "is_gloo_used"),
+        (launch, "_is_elastic"),
+        (config_parser, "set_args_from_config"),
+    ]
     missing = [name for module, name in needed if not hasattr(module, name)]
     if missing:
         raise ConfigError(

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,17 @@ from typing import Any
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.common.util import hosts as horovod_hosts
 from horovod.runner.util import network
-from horovod.runner.util.lsf import LSFUtils
-from horovod.runner.util.remote import get_remote_command
+from horovod.runner.util.remote import SSH_COMMAND_PREFIX
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.marked import marked
 from dgc_horovod.launch.site import FOLDER
+from dgc_horovod.launch.site.sitecustomize import is_ours
 
 _SSH_SECONDS, _ANSWER_SECONDS = 10, 60
-_SSH_FAILED = 255  # ssh's own exit code
+_SSH_FAILED, _NOT_FOUND = 255, 127  # ssh's own exit code, and a shell's
 _MARK = "DGC_HOST "
 _PYTHON = re.compile(r"python[\d.]*t?")
 _WRAPPERS = ("env", "nice", "ionice", "timeout", "numactl", "taskset", "nohup", "stdbuf", "setsid")
@@ -51,14 +52,6 @@ print({_MARK!r} + json.dumps(found))
 
 
 @dataclass(frozen=True)
-class Ssh:
-    """How Horovod's launcher reaches other hosts."""
-
-    port: int | None = None
-    identity_file: str | None = None
-
-
-@dataclass(frozen=True)
 class HostReport:
     """What one host has answered.
 
@@ -74,14 +67,8 @@ class HostReport:
 
 
 def host_slots(args: Any) -> str:
-    """``a:8,b:8`` from Horovod's parsed arguments; "" where only a discovery script knows."""
-    if not args.hosts and not args.hostfile and not args.host_discovery_script and LSFUtils.using_lsf():
-        return ",".join(f"{host}:{LSFUtils.get_num_gpus()}" for host in LSFUtils.get_compute_hosts())
-    if args.hosts:
-        return args.hosts
-    if args.hostfile:
-        return horovod_hosts.parse_host_files(args.hostfile)
-    return "" if args.host_discovery_script else f"localhost:{args.num_proc or 1}"
+    """``a:8,b:8`` from Horovod's arguments as `inputs.make_safe` left them; "" where only a discovery script knows."""
+    return args.hosts or ("" if args.host_discovery_script else f"localhost:{args.num_proc or 1}")
 
 
 def names_of(slots: str) -> list[str]:
@@ -131,19 +118,30 @@ def run_on(
     Raises:
         subprocess.TimeoutExpired: it did not end within `seconds`.
     """
-    line = _shell_line(host, command, ssh)
-    return subprocess.run(
-        ["/bin/sh", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
-    )
+    environment = {name: text for name, text in envvars.environment().items() if horovod_env.is_exportable(name)}
+    words = [*_way_to(host, ssh), _line(command, environment)] if is_remote(host) else list(command)
+    try:
+        return subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
+            env=environment,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        return subprocess.CompletedProcess(words, _NOT_FOUND, "", str(error))
 
 
-def _shell_line(host: str, command: Sequence[str], ssh: Ssh) -> str:
-    """The line for a shell that does what `run_on` says."""
-    values = (f"{k}={shlex.quote(v)}" for k, v in envvars.environment().items() if horovod_env.is_exportable(k))
-    inner = f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; env {' '.join(values)} {shlex.join(command)}"
-    if not is_remote(host):
-        return inner
-    return get_remote_command(shlex.quote(inner), host, ssh.port, ssh.identity_file, _SSH_SECONDS)
+def _line(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """For the shell of another host, every part quoted."""
+    values = (f"{name}={text}" for name, text in environment.items())
+    return f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; {shlex.join(['env', *values, *command])}"
+
+
+def _way_to(host: str, ssh: Ssh) -> list[str]:
+    """The words before that line: those of Horovod's get_remote_command, and no host is taken for an option."""
+    if horovod_env.is_kubeflow_mpi():
+        return [horovod_env.KUBEFLOW_MPI_EXEC, host]
+    port = ["-p", str(ssh.port)] if ssh.port is not None else []
+    identity = ["-i", ssh.identity_file] if ssh.identity_file is not None else []
+    return [*SSH_COMMAND_PREFIX.split(), *port, *identity, "-o", f"ConnectTimeout={_SSH_SECONDS}", "--", host]
 
 
 def ask(hosts: Sequence[str], interpreter: str, ssh: Ssh) -> list[HostReport]:
@@ -198,7 +196,13 @@ def check(slots: str, command: Sequence[str], ssh: Ssh) -> list[str]:
     if bad and interpreter is not None:
         lines = [f"  {report.host}: {report.problem}" for report in bad]
         raise ConfigError("\n".join(["not every host can compress, so nothing was started:", *lines]))
-    return list(dict.fromkeys([FOLDER, *(report.found["site"] for report in reports if "site" in report.found)]))
+    return list(dict.fromkeys([FOLDER, *(site for report in reports if (site := _site(report)))]))
+
+
+def _site(report: HostReport) -> str:
+    """The folder of the activation on that host, which goes on every rank's PYTHONPATH; "" for anything else."""
+    site = report.found.get("site")
+    return site if isinstance(site, str) and is_ours(site) and os.pathsep not in site else ""
 
 
 def own_address_towards(host: str) -> str:

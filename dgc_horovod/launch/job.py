@@ -6,21 +6,24 @@ import logging
 import os
 import sys
 import threading
+import types
 from typing import Any
+from unittest import mock
 
 from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import envvars
-from dgc_horovod.launch import hosts, roll_call, settings, summary
+from dgc_horovod.launch import hosts, inputs, roll_call, settings, summary
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.desk import DeskServer
+from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.settings import Job
 
 _QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
 
 
-def run_job(args: Any, job: Job, ssh: hosts.Ssh) -> int:
+def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     """Run a job to its end; returns its exit code.
 
     Args:
@@ -105,11 +108,15 @@ def _say(text: str) -> None:
 
 def _horovods_launcher(args: Any) -> int:
     """What ``horovodrun`` does after it has parsed its command line; returns the exit code."""
-    if args.log_level:
-        logging.addLevelName(logging.NOTSET, "TRACE")
-        logging.basicConfig(level=logging.getLevelName(args.log_level))
     try:
-        launch._run(args)
+        if args.log_level:
+            logging.addLevelName(logging.NOTSET, "TRACE")
+            logging.basicConfig(level=logging.getLevelName(args.log_level))
+        checked = types.SimpleNamespace(
+            **{**vars(launch.discovery), "HostDiscoveryScript": inputs.CheckedDiscovery}
+        )  # fmt: skip
+        with mock.patch.object(launch, "discovery", checked):
+            launch._run(args)
         return 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1

@@ -17,7 +17,8 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange import BucketExchange
 from dgc_horovod.launch import doctor, findings, link, plan
 from dgc_horovod.launch.findings import BAD, NOTE, OK, Facts
-from dgc_horovod.launch.hosts import HostReport, Ssh
+from dgc_horovod.launch.hosts import HostReport
+from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.link import Link
 from dgc_horovod.launch.plan import Plan, Row
 from dgc_horovod.launch.settings import resolve
