@@ -53,6 +53,8 @@ class DGCConfig:
             weights and optimizer state of the first rank.
         on_nonfinite: what happens where a gradient is NaN or infinite on some rank and there is no loss scaling: "skip"
             the step, on every rank; "stop": NotFinite on every rank.
+        keep_gradients: PyTorch: whether ``p.grad`` holds this rank's gradient until synchronize() puts the update
+            there, as in stock Horovod. False zeroes its memory while it is compressed, instead of afterwards.
     """
 
     density: float = 0.001
@@ -73,6 +75,7 @@ class DGCConfig:
     check_every: int = 100
     on_mismatch: str = "stop"
     on_nonfinite: str = "skip"
+    keep_gradients: bool = True
 
     def __post_init__(self) -> None:
         _check_fraction("density", self.density)
@@ -83,7 +86,7 @@ class DGCConfig:
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
         check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        for name in ("momentum_correction", "factor_masking", "compress_1d"):
+        for name in ("momentum_correction", "factor_masking", "compress_1d", "keep_gradients"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
             _check_whole(name, getattr(self, name), least)

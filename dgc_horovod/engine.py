@@ -229,6 +229,10 @@ class BucketEngine:
             if x is not None:
                 x[place] = self.kernels.from_host(arrays[name]) if name in arrays else 0
 
+    def fade(self, i: int, factor: float) -> None:
+        """Multiply the residual of segment i by `factor`, in [0, 1]: what is faded out is never sent."""
+        self.state.v[self.bucket.segments[i].place] *= factor
+
     def whole(self, part: str) -> np.ndarray:
         """A copy on the host of one part, over the bucket; zeros where it is not kept."""
         kept = self._parts()[part]

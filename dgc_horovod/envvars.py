@@ -134,7 +134,7 @@ COMPRESSION = EnvironmentVariable(
 )  # fmt: skip
 FIELDS = (
     _field("density", "0.001", "fraction of the elements sent a step, in (0, 1]", "number", _WHAT),
-    _field("rule", OF_METHOD, "what selects them", "text", _WHAT, choices=RULES),
+    _field("rule", OF_METHOD, "selection", "text", _WHAT, choices=RULES),
     _field("scope", "bucket", "what they are selected from together", "text", _WHAT, choices=SCOPES),
     _field("momentum_correction", OF_METHOD, "momentum goes before selection (DGC 3.1)", "switch", _WHAT),
     _field("factor_masking", OF_METHOD, "momentum is cleared where an element was sent (DGC 3.2)", "switch", _WHAT),
@@ -155,6 +155,7 @@ FIELDS = (
     _field("check_every", "100", "steps between comparisons of the ranks' weights, 0: never", "whole", _RUN),
     _field("on_mismatch", "stop", "or take the first rank's, where they differ", "text", _RUN, choices=ON_MISMATCH),
     _field("on_nonfinite", "skip", "the step, where a gradient is not finite", "text", _RUN, choices=ON_NONFINITE),
+    _field("keep_gradients", "on", "PyTorch: p.grad holds the gradient until synchronize()", "switch", _RUN),
 )
 TIMEOUT = EnvironmentVariable(
     "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "seconds", flag="--dgc-timeout"

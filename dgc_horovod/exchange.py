@@ -131,10 +131,13 @@ class BucketExchange:
             loss_scale: see `compress`.
         """
         assert self.config.clip_norm is not None
-        squares = other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
         limit = clip_limit(self.config.clip_norm, self.workers, self.averages)
-        norm = math.sqrt(squares) / loss_scale
+        norm = math.sqrt(self.squares(other_squares)) / loss_scale
         return limit / norm if norm > limit else 1.0
+
+    def squares(self, other_squares: float = 0.0) -> float:
+        """Squared norm of all gradients that were offered, what is not finite as zero, and of `other_squares`."""
+        return other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
 
     @property
     def mean_scale(self) -> float:

@@ -29,7 +29,7 @@ if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, n
 
 from dgc_horovod.config import DGCConfig  # noqa: E402
 from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
-from dgc_horovod.torch import elastic  # noqa: E402
+from dgc_horovod.torch import broadcast, elastic  # noqa: E402
 from dgc_horovod.torch.compression import Compression  # noqa: E402
 from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
 from dgc_horovod.torch.state import load_checkpoint, save_checkpoint  # noqa: E402
@@ -44,4 +44,5 @@ __all__ = [
     "save_checkpoint",
 ]
 
+broadcast.register()
 elastic.register()

@@ -21,6 +21,7 @@ from dgc_horovod.ops import registry
 from dgc_horovod.ops.schema import Feed, Kernels, ResidualFeed
 from dgc_horovod.report import not_finite
 from dgc_horovod.state import RESIDUAL, ResidualState
+from dgc_horovod.torch.clipping import Change, LocalClipping, norm_of
 from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
 from dgc_horovod.torch.memory import flat_array, handed, is_alone, is_in, is_plain
@@ -98,7 +99,8 @@ class GradientExchange:
         self._dense_path = DensePath(dense, collectives, settings, self._scale_now, half=config.dense_values == "fp16")
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self.not_finite = ""  # what is to be said of the finished step, if it was not
-        self._norm = 0.0  # of all updates of the finished step, known if clip_norm is set
+        self._norm = 0.0  # of all updates of the finished step, known if a script's clipping is to be undone
+        self.clipping = LocalClipping(config.clip_norm, self.names, collectives.workers, settings.op == hvd.Average)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
         """The kernels for the device of `p`, chosen once a device."""
@@ -139,7 +141,7 @@ class GradientExchange:
                 place[0].arrived += 1
                 if p.is_cuda:
                     place[0].streams.add(torch.cuda.current_stream(p.device))
-            if self.config.clip_norm is not None:
+            if self.clipping.active:
                 self._launch_if_all_arrived(feed_of)
             elif place is None:
                 self._dense_path.launch(p)
@@ -184,12 +186,13 @@ class GradientExchange:
         run.versions.clear()
         for i, p in enumerate(run.parameters):
             feed, decay = (_WHOLE, 0.0) if run.engine.bucket.whole else feed_of(p)
-            in_place = kernels.takes_tensors and not decay and is_alone(self._grad(p))
+            zeroes = not self.config.keep_gradients and kernels.takes_tensors and not decay and is_alone(self._grad(p))
             target, fits = self._aim(run, p)
-            if in_place and fits:
+            if zeroes and fits:
                 run.engine.offer(i, target, feed, in_place=True)
                 continue
             gradient = target if fits else self._gradient(p).contiguous().to(torch.float32)
+            gradient = self.clipping.clipped(p, gradient)
             if decay:
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
             run.engine.offer(i, handed(gradient, kernels), feed)
@@ -209,14 +212,23 @@ class GradientExchange:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
         if not (self._dense_path.complete and all(run.complete for run in self.runs)):
             return
-        for run in self.runs:
-            self._offer(run, feed_of)
-        squares = self._squares(self._dense_path.gradients.values())
-        clip = self.buckets.clip_factor(squares, self._scale_now())
+        dense = self._dense_path.gradients
+        if self.clipping.is_of_all:
+            for run in self.runs:
+                self._offer(run, feed_of)
+            clip = self.clipping.of_all(self.buckets.squares(self._squares(dense.values())), self._scale_now())
+        else:
+            clip = 1.0
+            bucketed = {p: self._gradient(p) for run in self.runs for p in run.parameters}
+            self.clipping.measure({**bucketed, **dense}, self._scale_now())
+            for run in self.runs:
+                self._offer(run, feed_of)
+            dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
         for run in self.runs:
             self._launch(run, clip)
         for p in self._dense_path.names:
             self._dense_path.launch(p, clip)
+        self.clipping.share(self.collectives)
 
     def _is_first_in(self, grad: torch.Tensor) -> bool:
         """Whether nothing else of this step is written into the memory of `grad`, and now `grad` is.
@@ -280,6 +292,7 @@ class GradientExchange:
         takes back what it had sent, and every ``p.grad`` is filled with NaN, so that a GradScaler skips the step
         too (docs/algorithm.md, law 5).
         """
+        self.clipping.take(self.collectives)
         finite = all(run.finite for run in self.runs) and self._dense_path.finite and self._updates_finite()
         self.not_finite = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
         self.buckets.close(finite)
@@ -289,8 +302,8 @@ class GradientExchange:
                     p.grad.fill_(math.nan)
                 elif p.grad is not None:
                     p.grad = torch.full_like(p, math.nan)
-        elif self.config.clip_norm is not None:
-            self._norm = _norm(self.names)
+        elif self.clipping.undoes:
+            self._norm = norm_of(self.names)
             self._dense_path.keep(1 / self._scale_now())
         self._forget_step(finite)
         return finite
@@ -314,24 +327,23 @@ class GradientExchange:
     def abandon(self) -> None:
         """Give up the step under way, if there is one, and what is owed from before: other weights come."""
         self.buckets.take_back()
+        self.clipping.abandon()
         for run in self.runs:
             run.arrived = 0
         self._dense_path.owed.clear()
         self._forget_step()
 
     def undo_clipping(self) -> bool:
-        """Put back what a script's own clipping to ``clip_norm`` cut off the updates of the finished step.
+        """The script has changed updates of the finished step by its own hands: put back what was a clipping.
 
         Each rank has kept to that norm before, and an update arrives in bursts: cutting it once more would
         lose gradient. The unscaled updates are computed anew from what was received.
 
         Returns:
-            Whether the change was such a clipping, or changed nothing.
+            Whether the change was such a clipping, or changed nothing; if not, it is honoured.
         """
-        if self.config.clip_norm is None:
-            return False
-        norm, before = _norm(self.names), self._norm / self.loss_scale()
-        if math.isclose(norm, self.config.clip_norm, rel_tol=1e-3):
+        found = self.clipping.judge(self._norm / self.loss_scale(), norm_of(self.names))
+        if found is Change.CLIPPING:
             for run in self.runs:
                 for i, p in enumerate(run.parameters):
                     run.engine.targets.put(i, handed(self._aim(run, p)[0], run.engine.kernels))
@@ -341,8 +353,14 @@ class GradientExchange:
                         p.grad.copy_(target.view(p.shape))
             self._dense_path.put_back()
             self._forget_step()
-            return True
-        return math.isclose(norm, before, rel_tol=1e-6)
+        return found is not Change.OTHER
+
+    def fade(self, p: Parameter, factor: float) -> None:
+        """Multiply what waits of `p` on this rank by `factor`, in [0, 1]."""
+        self._dense_path.owed.pop(p, None)
+        if p in self.place:
+            run, i = self.place[p]
+            run.engine.fade(i, factor)
 
     def load(self, state: ResidualState) -> None:
         """Go on from what this rank has kept; see `BucketExchange.load`."""
@@ -378,10 +396,3 @@ def _wait_for_streams(streams: set[torch.cuda.Stream]) -> None:
         if stream != present:
             present.wait_stream(stream)
     streams.clear()
-
-
-def _norm(parameters: Iterable[Parameter]) -> float:
-    """L2 norm of every dense ``p.grad`` together."""
-    grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
-    parts = [torch.linalg.vector_norm(grad).float() for grad in grads]
-    return float(torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))) if parts else 0.0

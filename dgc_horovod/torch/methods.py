@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,23 +19,29 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.ops.schema import Feed
 from dgc_horovod.report import describe
-from dgc_horovod.torch import epochs, state
+from dgc_horovod.torch import clip_calls, epochs, state
 from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
+from dgc_horovod.torch.clipping import Clip
 from dgc_horovod.torch.collectives import WITHOUT_CUDA, Collectives, needs_host
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.elastic import Membership
 from dgc_horovod.torch.exchange import GradientExchange
 from dgc_horovod.torch.replicas import Replicas
 from dgc_horovod.torch.report import (
-    CLIPPED_UPDATE,
+    CHANGED_UPDATE,
     LATE_CHANGE,
     SCALER_NOT_PASSED,
+    SYNCHRONIZED_TWICE,
     UNSCALED_TOO_EARLY,
+    clipping_learned,
+    clipping_left_out,
 )
 from dgc_horovod.torch.updates import PlainUpdate
 from dgc_horovod.torch.watch import GradientWatch
 
 _log = logging.getLogger("dgc_horovod")
+_FROZEN = 6  # steps after which what waits of a frozen parameter is dropped
+_FADED = 1e-8  # so much of a momentum is nothing
 
 
 class CompressedMethods:
@@ -47,6 +56,8 @@ class CompressedMethods:
         self._dgc_may_apply = True
         self._dgc_watch = GradientWatch()
         self._dgc_told: set[str] = set()
+        self._dgc_loaded = False  # a state, since the last step
+        self._dgc_frozen_for: dict[torch.Tensor, int] = {}  # steps in a row, by parameter
         if not self.process_set.included():
             return
         parameters = {self._parameter_names[p]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
@@ -64,6 +75,7 @@ class CompressedMethods:
         self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
+        clip_calls.watch(self)
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
             if any(needs_host(p) for p in parameters.values()):
@@ -118,8 +130,24 @@ class CompressedMethods:
         self._synchronized = False
         if self._dgc_membership is not None:
             self._dgc_membership.check(self)
+        if not p.requires_grad:
+            self._dgc_fade(p)
+        elif self._dgc_frozen_for:
+            self._dgc_frozen_for.pop(p, None)
         self._dgc_watch.taken(p)
         return self._dgc.submit(p, self._feed_of), None
+
+    def _dgc_fade(self: Any, p: torch.Tensor) -> None:
+        """Of a parameter that stays frozen, what waits is dropped: it would go on moving for hundreds of steps.
+
+        Its momentum still pushes it, as with stock Horovod, and of that, too, nothing waits longer than it lasts.
+        Networks that take turns in one optimizer are not frozen for that long.
+        """
+        steps = self._dgc_frozen_for[p] = self._dgc_frozen_for.get(p, 0) + 1
+        if steps >= _FROZEN:
+            factor = self._dgc_update.fading(self.param_groups[self._dgc_group_of[p]])
+            if steps == _FROZEN or factor**steps > _FADED:
+                self._dgc.fade(p, 0.0 if steps == _FROZEN else factor)
 
     def _feed_of(self: Any, p: torch.Tensor) -> tuple[Feed, float]:
         """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
@@ -173,14 +201,18 @@ class CompressedMethods:
             super(type(self), self).step()  # type: ignore[misc]
             return loss
         if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
             self.synchronize()
-        self._synchronized = False
+        self._synchronized, self._dgc_loaded = False, False
         if not self._dgc_may_apply:
+            self._dgc.clipping.step_ends()
             if self._dgc_config.on_nonfinite == "stop" and _scale_of(self._dgc_scaler)() == 1.0:
                 raise NotFinite(self._dgc.not_finite)
             self._tell_once("not finite", self._dgc.not_finite)
             return loss
         self._check_untouched()
+        self._dgc.clipping.step_ends()
         # torch's own wrapper runs the step hooks, once, around everything that the step does
         torch.optim.Optimizer.profile_hook_step(self._apply)(self)
         self._dgc_watch.applied(self._dgc.names)
@@ -210,8 +242,27 @@ class CompressedMethods:
 
     def _check_untouched(self: Any) -> None:
         """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
-        if self._dgc_watch.changed_since_synchronized() and not self._dgc.undo_clipping():
-            self._tell_once("clipping", CLIPPED_UPDATE)
+        if self._dgc_watch.changed_since_synchronized(_scale_of(self._dgc_scaler)()):
+            if not self._dgc.undo_clipping():
+                self._tell_once("changed update", CHANGED_UPDATE)
+            elif self._dgc.clipping.by_hand is not None:
+                self._tell_once("clipping", clipping_learned(self._dgc.clipping.by_hand))
+
+    def _dgc_is_exchanging(self: Any) -> bool:
+        """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
+        return self._synchronized or any(handle is not None for handle, _ in self._handles.values())
+
+    def _dgc_script_clips(self: Any, clip: Clip) -> float | None:
+        """The script has called torch's function; see `LocalClipping.note`."""
+        clipping = self._dgc.clipping
+        norm = clipping.note(dataclasses.replace(clip, updates=self._synchronized))
+        if clipping.given is None:
+            self._tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
+        elif clip.limit != clipping.given and not math.isnan(clip.p):
+            self._tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
+        if self._synchronized and not self._dgc_may_apply:  # NaN, which the script may look for
+            return None
+        return norm
 
     def _tell_once(self: Any, key: str, text: str) -> None:
         if key not in self._dgc_told and self._dgc.collectives.rank == 0:
@@ -223,10 +274,21 @@ class CompressedMethods:
         if self._handles:
             raise UnsupportedUse(
                 "optimizer.zero_grad() was called after backward() but before step() or synchronize(); the gradients "
-                "are being exchanged. Call it after step(), or before backward()"
+                "are being exchanged. Call it after step(), or before backward(). After an exception in between, on "
+                "every rank, give the step up first: optimizer.synchronize(); optimizer.zero_grad()"
             )
         self._synchronized = False
         super(type(self), self).zero_grad(set_to_none)  # type: ignore[misc]
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """As torch's. It has the same entries on every rank at any time: Horovod broadcasts them one by one.
+
+        Between steps with momentum correction, momentum and moments of compressed tensors are this rank's own
+        (``residual_state_dict``); here they are zero.
+        """
+        if self.process_set.included():
+            self._dgc_update.prepare(self)
+        return super(type(self), self).state_dict()  # type: ignore[misc]
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """As torch's; a stock checkpoint's momentum and moments are taken over, and u and v start empty."""
@@ -236,10 +298,15 @@ class CompressedMethods:
             )
         _DistributedOptimizer.load_state_dict(self, state_dict)
         if self.process_set.included():
-            self._dgc.abandon()
-            self._dgc.buckets.clear()
-            self._dgc_update.prepare(self)
-            self._dgc_watch = GradientWatch()
+            self._dgc_forget()
+            self._dgc_loaded = True
+
+    def _dgc_forget(self: Any) -> None:
+        """u, v and the step under way: the weights and the optimizer's state are about to be others."""
+        self._dgc.abandon()
+        self._dgc.buckets.clear()
+        self._dgc_update.prepare(self)
+        self._dgc_watch = GradientWatch()
 
     def residual_state_dict(self: Any) -> dict[str, Any]:
         """What this rank has kept of gradients that the model has not had yet: training state, of this rank alone.
@@ -273,6 +340,13 @@ class CompressedMethods:
         """
         if self.process_set.included():
             state.flush(self)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Raises UnsupportedUse: hooks, buckets and collectives belong to this object in this process."""
+        raise UnsupportedUse(
+            "a wrapped optimizer cannot be copied or pickled; keep optimizer.state_dict(), or copy the model and wrap "
+            "a new optimizer over the copy"
+        )
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Raises UnsupportedUse: the ranks have agreed on the buckets."""

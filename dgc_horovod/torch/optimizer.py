@@ -100,7 +100,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def _adopt(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], **settings: Any) -> Any:
     """A distributed optimizer with `optimizer`'s state, without running its class's constructor again."""
     user_class: Any = type(optimizer)
-    ours = {k: v for k, v in vars(CompressedMethods).items() if not k.startswith("__")}
+    ours = {k: v for k, v in vars(CompressedMethods).items() if not k.startswith("__") or k == "__reduce_ex__"}
     methods = {**vars(_DistributedOptimizer), **ours}
     # broadcast_optimizer_state expects the class one level over the user's, with Horovod's __module__
     final = type(user_class.__name__, (user_class,), methods)

@@ -14,7 +14,28 @@ SCALER_NOT_PASSED = (
     "a GradScaler drives this optimizer, which does not know its scale, so residuals of different scales would be "
     "added up; pass grad_scaler=scaler to DistributedOptimizer"
 )
-CLIPPED_UPDATE = (
+CHANGED_UPDATE = (
     "p.grad was changed between synchronize() and step(). After compression it is an update that arrives in bursts, "
     "and what is clipped off it is lost; pass clip_norm=c to the compression instead (dgcrun: --dgc-clip-norm c)"
 )
+SYNCHRONIZED_TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). The second "
+    "synchronization does nothing; put step() inside `with optimizer.skip_synchronize():`"
+)
+
+
+def clipping_learned(limit: float, elements: bool = False) -> str:
+    """What is said of a script that clips by itself, once it is done locally instead."""
+    return (
+        f"the script clips {'the elements of ' if elements else ''}gradients to {limit:g}. From the next step on each "
+        f"rank clips its own gradient, to sqrt(N)*{limit:g}, before it enters the momentum (DGC 3.1), and the script's "
+        "clipping of what comes back is left out. clip_norm=c, or --dgc-clip-norm c with dgcrun, sets another norm"
+    )
+
+
+def clipping_left_out(limit: float, given: float) -> str:
+    """What is said of a script that clips to another norm than it was given."""
+    return (
+        f"the script clips gradients to {limit:g}; clip_norm={given:g} holds instead, for each rank's own gradient, "
+        "and the script's clipping is left out"
+    )

@@ -39,7 +39,10 @@ class PlainUpdate:
         self.notice = ADAM_AFTER if kind == "adam" else ""  # for the user, once
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after wrapping and after loading a state."""
+        """Let the optimizer's state have what stock's has, on every rank: zeros where the engine keeps the real thing.
+
+        Called after wrapping, after loading a state, and whenever somebody asks for it.
+        """
         fill_state(optimizer, self.kind)
 
     def feed(self, p: Parameter, group: Group) -> Feed:
@@ -48,6 +51,10 @@ class PlainUpdate:
 
     def decay_before(self, group: Group) -> float:
         """Weight decay that belongs to the gradient itself, added before everything else."""
+        return 0.0
+
+    def fading(self, group: Group) -> float:
+        """The factor, in [0, 1), by which the engine's momentum falls in a step without a gradient."""
         return 0.0
 
     def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
@@ -90,6 +97,18 @@ class PlainUpdate:
 class _SplitUpdate(PlainUpdate):
     """The user's optimizer steps the dense-path tensors only; compressed ones are applied by `apply`."""
 
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        super().prepare(optimizer)
+        self._placeholders = {p for group in optimizer.param_groups for p in group["params"]}
+
+    def _was_placeholder(self, p: Parameter) -> bool:
+        """Whether the state of `p` has not been looked at since `prepare`."""
+        try:
+            self._placeholders.remove(p)
+        except KeyError:
+            return False
+        return True
+
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
@@ -130,15 +149,10 @@ class SGDUpdate(_SplitUpdate):
     linearity u and b together are the stock buffer, so a stock checkpoint's buffer loads into b exactly.
     """
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        super().prepare(optimizer)
-        self._placeholders = {p for group in optimizer.param_groups for p in group["params"]}
-
     def adopt_state(self, p: Parameter, group: Group, states: States) -> None:
         """Lets go of the zeros of `prepare` before u takes up memory: without decay b would stay zero."""
-        if p not in self._placeholders:
+        if not self._was_placeholder(p):
             return
-        self._placeholders.discard(p)
         state = states[p]
         buffer = state.get("momentum_buffer")
         if not group["weight_decay"] and buffer is not None and not buffer.any():
@@ -148,6 +162,9 @@ class SGDUpdate(_SplitUpdate):
         if group["momentum"] and group["dampening"]:
             raise UnsupportedUse(refusal("SGD's dampening", "dampening=0"))
         return _momentum_feed(float(group["momentum"]), bool(group["nesterov"]))
+
+    def fading(self, group: Group) -> float:
+        return float(group["momentum"])
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
         lr = float(group["lr"])
@@ -208,9 +225,15 @@ class AdamUpdate(_SplitUpdate):
     def decay_before(self, group: Group) -> float:
         return 0.0 if self._decoupled(group) else float(group["weight_decay"])
 
+    def fading(self, group: Group) -> float:
+        return float(group["betas"][0])
+
     def adopt_state(self, p: Parameter, group: Group, states: States) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self._was_placeholder(p):
+            return None
         state = states[p]
-        if "exp_avg" not in state:
+        if not state.get("step"):  # none, or the zeros of `prepare`: the engine has the moments
+            state.clear()
             return None
         self._steps[p] = int(state["step"])
         sign = -1.0 if group["maximize"] else 1.0  # stock's moments are of what is descended

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 _Seen = tuple[torch.Tensor, int]
+_SAMPLE, _SMALL = 4, 4096  # so many tensors, of at most so many elements, are compared by their content
 
 
 def _version(p: torch.Tensor) -> int:
@@ -22,30 +23,55 @@ class GradientWatch:
         self._taken: dict[torch.Tensor, int] = {}
         self._synchronized: list[_Seen] = []
         self._applied: list[_Seen] = []
+        self._copies: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # of small updates: what goes by way of ``.data`` counts no version
 
     def taken(self, p: torch.Tensor) -> None:
         """A gradient has been handed to the exchange: a new step has begun."""
         self._taken[p] = _version(p)
-        self._synchronized = []
+        self._synchronized, self._copies = [], []
 
     def synchronized(self, parameters: Iterable[torch.Tensor]) -> None:
         """Every ``p.grad`` now holds its update."""
         self._taken = {}
         self._synchronized = [(p, _version(p)) for p in parameters]
+        self._copy()
+
+    def _copy(self) -> None:
+        there = [p for p, _ in self._synchronized if p.grad is not None and not p.grad.is_sparse]
+        small = [p for p in there if 0 < p.numel() <= _SMALL and p.device.type == "cpu"]
+        self._copies = [(p, p.grad.clone()) for p in small[:_SAMPLE] if p.grad is not None]
 
     def applied(self, parameters: Iterable[torch.Tensor]) -> None:
         """The optimizer has applied the updates."""
-        self._synchronized = []
+        self._synchronized, self._copies = [], []
         self._applied = [(p, _version(p)) for p in parameters]
+
+    def look_again(self) -> None:
+        """What has changed up to now was meant to, and is known of."""
+        self._taken = {p: _version(p) for p in self._taken}
+        self._synchronized = [(p, _version(p)) for p, _ in self._synchronized]
+        self._copy()
 
     def changed_since_taken(self) -> bool:
         """Whether a gradient was changed after the exchange had taken it: the change has no effect."""
         return any(_version(p) != seen for p, seen in self._taken.items())
 
-    def changed_since_synchronized(self) -> bool:
-        """Whether an update was changed since synchronize; a GradScaler's unscale_ does not count as a change."""
-        return any(_version(p) != seen for p, seen in self._synchronized)
+    def changed_since_synchronized(self, loss_scale: float = 1.0) -> bool:
+        """Whether an update was changed since synchronize.
+
+        Args:
+            loss_scale: a GradScaler's unscale_, which divides by it, does not count as a change.
+        """
+        if any(_version(p) != seen for p, seen in self._synchronized):
+            return True
+        return any(p.grad is None or not _is_same(p.grad, copy, loss_scale) for p, copy in self._copies)
 
     def unchanged_since_applied(self) -> bool:
         """Whether every ``p.grad`` is still the update that has been applied."""
         return bool(self._applied) and all(p.grad is not None and _version(p) == seen for p, seen in self._applied)
+
+
+def _is_same(grad: torch.Tensor, copy: torch.Tensor, loss_scale: float) -> bool:
+    return torch.equal(grad, copy) or (loss_scale != 1 and torch.allclose(grad, copy / loss_scale, 1e-3, 0.0))

@@ -87,8 +87,8 @@ def shared_gradient_memory() -> dict[str, Any]:
         if way == "stock":
             optimizer = hvd.DistributedOptimizer(momentum_sgd(model), model.named_parameters())
         else:
-            fields = {"bucket_bytes": 8192} if way == "two buckets" else {"dense_values": way}
-            compression = Compression.dgc(1.0, factor_masking=False, **{**UNROUNDED, **fields})
+            fields: dict[str, Any] = {"bucket_bytes": 8192} if way == "two buckets" else {"dense_values": way}
+            compression = Compression.dgc(1.0, factor_masking=False, keep_gradients=False, **{**UNROUNDED, **fields})
             optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
         generator = torch.Generator().manual_seed(hvd.rank())
         for _ in range(5):
@@ -125,7 +125,7 @@ def still_needed() -> dict[str, Any]:
     alone: dict[str, list[bool]] = {"a": [], "b": []}
     for name, p in models[0].named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: alone[name].append(is_alone(p.grad)))
-    compression = Compression.dgc(1.0, factor_masking=False, bucket_bytes=8192, **UNROUNDED)
+    compression = Compression.dgc(1.0, factor_masking=False, bucket_bytes=8192, keep_gradients=False, **UNROUNDED)
     plain = momentum_sgd(models[1])
     ours = DistributedOptimizer(momentum_sgd(models[0]), models[0].named_parameters(), compression)
     generator = torch.Generator().manual_seed(0)
@@ -174,7 +174,8 @@ def late_writes() -> dict[str, Any]:
     prints, zeros = {}, 0
     for write in (None, _in_place, _by_data, _by_numpy, _then_replaced):
         model = smooth_model()
-        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+        compression = Compression.dgc(0.05, keep_gradients=False)
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
         for x, y in batches(5, hvd.rank()):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()

@@ -1,0 +1,90 @@
+"""A script's own clipping, seen where scripts do it: ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``.
+
+For gradients that no optimizer of ours is exchanging they do what they did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from dgc_horovod.names import replace_everywhere
+from dgc_horovod.torch.clipping import ELEMENTS, Clip, total_norm
+
+_NAMES = ("clip_grad_norm_", "clip_grad_value_")
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch(optimizer: Any) -> None:
+    """From now on tell `optimizer`, a compressed one, of every call that clips gradients of its parameters."""
+    _optimizers.add(optimizer)
+    for name in _NAMES:
+        stock = getattr(clip_grad, name)
+        if not hasattr(stock, "_dgc_stock"):
+            replace_everywhere(stock, _seen(stock))
+
+
+def stop_watching() -> None:
+    """Put torch's own functions back."""
+    for name in _NAMES:
+        ours = getattr(clip_grad, name)
+        if hasattr(ours, "_dgc_stock"):
+            replace_everywhere(ours, ours._dgc_stock)
+
+
+def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        arguments = signature.bind(parameters, *args, **kwargs)
+        arguments.apply_defaults()
+        given = arguments.arguments
+        limit = float(given["max_norm"] if "max_norm" in given else given["clip_value"])
+        p = float(given["norm_type"]) if "norm_type" in given else ELEMENTS
+        norms, left = _tell(parameters, limit, p)
+        if not norms:
+            try:
+                return stock(parameters, *args, **kwargs)
+            finally:
+                _look_again()
+        rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
+        if math.isnan(p):
+            return None
+        return torch.tensor(
+            total_norm([*norms, *([] if rest is None else [float(rest)])], p), device=_device(parameters)
+        )
+
+    clip._dgc_stock = stock  # type: ignore[attr-defined]
+    return clip
+
+
+def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
+    """The norms of gradients whose ranks clip them already, and the parameters that are left to torch."""
+    norms, left = [], parameters
+    for optimizer in list(_optimizers):
+        own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
+        norm = optimizer._dgc_script_clips(Clip(own, limit, p)) if own and 0 < limit < math.inf else None
+        if norm is not None:
+            norms.append(norm)
+            taken = set(own)
+            left = [x for x in left if x not in taken]
+    return norms, left
+
+
+def _look_again() -> None:
+    """What torch's function has just done to gradients has been noted: it is no change that a script should hear of."""
+    for optimizer in list(_optimizers):
+        optimizer._dgc_watch.look_again()
+
+
+def _device(parameters: list[torch.Tensor]) -> torch.device | None:
+    return next((x.grad.device for x in parameters if x.grad is not None), None)

@@ -1,0 +1,181 @@
+"""Scripts that clip by themselves, and know nothing of compression: each rank clips its own gradient instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything of ours is loaded
+
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.logs import messages
+from tests.helpers.training import batches, distance, fingerprint, smooth_model, weights
+
+C, STEPS = 0.3, 12
+Clips = Callable[[Any], Any]
+
+
+def _norm(model: Any) -> Any:
+    return clip_grad_norm_(model.parameters(), C)
+
+
+def _nothing(model: Any) -> None:
+    return None
+
+
+def _by_hand(model: Any) -> None:
+    grads = [p.grad for p in model.parameters()]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    for grad in grads:
+        grad.data.mul_(min(1.0, C / (float(norm) + 1e-6)))
+
+
+def _train(
+    clip: Clips,
+    after: bool = True,
+    hook: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    scaled: bool = False,
+    sgd: bool = True,
+    looks: Callable[[Any, Any], None] = lambda model, returned: None,
+    **fields: Any,
+) -> nn.Module:
+    """Train; the first gradient is zero, since a script's clipping counts from the second step on.
+
+    Args:
+        clip: what the script does to gradients.
+        after: whether it does so after synchronize(), or before.
+        hook: what autograd does to each gradient before anybody sees it.
+        scaled: whether by a GradScaler.
+        sgd: or AdamW.
+        looks: called with the model and what `clip` returned.
+        fields: of the compression.
+    """
+    model = smooth_model()
+    for p in model.parameters():
+        if hook is not None:
+            p.register_hook(hook)
+    plain = torch.optim.SGD(model.parameters(), 0.05, 0.9) if sgd else torch.optim.AdamW(model.parameters(), 0.003)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    optimizer = DistributedOptimizer(
+        plain, model.named_parameters(), Compression.dgc(0.05, **fields), grad_scaler=scaler
+    )
+    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y) * (step > 0) * 3).backward()
+        if not after:
+            looks(model, clip(model))
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        if after:
+            looks(model, clip(model))
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+def same_as_given() -> dict[str, Any]:
+    """Both idioms, two optimizers, loss scaling: the bits of ``clip_norm=c``, which are not those without."""
+    hvd.init()
+    results = {}
+    for name, sgd in (("sgd", True), ("adamw", False)):
+        given = fingerprint(_train(_nothing, sgd=sgd, clip_norm=C))
+        results[name] = {
+            "after": fingerprint(_train(_norm, sgd=sgd)) == given,
+            "before": fingerprint(_train(_norm, after=False, sgd=sgd)) == given,
+            "scaled": fingerprint(_train(_norm, sgd=sgd, scaled=True)) == given,
+            "another c is left out": fingerprint(_train(_norm, sgd=sgd, clip_norm=C)) == given,
+            "none": fingerprint(_train(_nothing, sgd=sgd)) != given,
+            "prints": given,
+        }
+    return results
+
+
+def told() -> list[str]:
+    """What a script is told that clips at every step, without and with a ``clip_norm`` of another size."""
+    hvd.init()
+    with messages() as texts:
+        _train(_norm)
+        _train(_norm, clip_norm=10 * C)
+        _train(_nothing)
+    return [text for text in texts if "clip" in text]
+
+
+def returned_norms() -> dict[str, Any]:
+    """What clip_grad_norm_ returns, beside the norms of the gradients themselves."""
+    hvd.init()
+    results: dict[str, Any] = {}
+    for after in (True, False):
+        own, returned = [], []
+
+        def see(grad: torch.Tensor, own: list[float] = own) -> torch.Tensor:
+            own.append(float(grad.norm()) ** 2)
+            return grad
+
+        _train(_norm, after, see, looks=lambda model, norm, returned=returned: returned.append(float(norm)))
+        tensors = len(own) // STEPS
+        squares = torch.tensor([sum(own[i * tensors : (i + 1) * tensors]) for i in range(STEPS)])
+        shared = hvd.allreduce(squares, name=f"squares.{after}")
+        expected = (shared if after else squares).sqrt().tolist()
+        results["after" if after else "before"] = {"expected": expected[2:], "returned": returned[2:]}
+    return results
+
+
+def other_clippings() -> dict[str, float]:
+    """Distances from runs in which autograd itself gives clipped gradients: by value, by parameter, other norms."""
+    hvd.init()
+    root = math.sqrt(hvd.size())
+
+    def within(limit: float, p: float = 2.0) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda grad: grad * min(1.0, root * limit / max(1e-30, float(torch.linalg.vector_norm(grad, p))))
+
+    def each(p: float) -> Clips:
+        return lambda model: [clip_grad_norm_(x, C, norm_type=p) for x in model.parameters()]
+
+    pairs = {
+        "value": (
+            lambda model: clip_grad_value_(model.parameters(), 0.05),
+            lambda g: g.clamp(-root * 0.05, root * 0.05),
+        ),
+        "each parameter": (each(2.0), within(C)),
+        "each, largest element": (each(math.inf), within(C, math.inf)),
+    }
+    found = {}
+    for name, (clip, hook) in pairs.items():
+        reference = weights(_train(_nothing, hook=hook))
+        found[name] = distance(reference, weights(_train(clip)))
+        found[f"{name}, before"] = distance(reference, weights(_train(clip, after=False)))
+        found[f"{name}: acts"] = distance(reference, weights(_train(_nothing)))
+    return found
+
+
+def clipped_by_hand() -> dict[str, Any]:
+    """A script that multiplies ``p.grad.data`` itself: found out after two steps, and clipped locally from then on."""
+    hvd.init()
+    with messages() as texts:
+        model = _train(_by_hand)
+    given, without = weights(_train(_nothing, clip_norm=C)), weights(_train(_nothing))
+    return {
+        "told": [text for text in texts if "clip" in text],
+        "from given": distance(given, weights(model)) / distance(given, without),
+        "fingerprint": fingerprint(model),
+    }
+
+
+def others() -> dict[str, Any]:
+    """Gradients that are not ours are clipped as ever; those of a step that is not finite have norm NaN everywhere."""
+    hvd.init()
+    norms: list[float] = []
+    _train(
+        _norm, hook=lambda g: g * math.nan if hvd.rank() == 1 else g, looks=lambda _, norm: norms.append(float(norm))
+    )
+    linear = nn.Linear(3, 3)
+    (linear(torch.ones(1, 3)) * 100).sum().backward()
+    norm = float(clip_grad_norm_(linear.parameters(), 1.0))
+    after = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in linear.parameters()])))  # type: ignore[union-attr]
+    return {"nan": all(map(math.isnan, norms)), "norm": norm, "after": after}

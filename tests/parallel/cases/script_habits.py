@@ -1,0 +1,197 @@
+"""What scripts do around a step: it works as with stock Horovod, or is refused in words."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from horovod.torch import broadcast_optimizer_state, broadcast_parameters
+
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train, weights
+
+_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.02, 0.9),
+    "sgd with decay": lambda model: torch.optim.SGD(model.parameters(), 0.02, 0.9, weight_decay=1e-3),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.01),
+}
+
+
+def _wrapped(make: Callable[[nn.Module], torch.optim.Optimizer], **fields: Any) -> tuple[nn.Module, Any]:
+    model = smooth_model()
+    return model, DistributedOptimizer(make(model), model.named_parameters(), Compression.dgc(0.02, **fields))
+
+
+def _kept(optimizer: Any) -> float:
+    """The largest element of u and v on this rank."""
+    arrays = optimizer._dgc.buckets.state_arrays()
+    return max(float(abs(part).max()) for parts in arrays.values() for part in parts.values())
+
+
+def loaded_on_one_rank() -> dict[str, Any]:
+    """In the middle of a run rank 0 alone loads a state, then all broadcast: Horovod's own idiom."""
+    hvd.init()
+    results = {}
+    for name, make in _OPTIMIZERS.items():
+        model, optimizer = _wrapped(make)
+        train(model, optimizer, 5)
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, 7)
+        before = _kept(optimizer)
+        if hvd.rank() == 0:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        broadcast_parameters(model.state_dict(), 0)
+        broadcast_optimizer_state(optimizer, 0)
+        kept = before, _kept(optimizer)
+        train(model, optimizer, 5)
+        results[name] = {"fingerprint": fingerprint(model), "kept": kept}
+    return results
+
+
+def looked_at_state() -> dict[str, bool]:
+    """Asking for state_dict() at every step, on one rank, and broadcasting what nobody has loaded, changes no bit."""
+    hvd.init()
+    results = {}
+    for name, make in _OPTIMIZERS.items():
+        prints = []
+        for looks in (False, True):
+            model, optimizer = _wrapped(make)
+            for _ in range(4):
+                train(model, optimizer, 3)
+                if looks and hvd.rank() == 1:
+                    optimizer.state_dict()
+                if looks:
+                    broadcast_optimizer_state(optimizer, 0)
+            prints.append(fingerprint(model))
+        results[name] = prints[0] == prints[1]
+    return results
+
+
+def fresh_gradients() -> bool:
+    """Whether gradients are zeros after the state of a new optimizer was broadcast, as with stock Horovod."""
+    hvd.init()
+    model, optimizer = _wrapped(momentum_sgd)
+    broadcast_optimizer_state(optimizer, 0)
+    return all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def frozen_layers() -> dict[str, Any]:
+    """How far a layer moves that was frozen after 20 steps, with stock Horovod and ours; and once it is no more."""
+    hvd.init()
+    results: dict[str, Any] = {}
+    for name, make in _OPTIMIZERS.items():
+        for way in ("stock", "ours"):
+            model = smooth_model()
+            factory = hvd.DistributedOptimizer if way == "stock" else DistributedOptimizer
+            compression = hvd.Compression.none if way == "stock" else Compression.dgc(0.005, compress_1d=True)
+            optimizer = factory(make(model), model.named_parameters(), compression)
+            train(model, optimizer, 20)
+            layer = model[2]  # type: ignore[index]
+            at = [layer.weight.detach().clone()]
+            layer.requires_grad_(False)
+            for steps in (100, 50):
+                train(model, optimizer, steps)
+                at.append(layer.weight.detach().clone())
+            layer.requires_grad_(True)
+            train(model, optimizer, 20)
+            at.append(layer.weight.detach().clone())
+            moves = [float((b - a).norm() / a.norm()) for a, b in itertools.pairwise(at)]
+            results[f"{name}, {way}"] = {"moves": moves, "fingerprint": fingerprint(model)}
+    return results
+
+
+def networks_in_turns() -> list[float]:
+    """Largest residuals of a layer that is frozen in every second step: nothing of it is dropped."""
+    hvd.init()
+    kept = []
+    for turns in (False, True):
+        model, optimizer = _wrapped(momentum_sgd)
+        for step in range(30):
+            model[2].requires_grad_(not turns or step % 2 == 0)  # type: ignore[index]
+            train(model, optimizer, 1)
+        kept.append(float(abs(optimizer._dgc.buckets.state_arrays()["2.weight"]["v"]).max()))
+    return kept
+
+
+def readable_gradients() -> dict[str, Any]:
+    """Between backward and synchronize p.grad is this rank's gradient; with keep_gradients=False it need not be."""
+    hvd.init()
+    results = {}
+    for keep in (True, False):
+        model, optimizer = _wrapped(momentum_sgd, keep_gradients=keep)
+        same = []
+        for x, y in batches(5, hvd.rank()):
+            own = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            same.append(all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), own, strict=True)))  # type: ignore[arg-type]
+            optimizer.step()
+        results[str(keep)] = {"same": all(same), "fingerprint": fingerprint(model)}
+    return results
+
+
+def given_up_steps() -> dict[str, Any]:
+    """An exception between backward and step, or in the middle of backward, is caught by the script on every rank."""
+    hvd.init()
+    model, optimizer = _wrapped(momentum_sgd)
+    train(model, optimizer, 3)
+    refusals = []
+    for x, y in batches(2, hvd.rank()):
+        optimizer.zero_grad()
+        hook = model[2].weight.register_hook(_raise) if refusals else None  # type: ignore[index]
+        try:
+            F.mse_loss(model(x), y).backward()
+            _raise(x)
+        except ArithmeticError:
+            pass
+        if hook is not None:
+            hook.remove()
+        try:
+            optimizer.zero_grad()
+        except UnsupportedUse as error:
+            refusals.append(str(error))
+        optimizer.synchronize()
+        optimizer.zero_grad()
+    before = weights(model)
+    train(model, optimizer, 5)
+    return {"refusals": refusals, "fingerprint": fingerprint(model), "moved": float((weights(model) - before).norm())}
+
+
+def _raise(_: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError
+
+
+def copies() -> list[str]:
+    """What a script is told that copies or pickles a wrapped optimizer."""
+    hvd.init()
+    _, optimizer = _wrapped(momentum_sgd)
+    told = []
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        try:
+            way(optimizer)
+        except UnsupportedUse as error:
+            told.append(str(error))
+    return told
+
+
+def synchronized_twice() -> list[str]:
+    """The warnings of a script that lets step() synchronize again."""
+    hvd.init()
+    model, optimizer = _wrapped(momentum_sgd)
+    x, y = next(iter(batches(1, hvd.rank())))
+    F.mse_loss(model(x), y).backward()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optimizer.synchronize()
+        optimizer.step()
+    return [str(warning.message) for warning in seen]

@@ -1,0 +1,58 @@
+"""A script's own clipping becomes DGC's local one: real ranks, unmodified idioms."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = ["same_as_given", "told", "returned_norms", "other_clippings", "clipped_by_hand", "others"]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, [f"script_clipping.{case}" for case in CASES])
+
+
+def test_both_idioms_give_the_bits_of_clip_norm(ranks):
+    for name in ("sgd", "adamw"):
+        found = [rank["script_clipping.same_as_given"][name] for rank in ranks]
+        assert found[0].pop("prints") == found[1].pop("prints")
+        assert all(found[0].values()), (name, found[0])
+
+
+def test_a_script_is_told_once(ranks):
+    first, second = ranks[0]["script_clipping.told"]
+    assert "clips gradients to 0.3" in first and "clip_norm=c" in first
+    assert "clip_norm=3 holds instead" in second
+    assert ranks[1]["script_clipping.told"] == []
+
+
+def test_the_norm_returned_is_that_of_the_gradients(ranks):
+    for rank in ranks:
+        found = rank["script_clipping.returned_norms"]
+        for when in ("after", "before"):
+            assert found[when]["returned"] == pytest.approx(found[when]["expected"], rel=1e-5)
+    after = [rank["script_clipping.returned_norms"]["after"]["returned"] for rank in ranks]
+    assert after[0] == after[1], "after the exchange every rank must decide alike"
+
+
+def test_other_clippings(ranks):
+    found = ranks[0]["script_clipping.other_clippings"]
+    acts = {name.removesuffix(": acts"): found.pop(name) for name in list(found) if name.endswith(": acts")}
+    assert min(acts.values()) > 1e-3
+    assert max(found.values()) < 1e-5, found
+
+
+def test_clipping_by_hand_is_found_out(ranks):
+    found = [rank["script_clipping.clipped_by_hand"] for rank in ranks]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
+    assert any("clips gradients to 0.3" in text for text in found[0]["told"]), found[0]["told"]
+    assert found[0]["from given"] < 0.6, "nearer to clip_norm=c than to no clipping"
+
+
+def test_gradients_of_others_and_steps_that_are_not_finite(ranks):
+    for rank in ranks:
+        found = rank["script_clipping.others"]
+        assert found["nan"] and found["norm"] > 100 and found["after"] == pytest.approx(1, rel=1e-3)

@@ -1,0 +1,84 @@
+"""Loading, freezing, looking, giving up: scripts around a step, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = [
+    "loaded_on_one_rank",
+    "looked_at_state",
+    "fresh_gradients",
+    "frozen_layers",
+    "readable_gradients",
+    "networks_in_turns",
+]
+CASES += ["given_up_steps", "copies", "synchronized_twice"]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, [f"script_habits.{case}" for case in CASES], timeout=120)
+
+
+def test_a_state_that_one_rank_has_loaded_can_be_broadcast(ranks):
+    found = [rank["script_habits.loaded_on_one_rank"] for rank in ranks]
+    for name in found[0]:
+        assert found[0][name]["fingerprint"] == found[1][name]["fingerprint"], name
+        for rank in found:
+            before, after = rank[name]["kept"]
+            assert before > 0 and after == 0, f"{name}: u and v are of a run that was given up"
+
+
+def test_looking_at_the_state_changes_nothing(ranks):
+    for rank in ranks:
+        assert rank["script_habits.looked_at_state"] == {"sgd": True, "sgd with decay": True, "adamw": True}
+
+
+def test_gradients_of_a_fresh_optimizer_are_zeros_after_a_broadcast(ranks):
+    assert all(rank["script_habits.fresh_gradients"] for rank in ranks)
+
+
+def test_a_frozen_layer_comes_to_rest_as_with_stock_horovod(ranks):
+    found = [rank["script_habits.frozen_layers"] for rank in ranks]
+    for name in ("sgd", "sgd with decay", "adamw"):
+        stock, ours = (found[0][f"{name}, {way}"] for way in ("stock", "ours"))
+        assert ours["fingerprint"] == found[1][f"{name}, ours"]["fingerprint"]
+        first, later, again = ours["moves"]
+        assert first <= 2.5 * stock["moves"][0] + 1e-3, (name, stock, ours)
+        assert later <= 1.01 * stock["moves"][1] + 1e-6, (name, stock, ours)  # weight decay goes on
+        assert again > later + 1e-5, (name, ours)
+
+
+def test_networks_that_take_turns_keep_their_residuals(ranks):
+    for rank in ranks:
+        always, turns = rank["script_habits.networks_in_turns"]
+        assert turns > 0.1 * always > 0
+
+
+def test_gradients_can_be_read_before_they_are_exchanged(ranks):
+    found = [rank["script_habits.readable_gradients"] for rank in ranks]
+    for rank in found:
+        assert rank["True"]["same"] and not rank["False"]["same"]
+    assert len({found[i][keep]["fingerprint"] for i in (0, 1) for keep in ("True", "False")}) == 1
+
+
+def test_a_step_can_be_given_up(ranks):
+    found = [rank["script_habits.given_up_steps"] for rank in ranks]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"] and found[0]["moved"] > 0
+    for rank in found:
+        assert len(rank["refusals"]) == 2 and all("optimizer.synchronize()" in text for text in rank["refusals"])
+
+
+def test_copies_are_refused_in_words(ranks):
+    for rank in ranks:
+        told = rank["script_habits.copies"]
+        assert len(told) == 3 and all("state_dict()" in text for text in told)
+
+
+def test_a_second_synchronization_is_warned_of(ranks):
+    for rank in ranks:
+        (text,) = rank["script_habits.synchronized_twice"]
+        assert "without optimizer.skip_synchronize() context" in text
