@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dgc_horovod.agreement import Gatherer, shared_from_first, together
 from dgc_horovod.config import DGCConfig, check_choice
@@ -54,11 +55,11 @@ def digest_of_names(names: Iterable[str], process_set_id: int) -> str:
     return digest("\n".join([str(process_set_id), *names]).encode())
 
 
-def save(directory: Path, collectives: Gatherer, make: Callable[[], Content]) -> None:
+def save(given: str | os.PathLike[str], collectives: Gatherer, make: Callable[[], Content]) -> None:
     """Write a checkpoint; called on every rank. The one that was there before is replaced when all is written.
 
     Args:
-        directory: made if it is not there; other files in it are left alone.
+        given: the directory, made if it is not there; other files in it are left alone.
         collectives: of the ranks.
         make: gives what is written; an error of it is one on every rank.
 
@@ -66,12 +67,21 @@ def save(directory: Path, collectives: Gatherer, make: Callable[[], Content]) ->
         CheckpointError: on every rank, if any could not write; what was there before is still there then.
     """
     token = shared_from_first(collectives, secrets.token_hex(4).encode(), "token").decode()
+    with together(collectives, "saving a checkpoint"):
+        directory = _directory(given)
     try:
         _save(directory, collectives, make, token)
     except CheckpointError:
         _remove(directory, lambda found: found == token)  # a full disk would stay full
         raise
     _remove(directory, lambda found: found != token)  # earlier saves, and what was left of interrupted ones
+
+
+def _directory(given: Any) -> Path:
+    """Raises CheckpointError for what names none: "" would be the current folder, which nobody has meant."""
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise CheckpointError(f'the directory must be a path, got {given!r}; for the current folder pass "."')
+    return Path(given)
 
 
 def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], token: str) -> None:
@@ -169,7 +179,11 @@ class Checkpoint:
 
 
 def load(
-    directory: Path, collectives: Gatherer, config: DGCConfig | None, averages: bool, residuals: str = REQUIRED
+    given: str | os.PathLike[str],
+    collectives: Gatherer,
+    config: DGCConfig | None,
+    averages: bool,
+    residuals: str = REQUIRED,
 ) -> Checkpoint:
     """Read a checkpoint; called on every rank.
 
@@ -178,7 +192,7 @@ def load(
     file system that all ranks see.
 
     Args:
-        directory: of `save`.
+        given: the directory of `save`.
         collectives: of the ranks.
         config: the compression now; None: no residuals are wanted.
         averages: whether gradients are averaged or summed now.
@@ -190,7 +204,8 @@ def load(
     """
     check_choice("residuals", residuals, RESIDUALS)
     data = model = b""
-    with together(collectives, f"loading {directory}"):
+    with together(collectives, f"loading {given}"):
+        directory = _directory(given)
         if collectives.rank == 0:
             data = _read(directory / MANIFEST)
             model = _sound(directory, Manifest.from_bytes(data).file(MODEL))

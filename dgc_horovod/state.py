@@ -67,7 +67,10 @@ class ResidualState:
             CheckpointError: it is no such dict.
         """
         try:
-            return cls(**record)
+            state = cls(**record)
+            for name, kind in _KINDS.items():
+                _checked(getattr(state, name), kind)
+            return state
         except TypeError as error:
             raise CheckpointError(f"this is no dict of residual_state_dict() ({error})") from None
 
@@ -140,6 +143,11 @@ class ResidualState:
         if not 0 <= state.rank < state.workers or state.step < 0:
             raise ValueError(f"rank {state.rank} of {state.workers}, step {state.step}")
         return state
+
+
+_KINDS = {
+    "rank": int, "workers": int, "averages": bool, "step": int, "tensors": dict, "directions": dict, "thresholds": dict,
+}  # fmt: skip
 
 
 def _checked(value: Any, kind: type) -> Any:

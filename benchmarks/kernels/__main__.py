@@ -8,18 +8,26 @@ import time
 from typing import Any
 
 from benchmarks.kernels import compress, decode, growth, wire
-from benchmarks.report import RESULTS, ROOT, save, write_into_page
+from benchmarks.report import RESULTS, ROOT, environment, save, write_into_page
 from benchmarks.shapes import SHAPES
 
 STUDIES = {"compress": compress, "growth": growth, "decode": decode, "wire": wire}
 PAGE = ROOT / "docs" / "performance.md"
 
 
-def _one_model(model: str) -> list[dict[str, Any]]:
-    """The rows of `compress`, those of `model` measured anew."""
-    kept = json.loads((RESULTS / "kernels-compress.json").read_text())["figures"]
-    new = {model: compress.study(False, [model])}
-    return [row for name in SHAPES for row in new.get(name, [r for r in kept if r["model"] == name])]
+def _measured(name: str, quick: bool, model: str | None) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a study, and why they are printed only, "" if they are kept.
+
+    With `model`, those of the other models are the ones that were kept, if this machine has measured them.
+    """
+    if not (model and name == "compress"):
+        return STUDIES[name].study(quick), "a small part" if quick else ""
+    rows = compress.study(quick, [model])
+    kept = json.loads((RESULTS / "kernels-compress.json").read_text())
+    if quick or kept["environment"] != environment():
+        return rows, "a small part" if quick else "what was kept is of another machine or of other versions"
+    found = {model: rows}
+    return [row for each in SHAPES for row in found.get(each, [r for r in kept["figures"] if r["model"] == each])], ""
 
 
 def main() -> None:
@@ -27,16 +35,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0])
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="a small part, printed only: to see that it runs")
-    parser.add_argument("--model", choices=SHAPES, help="of compress: this model alone; the others keep their figures")
+    parser.add_argument(
+        "--model", choices=SHAPES, help="of compress: this model alone; the others keep theirs, if of this machine"
+    )
     args = parser.parse_args()
     if unknown := set(args.studies) - set(STUDIES):
         parser.error(f"unknown study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
     for name in args.studies or STUDIES:
         start = time.monotonic()
-        rows = _one_model(args.model) if args.model and name == "compress" else STUDIES[name].study(args.quick)
+        rows, why = _measured(name, args.quick, args.model)
         text = STUDIES[name].table(rows)
-        print(f"\n{text}\n\n{name}: {time.monotonic() - start:.0f} s", flush=True)
-        if args.quick:
+        print(f"\n{text}\n\n{name}: {time.monotonic() - start:.0f} s{why and f'; printed only: {why}'}", flush=True)
+        if why:
             continue
         save(f"kernels-{name}", rows)
         write_into_page(PAGE, name, f"{text}\n\nMade by `python -m benchmarks.kernels {name}`.")

@@ -83,12 +83,14 @@ def _plan(args: Any) -> Any:
 
     if not (args.model_size or args.step_ms or args.link_gbps):
         return None
-    if not (args.model_size and args.step_ms and args.num_proc):
+    elements = plan.parse_size(args.model_size) if args.model_size else 0
+    milliseconds = _number("--step-ms", args.step_ms) if args.step_ms else 0.0
+    link = _number("--link-gbps", args.link_gbps) * 1e9 if args.link_gbps else None
+    if not (elements and milliseconds and args.num_proc):
         raise ConfigError(
             "--model-size, --step-ms and -np go together, e.g. dgcrun --doctor --model-size 25.6M --step-ms 180 -np 16"
         )
-    link = _number("--link-gbps", args.link_gbps) * 1e9 if args.link_gbps else None
-    return plan.Plan(plan.parse_size(args.model_size), _number("--step-ms", args.step_ms) / 1000, args.num_proc, link)
+    return plan.Plan(elements, milliseconds / 1000, args.num_proc, link)
 
 
 def _number(flag: str, text: str) -> float:

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from pathlib import Path
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import yaml
+from horovod.runner.common.util.config_parser import LOG_LEVELS
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError, nearest
 
 SECTION = "compression"
-# Horovod reads these (horovod/runner/common/util/config_parser.py) and ignores every other key without a word.
-HOROVOD_KEYS: dict[str, tuple[str, ...]] = {
-    "controller": (),
-    "params": (
-        "fusion_threshold_mb", "cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather",
-        "torus_allreduce",
-    ),
-    "autotune": (
-        "enabled", "log_file", "warmup_samples", "steps_per_sample", "bayes_opt_max_samples", "gaussian_process_noise",
-    ),
-    "timeline": ("filename", "mark_cycles"),
-    "stall_check": ("enabled", "warning_time_seconds", "shutdown_time_seconds"),
-    "library_options": ("mpi_threads_disable", "num_nccl_streams", "thread_affinity", "gloo_timeout_seconds"),
-    "logging": ("level", "with_timestamp"),
+_NUMBER, _SWITCH, _TEXT, _LEVEL = "a number", "on or off", "a text", f"one of {', '.join(LOG_LEVELS)}"
+_LEGAL: dict[str, Callable[[Any], bool]] = {
+    _NUMBER: lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    _SWITCH: lambda value: value in (True, False),  # 1 and 0 too
+    _TEXT: lambda value: isinstance(value, str),
+    _LEVEL: lambda value: value in LOG_LEVELS,
+}
+# Horovod reads these (horovod/runner/common/util/config_parser.py), ignores every other key without a word, and takes
+# every value for what it should be.
+HOROVOD_KEYS: dict[str, dict[str, str]] = {
+    "params": {
+        "fusion_threshold_mb": _NUMBER, "cycle_time_ms": _NUMBER, "cache_capacity": _NUMBER,
+        "hierarchical_allreduce": _SWITCH, "hierarchical_allgather": _SWITCH, "torus_allreduce": _SWITCH,
+    },
+    "autotune": {
+        "enabled": _SWITCH, "log_file": _TEXT, "warmup_samples": _NUMBER, "steps_per_sample": _NUMBER,
+        "bayes_opt_max_samples": _NUMBER, "gaussian_process_noise": _NUMBER,
+    },
+    "timeline": {"filename": _TEXT, "mark_cycles": _SWITCH},
+    "stall_check": {"enabled": _SWITCH, "warning_time_seconds": _NUMBER, "shutdown_time_seconds": _NUMBER},
+    "library_options": {
+        "mpi_threads_disable": _SWITCH, "num_nccl_streams": _NUMBER, "thread_affinity": _NUMBER,
+        "gloo_timeout_seconds": _NUMBER,
+    },
+    "logging": {"level": _LEVEL, "with_timestamp": _SWITCH},
 }  # fmt: skip
+_CONTROLLER = "controller"  # of Horovod too, and no section
+_MOST_CHARACTERS, _MOST_WHOLE = 2**20, 2**63
 _VARIABLES = {variable.key: variable for variable in envvars.SETTABLE}
 
 
@@ -43,16 +58,24 @@ def load(path: str, for_everyone: bool = False) -> dict[str, str]:
     Raises:
         ConfigError: the file cannot be read, is no mapping, or has an unknown key; names file, key and nearest key.
     """
-    content = _read(path)
-    _check_keys(path, "", content, [*HOROVOD_KEYS, SECTION])
-    for section, keys in HOROVOD_KEYS.items():
+    return section_of(path, read(path), for_everyone)
+
+
+def section_of(path: str, content: Mapping[str, Any], for_everyone: bool = False) -> dict[str, str]:
+    """`load` of a file whose `content` has been read."""
+    _check_keys(path, "", content, [_CONTROLLER, *HOROVOD_KEYS, SECTION])
+    for section in (_CONTROLLER, *HOROVOD_KEYS):
         if for_everyone and section in content:
             raise ConfigError(
                 f"{path}: {section} is Horovod's, which reads its sections from --config-file only; only {SECTION} may "
                 f"stand in the file that {envvars.CONFIG_FILE.name} names"
             )
-        if keys and content.get(section) is not None:
-            _check_keys(path, section, _mapping(path, section, content[section]), keys)
+    _check_kind(path, _CONTROLLER, content.get(_CONTROLLER), _TEXT)
+    for section, kinds in HOROVOD_KEYS.items():
+        values = _mapping(path, section, content.get(section) or {})
+        _check_keys(path, section, values, kinds)
+        for key, value in values.items():
+            _check_kind(path, f"{section}.{key}", value, kinds[key])
     given = _mapping(path, SECTION, content.get(SECTION) or {})
     _check_keys(path, SECTION, given, _VARIABLES)
     texts = {key: _text(path, key, value) for key, value in given.items() if value is not None}
@@ -63,19 +86,29 @@ class _NoDoubles(yaml.SafeLoader):
     """Refuses a key that stands twice in a mapping, of which YAML would take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, count in keys.items():
+            if count > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-def _read(path: str) -> Mapping[str, Any]:
+def read(path: str) -> Mapping[str, Any]:
+    """What stands in a config file.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML of plain values, or no mapping; names the file.
+    """
     try:
-        content = yaml.load(Path(path).read_text(), _NoDoubles)
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"config file {path} is longer than {_MOST_CHARACTERS} characters")
+    try:
+        content = yaml.load(text, _NoDoubles)
+    except Exception as error:  # a value that its tag cannot have, or one too deep, is any kind of error
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     if content is None:
         raise ConfigError(f"config file {path} is empty; give it a section, e.g. {SECTION}: {{density: 0.001}}")
@@ -85,7 +118,7 @@ def _read(path: str) -> Mapping[str, Any]:
 def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         hint = "; e.g. compression: {method: dgc}" if name == SECTION else ""
-        raise ConfigError(f"{path}: {name} must be a mapping of keys to values, got {value!r}{hint}")
+        raise ConfigError(f"{path}: {name} must be a mapping of keys to values, got {_shown(value)}{hint}")
     return value
 
 
@@ -98,9 +131,22 @@ def _check_keys(path: str, section: str, given: Mapping[str, Any], allowed: Coll
             raise ConfigError(f"{path}: unknown key {key!r}{where}; {hint}allowed: {', '.join(allowed)}")
 
 
+def _shown(value: Any) -> str:
+    """A few words of a value that may be long, or hold itself."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a number of thousands of digits
+        return f"a {type(value).__name__} that is too long"
+
+
+def _check_kind(path: str, name: str, value: Any, kind: str) -> None:
+    if value is not None and not _LEGAL[kind](value):
+        raise ConfigError(f"{path}: {name} must be {kind}, got {_shown(value)}")
+
+
 def _text(path: str, key: str, value: Any) -> str:
     if isinstance(value, bool) and _VARIABLES[key].kind == "switch":
         return "on" if value else "off"
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    if isinstance(value, (str, float)) or (type(value) is int and abs(value) < _MOST_WHOLE):
         return str(value)
-    raise ConfigError(f"{path}: {SECTION}.{key} must be a single value, got {value!r}")
+    raise ConfigError(f"{path}: {SECTION}.{key} must be a single value, got {_shown(value)}")

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import horovod
-import yaml
 from horovod.runner import launch
 from horovod.runner.common.util import config_parser
 
@@ -51,18 +50,21 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         Horovod's namespace, with its values from the config file and, as ``compression_section``, ours; and name of a
         variable -> text for our flags.
     """
+    check_horovod()
     replaced = types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": _Parser})
+    # Horovod opens and reads the config file itself, and would say less of what is wrong with it
+    reader = types.SimpleNamespace(load=lambda file, Loader: config_file.read(file.name), FullLoader=None)
     with (
         mock.patch.object(sys, "argv", ["dgcrun", *arguments]),
         mock.patch.object(launch, "argparse", replaced),
+        mock.patch.object(launch, "yaml", reader),
         mock.patch.object(config_parser, "set_args_from_config", _horovods_settings),
     ):
-        check_horovod()
         try:
             args = launch.parse_args()
         except OSError as error:  # Horovod reads the config file in there
             raise ConfigError(f"the config file cannot be read: {error}") from None
-        except (ValueError, yaml.YAMLError) as error:
+        except ValueError as error:
             raise ConfigError(str(error)) from None
     given = vars(args)
     flags = {v.name: given[_PREFIX + v.name] for v in envvars.SETTABLE if given[_PREFIX + v.name] is not None}
@@ -73,7 +75,7 @@ def _horovods_settings(
     args: Any, config: Any, overridden: Any, take_over: Any = config_parser.set_args_from_config
 ) -> None:
     # before Horovod, which takes every section for what it should be
-    args.compression_section = config_file.load(args.config_file)
+    args.compression_section = config_file.section_of(args.config_file, config)
     take_over(args, config, overridden)
 
 
@@ -84,6 +86,7 @@ def check_horovod() -> None:
         (launch, "_run"),
         (launch, "argparse"),
         (launch, "discovery"),
+        (launch, "yaml"),
         (launch, "is_gloo_used"),
         (launch, "_is_elastic"),
         (config_parser, "set_args_from_config"),

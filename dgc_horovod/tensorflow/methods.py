@@ -223,7 +223,7 @@ class DistributedMethods(UsersClass):
         Raises:
             CheckpointError: it is of another rank, another number of ranks or another model.
         """
-        if state_dict:
+        if state_dict != {}:
             self._dgc.resume(ResidualState.from_dict(state_dict), int(self.iterations))
 
     def flush(self: Any) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
         holds = checkpoint.digest_of_names(shapes, distribution.settings.process_set.process_set_id)
         return checkpoint.Content(holds, saved, state, distribution.settings.config)
 
-    checkpoint.save(Path(directory), collectives, content)
+    checkpoint.save(directory, collectives, content)
 
 
 def load_checkpoint(
@@ -79,7 +78,7 @@ def load_checkpoint(
     """
     distribution, collectives, variables = _parts(model, optimizer)
     settings = distribution.settings
-    found = checkpoint.load(Path(directory), collectives, settings.config, settings.averages, residuals)
+    found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals)
     with together(collectives, f"loading {directory}"):
         extra = _assigned(variables, found.model)
         if settings.config is not None:

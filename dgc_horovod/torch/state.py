@@ -6,7 +6,6 @@ import io
 import json
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -48,7 +47,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
         holds = checkpoint.digest_of_names(names, optimizer.process_set.process_set_id)
         return checkpoint.Content(holds, saved, state, None if exchange is None else exchange.config)
 
-    checkpoint.save(Path(directory), collectives, content)
+    checkpoint.save(directory, collectives, content)
 
 
 def load_checkpoint(
@@ -73,7 +72,7 @@ def load_checkpoint(
     """
     collectives, exchange = _of(optimizer)
     config = None if exchange is None else exchange.config
-    found = checkpoint.load(Path(directory), collectives, config, optimizer.op == hvd.Average, residuals)
+    found = checkpoint.load(directory, collectives, config, optimizer.op == hvd.Average, residuals)
     with together(collectives, f"loading {directory}"):
         if exchange is not None:
             check_between_steps(optimizer)
@@ -178,7 +177,7 @@ def from_dict(record: Mapping[str, Any]) -> ResidualState:
     """
     try:
         return ResidualState.from_dict(_converted(record, lambda x: x.cpu().numpy()))
-    except (KeyError, AttributeError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"this is no dict of residual_state_dict() ({type(error).__name__}: {error})") from None
 
 

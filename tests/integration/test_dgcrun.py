@@ -251,6 +251,7 @@ def test_a_script_that_fails_is_left_alone():
         (["-np", "2", "--dgc"], "no command was given"),
         (["-np", "2", "--dgc", "/usr/bin/env", "python0.0", "x.py"], "nothing was started"),
         (["--doctor", "--model-size", "25M"], "go together"),
+        (["--doctor", "--model-size", "abc"], "--model-size must be a whole number .* got 'abc'"),
     ],
 )
 def test_errors_before_anything_is_started(words, said):

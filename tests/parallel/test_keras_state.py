@@ -60,6 +60,8 @@ def test_errors_are_the_same_on_every_rank(ranks):
         "other model": "another model",
         "other method": "momentum_correction",
         "missing": "rank 1: ",
+        "no name": "rank 1: the directory must be a path, got ''",
+        "no dict": "this is no dict of residual_state_dict()",
     }.items():
         assert found[0][name].startswith("CheckpointError: ") and text in found[0][name], found[0][name]
     assert "numbers, texts" in found[0]["extra"]

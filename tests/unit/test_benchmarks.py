@@ -9,6 +9,8 @@ import pytest
 from benchmarks import page, report, scaling
 from benchmarks.exchange import cells, gradients, tables
 from benchmarks.exchange.cells import Cell
+from benchmarks.kernels import __main__ as kernels
+from benchmarks.kernels import compress
 from benchmarks.report import OtherMachine, check_machine
 from benchmarks.shapes import SHAPES, numel
 
@@ -82,6 +84,27 @@ def test_pages_show_what_was_measured():
     for (file, marker), text in page.texts().items():
         assert f"<!-- {marker}: begin -->\n{text}\n<!-- {marker}: end -->" in file.read_text(), marker
     assert all(row["checked"] and row["steps"] >= 2 for row in page.exchange_rows())
+
+
+def compressed(model: str, widest: str):
+    """What the study of the kernels keeps of a model, on a processor whose widest instructions these are."""
+    own = {"model": model, "rule": "exact", "density": 0.001, "floor_ms": 8.0}
+    plans = [("plain", 1), (widest, 1), (widest, 2)]
+    ours = [{**own, "instructions": name, "threads": threads, "ms": 10.0} for name, threads in plans]
+    peers = [{"model": model, "rule": "peer", "density": 0.001, "threads": n, "ms": 40.0} for n in (1, 2)]
+    return [*ours, *peers]
+
+
+def test_one_model_measured_on_a_machine_without_avx512(monkeypatch, capsys):
+    """It had been a KeyError: its rows were looked up under the instructions of the models before it."""
+    rows = [*compressed("vgg16", "AVX-512"), *compressed("resnet50", "AVX2")]
+    assert compress.table(rows).count("4.0×") == 4
+    monkeypatch.setattr(compress, "study", lambda quick, models: compressed(models[0], "AVX2"))
+    monkeypatch.setattr(kernels, "environment", lambda: {"processor": "another"})
+    monkeypatch.setattr("sys.argv", ["kernels", "--model", "resnet50", "compress"])
+    monkeypatch.setattr(kernels, "save", lambda *_: pytest.fail("figures of two machines in one table"))
+    kernels.main()
+    assert "printed only: what was kept is of another machine" in capsys.readouterr().out
 
 
 def test_a_cell_is_of_one_run_and_of_one_machine(tmp_path, monkeypatch):

@@ -187,13 +187,34 @@ def test_a_file_with_horovods_sections_and_ours(tmp_path):
         ("compression: {metrics_file: yes}", "compression.metrics_file must be a single value"),
         ("", "is empty"),
         ("compression: {", "not valid YAML"),
+        ("compression: !!python/object/apply:os.system [true]", "not valid YAML"),
+        ("params: !!python/name:os.system", "not valid YAML"),
+        ("compression: {density: !!timestamp x}", "not valid YAML"),
+        ("[" * 5000, "not valid YAML"),
+        ("compression: {seed: " + "1" * 5000 + "}", "not valid YAML"),
+        ("compression: {seed: 0x" + "1" * 5000 + "}", "seed must be a single value"),
+        ("\x80\udcff\x00", "cannot be read: .* codec"),
+        (f"compression: &a [{'x,' * 9}]\n".replace("[", "[*a,"), "compression must be a mapping"),
+        (
+            "compression: [&a0 [x]" + "".join(f", &a{i} [{f'*a{i - 1},' * 9}]" for i in range(1, 30)) + "]",
+            "compression must be a mapping",
+        ),
+        ("compression: &a [x]\nparams: [" + "*a," * 9 + "]", "params must be a mapping"),
+        ("params: {fusion_threshold_mb: '$(true)'}", "params.fusion_threshold_mb must be a number"),
+        ("stall_check: {enabled: never}", "stall_check.enabled must be on or off"),
+        ("logging: {level: $(true)}", "logging.level must be one of TRACE"),
+        ("controller: [gloo]", "controller must be a text"),
+        ("#" * (2**20 + 1), "is longer than"),
     ],
+    ids=lambda value: value[:30],
 )
 def test_errors_in_a_file_name_the_file_and_the_key(tmp_path, text, said):
-    path = write(tmp_path, text)
-    with pytest.raises(ConfigError, match=said) as caught:
-        config_file.load(path)
-    assert path in str(caught.value)
+    path = tmp_path / "job.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    for read in (config_file.load, lambda path: flags.parse(["-np", "1", "--config-file", path, "true"])):
+        with pytest.raises(ConfigError, match=said) as caught:
+            read(str(path))
+        assert str(path) in str(caught.value)
 
 
 def test_whole_numbers_may_be_written_as_floats(tmp_path):

@@ -164,6 +164,8 @@ def errors() -> dict[str, Any]:
         "other model": error_of(lambda: load_checkpoint(folder, other, _optimizer(compression))),
         "other method": error_of(lambda: load_checkpoint(folder, smooth_model(), _optimizer(COMPRESSIONS["topk"]))),
         "extra": error_of(lambda: save_checkpoint(folder, model, what=hvd)),
+        "no name": error_of(lambda: save_checkpoint("" if hvd.rank() else folder, model)),
+        "no dict": error_of(lambda: model.optimizer.load_residual_state_dict(None)),
         "not distributed": error_of(lambda: save_checkpoint(folder, model, keras.optimizers.SGD())),
     }
     hvd.allreduce(np.zeros(1, np.float32), name="before")
