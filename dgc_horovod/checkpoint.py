@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dgc_horovod.agreement import Gatherer, shared_from_first, together
+from dgc_horovod.agreement import Gatherer, shared_from, together
 from dgc_horovod.config import DGCConfig, check_choice
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.manifest import MANIFEST, File, Manifest, digest
@@ -66,7 +66,7 @@ def save(given: str | os.PathLike[str], collectives: Gatherer, make: Callable[[]
     Raises:
         CheckpointError: on every rank, if any could not write; what was there before is still there then.
     """
-    token = shared_from_first(collectives, secrets.token_hex(4).encode(), "token").decode()
+    token = shared_from(collectives, secrets.token_hex(4).encode(), "token").decode()
     with together(collectives, "saving a checkpoint"):
         directory = _directory(given)
     try:
@@ -209,8 +209,8 @@ def load(
         if collectives.rank == 0:
             data = _read(directory / MANIFEST)
             model = _sound(directory, Manifest.from_bytes(data).file(MODEL))
-    manifest = Manifest.from_bytes(shared_from_first(collectives, data, "manifest"))
-    model = shared_from_first(collectives, model, "model")
+    manifest = Manifest.from_bytes(shared_from(collectives, data, "manifest"))
+    model = shared_from(collectives, model, "model")
     empty = ResidualState(collectives.rank, collectives.workers, averages, manifest.step, manifest.epoch)
     if config is None or residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)

@@ -140,6 +140,16 @@ class BucketExchange:
         return other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
 
     @property
+    def in_join(self) -> bool:
+        """Whether this rank is in join, so that its steps are those of the others."""
+        return any(engine.in_join for engine in self.engines)
+
+    @property
+    def ranks_in_join(self) -> int:
+        """How many ranks were in join at the last step, according to its messages; the same on every rank."""
+        return self.engines[0].ranks_in_join if self.engines else 0
+
+    @property
     def mean_scale(self) -> float:
         """What the sum over ranks is multiplied by."""
         return 1 / self.workers if self.averages else 1.0

@@ -31,6 +31,7 @@ from dgc_horovod.config import DGCConfig  # noqa: E402
 from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
 from dgc_horovod.torch import broadcast, elastic  # noqa: E402
 from dgc_horovod.torch.compression import Compression  # noqa: E402
+from dgc_horovod.torch.joining import install, join  # noqa: E402
 from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
 from dgc_horovod.torch.state import load_checkpoint, save_checkpoint  # noqa: E402
 
@@ -40,9 +41,11 @@ __all__ = [
     "DistributedOptimizer",
     "WarmupSchedule",
     "elastic",
+    "join",
     "load_checkpoint",
     "save_checkpoint",
 ]
 
 broadcast.register()
 elastic.register()
+install()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +15,14 @@ import torch
 from torch.nn.utils import clip_grad
 
 from dgc_horovod.names import replace_everywhere
+from dgc_horovod.torch import owners
 from dgc_horovod.torch.clipping import ELEMENTS, Clip, total_norm
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watch(optimizer: Any) -> None:
-    """From now on tell `optimizer`, a compressed one, of every call that clips gradients of its parameters."""
-    _optimizers.add(optimizer)
+def watch() -> None:
+    """From now on tell every compressed optimizer of calls that clip gradients of its parameters."""
     for name in _NAMES:
         stock = getattr(clip_grad, name)
         if not hasattr(stock, "_dgc_stock"):
@@ -70,7 +68,7 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
     """The norms of gradients whose ranks clip them already, and the parameters that are left to torch."""
     norms, left = [], parameters
-    for optimizer in list(_optimizers):
+    for optimizer in owners.live():
         own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
         norm = optimizer._dgc_script_clips(Clip(own, limit, p)) if own and 0 < limit < math.inf else None
         if norm is not None:
@@ -82,7 +80,7 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
 
 def _look_again() -> None:
     """What torch's function has just done to gradients has been noted: it is no change that a script should hear of."""
-    for optimizer in list(_optimizers):
+    for optimizer in owners.live():
         optimizer._dgc_watch.look_again()
 
 

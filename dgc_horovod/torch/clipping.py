@@ -102,10 +102,15 @@ class LocalClipping:
         self._noted[clip.key] = clip
         return self.norms.get(clip.key)
 
-    def step_ends(self) -> None:
-        """What was noted in this step holds in the next."""
-        given = [] if self.given is None else [self.clips[0]]
-        self.clips = tuple({clip.key: clip for clip in (*given, *self._noted.values())}.values())
+    def step_ends(self, in_join: bool = False) -> None:
+        """What was noted in this step holds in the next.
+
+        Args:
+            in_join: whether no script has made this step: what holds goes on, as on the ranks whose scripts do.
+        """
+        if not in_join:
+            given = [] if self.given is None else [self.clips[0]]
+            self.clips = tuple({clip.key: clip for clip in (*given, *self._noted.values())}.values())
         for kept in (self._noted, self.norms, self._factors, self._bounds):
             kept.clear()
 

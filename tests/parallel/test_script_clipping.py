@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["same_as_given", "told", "returned_norms", "other_clippings", "clipped_by_hand", "others"]
+CASES = ["same_as_given", "told", "returned_norms", "other_clippings", "clipped_by_hand", "others", "uneven_data"]
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +56,7 @@ def test_gradients_of_others_and_steps_that_are_not_finite(ranks):
     for rank in ranks:
         found = rank["script_clipping.others"]
         assert found["nan"] and found["norm"] > 100 and found["after"] == pytest.approx(1, rel=1e-3)
+
+
+def test_ranks_in_join_clip_with_the_others(ranks):
+    assert len({rank["script_clipping.uneven_data"] for rank in ranks}) == 1

@@ -179,3 +179,20 @@ def others() -> dict[str, Any]:
     norm = float(clip_grad_norm_(linear.parameters(), 1.0))
     after = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in linear.parameters()])))  # type: ignore[union-attr]
     return {"nan": all(map(math.isnan, norms)), "norm": norm, "after": after}
+
+
+def uneven_data() -> str:
+    """A script that clips after synchronize(), whose ranks have different numbers of batches."""
+    hvd.init()
+    model = smooth_model()
+    sgd = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
+    for x, y in batches(STEPS if hvd.rank() else STEPS // 2, hvd.rank()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.synchronize()
+        clip_grad_norm_(model.parameters(), C)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert hvd.join() == hvd.size() - 1
+    return fingerprint(model)
