@@ -1,0 +1,1 @@
+"""Scripts that clip by themselves, under ``dgcrun``: what comes of it."""
