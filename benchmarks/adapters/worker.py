@@ -20,8 +20,13 @@ DENSITY, MOMENTUM, RATE = 0.001, 0.9, 1e-3
 SETS, WARM_UP, RUNS = 4, 4, 15
 Step = Callable[[int], Any]
 Shape = tuple[int, ...]
-# name of a row -> momentum of SGD, and whether the step is distributed and compressed
-ROWS = {"step without momentum": (0.0, False), "step": (MOMENTUM, False), "step with dgc": (MOMENTUM, True)}
+# name of a row -> momentum of SGD, and fields of the compression; None: a step of one worker
+ROWS: dict[str, tuple[float, dict[str, Any] | None]] = {
+    "step without momentum": (0.0, None),
+    "step": (MOMENTUM, None),
+    "step with dgc": (MOMENTUM, {}),
+    "the same, keep_gradients=False": (MOMENTUM, {"keep_gradients": False}),  # with TensorFlow no difference: noise
+}
 
 
 def gradients(shapes: list[Shape], rank: int) -> list[list[np.ndarray]]:
@@ -42,12 +47,12 @@ def torch_steps(shapes: list[Shape]) -> tuple[Any, dict[str, Step]]:
     torch.set_num_threads(1)
     sets = [[torch.from_numpy(g) for g in one] for one in gradients(shapes, hvd.rank())]
 
-    def make(momentum: float, compressed: bool) -> Step:
+    def make(momentum: float, fields: dict[str, Any] | None) -> Step:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         optimizer: Any = torch.optim.SGD(parameters, lr=RATE, momentum=momentum)
-        if compressed:
+        if fields is not None:
             named = [(str(i), p) for i, p in enumerate(parameters)]
-            optimizer = DistributedOptimizer(optimizer, named, compression=Compression.dgc(DENSITY))
+            optimizer = DistributedOptimizer(optimizer, named, compression=Compression.dgc(DENSITY, **fields))
 
         def step(number: int) -> None:
             optimizer.zero_grad()
@@ -72,11 +77,11 @@ def tensorflow_steps(shapes: list[Shape]) -> tuple[Any, dict[str, Step]]:
     hvd.init()
     sets = [[tf.constant(g) for g in one] for one in gradients(shapes, hvd.rank())]
 
-    def make(momentum: float, compressed: bool) -> Step:
+    def make(momentum: float, fields: dict[str, Any] | None) -> Step:
         variables = [keras.Variable(tf.zeros(shape)) for shape in shapes]
         optimizer: Any = keras.optimizers.SGD(RATE, momentum=momentum)
-        if compressed:
-            optimizer = DistributedOptimizer(optimizer, compression=Compression.dgc(DENSITY))
+        if fields is not None:
+            optimizer = DistributedOptimizer(optimizer, compression=Compression.dgc(DENSITY, **fields))
 
         @tf.function(autograph=False)
         def apply(*given: tf.Tensor) -> tf.Tensor:

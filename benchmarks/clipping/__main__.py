@@ -25,7 +25,9 @@ def loss(launcher: tuple[str, ...], task: str, idiom: str, seed: int) -> float:
     words = [launcher[0], "--gloo", "-np", "2", *launcher[1:], sys.executable, "-m", "benchmarks.clipping.script"]
     words += [task, idiom, str(seed)]
     key = " ".join([*launcher, task, idiom, str(seed)])
-    run = remembered(KEPT, key, lambda: {"loss": float(found_in(output_of(words, _TIMEOUT_SECONDS, {}), r"loss (\d\S+)"))})
+    run = remembered(
+        KEPT, key, lambda: {"loss": float(found_in(output_of(words, _TIMEOUT_SECONDS, {}), r"loss (\d\S+)"))}
+    )
     return float(run["loss"])
 
 
