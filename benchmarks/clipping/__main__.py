@@ -1,6 +1,6 @@
 """Unmodified scripts that clip, dense, compressed, and compressed with their threshold given by hand.
 
-Trains `script.py` on two ranks, prints a table and puts it into docs/quality.md. About ten minutes on 2 cores. Every run
+Trains `script.py` on two ranks, prints a table and puts it into docs/quality.md. Ten minutes on 2 cores. Every run
 is kept in ``benchmarks/results/clipping.json``; remove the file to measure anew.
 """
 
