@@ -184,6 +184,11 @@ class BucketExchange:
         for engine in self.engines:
             engine.clear()
 
+    def rescale(self, factor: float) -> None:
+        """`BucketEngine.rescale` of every bucket."""
+        for engine in self.engines:
+            engine.rescale(factor)
+
     def residuals(self) -> ResidualState:
         """A copy of all that this rank keeps. Between two steps only."""
         state = ResidualState(self.rank, self.workers, self.averages, self.steps, self.epoch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import horovod.torch as hvd
@@ -65,7 +65,11 @@ class LocalClipping:
 
     def __init__(self, given: float | None, parameters: Iterable[Parameter], workers: int, averages: bool) -> None:
         self.given, self._all, self._workers, self._averages = given, tuple(parameters), workers, averages
-        self.clips: tuple[Clip, ...] = () if given is None else (Clip(self._all, given),)
+        # with no limit the first step is measured only, should the script clip in it
+        first = Clip(self._all, math.inf, updates=True)
+        self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
+        self._own_norm = 0.0  # of this rank's gradients in the step under way
+        self._late: list[Clip] = []  # first calls that came before the updates were there
         self.by_hand: float | None = None  # the limit of a script that clips without torch's functions
         self._cut: float | None = None  # norm of the updates that such a script has changed last
         self.norms: dict[tuple[object, ...], float] = {}  # by the key of a clip, before it; of the step under way
@@ -100,7 +104,57 @@ class LocalClipping:
             self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
             return self.norms.get(self.clips[0].key, 0.0)
         self._noted[clip.key] = clip
-        return self.norms.get(clip.key)
+        if any(held.key == clip.key and held.limit < math.inf for held in self.clips):
+            return self.norms.get(clip.key)
+        if not clip.updates:
+            self._late.append(clip)
+        return None
+
+    def cut(self, clip: Clip, steps: Collection[Parameter]) -> float:
+        """A call that holds from the next step on: clip the updates of this one, in ``p.grad``, as it says.
+
+        Args:
+            clip: noted.
+            steps: parameters whose updates are no gradients; they stay as they are.
+
+        Returns:
+            The norm before; 0 for elements. In the first step it is that of the ranks' gradients.
+        """
+        grads = [p.grad for p in clip.parameters if p.grad is not None and not p.grad.is_sparse and p not in steps]
+        if math.isnan(clip.p):
+            for grad in grads:
+                grad.clamp_(-clip.limit, clip.limit)
+            return 0.0
+        if self._is_of_first(clip):
+            norm = self.norms[clip.key]
+            factor = self._factor(clip, norm)
+        else:
+            norm = total_norm([_finite_norm(grad, clip.p) for grad in grads], clip.p)
+            factor = clip.limit / norm if norm > clip.limit else 1.0
+        for grad in grads if factor < 1 else []:
+            grad.mul_(factor)
+        return norm
+
+    @property
+    def first_factor(self) -> float:
+        """Where the script clips all gradients in the first step: what u and v must be multiplied by."""
+        noted = self._noted.get(self.clips[0].key) if self.clips else None
+        return self._factor(noted, self._own_norm) if noted is not None and self._is_of_first(noted) else 1.0
+
+    def _is_of_first(self, clip: Clip) -> bool:
+        """Whether `clip` limits what the first step has measured, which is under way."""
+        first = self.clips[0] if self.clips else None
+        return first is not None and math.isinf(first.limit) and clip.p == 2 and clip.key in self.norms
+
+    def goes_on(self) -> None:
+        """u and v are of earlier steps too: there is no first one any more."""
+        if self.given is None:
+            self.clips = ()
+
+    def take_late(self) -> list[Clip]:
+        """The limits of calls that have clipped gradients of this step in vain, as they had been taken already."""
+        late, self._late = self._late, []
+        return late
 
     def step_ends(self, in_join: bool = False) -> None:
         """What was noted in this step holds in the next.
@@ -111,7 +165,7 @@ class LocalClipping:
         if not in_join:
             given = [] if self.given is None else [self.clips[0]]
             self.clips = tuple({clip.key: clip for clip in (*given, *self._noted.values())}.values())
-        for kept in (self._noted, self.norms, self._factors, self._bounds):
+        for kept in (self._noted, self.norms, self._factors, self._bounds, self._late):
             kept.clear()
 
     def judge(self, before: float, after: float) -> Change:
@@ -140,7 +194,7 @@ class LocalClipping:
     def of_all(self, squares: float, loss_scale: float) -> float:
         """Where `is_of_all`: the factor, in (0, 1], of all gradients, whose `squares` these are."""
         (whole,) = self.clips
-        norm = self.norms[whole.key] = math.sqrt(squares) / loss_scale
+        norm = self._own_norm = self.norms[whole.key] = math.sqrt(squares) / loss_scale
         return self._factor(whole, norm)
 
     def measure(self, gradients: Mapping[Parameter, torch.Tensor], loss_scale: float) -> None:

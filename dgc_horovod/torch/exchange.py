@@ -372,6 +372,7 @@ class GradientExchange:
         """Go on from what this rank has kept; see `BucketExchange.load`."""
         dense = {name: p for p, name in self._dense_path.names.items()}
         self._dense_path.owed.clear()
+        self.clipping.goes_on()
         for name, v in self.buckets.load(state).items():
             self._dense_path.owed[dense[name]] = torch.from_numpy(v).view(dense[name].shape).to(dense[name].device)
 

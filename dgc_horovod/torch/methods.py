@@ -207,13 +207,15 @@ class CompressedMethods:
             self.synchronize()
         self._synchronized, self._dgc_loaded = False, False
         if not self._dgc_may_apply:
-            self._dgc.clipping.step_ends(self._dgc.buckets.in_join)
+            self._end_clipping()
             if self._dgc_config.on_nonfinite == "stop" and _scale_of(self._dgc_scaler)() == 1.0:
                 raise NotFinite(self._dgc.not_finite)
             self._tell_once("not finite", self._dgc.not_finite)
             return loss
         self._check_untouched()
-        self._dgc.clipping.step_ends(self._dgc.buckets.in_join)
+        for clip in self._dgc.clipping.take_late():
+            self._dgc_cut(clip)
+        self._end_clipping()
         # torch's own wrapper runs the step hooks, once, around everything that the step does
         torch.optim.Optimizer.profile_hook_step(self._apply)(self)
         self._dgc_watch.applied(self._dgc.names)
@@ -229,6 +231,13 @@ class CompressedMethods:
         if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
             own_step = own_step.__wrapped__
         own_step(self)
+
+    def _end_clipping(self: Any) -> None:
+        """What the script has asked for in this step holds from now on."""
+        clipping, buckets = self._dgc.clipping, self._dgc.buckets
+        if clipping.first_factor < 1:
+            buckets.rescale(clipping.first_factor)
+        clipping.step_ends(buckets.in_join)
 
     def _check_nothing_unfrozen(self: Any) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
@@ -264,6 +273,13 @@ class CompressedMethods:
             self._tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
         if self._synchronized and not self._dgc_may_apply:  # NaN, which the script may look for
             return None
+        return self._dgc_cut(clip) if norm is None and self._synchronized else norm
+
+    def _dgc_cut(self: Any, clip: Clip) -> float:
+        """The script's first call: clip the updates of this step as it says, but for those that are no gradients."""
+        steps = set(self._dgc.compressed if self._dgc_update.sends_directions else ())
+        norm: float = self._dgc.clipping.cut(clip, steps)
+        self._dgc_watch.look_again()
         return norm
 
     def _tell_once(self: Any, key: str, text: str) -> None:

@@ -34,6 +34,8 @@ class PlainUpdate:
         kind: whose arithmetic the user's optimizer has: "sgd", "adam" (AdamW too) or "other".
     """
 
+    sends_directions = False  # whether updates are steps already, and no gradients
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.notice = ADAM_AFTER if kind == "adam" else ""  # for the user, once
@@ -207,6 +209,8 @@ class SGDUpdate(_SplitUpdate):
 
 class AdamUpdate(_SplitUpdate):
     """Adam, AdamW: each rank's own Adam direction enters the residual; ``w -= lr*mean(s)`` after the exchange."""
+
+    sends_directions = True
 
     def __init__(self, decoupled: bool) -> None:
         super().__init__("adam")

@@ -7,7 +7,16 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["same_as_given", "told", "returned_norms", "other_clippings", "clipped_by_hand", "others", "uneven_data"]
+CASES = [
+    "same_as_given",
+    "first_step",
+    "told",
+    "returned_norms",
+    "other_clippings",
+    "clipped_by_hand",
+    "others",
+    "uneven_data",
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +29,13 @@ def test_both_idioms_give_the_bits_of_clip_norm(ranks):
         found = [rank["script_clipping.same_as_given"][name] for rank in ranks]
         assert found[0].pop("prints") == found[1].pop("prints")
         assert all(found[0].values()), (name, found[0])
+
+
+def test_the_first_step_leaves_no_more_than_it_should(ranks):
+    for rank in ranks:
+        found = rank["script_clipping.first_step"]
+        assert found.pop("sgd, none") > 1 and found.pop("adamw, none") > 1
+        assert max(found.values()) < 1e-5, found
 
 
 def test_a_script_is_told_once(ranks):

@@ -96,6 +96,38 @@ def same_as_given() -> dict[str, Any]:
     return results
 
 
+def first_step() -> dict[str, float]:
+    """Distances of u (Adam: of the moments) after the first step from those with ``clip_norm=c``.
+
+    The gradient is a hundred times as large as the limit, and the script clips from the first step on.
+    """
+    hvd.init()
+    found: dict[str, float] = {}
+    for name, sgd in (("sgd", True), ("adamw", False)):
+        kept = {}
+        for way in ("given", "after", "before", "none"):
+            model = smooth_model()
+            optimizer: Any = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+            if not sgd:
+                optimizer = torch.optim.AdamW(model.parameters(), 0.003)
+            compression = Compression.dgc(0.05, clip_norm=C if way == "given" else None, factor_masking=False)
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
+            x, y = next(iter(batches(1, hvd.rank())))
+            (F.mse_loss(model(x), y) * 30).backward()
+            if way == "before":
+                _norm(model)
+            optimizer.synchronize()
+            if way == "after":
+                _norm(model)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            tensors = optimizer.residual_state_dict()["tensors"].values()
+            parts = [array for arrays in tensors for part, array in sorted(arrays.items()) if part != "v"]
+            kept[way] = torch.cat(parts)
+        found |= {f"{name}, {way}": distance(kept["given"], kept[way]) for way in ("after", "before", "none")}
+    return found
+
+
 def told() -> list[str]:
     """What a script is told that clips at every step, without and with a ``clip_norm`` of another size."""
     hvd.init()

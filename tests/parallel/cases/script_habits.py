@@ -99,7 +99,7 @@ def frozen_layers() -> dict[str, Any]:
             layer = model[2]  # type: ignore[index]
             at = [layer.weight.detach().clone()]
             layer.requires_grad_(False)
-            for steps in (100, 50):
+            for steps in (70, 30):
                 train(model, optimizer, steps)
                 at.append(layer.weight.detach().clone())
             layer.requires_grad_(True)
