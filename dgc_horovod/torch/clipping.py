@@ -101,14 +101,20 @@ class LocalClipping:
             their norm before they were clipped, 0 for elements; None if it does not.
         """
         if self.given is not None and not math.isnan(clip.p):
-            self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
-            return self.norms.get(self.clips[0].key, 0.0)
+            held = self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
+            return self._norm_before(held)
         self._noted[clip.key] = clip
         if any(held.key == clip.key and held.limit < math.inf for held in self.clips):
-            return self.norms.get(clip.key)
+            return self._norm_before(clip)
         if not clip.updates:
             self._late.append(clip)
         return None
+
+    def _norm_before(self, clip: Clip) -> float:
+        """As measured; of ``p.grad``, which is a gradient still, where not all gradients have been there to measure."""
+        if clip.key in self.norms or math.isnan(clip.p):
+            return self.norms.get(clip.key, 0.0)
+        return total_norm([_finite_norm(p.grad, clip.p) for p in clip.parameters if p.grad is not None], clip.p)
 
     def cut(self, clip: Clip, steps: Collection[Parameter]) -> float:
         """A call that holds from the next step on: clip the updates of this one, in ``p.grad``, as it says.
@@ -162,7 +168,9 @@ class LocalClipping:
         Args:
             in_join: whether no script has made this step: what holds goes on, as on the ranks whose scripts do.
         """
-        if not in_join:
+        if in_join:
+            self.clips = tuple(clip for clip in self.clips if clip.limit < math.inf)
+        else:
             given = [] if self.given is None else [self.clips[0]]
             self.clips = tuple({clip.key: clip for clip in (*given, *self._noted.values())}.values())
         for kept in (self._noted, self.norms, self._factors, self._bounds, self._late):

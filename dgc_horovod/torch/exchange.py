@@ -228,7 +228,8 @@ class GradientExchange:
             self._launch(run, clip)
         for p in self._dense_path.names:
             self._dense_path.launch(p, clip)
-        self.clipping.share(self.collectives)
+        if not self.buckets.ranks_in_join:  # those may not know what the others' scripts do
+            self.clipping.share(self.collectives)
 
     def _is_first_in(self, grad: torch.Tensor) -> bool:
         """Whether nothing else of this step is written into the memory of `grad`, and now `grad` is.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import zlib
+from contextlib import suppress
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from dgc_horovod import replicas
 from dgc_horovod.agreement import shared_from
@@ -34,7 +36,8 @@ class Replicas:
         if names:
             found = replicas.checksum(map(self._bytes_of, names))
             sent = torch.from_numpy(replicas.record(step, found))
-            self._under_way = self._collectives.allgather(sent, "replicas"), step, names
+            with suppress(HorovodInternalError):  # another rank may have ended after its last step
+                self._under_way = self._collectives.allgather(sent, "replicas"), step, names
 
     def end(self, optimizer: Any) -> None:
         """Before the next step is applied: compare with the other ranks'.
