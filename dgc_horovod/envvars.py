@@ -178,9 +178,12 @@ CONFIG_FILE = EnvironmentVariable(
 DESK = EnvironmentVariable(
     "DGC_DESK", "", "where ranks report to their launcher; set by dgcrun", "text", "set by dgcrun"
 )
+DESK_KEY = EnvironmentVariable(
+    "DGC_DESK_KEY", "", "with which they may; set by dgcrun, and on no command line", "text", "set by dgcrun"
+)
 HOSTS = EnvironmentVariable("DGC_HOSTS", "", "the hosts, in rank order; set by dgcrun", "text", "set by dgcrun")
 SETTABLE = (COMPRESSION, *FIELDS, TIMEOUT, BACKEND, METRICS_FILE, ALLOW_INACTIVE)  # by flag and config file too
-ALL = (*SETTABLE, ENABLED, CONFIG_FILE, DESK, HOSTS)
+ALL = (*SETTABLE, ENABLED, CONFIG_FILE, DESK, DESK_KEY, HOSTS)
 
 
 def from_environment() -> dict[str, str]:
@@ -209,10 +212,15 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def desk_address() -> str:
+    """``KEY@ADDRESS,ADDRESS:PORT`` of `dgcrun`; "" if it has not started this rank."""
+    return f"{DESK_KEY.read()}@{DESK.read()}" if DESK.read() else ""
+
+
 def store_addresses() -> list[str]:
     """Key-value stores that this rank may report to: that of `dgcrun`, and that of Horovod's Gloo launcher."""
     host, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}") for part in ("ADDR", "PORT"))
-    return [*([DESK.read()] if DESK.read() else []), *([f"dgc@{host}:{port}"] if host and port else [])]
+    return [*([desk_address()] if desk_address() else []), *([f"dgc@{host}:{port}"] if host and port else [])]
 
 
 def warn_of_stalls_within(seconds: float) -> None:

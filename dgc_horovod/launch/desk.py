@@ -5,9 +5,12 @@ Entries are JSON, never pickles: nothing that a stranger puts there is executed.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import re
 import secrets
+import socket
 import threading
 import time
 import urllib.error
@@ -18,18 +21,21 @@ from typing import Any
 
 from dgc_horovod.errors import ConfigError
 
-_REQUEST_SECONDS = 5.0
+_REQUEST_SECONDS, _SECONDS_WHEN_FULL = 5.0, 0.5  # in which a request must be complete
 _PAUSES = (0.2, 1.0)  # seconds, before another try
-_MOST_BYTES = 4096  # of an entry
+_MOST_BYTES, _MOST_BYTES_OF_A_REQUEST = 4096, 16384  # of an entry, and with the request around it
+_MOST_CONNECTIONS = 512  # at once; each has a thread
+_MOST_ENTRIES = 2**15  # a rank makes one at each hvd.init()
+_NAME = re.compile(r"[\w.-]{1,64}")
 
 
 class DeskServer:
-    """The store in `dgcrun`; a scope that nobody guesses keeps strangers out."""
+    """The store in `dgcrun`; a key that nobody guesses keeps strangers out."""
 
     def __init__(self) -> None:
-        self._scope = f"dgc-{secrets.token_hex(8)}"
+        self.key = f"dgc-{secrets.token_hex(16)}"
         self._server = _Server(("", 0), _Handler)
-        self._server.scope = self._scope
+        self._server.key = self.key
         threading.Thread(target=self._server.serve_forever, name="dgc-desk", daemon=True).start()
 
     @property
@@ -37,9 +43,9 @@ class DeskServer:
         """Where it listens."""
         return self._server.server_address[1]
 
-    def address(self, own_addresses: Sequence[str]) -> str:
-        """What ranks need to find it: ``SCOPE@ADDRESS,ADDRESS:PORT``."""
-        return f"{self._scope}@{','.join(own_addresses)}:{self.port}"
+    def place(self, own_addresses: Sequence[str]) -> str:
+        """What ranks need to find it, beside the key: ``ADDRESS,ADDRESS:PORT``."""
+        return f"{','.join(own_addresses)}:{self.port}"
 
     @property
     def heard_of(self) -> bool:
@@ -58,13 +64,50 @@ class DeskServer:
 
 
 class _Server(ThreadingHTTPServer):
+    """Bounded in connections, in how long each may last, and in what it keeps."""
+
     request_queue_size = 1024  # all ranks come at once
     daemon_threads = True
-    scope = ""
+    key = ""
 
     def __init__(self, *args: Any) -> None:
         self.entries: dict[str, bytes] = {}
+        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._changed = threading.Condition()
         super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._changed:
+            while len(self._open) >= _MOST_CONNECTIONS:  # new ones wait in the system's queue meanwhile
+                self._hang_up_on_those_older_than(_SECONDS_WHEN_FULL)
+                self._changed.wait_for(lambda: len(self._open) < _MOST_CONNECTIONS, _SECONDS_WHEN_FULL)
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._changed:
+            self._open.pop(request, None)
+            self._changed.notify()
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called at least every half second: a timeout of a socket alone would not end what comes byte by byte."""
+        with self._changed:
+            self._hang_up_on_those_older_than(_REQUEST_SECONDS)
+
+    def _hang_up_on_those_older_than(self, seconds: float) -> None:
+        late = time.monotonic() - seconds
+        for request in [request for request, since in self._open.items() if since < late]:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and takes it out of the list
+
+    def keep(self, name: str, data: bytes) -> bool:
+        """Keep an entry; returns whether there was room for it."""
+        with self._changed:
+            if name not in self.entries and len(self.entries) >= _MOST_ENTRIES:
+                return False
+            self.entries[name] = data
+            return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # a rank that hangs up asks again; the job's output is no place for it
@@ -74,20 +117,29 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = _REQUEST_SECONDS
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = _AtMost(self.rfile, _MOST_BYTES_OF_A_REQUEST)
+
     def do_GET(self) -> None:
-        data = self.server.entries.get(self._key() or "")
+        name = self._name()
+        data = None if name is None else self.server.entries.get(name)
         self._answer(404 if data is None else 200, data or b"")
 
     def do_PUT(self) -> None:
-        key, length = self._key(), int(self.headers.get("Content-Length") or 0)
-        if key is None or not 0 < length <= _MOST_BYTES:
+        name, length = self._name(), self.headers.get("Content-Length", "")
+        if name is None or not (length.isascii() and length.isdigit() and 0 < int(length) <= _MOST_BYTES):
             return self._answer(400, b"")
-        self.server.entries[key] = self.rfile.read(length)
-        self._answer(200, b"")
+        data = self.rfile.read(int(length))
+        if not _is_json(data):  # cut off, perhaps
+            return self._answer(400, b"")
+        self._answer(200 if self.server.keep(name, data) else 507, b"")
 
-    def _key(self) -> str | None:
-        scope, _, key = self.path.lstrip("/").partition("/")
-        return key if secrets.compare_digest(scope.encode(), self.server.scope.encode()) else None
+    def _name(self) -> str | None:
+        """What the request asks for; None without the key."""
+        key, _, name = self.path.lstrip("/").partition("/")
+        known = secrets.compare_digest(key.encode(), self.server.key.encode())
+        return name if known and _NAME.fullmatch(name) else None
 
     def _answer(self, status: int, data: bytes) -> None:
         self.send_response(status)
@@ -99,11 +151,42 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+class _AtMost:
+    """A stream that ends after so many bytes: headers alone could be megabytes."""
+
+    def __init__(self, stream: Any, left: int) -> None:
+        self._stream, self._left = stream, left
+
+    def readline(self, most: int = -1) -> bytes:
+        return self._counted(self._stream.readline(self._allowed(most)))
+
+    def read(self, most: int = -1) -> bytes:
+        return self._counted(self._stream.read(self._allowed(most)))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _allowed(self, most: int) -> int:
+        return self._left if most < 0 else min(most, self._left)
+
+    def _counted(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        return data
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 class Desk:
     """A rank's view of the stores that it can report to; whoever can reach any of them sees what is there.
 
     Args:
-        addresses: each as `DeskServer.address` gives it.
+        addresses: each ``KEY@ADDRESS,ADDRESS:PORT``, as ``envvars.store_addresses`` gives them.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -133,10 +216,13 @@ class Desk:
 
 class _Store:
     def __init__(self, address: str) -> None:
-        self._scope, _, place = address.partition("@")
+        self._key, _, place = address.rpartition("@")
         names, _, port = place.rpartition(":")
-        if not (self._scope and names.strip(",") and port.isascii() and port.isdigit() and int(port) < 2**16):
-            raise ConfigError(f"DGC_DESK must be SCOPE@ADDRESS:PORT, got {address!r}; dgcrun sets it, unset it")
+        if not (self._key and names.strip(",") and port.isascii() and port.isdigit() and int(port) < 2**16):
+            raise ConfigError(
+                f"DGC_DESK must be ADDRESS:PORT, and DGC_DESK_KEY its key, got {place!r} and "
+                f"{'a key' if self._key else 'none'}; dgcrun sets both, unset them"
+            )
         self._bases = [f"http://{name}:{port}" for name in names.split(",") if name]
         # a proxy of the cluster is for the world outside
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -161,7 +247,7 @@ class _Store:
         raise failed
 
     def _ask(self, base: str, key: str, data: bytes | None) -> bytes | None:
-        request = urllib.request.Request(f"{base}/{self._scope}/{key}", data, method="PUT" if data else "GET")
+        request = urllib.request.Request(f"{base}/{self._key}/{key}", data, method="PUT" if data else "GET")
         try:
             with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
                 return response.read()

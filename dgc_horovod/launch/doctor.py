@@ -187,8 +187,8 @@ def _child(interpreter: str, code: str) -> dict[str, Any]:
 
 
 def _measure(host: str, interpreter: str, ssh: Ssh) -> Link:
-    def run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return hosts.run_on(host, [interpreter, "-m", link.__name__, *arguments], ssh, _LINK_SECONDS)
+    def run(arguments: Sequence[str], token: str) -> subprocess.CompletedProcess[str]:
+        return hosts.run_on(host, [interpreter, "-m", link.__name__, *arguments], ssh, _LINK_SECONDS, token)
 
     try:
         return link.measure(host, hosts.own_address_towards(host), run)

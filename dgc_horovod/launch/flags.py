@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import horovod
-from horovod.runner import launch
+from horovod.runner import gloo_run, launch
 from horovod.runner.common.util import config_parser
 
 from dgc_horovod import __version__, envvars
@@ -89,6 +89,7 @@ def check_horovod() -> None:
         (launch, "yaml"),
         (launch, "is_gloo_used"),
         (launch, "_is_elastic"),
+        (gloo_run, "get_remote_command"),
         (config_parser, "set_args_from_config"),
     ]
     missing = [name for module, name in needed if not hasattr(module, name)]

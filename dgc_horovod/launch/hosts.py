@@ -111,18 +111,29 @@ def is_remote(host: str) -> bool:
 
 
 def run_on(
-    host: str, command: Sequence[str], ssh: Ssh, seconds: float = _ANSWER_SECONDS
+    host: str, command: Sequence[str], ssh: Ssh, seconds: float = _ANSWER_SECONDS, secret: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` on `host` in this folder and with this environment, as Horovod starts a rank.
+
+    Args:
+        host, command, ssh: what to run where, and how to get there.
+        seconds: until it must have ended.
+        secret: what it reads from its standard input, where ``ps`` does not show it; without spaces.
 
     Raises:
         subprocess.TimeoutExpired: it did not end within `seconds`.
     """
-    environment = {name: text for name, text in envvars.environment().items() if horovod_env.is_exportable(name)}
+    environment = {
+        name: text
+        for name, text in envvars.environment().items()
+        if horovod_env.is_exportable(name) and name != envvars.DESK_KEY.name
+    }
     words = [*_way_to(host, ssh), _line(command, environment)] if is_remote(host) else list(command)
+    if secret and is_remote(host) and horovod_env.is_kubeflow_mpi():  # which hands no input on
+        words[-1] = f"echo {shlex.quote(secret)} | ( {words[-1]} )"
     try:
         return subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
+            words, input=secret, capture_output=True, text=True, errors="replace", timeout=seconds,
             env=environment,
         )  # fmt: skip
     except (OSError, ValueError) as error:

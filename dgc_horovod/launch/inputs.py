@@ -76,10 +76,15 @@ def make_safe(args: Any) -> Ssh:
             setattr(args, flag, _words(f"--{flag.replace('_', '-')}", getattr(args, flag)))
     if args.output_filename:
         _must_be_no_option("--output-filename", args.output_filename)
-        if not launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun) and not launch._is_elastic(args):
+        if not over_gloo(args):
             args.output_filename = shlex.quote(args.output_filename)
     _check_place([name for name, _ in _pairs(args.hosts or "")])
     return Ssh(args.ssh_port, args.ssh_identity_file)
+
+
+def over_gloo(args: Any) -> bool:
+    """Whether Horovod will start the ranks itself, and not mpirun or jsrun."""
+    return bool(launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun) or launch._is_elastic(args))
 
 
 def unsafe_names() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from dgc_horovod.launch import hosts, inputs, roll_call, settings, summary
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.desk import DeskServer
 from dgc_horovod.launch.inputs import Ssh
+from dgc_horovod.launch.private import key_on_no_command_line
 from dgc_horovod.launch.settings import Job
 
 _QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
@@ -41,16 +43,18 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
         return _horovods_launcher(args)
     _put_on_path(hosts.check(slots, args.command, ssh))
 
-    def work(desk: str) -> int:
-        envvars.put_into_environment({envvars.DESK.name: desk})
-        return _horovods_launcher(args)
+    def work(told: str) -> int:
+        place, key = told.split()
+        envvars.put_into_environment({envvars.DESK.name: place, envvars.DESK_KEY.name: key})
+        with key_on_no_command_line() if inputs.over_gloo(args) else contextlib.nullcontext():
+            return _horovods_launcher(args)
 
     child = Child(work)
     desk = DeskServer()  # after the fork: its thread would not survive one
     quiet = threading.Timer(_QUIET_SECONDS, _say_if_quiet, (desk,))
     quiet.daemon = True
     quiet.start()
-    child.tell(desk.address(_own_addresses(slots)))
+    child.tell(f"{desk.place(_own_addresses(slots))} {desk.key}")
     code = child.wait()
     quiet.cancel()
     desk.close()

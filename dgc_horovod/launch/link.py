@@ -1,8 +1,8 @@
 """Speed of the link between this host and another: TCP throughput in both directions, and the round-trip time.
 
-The other host runs this file (``python -m dgc_horovod.launch.link ADDRESS PORT TOKEN``), connects back twice, and
-takes part in three measurements: echo of single bytes, a stream from here to there, a stream from there to here. The
-standard library is all that it needs, and every wait has an end.
+The other host runs this file (``python -m dgc_horovod.launch.link ADDRESS PORT``, with a token on its standard input),
+connects back twice, and takes part in three measurements: echo of single bytes, a stream from here to there, a stream
+from there to here. The standard library is all that it needs, and every wait has an end.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Link:
 
 
 def measure(
-    host: str, address: str, run: Callable[[Sequence[str]], CompletedProcess[str]], patience: float = 20.0
+    host: str, address: str, run: Callable[[Sequence[str], str], CompletedProcess[str]], patience: float = 20.0
 ) -> Link:
     """Measure the link to `host`; takes about 2.5 s once the program has started there.
 
     Args:
         host: the other host's name, for the result.
         address: IPv4 address of this host that the other one can reach.
-        run: runs this file on the other host with these arguments, and waits for its end.
+        run: runs this file on the other host with these arguments and this token for its input, and waits for its end.
         patience: seconds until it must have connected.
     """
     token = secrets.token_hex(_TOKEN_BYTES // 2)
     try:
         with socket.create_server((address, 0)) as listener, ThreadPoolExecutor(max_workers=1) as pool:
-            there = pool.submit(run, [address, str(listener.getsockname()[1]), token])
+            there = pool.submit(run, [address, str(listener.getsockname()[1])], token)
             try:
                 round_trip, back = serve(listener, token, patience, there.done)
             except OSError as error:
@@ -209,10 +209,10 @@ def answer(address: str, port: int, token: str) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``ADDRESS PORT TOKEN``: take part in a measurement, and print one line with the result."""
-    address, port, token = arguments
+    """``ADDRESS PORT``: take part in a measurement, and print one line with the result."""
+    address, port = arguments
     try:
-        print(_MARK + json.dumps(answer(address, int(port), token)))
+        print(_MARK + json.dumps(answer(address, int(port), sys.stdin.readline().strip())))
     except OSError as error:
         print(f"{address}:{port}: {error}", file=sys.stderr)
         return 1

@@ -46,7 +46,7 @@ class Outcome:
         self._ended = threading.Event()
         self._start = time.monotonic()
         self._process = os.getpid()
-        address = envvars.DESK.read()
+        address = envvars.desk_address()
         self._desk = Desk([address]) if address else None
 
     def begin(self, rank: int) -> None:

@@ -15,6 +15,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# For ranks: on how many command lines of this machine the key of dgcrun's status server stands, for everybody's ps.
+KEY_SEEN = """
+import glob, os
+def read(path):
+    try: return open(path, 'rb').read()
+    except OSError: return b''
+lines = [read(path) for path in glob.glob('/proc/[0-9]*/cmdline')]
+seen = [line.decode() for line in lines if os.environ['DGC_DESK_KEY'].encode() in line]
+print('key seen', seen, 'of', len(lines) > 2)
+"""
+
+
 class Finished(NamedTuple):
     """How a command ended, and what it printed (stdout and stderr together)."""
 

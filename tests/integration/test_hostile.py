@@ -12,7 +12,7 @@ import pytest
 
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import commands, hosts, inputs
-from tests.helpers.jobs import ROOT, run
+from tests.helpers.jobs import KEY_SEEN, ROOT, run
 
 FAR = "far.invalid"  # no name server knows it, so it is another host
 ATTACKS = (
@@ -130,7 +130,10 @@ def test_names_of_variables_do_not_reach_a_shell(canary, monkeypatch, capsys):
 def test_a_job_full_of_hostile_values(canary, tmp_path, controller):
     """Those that a job may well have: they arrive as they are."""
     said = attacks(canary)
-    script = "import json, os, sys; print('arrived', json.dumps([os.environ['VALUE'], *sys.argv[1:]]))"
+    script = (
+        KEY_SEEN + "import json, sys; file = open(f'{os.environ[\"FOLDER\"]}/arrived{os.getpid()}', 'w'); "
+        "json.dump([seen, os.environ['VALUE'], *sys.argv[1:]], file)"
+    )
     value = "".join(said).replace("/", "")
     command = [
         "dgcrun",
@@ -145,11 +148,11 @@ def test_a_job_full_of_hostile_values(canary, tmp_path, controller):
         command += ["--mpi-args=--allow-run-as-root --oversubscribe", "--binding-args=--bind-to none"]
     finished = run(
         [*command, sys.executable, "-c", script, *said], 120,
-        {"VALUE": value, "X;touch canary;": "1", "PATH": os.environ["PATH"]},
+        {"VALUE": value, "FOLDER": str(tmp_path), "X;touch canary;": "1", "PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert finished.code == 0, finished.output
-    arrived = [json.loads(line.split("arrived ")[1]) for line in finished.output.splitlines() if "arrived" in line]
-    assert arrived == 2 * [[value, *said]]
+    arrived = [json.loads(file.read_text()) for file in tmp_path.glob("arrived*")]
+    assert arrived == 2 * [[[], value, *said]]
     assert not (ROOT / canary.name).exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import dgc_horovod
 from benchmarks.netlab import lab, unavailable
-from tests.helpers.jobs import child_environment
+from tests.helpers.jobs import KEY_SEEN, child_environment
 
 PACKAGE = Path(dgc_horovod.__file__).parent
 HOSTS = ["-H", "host1:1,host2:1", "-np", "2", "--gloo"]
@@ -19,6 +19,7 @@ TORCH = ["examples/existing_torch.py", "--epochs", "2"]
 WHO = (
     "import os, socket, horovod.torch as hvd; hvd.init(); print('rank', hvd.rank(), 'on', socket.gethostname(), "
     "'density', os.environ['DGC_DENSITY'], 'timeout', os.environ['DGC_TIMEOUT'], 'mine', os.environ['MY_OWN'])"
+    + KEY_SEEN
 )
 
 
@@ -51,6 +52,7 @@ def test_environment_and_config_arrive_and_the_job_is_compressed(hosts, tmp_path
     assert code == 0, output
     for rank, host in enumerate(hosts.names):
         assert f"rank {rank} on {host} density 0.01 timeout 50 mine a b'c$d" in output, output
+    assert output.count("key seen [] of True") == 2, output
     code, output = dgcrun(hosts, "--dgc", "--density", "0.01", sys.executable, *TORCH)
     assert code == 0 and "accuracy" in output and re.search(r"dgc, density 0.01: 36 steps; ", output), output
 

@@ -264,9 +264,10 @@ def test_a_plan_needs_a_link():
 # -- link
 
 
-def run_here(arguments):
+def run_here(arguments, token):
+    assert token not in arguments, "ps would show it"
     command = [sys.executable, "-m", "dgc_horovod.launch.link", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, input=token, capture_output=True, text=True, timeout=60)
 
 
 def test_the_link_is_really_measured():
@@ -302,9 +303,9 @@ def test_a_stranger_is_turned_away(stranger):
 
 def test_nobody_comes():
     begin = time.monotonic()
-    found = link.measure("a", "127.0.0.1", lambda arguments: time.sleep(1.5) or run_here(arguments), patience=0.5)
+    found = link.measure("a", "127.0.0.1", lambda *arguments: time.sleep(1.5) or run_here(*arguments), patience=0.5)
     assert "within 0.5 s" in found.problem and found.there_bits == 0
     assert 1 < time.monotonic() - begin < 30
     ended = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: gone\n")
-    gone = link.measure("a", "127.0.0.1", lambda arguments: ended)
+    gone = link.measure("a", "127.0.0.1", lambda *arguments: ended)
     assert gone.problem.endswith("has not connected back (ModuleNotFoundError: gone)")

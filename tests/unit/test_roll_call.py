@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
 import threading
 import time
 
@@ -10,6 +12,7 @@ import pytest
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import NotActivated
+from dgc_horovod.launch import desk as desk_module
 from dgc_horovod.launch import hosts, roll_call
 from dgc_horovod.launch.desk import Desk, DeskServer
 
@@ -27,7 +30,7 @@ def hold_all(desk, workers, absent=(), seconds=2.0):
 
     def one(rank):
         try:
-            view = Desk([desk.address(["127.0.0.1"])])
+            view = Desk([f"{desk.key}@{desk.place(['127.0.0.1'])}"])
             view.put(roll_call.present(0, rank), "here")
             found = (roll_call._count if rank == 0 else roll_call._await_verdict)(view, 0, workers, seconds)
             ended[rank] = NotActivated(roll_call._message(found, workers, view.names)) if found else None
@@ -69,7 +72,8 @@ def test_without_a_store_it_lets_everybody_pass(monkeypatch):
 
 
 def test_an_unreachable_store_is_a_warning_and_soon_over(monkeypatch, caplog):
-    monkeypatch.setenv("DGC_DESK", "scope@127.0.0.1:9")
+    monkeypatch.setenv("DGC_DESK", "127.0.0.1:9")
+    monkeypatch.setenv("DGC_DESK_KEY", "key")
     monkeypatch.delenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", raising=False)
     start = time.monotonic()
     roll_call.hold(0, 2)
@@ -77,8 +81,8 @@ def test_an_unreachable_store_is_a_warning_and_soon_over(monkeypatch, caplog):
 
 
 def test_a_dead_address_and_a_dead_store_do_not_hide_a_live_one(desk):
-    live = desk.address(["127.0.0.9", "127.0.0.1"])
-    view = Desk(["scope@127.0.0.1:9", live])
+    live = f"{desk.key}@{desk.place(['127.0.0.9', '127.0.0.1'])}"
+    view = Desk(["key@127.0.0.1:9", live])
     view.put("key", [1])
     assert view.get("key") == [1] == desk.get("key") and view.get("other") is None
 
@@ -88,10 +92,79 @@ def test_a_dead_address_and_a_dead_store_do_not_hide_a_live_one(desk):
     [("GET", "/dgc-0/key", 0), ("HEAD", "/cli.py", 0), ("PUT", "/x/key", 3), ("PUT", "own", 9999)],
 )
 def test_strangers_get_and_leave_nothing(desk, method, path, length):
-    own = desk.address(["x"]).split("@")[0]
-    connection = http.client.HTTPConnection("127.0.0.1", desk.port, timeout=5)
-    connection.request(method, f"/{own}/key" if path == "own" else path, body=b"1" * length or None)
-    assert connection.getresponse().status in (400, 404, 501) and not desk.heard_of
+    assert ask(desk, method, f"/{desk.key}/key" if path == "own" else path, b"1" * length) in (400, 404, 501)
+    assert not desk.heard_of
+
+
+def ask(desk, method: str, path: str, body: bytes = b"") -> int:
+    """The status of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", desk.port, timeout=10)
+    try:
+        connection.request(method, path, body=body or None)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def knock(desk, count: int) -> list[socket.socket]:
+    """Connections that begin a request and do not end it."""
+    made = [socket.create_connection(("127.0.0.1", desk.port), 10) for _ in range(count)]
+    for connection in made:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+    return made
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the other end has closed it, within 10 s."""
+    connection.settimeout(10)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_request_that_comes_byte_by_byte_has_a_deadline(desk, monkeypatch):
+    monkeypatch.setattr(desk_module, "_REQUEST_SECONDS", 1.0)
+    (connection,) = knock(desk, 1)
+    begin = time.monotonic()
+    with connection, contextlib.suppress(OSError):
+        while time.monotonic() < begin + 10:  # each byte is in time for itself
+            connection.sendall(b"x")
+            time.sleep(0.1)
+    assert 0.9 < time.monotonic() - begin < 5
+
+
+def test_strangers_who_hold_connections_open_keep_nobody_out(desk, monkeypatch):
+    monkeypatch.setattr(desk_module, "_MOST_CONNECTIONS", 8)
+    before, strangers = threading.active_count(), knock(desk, 40)
+    try:
+        Desk([f"{desk.key}@{desk.place(['127.0.0.1'])}"]).put("key", 1)
+        assert desk.get("key") == 1 and threading.active_count() <= before + 2 * 8
+        assert all(hung_up(connection) for connection in strangers)
+    finally:
+        for connection in strangers:
+            connection.close()
+
+
+def test_what_is_kept_is_bounded(desk, monkeypatch):
+    """In number, name and content, even for those who have the key."""
+    monkeypatch.setattr(desk_module, "_MOST_ENTRIES", 3)
+    assert [ask(desk, "PUT", f"/{desk.key}/{name}", b"1") for name in "abcda"] == [200, 200, 200, 507, 200]
+    for name, body in (("a" * 65, b"1"), ("a/b", b"1"), ("", b"1"), ("a", b"[1"), ("a", b"[" * 4000)):
+        assert ask(desk, "PUT", f"/{desk.key}/{name}", body) == 400
+    assert desk.get("a") == 1
+
+
+def test_a_request_of_endless_headers_is_cut_off(desk):
+    (connection,) = knock(desk, 1)
+    with connection:
+        sent = 0
+        with contextlib.suppress(OSError):
+            for _ in range(90):
+                connection.sendall(b"x: " + b"y" * 60_000 + b"\r\n")
+                sent += 1
+        assert sent < 90 or hung_up(connection)
+    assert not desk.heard_of
 
 
 @pytest.mark.parametrize(
