@@ -13,6 +13,7 @@ CASES = [
     "each_optimizer_has_its_scaler",
     "own_choice_is_kept",
     "adam_is_told",
+    "sparse_gradients",
     "after_another_init",
     "stock_stays_reachable",
 ]
@@ -47,6 +48,10 @@ def test_a_choice_among_ours_is_the_scripts(ranks):
 
 def test_adam_is_told_once_on_rank_0(ranks):
     assert [rank["adam_is_told"]["told"] for rank in ranks] == [1, 0]
+
+
+def test_sparse_gradients_need_no_word_of_the_script(ranks):
+    assert all(rank["sparse_gradients"] == {"same bits": True, "replicas": True} for rank in ranks)
 
 
 def test_horovod_may_be_initialised_again(ranks):

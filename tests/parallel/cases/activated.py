@@ -100,6 +100,26 @@ def adam_is_told() -> dict[str, Any]:
     return {"told": sum("the mathematics changes" in text for text in texts)}
 
 
+def sparse_gradients() -> dict[str, Any]:
+    """A script with sparse gradients, which Horovod gathers, and which says nothing of them."""
+    hvd.init()
+
+    def run(kind: Any, **arguments: Any) -> str:
+        torch.manual_seed(0)
+        bag = nn.EmbeddingBag(200, 16, sparse=True, mode="sum")
+        optimizer = hvd.DistributedOptimizer(kind(bag.parameters(), lr=0.05), bag.named_parameters(), **arguments)
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for _ in range(5):
+            optimizer.zero_grad()
+            bag(torch.randint(0, 200, (8, 5), generator=generator)).pow(2).mean().backward()
+            optimizer.step()
+        return fingerprint(bag)
+
+    silent, stated = run(torch.optim.SGD), run(torch.optim.SGD, sparse_as_dense=True)
+    adam = run(torch.optim.SparseAdam, sparse_as_dense=False)
+    return {"same bits": silent == stated, "replicas": len(set(hvd.allgather_object(adam))) == 1}
+
+
 def after_another_init() -> dict[str, Any]:
     """Horovod shut down and initialised again, and initialised twice: everything still in its place."""
     hvd.init()
