@@ -29,9 +29,9 @@ if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, n
 
 from dgc_horovod.config import DGCConfig  # noqa: E402
 from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
-from dgc_horovod.torch import broadcast, elastic  # noqa: E402
+from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
 from dgc_horovod.torch.compression import Compression  # noqa: E402
-from dgc_horovod.torch.joining import install, join  # noqa: E402
+from dgc_horovod.torch.joining import join  # noqa: E402
 from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
 from dgc_horovod.torch.state import load_checkpoint, save_checkpoint  # noqa: E402
 
@@ -48,4 +48,4 @@ __all__ = [
 
 broadcast.register()
 elastic.register()
-install()
+joining.install()

@@ -47,8 +47,9 @@ def join(device: int = -1) -> int:
         UnsupportedUse: between backward() and step(), under Elastic, or for optimizers of a part of the ranks.
         CollectiveTimeout: no rank made a step, or joined, for DGC_TIMEOUT seconds.
 
-    Cost: where all ranks join after the same step, one exchange and a copy of u and v. An allgather of a number
-        otherwise, and if weights differ in the end a broadcast of weights and optimizer state.
+    Cost: each step taken in join compresses, exchanges, and copies u and v to the host. Where all ranks join after the
+        same step that is one; otherwise a few small collectives more, and if weights differ in the end a broadcast of
+        weights and optimizer state.
     """
     optimizers = owners.live()
     if not optimizers:

@@ -64,7 +64,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str
         for p, times in Counter(group["params"]).items():
             if times > 1:
                 raise UnsupportedUse(
-                    f"{name_of[p]!r} is {times} times in one parameter group, so each step moves it as often; give it once"
+                    f"{name_of[p]!r} is {times} times in one parameter group, and would move as often in each step"
                 )
     trained = {p: name_of[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     for p, name in trained.items():

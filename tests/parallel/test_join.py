@@ -9,7 +9,16 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["like_stock", "nobodys_step", "other_learning_rates", "two_optimizers", "part_of_a_step", "refused"]
+CASES = [
+    "like_stock",
+    "nobodys_step",
+    "other_learning_rates",
+    "two_optimizers",
+    "not_finite",
+    "part_of_a_step",
+    "refused",
+    "something_else_meanwhile",
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +52,11 @@ def test_two_optimizers_in_any_order(ranks):
     assert found[0]["last"] == 1 and found[0]["steps"] == [9, 4]
 
 
+def test_a_step_that_is_not_finite_is_skipped_in_join_as_well(ranks):
+    found = [rank["join.not_finite"] for rank in ranks]
+    assert found[0] == found[1] == found[2] and found[0]["finite"] and found[0]["last"] == 1
+
+
 def test_what_makes_no_whole_step_stays_and_loss_scales_are_shared(ranks):
     found = [rank["join.part_of_a_step"] for rank in ranks]
     assert found[0] == found[1] == found[2]
@@ -64,8 +78,7 @@ def test_what_is_refused(ranks, case, words):
         assert re.search(words, rank["join.refused"][case]), rank
 
 
-def test_another_exchange_meanwhile_is_an_error_not_a_hang():
-    ranks = run_ranks(2, ["join.something_else_meanwhile"], timeout=90, environment={"DGC_TIMEOUT": "3"})
+def test_another_exchange_meanwhile_is_an_error_not_a_hang(ranks):
     found = ranks[0]["join.something_else_meanwhile"]
-    assert re.match(r"CollectiveTimeout: rank 0 of 2 waited 3 s in join\(\)", found["error"])
-    assert found["seconds"] < 10
+    assert re.match(r"CollectiveTimeout: rank 0 of 3 waited 2 s in join\(\)", found["error"])
+    assert found["seconds"] < 20

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.parallel
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, ["wrapping.refused", "wrapping.works"])
+    return run_ranks(2, [f"wrapping.{case}" for case in ("refused", "works", "among_other_operations")])
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def ranks():
         ("meta", r"'0.weight' is on the meta device.*model.to_empty\(device=...\)"),
         ("FSDP2", "'0.weight' is sharded over the ranks.*whole on every rank"),
         ("FSDP", "weight' is sharded over the ranks"),
-        ("DDP", "'0.weight' belongs to a model in DistributedDataParallel.*the plain model"),
+        ("DDP", "'0.weight' belongs to a model in DistributedDataParallel.*leave the model plain"),
         ("complex", "'extra' is complex.*view_as_real"),
         ("float8", "'extra' is of torch.float8_e5m2"),
         ("sparse layout", "'extra' has the layout torch.sparse_coo"),
@@ -49,3 +49,9 @@ def test_what_one_rank_refuses_stops_all(ranks, case, words):
 def test_odd_models_train_alike(ranks, case):
     found = [rank["wrapping.works"][case] for rank in ranks]
     assert found[0] == found[1] and found[0][1] == (case == "all frozen"), found
+
+
+def test_horovods_own_operations_in_the_middle_of_a_step(ranks):
+    for rank in ranks:
+        found = rank["wrapping.among_other_operations"]
+        assert found["same"] and found["results"] == [[2.0, 2.0, 1.0, 2.0, 2.0, 2.0, 1]] * 4

@@ -104,6 +104,33 @@ def refused() -> dict[str, str]:
     return found
 
 
+def among_other_operations() -> dict[str, Any]:
+    """Horovod's own operations between backward() and step() change nothing, and give what they should."""
+    hvd.init()
+    found = []
+    for others in (False, True):
+        model = smooth_model()
+        optimizer = _wrapped(model, momentum=0.9)
+        sums = []
+        for x, y in batches(4, hvd.rank()):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            if others:
+                own = torch.full((2,), float(hvd.rank()))
+                results = [
+                    hvd.allreduce(own, op=hvd.Sum),
+                    hvd.allgather(own),
+                    hvd.alltoall(own, splits=torch.tensor([1, 1], dtype=torch.int32))[0],
+                    hvd.broadcast(own, 1),
+                    *hvd.grouped_allreduce([own, own], op=hvd.Max),
+                ]
+                hvd.barrier()
+                sums.append([float(result.sum()) for result in results] + [hvd.broadcast_object(hvd.rank(), 1)])
+            optimizer.step()
+        found.append([fingerprint(model), sums])
+    return {"same": found[0][0] == found[1][0], "results": found[1][1]}
+
+
 def _after_data_parallel() -> nn.Module:
     inner = smooth_model()
     DistributedDataParallel(inner)  # nobody keeps it
