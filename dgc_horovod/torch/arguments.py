@@ -7,6 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.common.util import split_list
+from torch.nn.parameter import is_lazy
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.agreement import check_agreement
@@ -48,13 +49,17 @@ def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> li
             "prefix those of each model"
         )
     known = {id(p) for _, p in named}
-    missing = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    missing = [_shape(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if missing:
         raise ConfigError(
             f"{len(missing)} parameters of the optimizer have no name in named_parameters (shapes {missing[:5]}); pass "
             "the named_parameters() of every model whose parameters it holds"
         )
     return named
+
+
+def _shape(p: torch.Tensor) -> tuple[int, ...] | str:
+    return "not known yet" if is_lazy(p) else tuple(p.shape)
 
 
 def check_arguments(op: int, predivide: float, passes: int) -> None:
@@ -69,24 +74,15 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
         raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
 
 
-def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
-    """Raise UnsupportedUse for a parameter that cannot be exchanged at all."""
-    for name, p in parameters.items():
-        if p.is_complex():
-            raise UnsupportedUse(
-                f"{name!r} is complex, which neither Horovod nor the compression can exchange; make its real view "
-                "(torch.view_as_real) the parameter"
-            )
-
-
-def check_same_choice(compression: Any, process_set: hvd.ProcessSet) -> None:
-    """Stop every rank if some compress and others do not: their collectives would never meet.
+def check_same_choice(compression: Any, process_set: hvd.ProcessSet, refused: str = "nothing") -> None:
+    """Stop every rank if some compress and others do not, or refuse to: their collectives would never meet.
 
     Not under Elastic, where a newcomer makes its optimizer while the others wait for its state.
     """
     if process_set.included() and not envvars.horovod_elastic():
         name = compression if isinstance(compression, str) else getattr(compression, "__name__", repr(compression))
-        check_agreement(Collectives(process_set, "choice"), {"version": __version__, "compression": name})
+        fields = {"version": __version__, "compression": name, "refused": refused}
+        check_agreement(Collectives(process_set, "choice"), fields)
 
 
 def agreed_fields(

@@ -16,8 +16,8 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.ops.schema import Feed
 from dgc_horovod.report import describe
-from dgc_horovod.torch import epochs, state
-from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
+from dgc_horovod.torch import epochs, owners, state
+from dgc_horovod.torch.arguments import agreed_fields, boundaries
 from dgc_horovod.torch.collectives import WITHOUT_CUDA, Collectives, needs_host
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.elastic import Membership
@@ -45,18 +45,17 @@ class CompressedMethods:
         """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
         self._dgc_update, self._dgc_scaler = update, grad_scaler
         self._dgc_may_apply = True
+        self._dgc_superseded = False
         self._dgc_watch = GradientWatch()
         self._dgc_told: set[str] = set()
         if not self.process_set.included():
             return
         parameters = {self._parameter_names[p]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
-        check_parameters(parameters)
         self._dgc_config, self._dgc_parameters = config, parameters
         self._dgc_boundaries = boundaries(self, parameters)
         self._groups = None  # their only use here is as bucket boundaries
         self._dgc_membership = Membership(self.process_set) if envvars.horovod_elastic() else None
         if self._dgc_membership is None:
-            check_same_choice("dgc", self.process_set)
             check_agreement(Collectives(self.process_set, "start"), self._dgc_agreed_fields())
         self._dgc_tag = unique_tag("\n".join([f"process set {self.process_set.process_set_id}", *parameters]))
         self._dgc_build()
@@ -64,6 +63,7 @@ class CompressedMethods:
         self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
+        owners.claim(self)
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
             if any(needs_host(p) for p in parameters.values()):
@@ -136,6 +136,7 @@ class CompressedMethods:
         """
         if not self.process_set.included():
             return _DistributedOptimizer.synchronize(self)
+        owners.check(self)
         if not self._handles and self._nothing_new():
             return
         if _already_unscaled(self._dgc_scaler, self):

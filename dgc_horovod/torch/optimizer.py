@@ -22,6 +22,7 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.torch.arguments import check_arguments, check_same_choice, checked_names
 from dgc_horovod.torch.choice import choose_update
 from dgc_horovod.torch.methods import CompressedMethods
+from dgc_horovod.torch.refusals import alike, check_optimizer, check_parameters
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -80,19 +81,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             sparse_as_dense,
             process_set,
         )
-    named = checked_names(optimizer, named_parameters)
-    check_arguments(op, gradient_predivide_factor, backward_passes_per_step)
-    update = choose_update(optimizer, config)
-    wrapped = _adopt(
-        optimizer,
-        named,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups if groups is not None else (num_groups or None),
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-    )
+    with alike(process_set):
+        named = checked_names(optimizer, named_parameters)
+        check_arguments(op, gradient_predivide_factor, backward_passes_per_step)
+        check_optimizer(optimizer)
+        check_parameters(optimizer, named)
+        update = choose_update(optimizer, config)
+        wrapped = _adopt(
+            optimizer,
+            named,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups if groups is not None else (num_groups or None),
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
     wrapped._attach(config, update, grad_scaler)
     return wrapped
 

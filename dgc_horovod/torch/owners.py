@@ -1,0 +1,42 @@
+"""Which optimizers there are in this process; a parameter belongs to the one that has wrapped it last."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from dgc_horovod.errors import UnsupportedUse
+
+_made: list[weakref.ref[Any]] = []  # in the order of wrapping, which is the same on every rank
+
+
+def claim(optimizer: Any) -> None:
+    """Let the parameters of `optimizer`, newly wrapped, be its own.
+
+    An optimizer that had one of them before gets no gradients any more. It may still be alive: a script that wraps its
+    model again drops the old optimizer when it has the new one.
+    """
+    parameters = set(optimizer._requires_update)
+    for other in live():
+        if not parameters.isdisjoint(other._requires_update):
+            other._dgc_superseded = True
+            for hook in other._grad_accs:
+                hook.remove()
+    _made[:] = [ref for ref in _made if ref() is not None]
+    _made.append(weakref.ref(optimizer))
+
+
+def live() -> list[Any]:
+    """The optimizers that compress and still have their parameters, in the order of wrapping."""
+    found = [ref() for ref in _made]
+    return [optimizer for optimizer in found if optimizer is not None and not optimizer._dgc_superseded]
+
+
+def check(optimizer: Any) -> None:
+    """Raise UnsupportedUse if parameters of `optimizer` have been wrapped by another one since."""
+    if optimizer._dgc_superseded:
+        raise UnsupportedUse(
+            "parameters of this DistributedOptimizer have been wrapped by another one since, which has their gradients "
+            "now; step that one. Two optimizers over one model: give each its own parameters, or step them both inside "
+            "one torch optimizer with two parameter groups"
+        )
