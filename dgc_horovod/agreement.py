@@ -97,14 +97,14 @@ def together(collectives: Gatherer, what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} failed; " + "; ".join(failed)) from cause
 
 
-def shared_from_first(collectives: Gatherer, data: bytes, name: str) -> bytes:
-    """The `data` of rank 0, on every rank; that of the others is not looked at. Blocks; in parts of 256 MiB."""
-    own = data if collectives.rank == 0 else b""
-    (size, *_) = (int(text) for text in collectives.gather_bytes(str(len(own)).encode(), f"{name}.size"))
+def shared_from(collectives: Gatherer, data: bytes, name: str, root: int = 0) -> bytes:
+    """The `data` of rank `root`, on every rank; that of the others is not looked at. Blocks; in parts of 256 MiB."""
+    own = data if collectives.rank == root else b""
+    size = int(collectives.gather_bytes(str(len(own)).encode(), f"{name}.size")[root])
     parts = []
     for start in range(0, size, _PART):
-        piece = own[start : start + _PART] if collectives.rank == 0 else b"-"
-        parts.append(collectives.gather_bytes(piece, name)[0])
+        piece = own[start : start + _PART] if collectives.rank == root else b"-"
+        parts.append(collectives.gather_bytes(piece, name)[root])
     return b"".join(parts)
 
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dgc_horovod.agreement import Gatherer, shared_from_first, together
+from dgc_horovod.agreement import Gatherer, shared_from, together
 from dgc_horovod.config import DGCConfig, check_choice
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.manifest import MANIFEST, File, Manifest, digest
@@ -65,7 +65,7 @@ def save(directory: Path, collectives: Gatherer, make: Callable[[], Content]) ->
     Raises:
         CheckpointError: on every rank, if any could not write; what was there before is still there then.
     """
-    token = shared_from_first(collectives, secrets.token_hex(4).encode(), "token").decode()
+    token = shared_from(collectives, secrets.token_hex(4).encode(), "token").decode()
     try:
         _save(directory, collectives, make, token)
     except CheckpointError:
@@ -194,8 +194,8 @@ def load(
         if collectives.rank == 0:
             data = _read(directory / MANIFEST)
             model = _sound(directory, Manifest.from_bytes(data).file(MODEL))
-    manifest = Manifest.from_bytes(shared_from_first(collectives, data, "manifest"))
-    model = shared_from_first(collectives, model, "model")
+    manifest = Manifest.from_bytes(shared_from(collectives, data, "manifest"))
+    model = shared_from(collectives, model, "model")
     empty = ResidualState(collectives.rank, collectives.workers, averages, manifest.step, manifest.epoch)
     if config is None or residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)

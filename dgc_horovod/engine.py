@@ -33,7 +33,7 @@ from dgc_horovod.ops.schema import (
     State,
     joined,
 )
-from dgc_horovod.packet import FLAG_NONFINITE
+from dgc_horovod.packet import FLAG_JOINED, FLAG_NONFINITE
 from dgc_horovod.selection import RULES, SelectionContext, SpanView, select
 from dgc_horovod.state import FIRST, MOMENTUM, PARTS, Arrays
 
@@ -65,6 +65,8 @@ class BucketEngine:
         self._sent: Sent | None = None
         self._step = 0
         self.flagged: list[int] = []  # ranks whose gradient was not finite in the last packets; a sum does not tell
+        self.in_join = False  # whether this rank is: then its messages say so
+        self.ranks_in_join = 0  # according to the last messages received
 
     # -- sending
 
@@ -110,7 +112,7 @@ class BucketEngine:
         plan.records["floor"] = plan.predictor.floors if looks else math.inf
         want_sums = rule.wants_sums and not self.bucket.whole
         self._step = step
-        sender = plan.sender
+        sender = None if self.in_join else plan.sender  # what a device writes has no flag
         if sender is not None and plan.predictor.floors[0] < math.inf and sender.takes(self.gradients):
             seen, sent = self._send_from_device(plan, sender, scale)
             if sent is not None:
@@ -170,6 +172,7 @@ class BucketEngine:
 
     def _send(self, plan: MessagePlan, elements: Elements, flags: int) -> Message:
         coder, count = self.kernels.coder, elements.values.size
+        flags |= FLAG_JOINED if self.in_join else 0
         decoded = plan.decoded[:count]
         while plan.wire.encode(coder, *elements, self._step, flags, plan.payload, decoded) and not self.bucket.whole:
             kept = decoded != 0  # what was rounded to zero is not sent, so it is not masked either
@@ -179,7 +182,7 @@ class BucketEngine:
         self._sent = HostSent(self.kernels, elements, masked)
         self.kernels.settle(self.state, elements, decoded, masked)
         if plan.scattered:
-            vector = scattered(self.bucket.numel, elements.positions, decoded, flags, self._step)
+            vector = scattered(self.bucket.numel, elements.positions, decoded, flags, self._step, self.workers)
             return Message(vector, True, elements.values.size)
         return Message(plan.payload, False, elements.values.size)
 
@@ -310,16 +313,17 @@ class BucketEngine:
             )
         self._packets, self._summed = received.reshape(self.workers, wire.nbytes), None
         self._counts, flags = wire.read_headers(self.kernels.coder, self._packets, self._step)
-        self.flagged = np.flatnonzero(flags).tolist()
+        self.flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
+        self.ranks_in_join = int(np.count_nonzero(flags & FLAG_JOINED))
         if self._plan.receiver is not None:  # what it finds wrong is known after `fill`, which changes no state
             self._plan.receiver.read(self._packets, self._counts)
         else:
             for _ in self._groups(decoded=False):  # every packet is read before anything is changed
                 pass
-        return not flags.any()
+        return not self.flagged
 
     def _receive_summed(self, received: np.ndarray) -> bool:
-        summed, finite = read_summed(received, self.bucket, self._step, self.workers)
+        summed, finite, self.ranks_in_join = read_summed(received, self.bucket, self._step, self.workers)
         self._packets, self._summed, self.flagged = None, summed, []
         return finite
 

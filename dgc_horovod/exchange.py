@@ -137,6 +137,11 @@ class BucketExchange:
         return limit / norm if norm > limit else 1.0
 
     @property
+    def ranks_in_join(self) -> int:
+        """How many ranks were in join at the last step, according to its messages; the same on every rank."""
+        return self.engines[0].ranks_in_join if self.engines else 0
+
+    @property
     def mean_scale(self) -> float:
         """What the sum over ranks is multiplied by."""
         return 1 / self.workers if self.averages else 1.0

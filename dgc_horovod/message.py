@@ -11,11 +11,12 @@ from dgc_horovod.bucket import Bucket, Span, sends_scattered, spans
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import RankMismatch
 from dgc_horovod.ops.schema import SPAN, Elements, Kernels, State
-from dgc_horovod.packet import PacketFormat
+from dgc_horovod.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat
 from dgc_horovod.selection import FloorPredictor
 
 # A scattered exchange ends with three sums: of the flags, of the steps modulo 64 and of their squares. Sum and sum of
-# squares both fit only if all steps are equal, and stay exact in fp32 up to 4,096 ranks.
+# squares both fit only if all steps are equal. A flag counts 1 for a gradient that was not finite and N+1 for a rank in
+# join, so the sum tells how many there are of each. All stay exact in fp32 below 4,096 ranks.
 _STEP_MARK, _MARKS = 64, 3
 
 
@@ -69,17 +70,18 @@ def least(elements: Elements) -> float:
     return float(np.abs(elements.values).min()) if elements.values.size else 0.0
 
 
-def scattered(numel: int, positions: np.ndarray, values: np.ndarray, flags: int, step: int) -> np.ndarray:
+def scattered(numel: int, positions: np.ndarray, values: np.ndarray, flags: int, step: int, workers: int) -> np.ndarray:
     """The vector for a summing allreduce that carries what a packet would."""
     dense = np.zeros(numel + _MARKS, np.float32)
     dense[positions] = values
     mark = step % _STEP_MARK
-    dense[-_MARKS:] = flags, mark, mark * mark
+    flag = bool(flags & FLAG_NONFINITE) + (workers + 1) * bool(flags & FLAG_JOINED)
+    dense[-_MARKS:] = flag, mark, mark * mark
     return dense
 
 
-def read_summed(received: np.ndarray, bucket: Bucket, step: int, workers: int) -> tuple[np.ndarray, bool]:
-    """The sum of the ranks' `scattered` vectors, and whether every rank's gradient was finite.
+def read_summed(received: np.ndarray, bucket: Bucket, step: int, workers: int) -> tuple[np.ndarray, bool, int]:
+    """The sum of the ranks' `scattered` vectors, whether every rank's gradient was finite, and how many are in join.
 
     Raises:
         RankMismatch: its size or the steps are not those of this rank.
@@ -93,7 +95,8 @@ def read_summed(received: np.ndarray, bucket: Bucket, step: int, workers: int) -
             f"bucket {bucket.index}: the ranks are at different steps (here {step}); "
             "all ranks must run the same number of steps"
         )
-    return received[:-_MARKS], bool(flags == 0)
+    in_join, not_finite = divmod(int(flags), workers + 1)
+    return received[:-_MARKS], not_finite == 0, in_join
 
 
 class Form(NamedTuple):

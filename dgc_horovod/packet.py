@@ -19,7 +19,8 @@ from dgc_horovod.errors import CorruptPacket, RankMismatch
 
 MAGIC = int.from_bytes(b"DGCp", "little")
 VERSION = 2
-FLAG_NONFINITE = 1
+FLAG_NONFINITE, FLAG_JOINED = 1, 2
+_FLAGS = np.uint16(FLAG_NONFINITE | FLAG_JOINED)
 
 HEADER = np.dtype(
     [
@@ -125,7 +126,7 @@ class PacketFormat:
             positions: ascending unique int32 positions, at most `capacity`.
             values: the float32 values there, finite.
             step: schedule step of the sender.
-            flags: FLAG_NONFINITE or 0.
+            flags: FLAG_NONFINITE where a gradient was not, FLAG_JOINED where the sender is in join; both, or 0.
             out: `nbytes` uint8, overwritten whole.
             decoded: float32, room for the values.
 
@@ -158,7 +159,7 @@ class PacketFormat:
                     f"bucket {self.bucket}: rank {rank} sent a packet with {name} {headers[name][rank]}, here it is "
                     f"{ours}; all ranks must run the same version, config, model and number of steps"
                 )
-        impossible = (headers["count"] > self.capacity) | ((headers["flags"] & ~np.uint16(FLAG_NONFINITE)) != 0)
+        impossible = (headers["count"] > self.capacity) | ((headers["flags"] & ~_FLAGS) != 0)
         for rank in np.flatnonzero(impossible).tolist():
             count, flags = headers["count"][rank], headers["flags"][rank]
             raise self.corrupt(rank, f"impossible: count {count} (at most {self.capacity}), flags {flags}")

@@ -47,7 +47,7 @@ def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
     """What a rank says that waited in vain for the collective `what`."""
     return (
         f"rank {rank} of {workers} waited {seconds:g} s for {what}: another rank has stopped, has fewer steps or "
-        "epochs (unequal shards?), is in hvd.join() or in a callback that only some ranks have, did not take this "
+        "epochs (unequal shards?), is in a callback that only some ranks have, did not take this "
         f"step, is in another epoch of the warm-up, or runs without compression. {envvars.TIMEOUT.name} sets the limit"
     )
 

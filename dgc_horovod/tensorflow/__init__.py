@@ -39,6 +39,7 @@ if _missing := [name for name in _NEEDED if not hasattr(_keras.optimizers.Optimi
 
 from dgc_horovod.config import DGCConfig  # noqa: E402
 from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
+from dgc_horovod.tensorflow import joining  # noqa: E402
 from dgc_horovod.tensorflow.broadcast import broadcast_variables  # noqa: E402
 from dgc_horovod.tensorflow.compression import Compression  # noqa: E402
 from dgc_horovod.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
@@ -55,3 +56,5 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
 ]
+
+joining.install()

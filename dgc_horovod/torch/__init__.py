@@ -29,8 +29,9 @@ if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, n
 
 from dgc_horovod.config import DGCConfig  # noqa: E402
 from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
-from dgc_horovod.torch import elastic  # noqa: E402
+from dgc_horovod.torch import elastic, joining  # noqa: E402
 from dgc_horovod.torch.compression import Compression  # noqa: E402
+from dgc_horovod.torch.joining import join  # noqa: E402
 from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
 from dgc_horovod.torch.state import load_checkpoint, save_checkpoint  # noqa: E402
 
@@ -40,8 +41,10 @@ __all__ = [
     "DistributedOptimizer",
     "WarmupSchedule",
     "elastic",
+    "join",
     "load_checkpoint",
     "save_checkpoint",
 ]
 
 elastic.register()
+joining.install()

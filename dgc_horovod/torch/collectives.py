@@ -74,9 +74,9 @@ class Collectives:
         self._timeout = timeout or envvars.timeout_seconds()
 
     @property
-    def first_rank(self) -> int:
-        """The first rank of the set, as Horovod numbers all."""
-        return self.process_set.ranks[0] if self.process_set.ranks else 0
+    def _ranks(self) -> list[int]:
+        """The ranks of the set, as Horovod numbers all."""
+        return list(self.process_set.ranks or range(self.workers))
 
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
         """Start an allgather of vectors; the result holds them in rank order."""
@@ -110,14 +110,18 @@ class Collectives:
         )
         return Pending(handle, sent, full_name, home)
 
-    def broadcast(self, tensor: torch.Tensor, name: str) -> Pending:
-        """Start a broadcast, in place, from the first rank of the set."""
+    def broadcast(self, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
+        """Start a broadcast, in place, from rank `root` of the set."""
         full_name = f"dgc.{self.tag}.{name}"
         if self.workers == 1:
             return Pending(None, tensor, full_name)
         sent, home = _sendable(tensor)
-        handle = hvd.broadcast_async_(sent, self.first_rank, full_name, self.process_set)
+        handle = hvd.broadcast_async_(sent, self._ranks[root], full_name, self.process_set)
         return Pending(handle, sent, full_name, home)
+
+    def done(self, pending: Pending) -> bool:
+        """Whether `wait` would return at once."""
+        return pending.handle is None or bool(hvd.poll(pending.handle))
 
     def wait(self, pending: Pending) -> torch.Tensor:
         """The result of a collective.

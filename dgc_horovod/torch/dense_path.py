@@ -75,6 +75,11 @@ class DensePath:
         """Whether every tensor's gradient is here."""
         return len(self.gradients) == len(self.names)
 
+    @property
+    def pending(self) -> list[Pending]:
+        """What is under way."""
+        return list(self._pending.values())
+
     def launch(self, p: Parameter, clip: float = 1.0) -> None:
         """Start the allreduce of ``clip * gradient``, of a copy: autograd may have given that memory to others too."""
         gradient = self.gradients[p]

@@ -257,6 +257,12 @@ class GradientExchange:
             run.finite = self.buckets.decode(run.engine, received, self._scale_now())
             self._launched.popleft()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether everything that is under way has come back."""
+        pending = [run.pending for run in self._launched] + self._dense_path.pending
+        return all(self.collectives.done(each) for each in pending if each is not None)
+
     def _aim(self, run: BucketRun, p: Parameter) -> tuple[torch.Tensor, bool]:
         """The next of the bucket's targets: the memory of ``p.grad``, or some beside it if that does not do.
 

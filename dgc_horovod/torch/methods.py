@@ -185,7 +185,8 @@ class CompressedMethods:
         # torch's own wrapper runs the step hooks, once, around everything that the step does
         torch.optim.Optimizer.profile_hook_step(self._apply)(self)
         self._dgc_watch.applied(self._dgc.names)
-        self._dgc_replicas.begin(self._dgc.buckets.steps)
+        if not self._dgc.buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
+            self._dgc_replicas.begin(self._dgc.buckets.steps)
         return loss
 
     def _apply(self: Any, _: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 import torch
 
 from dgc_horovod import replicas
-from dgc_horovod.agreement import shared_from_first
+from dgc_horovod.agreement import shared_from
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.torch.collectives import Collectives, Pending
 
@@ -51,18 +52,18 @@ class Replicas:
         if found is None:  # the script has set it right in the meantime
             return
         replicas.stop_or_tell(found, self._stops, self._collectives.rank)
-        self._take_over_from_first(optimizer)
+        self.take_over(optimizer)
 
-    def _take_over_from_first(self, optimizer: Any) -> None:
-        """Weights and optimizer state of the first rank, which says what there is: others may have something else."""
+    def take_over(self, optimizer: Any, root: int = 0) -> None:
+        """Weights and optimizer state of rank `root`, which says what there is: others may have something else."""
         own = {
             name: {key: _described(x) for key, x in optimizer.state[p].items()} for name, p in self._parameters.items()
         }
-        first = json.loads(shared_from_first(self._collectives, json.dumps(own).encode(), "replicas.state"))
+        there_is = json.loads(shared_from(self._collectives, json.dumps(own).encode(), "replicas.state", root))
         for name, p in self._parameters.items():
             state = optimizer.state[p]
-            self._broadcast(p.detach(), f"{name}.weight")
-            for key, (dtype, shape, value) in sorted(first[name].items()):
+            self._broadcast(p.detach(), f"{name}.weight", root)
+            for key, (dtype, shape, value) in sorted(there_is[name].items()):
                 if not dtype:
                     state[key] = value
                     continue
@@ -70,17 +71,31 @@ class Replicas:
                 if not isinstance(there, torch.Tensor) or _described(there) != [dtype, shape, None]:
                     device = p.device if shape else None
                     state[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-                self._broadcast(state[key], f"{name}.{key}")
-            for key in set(state) - set(first[name]):
+                self._broadcast(state[key], f"{name}.{key}", root)
+            for key in set(state) - set(there_is[name]):
                 del state[key]
 
-    def _broadcast(self, x: torch.Tensor, name: str) -> None:
+    def fingerprint(self, optimizer: Any) -> int:
+        """A checksum of all weights and of the optimizer's state and options."""
+        found = replicas.checksum(map(self._bytes_of, self._parameters))
+        for name, p in self._parameters.items():
+            for key, x in sorted(optimizer.state.get(p, {}).items()):
+                described = repr((name, key, _described(x))).encode()
+                found = zlib.crc32(_flat_bytes(x) if isinstance(x, torch.Tensor) else b"", zlib.crc32(described, found))
+        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return zlib.crc32(repr(options).encode(), found)
+
+    def _broadcast(self, x: torch.Tensor, name: str, root: int) -> None:
         flat = x.contiguous().view(-1)
-        pending = self._collectives.broadcast(flat.view(torch.uint8).clone(), f"replicas.{name}")
+        pending = self._collectives.broadcast(flat.view(torch.uint8).clone(), f"replicas.{name}", root)
         x.copy_(self._collectives.wait(pending).view(flat.dtype).view(x.shape))
 
     def _bytes_of(self, name: str) -> Any:
-        return self._parameters[name].detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+        return _flat_bytes(self._parameters[name])
+
+
+def _flat_bytes(x: torch.Tensor) -> Any:
+    return x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
 
 
 def _described(x: Any) -> list[Any]:

@@ -14,6 +14,7 @@ CASES = [
     "own_choice_is_kept",
     "adam_is_told",
     "after_another_init",
+    "uneven_data",
     "stock_stays_reachable",
 ]
 SETTINGS = {
@@ -55,3 +56,10 @@ def test_horovod_may_be_initialised_again(ranks):
 
 def test_stock_stays_reachable(ranks):
     assert all(rank["stock_stays_reachable"] == {"stock": True, "sum": 2.0} for rank in ranks)
+
+
+def test_uneven_data_without_an_edit(ranks):
+    found = [rank["uneven_data"] for rank in ranks]
+    assert found[0] == found[1]
+    assert found[0]["False"][0] == 1 and found[0]["False"][2:] == [1.0, 12]
+    assert found[0]["True"][2] > 16 and found[0]["True"][3] == 12

@@ -25,6 +25,7 @@ REFUSED = {
     "horovod's": "wrap the Keras optimizer itself",
     "tape twice": "already a DistributedGradientTape",
     "string": "must be a Keras 3 optimizer",
+    "join": "Give every rank the same number of steps",
 }
 
 

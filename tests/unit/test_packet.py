@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgc_horovod.bucket import Bucket, Segment
 from dgc_horovod.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.packet import FLAG_NONFINITE, HEADER, PacketFormat
+from dgc_horovod.message import read_summed, scattered
+from dgc_horovod.packet import FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat
 from tests.helpers.packets import CODERS, random_elements, read, seal, write
 
+NONE, NO_VALUES = np.empty(0, np.int32), np.empty(0, np.float32)
 VALUES, INDICES = sorted(VALUE_CODECS), ["int32", "elias-fano"]
 
 
@@ -84,7 +87,7 @@ def test_bits_a_position(numel, capacity):
         ("value_codec", 2, RankMismatch),
         ("index_codec", 2, RankMismatch),
         ("count", 21, CorruptPacket),
-        ("flags", 2, CorruptPacket),
+        ("flags", 4, CorruptPacket),
     ],
 )
 def test_sealed_header_changes_are_named(coder, field, value, error):
@@ -120,7 +123,20 @@ def test_values_that_are_not_finite(coder, values):
         read(coder, wire, seal(out))
 
 
-def test_flag_travels(coder):
+@pytest.mark.parametrize("flags", [FLAG_NONFINITE, FLAG_JOINED, FLAG_NONFINITE | FLAG_JOINED])
+def test_flags_travel(coder, flags):
     wire = PacketFormat(0, 10, 3)
-    out, _ = write(coder, wire, np.empty(0, np.int32), np.empty(0, np.float32), flags=FLAG_NONFINITE)
-    assert read(coder, wire, out)[2] == FLAG_NONFINITE
+    out, _ = write(coder, wire, np.empty(0, np.int32), np.empty(0, np.float32), flags=flags)
+    assert read(coder, wire, out)[2] == flags
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 4095])
+def test_a_sum_tells_how_many_are_in_join_and_whether_all_is_finite(workers):
+    bucket = Bucket(0, (Segment("w", 0, 3),))
+    kinds = {flags: scattered(3, NONE, NO_VALUES, flags, 70, workers) for flags in range(4)}
+    for joined, damaged in [(0, 0), (workers, 0), (workers - 1, 1), (workers, workers), (workers // 2, workers)]:
+        ranks = [FLAG_JOINED * (r < joined) | FLAG_NONFINITE * (r >= workers - damaged) for r in range(workers)]
+        summed = np.zeros(6, np.float32)
+        for flags in ranks:
+            summed += kinds[flags]
+        assert read_summed(summed, bucket, 70, workers)[1:] == (damaged == 0, joined)

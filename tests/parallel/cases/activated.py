@@ -7,6 +7,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import join
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -110,6 +111,28 @@ def after_another_init() -> dict[str, Any]:
     model = smooth_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     return {"compresses": hasattr(optimizer, "compression_stats"), "size": hvd.size()}
+
+
+def uneven_data() -> dict[str, Any]:
+    """The script's own ``join``, with and without a loss scale that only the rank with more batches sees grow."""
+    hvd.init()
+    found = {}
+    for scaled in (False, True):
+        model = smooth_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=scaled, growth_interval=4)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+        for _ in range(2):
+            for x, y in batches(3 + 3 * hvd.rank(), hvd.rank()):
+                optimizer.zero_grad()
+                scaler.scale(F.mse_loss(model(x), y)).backward()
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+            last = join()
+        found[str(scaled)] = [last, fingerprint(model), scaler.get_scale(), optimizer.compression_stats()["steps"]]
+    return found
 
 
 def stock_stays_reachable() -> dict[str, Any]:

@@ -65,6 +65,7 @@ def refused() -> dict[str, str]:
         "horovod's": error_of(lambda: DistributedOptimizer(stock.DistributedOptimizer(momentum_sgd()))),
         "tape twice": error_of(lambda: DistributedGradientTape(DistributedGradientTape(tf.GradientTape()))),
         "string": error_of(lambda: DistributedOptimizer("sgd")),
+        "join": error_of(lambda: (wrapped.apply([ones], [variable]), hvd.join())),
     }
 
 
