@@ -65,8 +65,7 @@ class BucketExchange:
         self.place = {
             segment.name: (engine, i) for engine in self.engines for i, segment in enumerate(engine.bucket.segments)
         }
-        compressed = sum(self.numel[name] for name in self.compressed)
-        self.tally = Tally(workers, sum(self.numel.values()), compressed, traffic)
+        self.tally = Tally(workers, sum(self.numel.values()), traffic)
         self.tally.buckets = weakref.WeakMethod(self.bucket_stats)
         ledger.append(self.tally)
         self.steps = 0  # finished so far, of the whole training
@@ -101,6 +100,7 @@ class BucketExchange:
         meter.compressed(message)
         with self._lock:
             if not engine.bucket.whole:
+                self.tally.offered += engine.bucket.numel
                 self.tally.selected += message.count
             count = traffic.count_allreduce if message.scattered else traffic.count_allgather
             count(message.payload.nbytes, self.workers)

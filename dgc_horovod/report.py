@@ -25,7 +25,7 @@ def refusal(what: str, instead: str) -> str:
     """What is said of an option that momentum correction would get wrong."""
     return (
         f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
-        "correction such as Compression.topk(...)"
+        "correction such as Compression.topk(...), under dgcrun --compression topk"
     )
 
 

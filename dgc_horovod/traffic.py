@@ -61,16 +61,15 @@ class Tally:
     Args:
         workers: N.
         elements: of all tensors together, a step.
-        compressed: of those on the sparse path, a step.
         traffic: of its collectives.
     """
 
     workers: int
     elements: int
-    compressed: int
     traffic: Traffic = field(default_factory=Traffic)
     steps: int = 0
-    selected: int = 0
+    offered: int = 0  # elements on the sparse path, also of a step that was not finished
+    selected: int = 0  # and how many of them were sent
     buckets: Callable[[], Callable[[], list[dict[str, float]]] | None] = lambda: None  # while the exchange is alive
 
     def stats(self) -> dict[str, float]:
@@ -78,7 +77,7 @@ class Tally:
         dense = 4 * self.steps * self.elements
         return {
             "steps": self.steps,
-            "elements": self.steps * self.compressed,
+            "elements": self.offered,
             "selected": self.selected,
             "bytes_sent": self.traffic.sent,
             "bytes_received": self.traffic.received,
@@ -94,7 +93,7 @@ ledger: list[Tally] = []  # of every exchange that this process has made
 
 def total(tallies: list[Tally]) -> dict[str, float]:
     """The stats of several exchanges together."""
-    none = Tally(1, 0, 0).stats()
+    none = Tally(1, 0).stats()
     each = [tally.stats() for tally in tallies]
     return {name: sum(stats[name] for stats in each) for name in none}
 

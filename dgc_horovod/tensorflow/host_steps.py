@@ -92,7 +92,7 @@ class HostSteps:
             self.buckets = self._make_buckets(sources, settings, settings.config)
             self.tally = self.buckets.tally
         else:
-            self.tally = Tally(collectives.workers, numel_of(sources), 0, collectives.traffic)
+            self.tally = Tally(collectives.workers, numel_of(sources), collectives.traffic)
             ledger.append(self.tally)
 
     def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> BucketExchange:

@@ -67,7 +67,7 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
     if op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse(
             "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
-            "compression=Compression.none"
+            "compression=Compression.none, under dgcrun --compression none"
         )
     check_predivide(predivide, op == hvd.Average)
     if not isinstance(passes, int) or passes < 1:

@@ -243,6 +243,32 @@ def test_a_script_that_fails_is_left_alone():
     assert code == 1 and "of the script" in output and "NOT ACTIVE" not in output
 
 
+def test_a_step_that_raises_and_an_op_that_compression_does_not_have():
+    """The summary had said "density 2 on average", and the refusal of Adasum how to edit the script."""
+    script = """
+import torch, horovod.torch as hvd
+hvd.init()
+model = torch.nn.Linear(99, 99)
+def make(**more):
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1), model.named_parameters(), **more)
+def backward():
+    model(torch.ones(1, 99)).sum().backward()
+try:
+    make(op=hvd.Adasum)
+except Exception as error:
+    print(error)
+optimizer = make()
+backward()
+optimizer.step()
+optimizer.zero_grad()
+backward()
+raise ValueError("of the script")
+"""
+    code, output = dgcrun("--dgc", "--density", "1", sys.executable, "-c", script, workers=1)
+    assert code == 1 and "--compression none" in output and "of the script" in output, output
+    assert re.search(r"dgc_horovod: dgc, density 1: 1 steps; .* \(ended by an error\)", output), output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -51,6 +51,21 @@ def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
     assert all(found[f"{part}_seconds"] > 0 for part in ("compress", "exchange", "decode"))
 
 
+def test_a_step_that_was_not_finished_counts_in_what_was_offered_too():
+    """It had counted in what was sent alone, and the summary said "density 2 on average" after one that raised."""
+    kernels = BACKENDS[0]
+    exchange = exchange_of(kernels, 100, 1.0)
+    (engine,) = exchange.engines
+    for finished in (True, False):
+        engine.offer(0, as_array(kernels, np.ones(100, np.float32)), MomentumFeed(0.9, False))
+        engine.targets.put(0, kernels.new(100))
+        assert exchange.decode(engine, exchange.compress(engine).payload)
+        if finished:
+            exchange.close(True)
+    stats = exchange.tally.stats()
+    assert (stats["steps"], stats["selected"], stats["elements"]) == (1, 200, 200)
+
+
 def test_counts_outlive_their_exchange_and_buckets_do_not():
     exchange = exchange_of(BACKENDS[0], 100, 0.1)
     tallies = [exchange.tally]
