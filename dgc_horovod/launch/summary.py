@@ -50,12 +50,12 @@ class Outcome:
         self._desk = Desk([address]) if address else None
 
     def begin(self, rank: int) -> None:
-        """``hvd.init()`` is done. Raises ConfigError if the metrics file cannot be written."""
-        if self.rank is not None:
-            return
-        self.rank, self._start = rank, time.monotonic()
+        """``hvd.init()`` is done, again where the ranks have changed. Raises ConfigError: no metrics can be written."""
+        if self.rank is None:
+            self._start = time.monotonic()
+        self.rank = rank
         path = self.job.get(envvars.METRICS_FILE)
-        if rank == 0 and path:
+        if rank == 0 and path and self._writer is None:
             try:
                 self._write_metrics(path, final=False)
             except OSError as error:

@@ -13,6 +13,8 @@ from dgc_horovod.bucket import TensorSpec
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.launch.settings import resolve
+from dgc_horovod.launch.summary import Outcome
 from dgc_horovod.ops.schema import MomentumFeed
 from dgc_horovod.traffic import Traffic, bucket_stats, ledger
 from tests.helpers.data import BACKENDS, as_array
@@ -111,3 +113,18 @@ def test_a_missing_extra_is_named(monkeypatch, path, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"needs {module}: pip install dgc-horovod\["):
         metrics.writer_for(path)
+
+
+def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, capsys):
+    """Where rank 0 of an elastic job had left, there was none, nor any more metrics."""
+    path = tmp_path / "metrics.jsonl"
+    given = {"DGC_COMPRESSION": "dgc", "DGC_METRICS_FILE": str(path)}
+    outcome = Outcome(resolve({}, given, []))
+    outcome.begin(1)
+    assert not path.exists()
+    outcome.begin(0)
+    outcome.begin(0)
+    assert len(path.read_text().splitlines()) == 1
+    outcome.end()
+    assert capsys.readouterr().err.count("dgc_horovod: ") == 1
+    assert [json.loads(line)["final"] for line in path.read_text().splitlines()] == [False, True]
