@@ -47,7 +47,7 @@ class ReplicaCheck:
         self.parts: list[list[str]] = []
         filled = _PART_BYTES
         for name, nbytes in sizes.items():
-            if filled + nbytes > _PART_BYTES:
+            if not self.parts or filled + nbytes > _PART_BYTES:
                 self.parts.append([])
                 filled = 0
             self.parts[-1].append(name)
