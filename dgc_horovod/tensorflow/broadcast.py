@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
+from dgc_horovod import envvars
 from dgc_horovod.agreement import check_agreement
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.tensorflow.collectives import Collectives
@@ -36,13 +40,14 @@ def shared_variables(optimizer: Any) -> list[Any]:
     return [variable for variable in optimizer.variables if id(native(variable)) not in own]
 
 
+@tf.autograph.experimental.do_not_convert
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Set `variables` on every rank to what they are on `root_rank`.
+    """Set `variables` on every rank to what they are on `root_rank`, at once or when the tf.function gets there.
 
     Args:
         variables: of Keras or TensorFlow, the same in the same order on every rank.
@@ -53,24 +58,61 @@ def broadcast_variables(
     Raises:
         ConfigError: `root_rank` is none, or these are no variables.
         RankMismatch: on every rank, if their variables differ in number, shape or dtype.
-        CollectiveTimeout: another rank did not join within DGC_TIMEOUT seconds.
+        CollectiveTimeout: another rank did not join within DGC_TIMEOUT seconds; TensorFlow's error, inside a graph.
     """
     inner = [native(variable) for variable in variables]
     if not 0 <= root_rank < hvd.size():
         raise ConfigError(f"root_rank must be in [0, {hvd.size()}), got {root_rank}")
     if any(not isinstance(variable, tf.Variable) for variable in inner):
         raise ConfigError("broadcast_variables takes variables (model.variables), not their values (get_weights())")
-    shapes = "\n".join(f"{i} {tuple(variable.shape)} {variable.dtype.name}" for i, variable in enumerate(inner))
-    check_agreement(Collectives(process_set, "broadcast"), {"variables": shapes})
-    with watched(process_set, f"the broadcast of variables from rank {root_rank}"):
-        if inplace:
+    number = _number_in_graph()
+    _agree(inner, process_set, number)
+    if inplace:
+        with watched(process_set, _what(root_rank)):
             inspect.unwrap(hvd.broadcast_variables)(inner, root_rank, process_set, inplace)  # ours under dgcrun
-        else:
-            tf.function(_broadcast, autograph=False)(inner, root_rank, process_set)
+    elif number is None:
+        with watched(process_set, _what(root_rank)):
+            tf.function(assign_from, autograph=False)(inner, root_rank, process_set, "dgc.broadcast")
+    else:
+        collectives = Collectives(process_set, f"broadcast.{number}")
+        name, values = collectives.full_name(""), [variable.read_value() for variable in inner]
+        collectives.in_time("*", values, lambda: assign_from(inner, root_rank, process_set, name))
 
 
-def _broadcast(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet) -> None:
-    assign_from(variables, root_rank, process_set, "dgc.broadcast")
+def _what(root_rank: int) -> str:
+    return f"the broadcast of variables from rank {root_rank}"
+
+
+# of each function under construction, the numbers that are still free
+_free_in: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def _number_in_graph() -> int | None:
+    """How many broadcasts come before this one in the tf.function that is traced; None: there is none.
+
+    Nothing keeps two of a graph from being under way at the same time, so they must not share names; and those of
+    another graph may, so that names stay the same however often a script traces.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if not isinstance(graph, FuncGraph):
+        return None
+    while isinstance(graph.outer_graph, FuncGraph):  # branches and loops are graphs in a graph
+        graph = graph.outer_graph
+    return next(_free_in.setdefault(graph, itertools.count()))
+
+
+_agreed_in_graphs: set[Any] = set()
+
+
+def _agree(variables: Sequence[Any], process_set: hvd.ProcessSet, number: int | None) -> None:
+    """Raise RankMismatch on every rank if their variables differ; for graphs once, as a rank may trace more often."""
+    shapes = "\n".join(f"{i} {tuple(variable.shape)} {variable.dtype.name}" for i, variable in enumerate(variables))
+    key = process_set.process_set_id, number, shapes
+    if number is not None and (key in _agreed_in_graphs or envvars.horovod_elastic()):
+        return  # in an elastic job newcomers trace when the others do not
+    check_agreement(Collectives(process_set, "broadcast"), {"variables": shapes})
+    if number is not None:
+        _agreed_in_graphs.add(key)
 
 
 def assign_from(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet, name: str) -> list[Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.report import describe
 from dgc_horovod.state import ResidualState
+from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.clock import Clock
 from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.exchange import GradientExchange
@@ -24,7 +25,7 @@ from dgc_horovod.tensorflow.homes import Homes
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
 from dgc_horovod.tensorflow.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
-from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of, kind_of, native, sources_of
+from dgc_horovod.tensorflow.variables import Gradient, Key, Source, is_frozen, key_of, kind_of, native, sources_of
 from dgc_horovod.traffic import bucket_stats, total
 
 _log = logging.getLogger("dgc_horovod")
@@ -50,6 +51,8 @@ class Distribution:
         self._takes_part: bool | None = None
         self._sets: dict[Any, VariableSet] = {}
         self._homes = Homes()
+        self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets
+        self._frozen: set[Key] = set()
         self._agreeing: Collectives | None = None
         # what was loaded, at which iterations and generation, until there is an exchange to take it over
         self._loaded: tuple[ResidualState, int, int] | None = None
@@ -86,17 +89,27 @@ class Distribution:
             RankMismatch: on every rank, if they differ.
         """
         sources = sources_of(variables)
+        self._let_go_of_frozen(source.key for source in sources)
         left_out = tuple(source.key in local for source in sources)
         key = number, sources, left_out
         if key not in self._sets:
             self._sets[key] = self._make(sources, gradients, left_out, number)
             if self.what == "optimizer" and not self.broadcast_follows and not envvars.horovod_elastic():
-                _compare_weights(Collectives(self.settings.process_set, "start"), variables)
-            if self.what == "tape":  # nothing else would ever let go of what belongs to a model that is gone
-                for variable in variables:
-                    if key_of(variable):
-                        weakref.finalize(native(variable), self._forget, key)
+                shared = [variable for variable, own in zip(variables, left_out, strict=True) if not own]
+                _compare_weights(Collectives(self.settings.process_set, "start"), shared)
+            for variable in filter(key_of, variables):
+                self._known[key_of(variable)] = variable
+                if self.what == "tape":  # nothing else would ever let go of what belongs to a model that is gone
+                    weakref.finalize(native(variable), self._forget, key)
         return self._sets[key]
+
+    def _let_go_of_frozen(self, given: Iterable[Key]) -> None:
+        """Empty u and v of variables that have been frozen: what waits there would move them when they are not."""
+        frozen = {key for key, variable in self._known.items() if is_frozen(variable)}
+        frozen.difference_update(given)
+        for key in frozen - self._frozen:
+            self._homes.empty(key)
+        self._frozen = frozen
 
     def _forget(self, key: Any) -> None:
         gone = self._sets.pop(key, None)
@@ -134,6 +147,7 @@ class Distribution:
         )
         buckets = exchange.steps.buckets
         if buckets is not None:
+            joining.note(self)
             if self._loaded is not None:
                 exchange.steps.resume(*self._loaded)
                 self._loaded = None
@@ -143,12 +157,13 @@ class Distribution:
         return exchange
 
     def _agreed_fields(self, sources: Sequence[Source], local: Sequence[bool], number: int) -> dict[str, str]:
+        pairs = list(zip(sources, local, strict=True))
         return {
             **self.settings.agreed_fields(),
             "used by": f"{self.what} {number}",
             "optimizer": self.kind,
             "variable count": str(len(sources)),
-            "shapes": "\n".join(f"{i} {source.shape}" for i, source in enumerate(sources)),
+            "shapes": "\n".join(f"{i} {'its own' if own else s.shape}" for i, (s, own) in enumerate(pairs)),
             "dtypes": "\n".join(f"{i} {source.dtype}" for i, source in enumerate(sources)),
             "groups": "\n".join(map(str, self.settings.group_numbers(sources))),
             "local": "\n".join(map(str, local)),
@@ -242,6 +257,11 @@ class Distribution:
     def exchanges(self) -> list[GradientExchange]:
         """All that there are."""
         return [each.exchange for each in self._sets.values() if each.exchange is not None]
+
+    @property
+    def used(self) -> bool:
+        """Whether a step has been made, or traced."""
+        return bool(self._sets)
 
     @property
     def compressed(self) -> set[Key]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dgc_horovod.engine import BucketEngine
+from dgc_horovod.state import FIRST, SECOND
 
 if TYPE_CHECKING:
     from dgc_horovod.tensorflow.host_steps import HostSteps
@@ -43,6 +44,13 @@ class Homes:
         steps, i = self._at.get((0, key), (None, 0))
         run = steps.place.get(i) if steps is not None else None
         return None if run is None else (run.engine, run.members.index(i))
+
+    def empty(self, key: Any) -> None:
+        """Let go of the u and v of a variable that is frozen; Adam's moments stay, as in an optimizer's slots."""
+        found = self.find(key)
+        if found is not None:
+            engine, i = found
+            engine.write(i, {part: kept for part, kept in engine.read(i).items() if part in (FIRST, SECOND)})
 
     def forget(self, steps: HostSteps) -> None:
         """Let go of `steps` and the state that is there."""

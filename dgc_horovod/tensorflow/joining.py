@@ -1,35 +1,55 @@
-"""``hvd.join`` of TensorFlow: refused where gradients are compressed, before anything breaks."""
+"""``hvd.join()`` beside compressed gradients: fine where all ranks have made the same steps, refused elsewhere.
+
+While a rank is in Horovod's join no packet can be exchanged: the allgather of the others ends Horovod's background
+loop with "unordered_map::at". So the ranks meet before they join.
+"""
 
 from __future__ import annotations
 
-import functools
+import weakref
 from typing import Any
 
 import horovod.tensorflow as hvd
+import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.traffic import ledger
+from dgc_horovod.errors import CollectiveTimeout, UnsupportedUse
+from dgc_horovod.tensorflow.collectives import Collectives
 
-_stock_join = mpi_ops.join
+_UNEVEN = (
+    "hvd.join(): another rank did not come. While gradients are compressed in TensorFlow it cannot wait for ranks that "
+    "have more data: give every rank as many steps (drop_remainder, steps_per_epoch, dataset.repeat().take(n)), or use "
+    "compression none"
+)
+_stock_call = mpi_ops.MPI_LIB.horovod_join
+_compressed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@functools.wraps(_stock_join)
-def join() -> Any:
-    """As Horovod's, and an error while an optimizer or a tape compresses: its packets need every rank at every step.
-
-    Raises:
-        UnsupportedUse: something is compressed.
-    """
-    if any(tally.buckets() is not None for tally in ledger):
-        raise UnsupportedUse(
-            "hvd.join() with compressed gradients: a packet cannot be exchanged while a rank is in it. Give every rank "
-            "the same number of steps (steps_per_epoch, drop_remainder, dataset.repeat()), or use Compression.none "
-            "(dgcrun: --compression none)"
-        )
-    return _stock_join()
+def note(distribution: Any) -> None:
+    """`distribution` exchanges compressed gradients."""
+    _compressed.add(distribution)
 
 
 def install() -> None:
-    """Put `join` in place of Horovod's."""
-    hvd.join = mpi_ops.join = join
+    """Put the meeting before Horovod's join, wherever a script has that from."""
+    mpi_ops.MPI_LIB.horovod_join = _join
+
+
+def _join(*args: Any, **kwargs: Any) -> Any:
+    if any(distribution.takes_part for distribution in _compressed):
+        _meet()
+    return _stock_call(*args, **kwargs)
+
+
+def _meet() -> None:
+    """Until every rank has come to join.
+
+    Raises:
+        UnsupportedUse: another rank did not come within DGC_TIMEOUT seconds; its next step fails there too.
+    """
+    if not tf.executing_eagerly():
+        raise UnsupportedUse("hvd.join() inside a tf.function, while gradients are compressed; call it outside")
+    try:
+        Collectives(hvd.global_process_set, "join").gather_bytes(b"here", "meeting")
+    except (CollectiveTimeout, tf.errors.OpError) as error:  # whichever rank's time is over first ends Horovod
+        raise UnsupportedUse(_UNEVEN) from error

@@ -9,14 +9,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.exchange import clip_limit
 from dgc_horovod.state import ResidualState
 from dgc_horovod.tensorflow.broadcast import shared_variables
+from dgc_horovod.tensorflow.clipping import KINDS, check_change, clipped
 from dgc_horovod.tensorflow.distribution import Distribution, VariableSet
 from dgc_horovod.tensorflow.flush import flush
-from dgc_horovod.tensorflow.variables import Gradient, Key, key_of, native, scaled
+from dgc_horovod.tensorflow.variables import Gradient, Key, is_frozen, key_of, keys_of, native, scaled
 
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.
 not_converted: Any = tf.autograph.experimental.do_not_convert
@@ -54,6 +53,10 @@ class DistributedMethods(UsersClass):
         if not self._dgc.takes_part or len(known) != len(grads) or not known:
             return super().apply(grads, given)
         self._dgc_check(known)
+        here = [i for i, variable in enumerate(known) if grads[i] is not None or not is_frozen(variable)]
+        if 0 < len(here) < len(known):  # what Keras would leave out is not exchanged either
+            known, grads = [known[i] for i in here], [grads[i] for i in here]
+            given = known
         variables = self._dgc.variable_set(known, grads, self._dgc_local)
         with _during(self, Application(variables, known)):
             super().apply(variables.completed(grads), given)
@@ -70,8 +73,7 @@ class DistributedMethods(UsersClass):
         for i in gradients:
             if variables.local[i]:
                 gradients[i] = scaled(gradients[i], settings.local_scale)
-            if compresses:
-                gradients[i] = self._dgc_clip_locally(gradients[i], variables.local[i])
+            gradients[i] = clipped(gradients[i], self, settings, variables.local[i])
         if variables.exchange is not None:
             active = [gradients[i] for i in variables.active]
             weights = [native(application.known[i]) for i in variables.active]
@@ -89,23 +91,6 @@ class DistributedMethods(UsersClass):
         if not any(variables.local):
             return shared
         return [native(self.iterations)]
-
-    def _dgc_clip_locally(self: Any, gradient: Gradient, local: bool) -> Gradient:
-        """Keras' clipping by variable, before compression and not after it: what comes back arrives in bursts."""
-        settings = self._dgc.settings
-        if envvars.horovod_elastic() and (self.clipnorm or self.clipvalue):
-            raise UnsupportedUse(
-                "clipnorm and clipvalue depend on the number of ranks, which changes under Horovod Elastic; use "
-                "global_clipnorm, or clip_norm of the compression"
-            )
-        workers = 1 if local else settings.process_set.size()
-        if self.clipnorm:
-            limit = clip_limit(self.clipnorm, workers, settings.averages)
-            return tf.clip_by_norm(tf.convert_to_tensor(gradient), limit)
-        if self.clipvalue:
-            limit = clip_limit(self.clipvalue, workers, settings.averages)
-            return tf.clip_by_value(tf.convert_to_tensor(gradient), -limit, limit)
-        return gradient
 
     def _apply_weight_decay(self: Any, variables: Sequence[Any]) -> None:
         if self._dgc_applying is None or self._dgc_applying.finite is None:
@@ -166,6 +151,8 @@ class DistributedMethods(UsersClass):
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # LossScaleOptimizer does so to the one that it wraps
             self.__dict__["_dgc_scaled_by_another"] = True
+        if name in KINDS:
+            check_change(self, self._dgc.settings.config, name, value)
         super().__setattr__(name, value)
 
     def _dgc_check(self: Any, variables: Sequence[Any]) -> None:
@@ -195,7 +182,7 @@ class DistributedMethods(UsersClass):
 
     def register_local_var(self: Any, var: Any) -> None:
         """Leave `var` to each rank: its gradient is not exchanged (and divided by N, if scale_local_gradients)."""
-        self._dgc_local.add(key_of(var))
+        self._dgc_local |= keys_of(var, "var")
 
     def set_epoch(self: Any, epoch: int) -> None:
         """Tell the warm-up which epoch (from 0) it is; our callbacks do it in ``model.fit``."""

@@ -6,7 +6,6 @@ stock one. It takes the user's optimizer over as it is: variables, slots, iterat
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
-from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow import compiling
+from dgc_horovod.tensorflow.clipping import clipping_of, with_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.methods import AgreedScaling, DistributedMethods
@@ -136,13 +135,13 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
             f"the optimizer has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; with it leave "
             "backward_passes_per_step at 1"
         )
-    if settings.config is not None:
-        settings = _with_keras_clipping(optimizer, settings, settings.config)
     kind = type(optimizer)
     wrapped = _adopt(optimizer, DistributedMethods, lambda plain: _distribute(plain, settings, passes, averaged))
     update = choose_update(wrapped, kind, settings.config)
     steps = passes if passes > 1 else wrapped.gradient_accumulation_steps or 1
-    own = {"_dgc": Distribution(settings, update, "optimizer", steps, kind.__name__), "_dgc_local": set()}
+    described = " ".join([kind.__name__, *map(str, clipping_of(optimizer) or ())])  # ranks compare it
+    distribution = Distribution(with_clipping(optimizer, settings), update, "optimizer", steps, described)
+    own = {"_dgc": distribution, "_dgc_local": set()}
     for name, value in {**own, "_dgc_passes": passes, "_dgc_averaged": averaged}.items():
         object.__setattr__(wrapped, name, value)  # Keras need not know
     if passes > 1:
@@ -181,18 +180,6 @@ def _adopt(optimizer: Any, methods: type, again: Callable[[Any], Any]) -> Any:
     wrapped: Any = object.__new__(final)
     wrapped.__dict__.update(optimizer.__dict__)
     return wrapped
-
-
-def _with_keras_clipping(optimizer: Any, settings: Settings, config: DGCConfig) -> Settings:
-    """Keras' global_clipnorm becomes local clipping, DGC 3.1: after compression it would cut what arrives in bursts."""
-    if not optimizer.global_clipnorm:
-        return settings
-    if config.clip_norm not in (None, optimizer.global_clipnorm):
-        raise ConfigError(
-            f"global_clipnorm={optimizer.global_clipnorm} of the optimizer and clip_norm={config.clip_norm} of the "
-            "compression differ; give one of them"
-        )
-    return dataclasses.replace(settings, config=config.replace(clip_norm=optimizer.global_clipnorm))
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:

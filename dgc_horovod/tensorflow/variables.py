@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dgc_horovod.errors import ConfigError
+
 Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
 Key = tuple[Any, ...]
 
@@ -22,6 +24,26 @@ def key_of(variable: Any) -> Key:
     """What tells one variable from another; () for a tensor that is none."""
     unique = getattr(native(variable), "_unique_id", None)
     return () if unique is None else (unique,)
+
+
+def keys_of(given: Any, argument: str) -> set[Key]:
+    """The keys of one variable, or of several, or of none (None).
+
+    Args:
+        given: what a script has passed as `argument`, for the message.
+
+    Raises:
+        ConfigError: something in it is no variable, or one whose layer is not built: it would be passed over unseen.
+    """
+    several = [] if given is None else [given] if key_of(given) or not isinstance(given, Iterable) else list(given)
+    for each in several:
+        if not key_of(each):
+            raise ConfigError(
+                f"{argument} must be variables of layers that are built (layer.weights), got "
+                f"{getattr(each, 'path', None) or repr(each)[:80]}; build the model first: give it an Input, or call "
+                "model.build(input_shape)"
+            )
+    return {key_of(each) for each in several}
 
 
 @dataclass(frozen=True)
@@ -61,6 +83,11 @@ def kind_of(gradient: Gradient) -> str:
     if gradient is None:
         return "none"
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def is_frozen(variable: Any) -> bool:
+    """Whether its layer is not to be trained now (``trainable = False``)."""
+    return not getattr(variable, "trainable", True)
 
 
 def zeros_for(source: Source, kind: str) -> Gradient:

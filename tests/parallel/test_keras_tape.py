@@ -9,11 +9,12 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for Tenso
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
+CASES = ("gradients", "in_graphs", "first_step", "sparse_and_local", "embedding")
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"keras_tape.{case}" for case in ("gradients", "in_graphs", "sparse_and_local", "embedding")])
+    return run_ranks(2, [f"keras_tape.{case}" for case in CASES])
 
 
 def test_gradients_are_the_average(ranks):
@@ -28,6 +29,12 @@ def test_what_a_tape_does_not_send_comes_later(ranks):
     assert found["one step"] > 0.05 * found["largest"]
     assert found["on average"] < 0.4 * found["largest"]
     assert found["sum"] == ranks[1]["keras_tape.in_graphs"]["sum"]
+
+
+def test_two_broadcasts_in_the_first_step(ranks):
+    """Their tensors had the same names, and a rank that traced once more than the others waited for them."""
+    first, second = (found["keras_tape.first_step"] for found in ranks)
+    assert first == second and len(first) == 4
 
 
 def test_sparse_and_local_sources(ranks):

@@ -14,10 +14,12 @@ from horovod.tensorflow.compression import Compressor
 
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.launch.replace import weights_of
 from dgc_horovod.ops.torch_eager import TorchEagerKernels
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Clock
 from dgc_horovod.tensorflow.host_calls import Blocks, host_call
+from dgc_horovod.tensorflow.keras import callbacks
 from dgc_horovod.tensorflow.settings import Settings, make_settings
 from dgc_horovod.tensorflow.updates import AdamUpdate, PlainUpdate, SGDUpdate, choose_update
 from dgc_horovod.tensorflow.variables import combined, key_of, kind_of, sources_of, zeros_for
@@ -169,3 +171,31 @@ def test_settings():
     ]:
         with pytest.raises((ConfigError, UnsupportedUse), match=words):
             make_settings(Compression.none, 0, **{"groups": None, **arguments})
+
+
+def test_local_variables_are_variables_of_built_layers():
+    """What is none was passed over without a word, and broadcast or averaged like all others."""
+    built, unbuilt = keras.layers.Dense(3), keras.layers.Dense(3)
+    built.build((2,))
+    keys = {key_of(weight) for weight in built.weights}
+    for given in (built.weights, tuple(built.weights), iter(built.weights), [w.value for w in built.weights]):
+        callback = callbacks.BroadcastGlobalVariablesCallback(0, local_variables=given)
+        assert callback._local == keys
+    callback = callbacks.BroadcastGlobalVariablesCallback(0, local_variables=built.kernel)
+    callback.register_local_var(built.bias.value)
+    assert callback._local == keys
+    for wrong in (built.get_weights(), "kernel", [built.kernel, None], unbuilt, 3):
+        with pytest.raises(ConfigError, match="local_variables must be variables of layers that are built"):
+            callbacks.BroadcastGlobalVariablesCallback(0, local_variables=wrong)
+
+
+def test_local_layers_are_built_layers():
+    built, unbuilt = keras.layers.Dense(3), keras.layers.Dense(3, name="later")
+    built.build((2,))
+    assert weights_of(built) == weights_of(iter([built])) == built.weights and weights_of(None) == []
+    built.trainable = False
+    assert len(weights_of([built])) == 2, "a frozen layer may be trained later"
+    with pytest.raises(ConfigError, match="layer 'later' is not built"):
+        weights_of([built, unbuilt])
+    with pytest.raises(ConfigError, match="must be layers of Keras 3"):
+        weights_of([built.kernel])

@@ -15,7 +15,7 @@ from dgc_horovod.agreement import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
 from dgc_horovod.tensorflow.collectives import Collectives
-from dgc_horovod.tensorflow.variables import key_of
+from dgc_horovod.tensorflow.variables import key_of, keys_of
 from dgc_horovod.tensorflow.watch import watched
 
 __all__ = [
@@ -39,7 +39,9 @@ class _EpochTeller(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         distribution = self._distribution
-        if distribution is not None and distribution.takes_part and not distribution.exchanges:
+        if distribution is None or not distribution.takes_part or not self.model.trainable_variables:
+            return
+        if not distribution.used:
             raise UnsupportedUse(
                 "this model trains without its DistributedOptimizer, which was put in after compile(): compile the "
                 "model again with it"
@@ -62,13 +64,11 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
         super().__init__()
         self.root_rank, self.device = root_rank, device
         self._done = False
-        several = isinstance(local_variables, (list, tuple, set))
-        given = local_variables if several else [local_variables]
-        self._local = {key_of(variable) for variable in given if variable is not None}
+        self._local = keys_of(local_variables, "local_variables")
 
     def register_local_var(self, var: Any) -> None:
         """Do not send `var`."""
-        self._local.add(key_of(var))
+        self._local |= keys_of(var, "var")
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._done = False

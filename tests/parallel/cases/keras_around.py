@@ -66,6 +66,10 @@ def broadcast() -> dict[str, Any]:
         "root": error_of(lambda: broadcast_variables(unbuilt.weights, 7)),
         "other shapes": error_of(lambda: broadcast_variables([tf.Variable(tf.ones(2 + rank))], 0)),
     }
+    frozen = smooth_model(seed=rank)
+    frozen.trainable = False  # as in Horovod's test of this callback
+    fit(frozen, DistributedOptimizer(momentum_sgd()), 1, [begin])
+    found["all frozen"] = fingerprint(frozen)
     local = smooth_model(seed=rank)
     before = local.weights[0].numpy()
     start = callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local.weights[0])
