@@ -84,7 +84,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     with alike(process_set):
         named = checked_names(optimizer, named_parameters)
         check_arguments(op, gradient_predivide_factor, backward_passes_per_step)
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, sparse_as_dense)
         check_parameters(optimizer, named)
         update = choose_update(optimizer, config)
         wrapped = _adopt(

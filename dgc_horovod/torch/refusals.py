@@ -41,7 +41,7 @@ def alike(process_set: hvd.ProcessSet) -> Iterator[None]:
         raise problem
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, sparse_as_dense: bool) -> None:
     """Raise UnsupportedUse for an optimizer, not yet wrapped, whose steps are none that an exchanged gradient fits."""
     name, step = type(optimizer).__name__, inspect.unwrap(type(optimizer).step)
     closure = inspect.signature(step).parameters.get("closure")
@@ -50,10 +50,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{name} calls its closure several times in a step, for a gradient each, but gradients are exchanged once "
             "in a step; use an optimizer that steps without a closure, such as SGD or AdamW"
         )
-    if isinstance(optimizer, torch.optim.SparseAdam):
+    if isinstance(optimizer, torch.optim.SparseAdam) and not sparse_as_dense:
         raise UnsupportedUse(
-            "SparseAdam takes sparse gradients, and what is exchanged is dense; use Adam, with sparse=False in the "
-            "embedding or sparse_as_dense=True"
+            "SparseAdam takes sparse gradients, and what is exchanged is dense; pass sparse_as_dense=True, or use "
+            "Adam, with sparse=False in the embedding"
         )
 
 

@@ -20,7 +20,7 @@ def ranks():
     ("case", "words"),
     [
         ("LBFGS", "LBFGS calls its closure several times.*such as SGD or AdamW"),
-        ("SparseAdam", "use Adam, with sparse=False"),
+        ("SparseAdam", "pass sparse_as_dense=True.*with sparse=False"),
         ("lazy", "'0.weight' has no shape yet.*call the model once"),
         ("meta", r"'0.weight' is on the meta device.*model.to_empty\(device=...\)"),
         ("FSDP2", "'0.weight' is sharded over the ranks.*whole on every rank"),
