@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
@@ -15,6 +16,7 @@ from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.ops.schema import Feed
+from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.report import describe
 from dgc_horovod.torch import epochs, state
 from dgc_horovod.torch.arguments import agreed_fields, boundaries, check_parameters, check_same_choice
@@ -64,6 +66,8 @@ class CompressedMethods:
         self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self._register_hooks()
+        if hvd.rank() == 0:
+            begin_as_environment_says(config)
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
             if any(needs_host(p) for p in parameters.values()):
