@@ -89,6 +89,13 @@ class Presets:
         return cls.compressor(DGCConfig(**{**PRESETS[name], **fields}))
 
 
+def method_of(config: DGCConfig) -> str:
+    """The preset that a config is of, or is nearest to."""
+    if config.momentum_correction:
+        return "dgc"
+    return "topk" if config.rule == "exact" else config.rule
+
+
 def config_of(compression: Any) -> DGCConfig | None:
     """The config of one of our compressions or of a DGCConfig; None for Horovod's own compressors.
 

@@ -18,6 +18,7 @@ from dgc_horovod.errors import ConfigError, nearest
 
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
 OF_METHOD = "of the method"
+ACTIVATED, EVERYWHERE = "activated", "everywhere"  # where a variable acts; docs/environment.md explains the words
 
 
 def _switch(text: str) -> bool:
@@ -70,6 +71,7 @@ class EnvironmentVariable:
         flag: of dgcrun; "" if it has none.
         field: of DGCConfig, or of WarmupSchedule as "warmup.FIELD"; "" if it is none.
         choices: the allowed texts, where there are few.
+        acts: in which scripts, ``ACTIVATED`` or ``EVERYWHERE``.
     """
 
     name: str
@@ -80,6 +82,7 @@ class EnvironmentVariable:
     flag: str = ""
     field: str = ""
     choices: tuple[str, ...] = ()
+    acts: str = ACTIVATED
 
     @property
     def key(self) -> str:
@@ -158,15 +161,16 @@ FIELDS = (
     _field("keep_gradients", "on", "PyTorch: p.grad holds the gradient until synchronize()", "switch", _RUN),
 )
 TIMEOUT = EnvironmentVariable(
-    "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "seconds", flag="--dgc-timeout"
-)
+    "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "seconds", flag="--dgc-timeout",
+    acts=EVERYWHERE,
+)  # fmt: skip
 BACKEND = EnvironmentVariable(
     "DGC_BACKEND", "auto", "kernels: C++ (native), Triton (CUDA), torch operations or NumPy (slow)",
-    flag="--dgc-backend", choices=("auto", "native", "triton", "torch_eager", "reference"),
+    flag="--dgc-backend", choices=("auto", "native", "triton", "torch_eager", "reference"), acts=EVERYWHERE,
 )  # fmt: skip
 METRICS_FILE = EnvironmentVariable(
     "DGC_METRICS_FILE", "", "rank 0's counters: JSON lines, *.prom: Prometheus, */: TensorBoard", "path",
-    flag="--dgc-metrics-file",
+    flag="--dgc-metrics-file", acts=EVERYWHERE,
 )  # fmt: skip
 ALLOW_INACTIVE = EnvironmentVariable(
     "DGC_ALLOW_INACTIVE", "off", "exit code 0 although nothing was compressed", "switch", flag="--allow-inactive"

@@ -22,16 +22,20 @@ compression:
   density: 0.001
   warmup_epochs: 4
 ```
+
+Where it acts: a script is *activated* if `dgcrun` starts it, if it runs with what `dgcrun --print-env` prints, or if it
+calls `dgc_horovod.launch.activate.activate()`. One that imports `dgc_horovod.torch` or `dgc_horovod.tensorflow` itself
+says in its code how it compresses; what acts *everywhere* acts there too. The metrics file begins with `hvd.init()`
+where the script is activated, else with the first compressed optimizer or tape.
 """
+_TABLE = "| variable | flag | key | default | acts | |\n|---|---|---|---|---|---|\n"
 
 
 def page() -> str:
     """The page as Markdown."""
     parts = [_HEAD]
     for group in dict.fromkeys(variable.group for variable in envvars.ALL):
-        parts += [
-            f"\n## {group[0].upper()}{group[1:]}\n\n| variable | flag | key | default | |\n|---|---|---|---|---|\n"
-        ]
+        parts += [f"\n## {group[0].upper()}{group[1:]}\n\n{_TABLE}"]
         parts += [_row(variable) for variable in envvars.ALL if variable.group == group]
     return "".join(parts)
 
@@ -39,7 +43,7 @@ def page() -> str:
 def _row(variable: EnvironmentVariable) -> str:
     key = variable.key if variable in envvars.SETTABLE else ""
     cells = [f"`{text}`" if text else "" for text in (variable.name, variable.flag, key, variable.default)]
-    return f"| {' | '.join([*cells, variable.explained])} |\n"
+    return f"| {' | '.join([*cells, variable.acts, variable.explained])} |\n"
 
 
 if __name__ == "__main__":

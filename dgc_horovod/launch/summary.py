@@ -1,4 +1,4 @@
-"""What came of compression: one line at the end of a job, a metrics file on the way, and the exit code."""
+"""What came of compression: one line at the end of a job, and the exit code."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import atexit
 import logging
 import os
 import sys
-import threading
-import time
 from typing import Any
 
-from dgc_horovod import __version__, envvars
-from dgc_horovod.errors import ConfigError
+from dgc_horovod import envvars, recording
 from dgc_horovod.launch.desk import Desk
 from dgc_horovod.launch.settings import UNCOMPRESSED, Job
-from dgc_horovod.metrics import Writer, writer_for
+from dgc_horovod.recording import Recording
 from dgc_horovod.report import make_visible
-from dgc_horovod.traffic import bucket_stats, ledger, total
+from dgc_horovod.traffic import ledger, total
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
@@ -25,7 +22,6 @@ NOTHING_WRAPPED = (
     "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
     "itself (hvd.allreduce) cannot be compressed"
 )
-_METRICS_EVERY = 10.0  # seconds
 
 
 class Outcome:
@@ -41,26 +37,17 @@ class Outcome:
         self.wrapped = 0  # optimizers, tapes and loaded models
         self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
         self._told: set[str] = set()
-        self._writer: Writer | None = None
-        self._writing = threading.Lock()
-        self._ended = threading.Event()
-        self._start = time.monotonic()
+        self._recording: Recording | None = None
         self._process = os.getpid()
         address = envvars.desk_address()
         self._desk = Desk([address]) if address else None
 
     def begin(self, rank: int) -> None:
         """``hvd.init()`` is done, again where the ranks have changed. Raises ConfigError: no metrics can be written."""
-        if self.rank is None:
-            self._start = time.monotonic()
         self.rank = rank
         path = self.job.get(envvars.METRICS_FILE)
-        if rank == 0 and path and self._writer is None:
-            try:
-                self._write_metrics(path, final=False)
-            except OSError as error:
-                raise ConfigError(f"the metrics file {path!r} cannot be written: {error}") from None
-            threading.Thread(target=self._write_on, args=(path,), name="dgc-metrics", daemon=True).start()
+        if rank == 0 and path and self._recording is None:
+            self._recording = recording.begin(path, self.job.method)
 
     def watch_exit(self) -> None:
         """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
@@ -132,41 +119,12 @@ class Outcome:
         final = self.job.config.final_density if self.job.config is not None else 1.0
         return _line(self.job.method, final, stats, "fp16" in self.asked)
 
-    def _write_on(self, path: str) -> None:
-        while not self._ended.wait(_METRICS_EVERY):
-            self._try_metrics(path, final=False)
-
-    def _try_metrics(self, path: str, final: bool) -> None:
-        try:
-            with self._writing:
-                if final or not self._ended.is_set():
-                    self._write_metrics(path, final)
-        except OSError as error:
-            self.tell_once(f"the metrics file {path!r} cannot be written any more: {error}")
-
-    def _write_metrics(self, path: str, final: bool) -> None:
-        record = {
-            "seconds": round(time.monotonic() - self._start, 3),
-            "version": __version__,
-            "method": self.job.method,
-            "final": final,
-            **self.stats(),
-            "buckets": bucket_stats(list(ledger)),
-        }
-        if self._writer is None:
-            self._writer = writer_for(path)
-        self._writer.write(record)
-        if final:
-            self._writer.close()
-
     def end(self) -> int:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
         if self.rank != 0 or os.getpid() != self._process:
             return 0
-        self._ended.set()
-        path = self.job.get(envvars.METRICS_FILE)
-        if path:
-            self._try_metrics(path, final=True)
+        if self._recording is not None:
+            self._recording.end()
         failed = getattr(sys, "last_value", None) is not None  # an error of its own ended the script
         inactive = self.why_inactive()
         if not (failed and inactive):

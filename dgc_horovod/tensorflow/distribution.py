@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.report import describe
 from dgc_horovod.state import ResidualState
 from dgc_horovod.tensorflow import joining
@@ -152,6 +154,8 @@ class Distribution:
                 exchange.steps.resume(*self._loaded)
                 self._loaded = None
             buckets.epoch = self.epoch
+            if hvd.rank() == 0:
+                begin_as_environment_says(buckets.config)
             if collectives.rank == 0:
                 describe(buckets, self.update.notice)
         return exchange

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
@@ -18,6 +19,7 @@ from dgc_horovod.agreement import check_agreement, unique_tag
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.ops.schema import Feed
+from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.report import describe
 from dgc_horovod.torch import clip_calls, epochs, owners, state
 from dgc_horovod.torch.arguments import agreed_fields, boundaries
@@ -76,6 +78,8 @@ class CompressedMethods:
         self._register_hooks()
         owners.claim(self)
         clip_calls.watch()
+        if hvd.rank() == 0:
+            begin_as_environment_says(config)
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
             if any(needs_host(p) for p in parameters.values()):

@@ -64,6 +64,14 @@ def run_ranks(
         return [json.loads(file.read_text()) for file in files]
 
 
+def check_metrics_file(path: Path, method: str) -> None:
+    """What ``DGC_METRICS_FILE`` has made of a run whose cases compress without `dgcrun`: rank 0's records alone."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["final"] for record in records] == [False] * (len(records) - 1) + [True]
+    last = records[-1]
+    assert last["method"] == method and last["steps"] > 0 and 0 < last["selected"] <= last["elements"]
+
+
 def _of_ranks(log: str) -> str:
     """What the ranks themselves printed, without the launcher's own noise."""
     return "\n".join(line for line in log.splitlines() if line.startswith("["))[-6000:]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.helpers import hand_table
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import check_metrics_file, run_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = [
@@ -108,8 +108,10 @@ def test_larger_batch_identity(ranks):
     assert ranks[0]["behaviour.larger_batch_identity"]["distance"] < 1e-6
 
 
-def test_half_density_sends_no_more_than_dense_on_four_ranks():
-    ranks = run_ranks(4, ["behaviour.half_density_bytes"])
+def test_half_density_sends_no_more_than_dense_on_four_ranks(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    ranks = run_ranks(4, ["behaviour.half_density_bytes"], environment={"DGC_METRICS_FILE": str(metrics)})
+    check_metrics_file(metrics, "dgc")
     found = [rank["behaviour.half_density_bytes"] for rank in ranks]
     assert len({result["fingerprint"] for result in found}) == 1
     headers = 12 * found[0]["steps"]  # flag and step of the one bucket

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import check_metrics_file, run_ranks
 
 pytestmark = pytest.mark.parallel
 REFUSED = {
@@ -56,8 +56,11 @@ def test_ranks_in_other_epochs_hear_it(ranks):
             assert "is the epoch the same everywhere?" in found["keras_messages.other_epochs"][mode]
 
 
-def test_a_set_of_ranks():
-    first, second = (found["keras_messages.process_sets"] for found in run_ranks(2, ["keras_messages.process_sets"]))
+def test_a_set_of_ranks(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    ranks = run_ranks(2, ["keras_messages.process_sets"], environment={"DGC_METRICS_FILE": str(metrics)})
+    check_metrics_file(metrics, "dgc")
+    first, second = (found["keras_messages.process_sets"] for found in ranks)
     assert first["selected"] > 0 and first["steps"] == 8
     assert second.keys() == first.keys() and not any(second.values())
 

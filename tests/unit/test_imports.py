@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [  # each may import from itself and from those after it
     ["launch"],
     ["torch", "tensorflow"],
-    ["compression", "agreement", "report", "exchange", "checkpoint", "manifest", "replicas", "metrics"],
+    ["compression", "agreement", "report", "exchange", "checkpoint", "manifest", "replicas", "metrics", "recording"],
     ["meter"],
     ["engine", "message", "traffic"],
     ["selection", "packet", "codecs", "bucket", "schedule", "state", "ops"],
