@@ -24,8 +24,6 @@ from dgc_horovod.tensorflow.variables import Gradient, native
 
 _log = logging.getLogger("dgc_horovod")
 INSTEAD = "pass clip_norm=... to the compression (dgcrun: --dgc-clip-norm), which clips each rank's gradient"
-
-
 _told: set[str] = set()
 
 
@@ -59,7 +57,7 @@ class LearntClipping:
             c: the limit of the averaged (or summed) gradient.
             what: asks for it, for messages.
         """
-        config, limit = self._settings.config, _number(c)
+        config, limit = self._settings.config, number(c)
         assert config is not None
         if config.clip_norm is not None:
             self._tell(what, f"clip_norm={config.clip_norm:g} of the compression is used; {what} changes nothing")
@@ -109,10 +107,13 @@ class LearntClipping:
         return [np.int32(KINDS.index(self._kind) + 1 if self._kind else 0), self._limits.copy()]
 
 
-def _number(limit: Any) -> float | None:
+def number(limit: Any) -> float | None:
     """`limit`, if it is known now."""
     value = native(limit)
-    value = value.numpy() if tf.executing_eagerly() and hasattr(value, "numpy") else tf.get_static_value(value)
+    if isinstance(value, tf.Variable):
+        value = value.numpy() if tf.executing_eagerly() else None
+    elif tf.is_tensor(value):
+        value = tf.get_static_value(value)
     return None if value is None or np.ndim(value) else float(value)
 
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.tensorflow.clipping import clipping_of
-from dgc_horovod.tensorflow.learnt_clipping import INSTEAD, marks
+from dgc_horovod.tensorflow.learnt_clipping import INSTEAD, marks, number
 from dgc_horovod.tensorflow.variables import Gradient, key_of
 
 _log = logging.getLogger("dgc_horovod")
@@ -53,7 +52,8 @@ def _by_global_norm(stock: Any) -> Callable[..., Any]:
         _check_all(returned.count, numbers, what)
         if returned.clipping.learn("global_clipnorm", numbers, clip_norm, what):
             return list(t_list), returned.norm
-        return stock(t_list, clip_norm, use_norm, name)[0], returned.norm
+        clipped, _ = stock(t_list, clip_norm, use_norm, name)
+        return [_marked(*pair) for pair in zip(clipped, t_list, strict=True)], returned.norm
 
     return clip
 
@@ -66,7 +66,8 @@ def _by_norm(stock: Any) -> Callable[..., Any]:
         if axes is not None:
             raise UnsupportedUse(f"{what} along axes of what a compressed tape has returned; {INSTEAD}")
         returned, numbers = found
-        return t if returned.clipping.learn("clipnorm", numbers, clip_norm, what) else stock(t, clip_norm, axes, name)
+        known = returned.clipping.learn("clipnorm", numbers, clip_norm, what)
+        return t if known else _marked(stock(t, clip_norm, axes, name), t)
 
     return clip
 
@@ -76,13 +77,21 @@ def _by_value(stock: Any) -> Callable[..., Any]:
         found, what = marks([t]), "tf.clip_by_value"
         if found is None:
             return stock(t, clip_value_min, clip_value_max, name)
-        low, high = tf.get_static_value(clip_value_min), tf.get_static_value(clip_value_max)
-        if low is None or np.ndim(low) or low != -high:
+        low, high = number(clip_value_min), number(clip_value_max)
+        if low is None or high is None or low != -high:
             raise UnsupportedUse(f"{what} from {low} to {high} of what a compressed tape has returned; {INSTEAD}")
         returned, numbers = found
-        return t if returned.clipping.learn("clipvalue", numbers, high, what) else stock(t, low, high, name)
+        known = returned.clipping.learn("clipvalue", numbers, high, what)
+        return t if known else _marked(stock(t, low, high, name), t)
 
     return clip
+
+
+def _marked(clipped: Any, t: Any) -> Any:
+    """`clipped`, of an eager loop's first step, known as what `t` is known as."""
+    if clipped is not None:
+        clipped._dgc_returned = t._dgc_returned
+    return clipped
 
 
 def _of_an_optimizer(stock: Any) -> Callable[..., Any]:

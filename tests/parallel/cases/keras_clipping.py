@@ -151,16 +151,19 @@ def taped() -> dict[str, Any]:
 def eager() -> dict[str, Any]:
     """Norms of what is applied: in the first step it is clipped itself, and a limit not asked for any more is gone."""
     hvd.init()
-    variable, norms = keras.Variable(tf.zeros((40, 50))), []
+    variable, norms, optimizer = keras.Variable(tf.zeros((40, 50))), [], keras.optimizers.SGD(0.0)
     everything = Compression.topk(1.0, min_numel=1, values="fp32", dense_values="fp32")
-    for step in range(5):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(variable * 10 / math.sqrt(2000))
-        gradients = DistributedGradientTape(tape, compression=everything).gradient(loss, [variable])
-        if step < 3:
-            gradients, _ = tf.clip_by_global_norm(gradients, 1.0 if step < 2 else 2.0)
-        norms.append(round(float(tf.linalg.global_norm(gradients)), 3))
-    return {"norms": norms}
+    with messages() as said:
+        for step in range(5):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * 10 / math.sqrt(2000))
+            gradients = DistributedGradientTape(tape, compression=everything).gradient(loss, [variable])
+            if step < 3:
+                limit = tf.Variable(1.0 if step < 2 else 2.0)
+                gradients, _ = tf.clip_by_global_norm(gradients, limit)
+            optimizer.apply(gradients, [variable])
+            norms.append(round(float(tf.linalg.global_norm(gradients)), 3))
+    return {"norms": norms, "said": [text for text in said if "changes what" in text]}
 
 
 def _of_a_tape(**arguments: Any) -> tuple[Gradients, list[Any]]:
@@ -179,6 +182,8 @@ def tape_refusals() -> dict[str, Any]:
     found["some"] = error_of(lambda: tf.clip_by_global_norm(gradients[:2], 1.0))
     found["others"] = error_of(lambda: tf.clip_by_global_norm([*gradients, tf.ones(3)], 1.0))
     found["tensor"] = error_of(lambda: tf.function(lambda c: tf.clip_by_norm(_of_a_tape()[0][0], c))(tf.constant(1.0)))
+    variable = tf.Variable(1.0)
+    found["variable"] = error_of(tf.function(lambda: tf.clip_by_norm(_of_a_tape()[0][0], variable)))
     found["axes"] = error_of(lambda: tf.clip_by_norm(gradients[0], 1.0, axes=[0]))
     found["lopsided"] = error_of(lambda: keras.ops.clip(gradients[0], 0.0, 1.0))
     tf.clip_by_norm(gradients[0], 1.0)
