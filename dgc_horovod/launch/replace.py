@@ -12,7 +12,6 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import roll_call, summary
 from dgc_horovod.launch.settings import Job
 
@@ -165,6 +164,7 @@ def keras_names(replacements: Replacements, horovod: ModuleType) -> None:
 
 def _partial(ours: Callable[..., Any], register: str) -> Callable[..., Any]:
     """`ours`, with the weights of ``local_layers`` left to each rank by the method `register` of what it makes."""
+    from dgc_horovod.tensorflow.variables import weights_of
 
     def partial(local_layers: Any = None, **arguments: Any) -> Any:
         variables = weights_of(local_layers)
@@ -174,23 +174,3 @@ def _partial(ours: Callable[..., Any], register: str) -> Callable[..., Any]:
         return made
 
     return partial
-
-
-def weights_of(layers: Any) -> list[Any]:
-    """All weights of one layer, of several, or of none (None); frozen ones too, which may be trained later.
-
-    Raises:
-        ConfigError: one is no layer of Keras, or is not built: its weights would be averaged like all others.
-    """
-    import keras
-
-    several = [] if layers is None else [layers] if isinstance(layers, keras.Layer) else list(layers)
-    for layer in several:
-        if not isinstance(layer, keras.Layer):
-            raise ConfigError(f"local_layers must be layers of Keras 3, got {layer!r:.80}; pass model.layers[:n]")
-        if not layer.built:
-            raise ConfigError(
-                f"local_layers: layer {layer.name!r} is not built, so it has no weights yet; build the model first: "
-                "give it an Input, or call model.build(input_shape)"
-            )
-    return [weight for layer in several for weight in layer.weights]

@@ -94,7 +94,7 @@ def _number_in_graph() -> int | None:
     another graph may, so that names stay the same however often a script traces.
     """
     graph = tf.compat.v1.get_default_graph()
-    if not isinstance(graph, FuncGraph):
+    if tf.executing_eagerly() or not isinstance(graph, FuncGraph):
         return None
     while isinstance(graph.outer_graph, FuncGraph):  # branches and loops are graphs in a graph
         graph = graph.outer_graph

@@ -56,6 +56,8 @@ class Distribution:
         self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets
         self._frozen: set[Key] = set()
         self._agreeing: Collectives | None = None
+        if settings.config is not None:
+            joining.note(self)
         # what was loaded, at which iterations and generation, until there is an exchange to take it over
         self._loaded: tuple[ResidualState, int, int] | None = None
 
@@ -149,7 +151,6 @@ class Distribution:
         )
         buckets = exchange.steps.buckets
         if buckets is not None:
-            joining.note(self)
             if self._loaded is not None:
                 exchange.steps.resume(*self._loaded)
                 self._loaded = None

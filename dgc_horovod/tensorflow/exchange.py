@@ -21,6 +21,7 @@ from dgc_horovod.tensorflow.dense_path import DensePath
 from dgc_horovod.tensorflow.homes import Homes
 from dgc_horovod.tensorflow.host_calls import host_call
 from dgc_horovod.tensorflow.host_steps import BucketRun, HostSteps
+from dgc_horovod.tensorflow.learnt_clipping import LearntClipping
 from dgc_horovod.tensorflow.replicas import Replicas
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.updates import PlainUpdate
@@ -69,6 +70,10 @@ class GradientExchange:
         if settings.config is not None and settings.config.check_every and update.is_optimizers:
             self._replicas = Replicas(sources, settings.config, collectives, self.steps.noting)
             self.steps.part_due = self._replicas.due
+        # a tape does not clip: what the script clips of its results is done here
+        self._learns = settings.config is not None and not update.is_optimizers
+        self._when_eager = LearntClipping(len(self.sources), settings)
+        self.clipping = self._when_eager  # of the graph that was made, or has run, last
         self._function = tf.function(self._graph, autograph=False, reduce_retracing=True)
 
     def __call__(
@@ -103,7 +108,10 @@ class GradientExchange:
         numbers = tf.cast(iterations, tf.int64), tf.cast(learning_rate, tf.float32)
         arguments = list(gradients), *numbers, list(weights), list(everything)
         if not tf.executing_eagerly():
+            self.clipping = LearntClipping(len(self.sources), self.settings)
             return Exchanged(*self._graph(*arguments))
+        self.clipping = self._when_eager
+        self.clipping.begin()
         self.steps.error = None
         try:
             return Exchanged(*self._function(*arguments))
@@ -126,6 +134,8 @@ class GradientExchange:
                 started = tf.identity(started)
         started = self._taken_over(started, fresh, rate)
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if self._learns:
+            gradients = self.clipping.applied(gradients, started)
         messages, whole = self._compressed(started, gradients)
         results = self._dense_path(whole)
         flags = [tf.reduce_all(tf.math.is_finite(result)) for result in results.values()]

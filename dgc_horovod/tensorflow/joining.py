@@ -26,7 +26,7 @@ _compressed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def note(distribution: Any) -> None:
-    """`distribution` exchanges compressed gradients."""
+    """`distribution` will exchange compressed gradients."""
     _compressed.add(distribution)
 
 

@@ -13,12 +13,14 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.tensorflow import tape_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.learnt_clipping import Returned
 from dgc_horovod.tensorflow.methods import UsersClass, not_converted
 from dgc_horovod.tensorflow.settings import Settings, make_settings
 from dgc_horovod.tensorflow.updates import TapeUpdate
-from dgc_horovod.tensorflow.variables import Gradient, key_of, scaled, sources_of
+from dgc_horovod.tensorflow.variables import Gradient, is_frozen, key_of, keys_of, scaled, sources_of
 
 _log = logging.getLogger("dgc_horovod")
 # A script makes a new tape at every step: what belongs to its variables outlives it here.
@@ -76,6 +78,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             "under Horovod Elastic nothing tells a compressed tape that the ranks have changed; use "
             "DistributedOptimizer with our KerasState, or compression=Compression.none"
         )
+    if settings.config is not None:
+        tape_clipping.install()
     if settings.config is not None and settings.config.momentum_correction and hvd.rank() == 0:
         _say_once_that_momentum_is_not_corrected()
     kind: Any = type(gradtape)
@@ -128,7 +132,12 @@ class _DistributedTape(UsersClass):
         key = tuple(source.key for source in sources_of(flat))
         number = self._dgc_calls[key]  # a persistent tape may be asked several times for the same variables
         self._dgc_calls[key] += 1
-        return tf.nest.pack_sequence_as(sources, self._combined(flat, list(tf.nest.flatten(gradients)), number))
+        own = list(tf.nest.flatten(gradients))
+        here = [i for i, variable in enumerate(flat) if own[i] is not None or not is_frozen(variable)]
+        combined = self._combined([flat[i] for i in here], [own[i] for i in here], number) if here else []
+        for i, gradient in zip(here, combined, strict=True):
+            own[i] = gradient
+        return tf.nest.pack_sequence_as(sources, own)
 
     def _combined(self: Any, variables: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
         agreed = self._dgc.variable_set(variables, gradients, self._dgc_local, number)
@@ -141,6 +150,10 @@ class _DistributedTape(UsersClass):
         combined, finite = agreed.exchange([gradients[i] for i in agreed.active])
         if finite is not None:
             combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
+        if self._dgc.settings.config is not None:
+            own, exchange = [gradients[i] for i in agreed.active], agreed.exchange
+            Returned(exchange.clipping, own, combined, exchange.collectives)
+            tape_clipping.pending.update(agreed.sources[i].key for i in agreed.active)
         for i, gradient in zip(agreed.active, combined, strict=True):
             gradients[i] = gradient
         return gradients
@@ -162,7 +175,7 @@ class _DistributedTape(UsersClass):
 
     def register_local_source(self: Any, source: Any) -> None:
         """Leave `source` to each rank: its gradient is not exchanged."""
-        self._dgc_local.add(key_of(source))
+        self._dgc_local |= keys_of(source, "source")
 
     def compression_stats(self: Any) -> dict[str, Any]:
         """What this rank has exchanged for tapes of these settings: fields as in ``dgc_horovod.torch``."""

@@ -46,6 +46,24 @@ def keys_of(given: Any, argument: str) -> set[Key]:
     return {key_of(each) for each in several}
 
 
+def weights_of(layers: Any) -> list[Any]:
+    """All weights of one layer, of several, or of none (None); frozen ones too, which may be trained later.
+
+    Raises:
+        ConfigError: one is no layer of Keras, or is not built: its weights would be averaged like all others.
+    """
+    several = [] if layers is None else [layers] if isinstance(layers, keras.Layer) else list(layers)
+    for layer in several:
+        if not isinstance(layer, keras.Layer):
+            raise ConfigError(f"local_layers must be layers of Keras 3, got {layer!r:.80}; pass model.layers[:n]")
+        if not layer.built:
+            raise ConfigError(
+                f"local_layers: layer {layer.name!r} is not built, so it has no weights yet; build the model first: "
+                "give it an Input, or call model.build(input_shape)"
+            )
+    return [weight for layer in several for weight in layer.weights]
+
+
 @dataclass(frozen=True)
 class Source:
     """What is to be known of a variable (or a watched tensor) whose gradient is exchanged, without keeping it alive.

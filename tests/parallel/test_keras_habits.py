@@ -11,8 +11,10 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 CASES = [
     "subsets",
+    "empty",
     "reloaded",
     "after_a_failure",
+    "frozen",
     "tapes_again",
     "eager_scaling",
     "local_variables",
@@ -32,6 +34,13 @@ def test_any_set_of_variables_in_any_order(ranks):
     assert {name: value for name, value in found.items() if not value < 1e-5} == {}
 
 
+def test_variables_without_an_element(ranks):
+    """The comparison of weights had an IndexError where the first one has none."""
+    for found in (found["keras_habits.empty"] for found in ranks):
+        for name, moved in {"first": 0.1, "between": 0.1, "alone": 0.0}.items():
+            assert max(found[name]) < 1e-5 and found[f"{name}: moved"] >= moved
+
+
 def test_a_loaded_checkpoint_empties_all_sets(ranks):
     for found in (found["keras_habits.reloaded"] for found in ranks):
         assert len(found) == 4 and all(found.values()), found
@@ -40,6 +49,12 @@ def test_a_loaded_checkpoint_empties_all_sets(ranks):
 def test_a_failed_step_changes_nothing(ranks):
     for found in (found["keras_habits.after_a_failure"] for found in ranks):
         assert found["failures"] == 1 and found["lost"] < 1e-4
+
+
+def test_a_frozen_layer_stays_where_it_is(ranks):
+    """What waited for it had moved it on for a hundred steps, or all at once when it was trained again."""
+    for found in (found["keras_habits.frozen"] for found in ranks):
+        assert len(found) == 7 and {name: moved for name, moved in found.items() if moved != [0.0, 0.0]} == {}
 
 
 def test_a_tape_that_is_used_again(ranks):
@@ -64,6 +79,7 @@ def test_local_variables_are_treated_like_the_others(ranks):
             assert sum(x**2 for x in found[f"{name} {{'clipnorm': 1.0}}"]) == pytest.approx(1.0, abs=1e-3)
             assert max(found[f"{name} {{'clipvalue': 0.1}}"]) == pytest.approx(0.1)
             assert found[f"{name} passes"] == [0.0, -1.0], "the local one is divided by N"
+        assert found["of other shapes"] == [0.5 + rank, []], "they differ on purpose: nothing is to be said"
 
 
 def test_passes_leave_a_stock_file(ranks):

@@ -29,6 +29,7 @@ from tests.helpers.keras_training import (
     shard,
     smooth_model,
 )
+from tests.helpers.logs import messages
 
 
 def _pair() -> list[Any]:
@@ -62,6 +63,27 @@ def subsets() -> dict[str, Any]:
             results.append(np.concatenate([variable.numpy().ravel() for variable in variables]))
         found[name] = float(np.abs(results[0] - results[1]).max())
         found[f"{name}: moved"] = float(np.abs(results[0] - 1).max())
+    return found
+
+
+def empty() -> dict[str, Any]:
+    """Variables without an element, first, in the middle, alone: density 1 equals dense."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    for name, shapes in {
+        "first": [(0, 5), (20, 30), (7,)],
+        "between": [(20, 30), (0,), (7,)],
+        "alone": [(0, 5)],
+    }.items():
+        results = []
+        for compression in (Compression.none, everything(check_every=1), everything(scope="tensor", clip_norm=1e9)):
+            variables = [keras.Variable(tf.ones(shape)) for shape in shapes]
+            optimizer = DistributedOptimizer(momentum_sgd(), compression=compression)
+            for _ in range(3):
+                optimizer.apply([tf.fill(shape, 1.0 + hvd.rank()) for shape in shapes], variables)
+            results.append(np.concatenate([variable.numpy().ravel() for variable in variables]))
+        found[name] = [float(np.abs(results[0] - other).max(initial=0)) for other in results[1:]]
+        found[f"{name}: moved"] = float(np.abs(results[0] - 1).max(initial=0))
     return found
 
 
@@ -116,6 +138,46 @@ def after_a_failure() -> dict[str, Any]:
         everyone = hvd.allreduce(tf.constant(total - kept), op=hvd.Sum, name=f"everyone.{i}").numpy()
         error = max(error, float(np.abs((1 - variable.numpy()) - everyone).max()))
     return {"failures": failures, "lost": error}
+
+
+def frozen() -> dict[str, Any]:
+    """How far a layer moves while it is frozen, and afterwards without a gradient: what had waited is gone."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    zeros, topk = [tf.zeros((20, 30)), tf.zeros((30, 20))], Compression.topk(0.1, min_numel=1)
+    for name, leave_out in (("left out", True), ("no gradient", False)):
+        for kind in ("sgd", "adam", "tape"):
+            variables = _pair()
+            optimizer = {"sgd": momentum_sgd, "adam": keras.optimizers.Adam, "tape": keras.optimizers.SGD}[kind]()
+            if kind != "tape":
+                optimizer = DistributedOptimizer(optimizer, compression=Compression.dgc(0.1, min_numel=1))
+
+            def step(gradients: list[Any], of: list[Any], kind: str = kind, optimizer: Any = optimizer) -> None:
+                if kind == "tape":
+                    with tf.GradientTape() as tape:
+                        pairs = zip(gradients, of, strict=True)
+                        loss = tf.add_n([tf.reduce_sum(g * v.value) for g, v in pairs if g is not None])
+                    gradients = DistributedGradientTape(tape, compression=topk).gradient(loss, of)
+                optimizer.apply(gradients, of)
+
+            for gradients in _rank_gradients(5):
+                step(gradients, variables)
+            variables[0].trainable = False
+            before = variables[0].numpy()
+            for gradients in _rank_gradients(5):
+                step(gradients[1:] if leave_out else [None, gradients[1]], variables[1:] if leave_out else variables)
+            moved = [float(np.abs(variables[0].numpy() - before).max())]
+            variables[0].trainable = True
+            for _ in range(8 if kind != "adam" else 0):  # Adam's moments go on, as in stock
+                step(zeros, variables)
+            moved.append(float(np.abs(variables[0].numpy() - before).max()))
+            found[f"{kind}, {name}"] = moved
+    model = fit(smooth_model(), DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.01)), 1)
+    model.layers[1].trainable = False
+    before = model.layers[1].kernel.numpy()
+    fit(model, model.optimizer, 1)
+    found["fit"] = [float(np.abs(model.layers[1].kernel.numpy() - before).max()), 0.0]
+    return found
 
 
 def tapes_again() -> dict[str, Any]:
@@ -176,6 +238,12 @@ def local_variables() -> dict[str, Any]:
         for _ in range(2):
             optimizer.apply([tf.ones((6, 2)), tf.ones((30, 40))], [table, weight])
         found[f"{name} passes"] = [float(table.numpy()[0, 0]), float(weight.numpy()[0, 0])]
+    part = keras.Variable(tf.fill((6 + hvd.rank(), 2), 1.0 + hvd.rank()))  # a rank's share of a table
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression=everything())
+    optimizer.register_local_var(part)
+    with messages() as said:
+        optimizer.apply([tf.ones(part.shape), tf.ones((30, 40))], [part, weight])
+    found["of other shapes"] = [float(part.numpy().mean()), [text for text in said if "DIFFERENT" in text]]
     return found
 
 
