@@ -233,19 +233,15 @@ class BucketEngine:
                 x[place] = self.kernels.from_host(arrays[name]) if name in arrays else 0
 
     def rescale(self, factor: float) -> None:
-        """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large.
-
-        What Adam leaves in v does not change with the size of one gradient.
-        """
-        state = self.state
-        if state.moments is not None:
-            first, second = state.moments
+        """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
+        if self.state.moments is None:
+            for x in (self.state.v, self.state.u):
+                if x is not None:
+                    x *= factor
+        else:  # v has a direction, which is the same for any size of one gradient
+            first, second = self.state.moments
             first *= factor
             second *= factor * factor
-            return
-        state.v *= factor
-        if state.u is not None:
-            state.u *= factor
 
     def fade(self, i: int, factor: float) -> None:
         """Multiply the residual of segment i by `factor`, in [0, 1]: what is faded out is never sent."""

@@ -5,6 +5,7 @@ For gradients that no optimizer of ours is exchanging they do what they did.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -17,6 +18,7 @@ from torch.nn.utils import clip_grad
 from dgc_horovod.names import replace_everywhere
 from dgc_horovod.torch import owners
 from dgc_horovod.torch.clipping import ELEMENTS, Clip, total_norm
+from dgc_horovod.torch.report import clipping_learned, clipping_left_out
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -70,12 +72,47 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
     norms, left = [], parameters
     for optimizer in owners.live():
         own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
-        norm = optimizer._dgc_script_clips(Clip(own, limit, p)) if own and 0 < limit < math.inf else None
+        norm = _note(optimizer, Clip(own, limit, p)) if own and 0 < limit < math.inf else None
         if norm is not None:
             norms.append(norm)
             taken = set(own)
             left = [x for x in left if x not in taken]
     return norms, left
+
+
+def _note(optimizer: Any, clip: Clip) -> float | None:
+    """The script has made a call; see `LocalClipping.note`. None: what stands in ``p.grad`` is torch's to clip."""
+    clipping, synchronized = optimizer._dgc.clipping, optimizer._synchronized
+    norm: float | None = clipping.note(dataclasses.replace(clip, updates=synchronized))
+    if clipping.given is None:
+        optimizer._tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
+    elif clip.limit != clipping.given and not math.isnan(clip.p):
+        optimizer._tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
+    if synchronized and not optimizer._dgc_may_apply:  # NaN, which the script may look for
+        return None
+    return _cut(optimizer, clip) if norm is None and synchronized else norm
+
+
+def _cut(optimizer: Any, clip: Clip) -> float:
+    """The script's first call: clip the updates of this step as it says, but for those that are no gradients."""
+    steps = set(optimizer._dgc.compressed if optimizer._dgc_update.sends_directions else ())
+    norm: float = optimizer._dgc.clipping.cut(clip, steps)
+    optimizer._dgc_watch.look_again()
+    return norm
+
+
+def cut_late(optimizer: Any) -> None:
+    """Clip the updates of a step whose gradients the script has clipped in vain, as it does not know yet."""
+    for clip in optimizer._dgc.clipping.take_late():
+        _cut(optimizer, clip)
+
+
+def end_step(optimizer: Any) -> None:
+    """What the script has asked for in this step holds from now on."""
+    clipping, buckets = optimizer._dgc.clipping, optimizer._dgc.buckets
+    if clipping.first_factor < 1:
+        buckets.rescale(clipping.first_factor)
+    clipping.step_ends(buckets.in_join)
 
 
 def _look_again() -> None:

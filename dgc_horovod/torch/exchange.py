@@ -24,7 +24,7 @@ from dgc_horovod.state import RESIDUAL, ResidualState
 from dgc_horovod.torch.clipping import Change, LocalClipping, norm_of
 from dgc_horovod.torch.collectives import Collectives, Pending
 from dgc_horovod.torch.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
-from dgc_horovod.torch.memory import flat_array, handed, is_alone, is_in, is_plain
+from dgc_horovod.torch.memory import flat_array, handed, is_alone, is_in, is_plain, wait_for_streams
 
 Parameter = torch.Tensor
 _WHOLE = ResidualFeed()
@@ -181,7 +181,7 @@ class GradientExchange:
     def _offer(self, run: BucketRun, feed_of: FeedOf) -> None:
         """Give the engine every gradient of a bucket."""
         kernels, run.arrived = run.engine.kernels, 0
-        _wait_for_streams(run.streams)
+        wait_for_streams(run.streams)
         run.targets.clear()
         run.versions.clear()
         for i, p in enumerate(run.parameters):
@@ -395,12 +395,3 @@ class GradientExchange:
         segment = run.engine.bucket.segments[i]
         for ours, theirs in zip(run.engine.adam_moments(), moments, strict=True):
             torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))
-
-
-def _wait_for_streams(streams: set[torch.cuda.Stream]) -> None:
-    """Let the present one go on when the others have done what they were given; the host does not wait."""
-    for stream in streams:
-        present = torch.cuda.current_stream(stream.device)
-        if stream != present:
-            present.wait_stream(stream)
-    streams.clear()

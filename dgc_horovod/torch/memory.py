@@ -1,4 +1,4 @@
-"""The memory of ``p.grad``: whether kernels can work in it, and whether anything else uses it."""
+"""The memory of ``p.grad``: whether kernels can work in it, whether anything else uses it, and when it is ready."""
 
 from __future__ import annotations
 
@@ -59,3 +59,12 @@ def flat_array(x: torch.Tensor, kernels: Kernels) -> Any:
     """A contiguous tensor as an Array of `kernels`."""
     flat = x.detach().view(-1)
     return flat.numpy() if kernels.array_kind == "numpy" else flat
+
+
+def wait_for_streams(streams: set[torch.cuda.Stream]) -> None:
+    """Let the present one go on when the others have done what they were given; the host does not wait."""
+    for stream in streams:
+        present = torch.cuda.current_stream(stream.device)
+        if stream != present:
+            present.wait_stream(stream)
+    streams.clear()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -23,7 +21,6 @@ from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.report import describe
 from dgc_horovod.torch import clip_calls, epochs, owners, state
 from dgc_horovod.torch.arguments import agreed_fields, boundaries
-from dgc_horovod.torch.clipping import Clip
 from dgc_horovod.torch.collectives import WITHOUT_CUDA, Collectives, needs_host
 from dgc_horovod.torch.dense_path import ReduceSettings
 from dgc_horovod.torch.elastic import Membership
@@ -36,7 +33,6 @@ from dgc_horovod.torch.report import (
     SYNCHRONIZED_TWICE,
     UNSCALED_TOO_EARLY,
     clipping_learned,
-    clipping_left_out,
 )
 from dgc_horovod.torch.updates import PlainUpdate
 from dgc_horovod.torch.watch import GradientWatch
@@ -211,15 +207,14 @@ class CompressedMethods:
             self.synchronize()
         self._synchronized, self._dgc_loaded = False, False
         if not self._dgc_may_apply:
-            self._end_clipping()
+            clip_calls.end_step(self)
             if self._dgc_config.on_nonfinite == "stop" and _scale_of(self._dgc_scaler)() == 1.0:
                 raise NotFinite(self._dgc.not_finite)
             self._tell_once("not finite", self._dgc.not_finite)
             return loss
         self._check_untouched()
-        for clip in self._dgc.clipping.take_late():
-            self._dgc_cut(clip)
-        self._end_clipping()
+        clip_calls.cut_late(self)
+        clip_calls.end_step(self)
         # torch's own wrapper runs the step hooks, once, around everything that the step does
         torch.optim.Optimizer.profile_hook_step(self._apply)(self)
         self._dgc_watch.applied(self._dgc.names)
@@ -235,13 +230,6 @@ class CompressedMethods:
         if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
             own_step = own_step.__wrapped__
         own_step(self)
-
-    def _end_clipping(self: Any) -> None:
-        """What the script has asked for in this step holds from now on."""
-        clipping, buckets = self._dgc.clipping, self._dgc.buckets
-        if clipping.first_factor < 1:
-            buckets.rescale(clipping.first_factor)
-        clipping.step_ends(buckets.in_join)
 
     def _check_nothing_unfrozen(self: Any) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
@@ -266,25 +254,6 @@ class CompressedMethods:
     def _dgc_is_exchanging(self: Any) -> bool:
         """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
         return self._synchronized or any(handle is not None for handle, _ in self._handles.values())
-
-    def _dgc_script_clips(self: Any, clip: Clip) -> float | None:
-        """The script has called torch's function; see `LocalClipping.note`."""
-        clipping = self._dgc.clipping
-        norm = clipping.note(dataclasses.replace(clip, updates=self._synchronized))
-        if clipping.given is None:
-            self._tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
-        elif clip.limit != clipping.given and not math.isnan(clip.p):
-            self._tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
-        if self._synchronized and not self._dgc_may_apply:  # NaN, which the script may look for
-            return None
-        return self._dgc_cut(clip) if norm is None and self._synchronized else norm
-
-    def _dgc_cut(self: Any, clip: Clip) -> float:
-        """The script's first call: clip the updates of this step as it says, but for those that are no gradients."""
-        steps = set(self._dgc.compressed if self._dgc_update.sends_directions else ())
-        norm: float = self._dgc.clipping.cut(clip, steps)
-        self._dgc_watch.look_again()
-        return norm
 
     def _tell_once(self: Any, key: str, text: str) -> None:
         if key not in self._dgc_told and self._dgc.collectives.rank == 0:
