@@ -45,7 +45,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Wrap a Keras 3 `optimizer` so that every step uses the gradients of all ranks.
 
-    It takes over `optimizer`'s variables; use the returned object only from then on. The signature is that of
+    It takes over `optimizer`'s variables; use the returned object only from then on. An optimizer that is wrapped again
+    is copied, without its variables. The signature is that of
     ``horovod.tensorflow.DistributedOptimizer``; ``dgc_horovod.tensorflow.keras`` has that of
     ``horovod.tensorflow.keras``.
 
@@ -98,7 +99,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale_local_gradients=scale_local_gradients,
     )
     compiling.install(set_right)
-    return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
+    if optimizer.__dict__.get("_dgc_taken"):  # another one has its variables: a new one like it, as Horovod makes
+        optimizer = type(optimizer).from_config(optimizer.get_config())
+    wrapped = _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
+    object.__setattr__(optimizer, "_dgc_taken", True)
+    return wrapped
 
 
 def is_distributed(optimizer: Any) -> bool:

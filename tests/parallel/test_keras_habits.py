@@ -98,6 +98,7 @@ def test_models_and_optimizers(ranks):
     assert first["warm-up of a second model"][0] == first["warm-up of a second model"][1]
     assert first["half"] == pytest.approx(-3.0 * (1 + 1.9 + 2.71 + 3.439), rel=1e-2)
     assert "metrics: rank 0 has mape, rank 1 has mae" in first["other metrics"]
+    assert first["one optimizer, twice"] == first["two optimizers"], "they had shared their variables"
 
 
 @pytest.mark.slow

@@ -306,6 +306,12 @@ def models_and_optimizers() -> dict[str, Any]:
         optimizer = DistributedOptimizer(momentum_sgd(), compression=warm)
         selected.append(fit(smooth_model(), optimizer, 1, [begin]).optimizer.compression_stats()["selected"])
     found["warm-up of a second model"] = selected
+    for name, base in {"one optimizer, twice": momentum_sgd(), "two optimizers": None}.items():
+        models = [smooth_model(seed) for seed in (3, 4)]
+        for each in models:
+            wrapped = DistributedOptimizer(base or momentum_sgd(), compression=Compression.dgc(0.05))
+            fit(each, wrapped, 1)
+        found[name] = [[fingerprint(each), len(each.optimizer.variables)] for each in models]
     half = keras.Variable(tf.zeros((40, 50)), dtype="float16")
     optimizer = DistributedOptimizer(keras.optimizers.SGD(1e-4, momentum=0.9), compression=everything())
     for _ in range(4):
