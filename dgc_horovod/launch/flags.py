@@ -90,6 +90,7 @@ def check_horovod() -> None:
         (launch, "is_gloo_used"),
         (launch, "_is_elastic"),
         (gloo_run, "get_remote_command"),
+        (gloo_run, "env_util"),
         (config_parser, "set_args_from_config"),
     ]
     missing = [name for module, name in needed if not hasattr(module, name)]

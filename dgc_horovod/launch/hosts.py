@@ -167,7 +167,7 @@ def _ask_one(host: str, interpreter: str, ssh: Ssh) -> HostReport:
     except subprocess.TimeoutExpired:
         return HostReport(host, {}, f"no answer within {_ANSWER_SECONDS} s; is ssh to it possible without a password?")
     found = marked(answer.stdout, _MARK)
-    if found is None:
+    if not (isinstance(found, dict) and {"python", "folder"} <= found.keys()):
         said = ((answer.stderr.strip() or answer.stdout.strip()).splitlines() or ["no output"])[-1]
         if answer.returncode == _SSH_FAILED and is_remote(host):
             return HostReport(host, {}, f"{said}; ssh to it must work without a password")

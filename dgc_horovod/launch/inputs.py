@@ -76,14 +76,15 @@ def make_safe(args: Any) -> Ssh:
             setattr(args, flag, _words(f"--{flag.replace('_', '-')}", getattr(args, flag)))
     if args.output_filename:
         _must_be_no_option("--output-filename", args.output_filename)
-        if not over_gloo(args):
-            args.output_filename = shlex.quote(args.output_filename)
+        quoted = shlex.quote(args.output_filename)
+        if quoted != args.output_filename and not _over_gloo(args):
+            args.output_filename = quoted
     _check_place([name for name, _ in _pairs(args.hosts or "")])
     return Ssh(args.ssh_port, args.ssh_identity_file)
 
 
-def over_gloo(args: Any) -> bool:
-    """Whether Horovod will start the ranks itself, and not mpirun or jsrun."""
+def _over_gloo(args: Any) -> bool:
+    """Whether Horovod will start the ranks itself, and not mpirun or jsrun; may take seconds to find out."""
     return bool(launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun) or launch._is_elastic(args))
 
 
@@ -125,8 +126,9 @@ def _hosts(args: Any) -> str | None:
         return checked_slots(args.hosts, "-H")
     if args.hostfile:
         return checked_slots(_from_file(args.hostfile), f"--hostfile {args.hostfile}")
-    if LSFUtils.using_lsf() and not args.host_discovery_script:
-        _must_be_plain("CSM_ALLOCATION_ID", envvars.environment().get("CSM_ALLOCATION_ID", ""))
+    if LSFUtils.using_lsf() and not (args.host_discovery_script or args.show_config or args.print_env):
+        allocation = envvars.environment().get("CSM_ALLOCATION_ID", "")
+        _must_be_plain("CSM_ALLOCATION_ID", allocation, "; or name the hosts with -H")
         slots = ",".join(f"{host}:{LSFUtils.get_num_gpus()}" for host in LSFUtils.get_compute_hosts())
         return checked_slots(slots, "LSF")
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -46,7 +45,7 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     def work(told: str) -> int:
         place, key = told.split()
         envvars.put_into_environment({envvars.DESK.name: place, envvars.DESK_KEY.name: key})
-        with key_on_no_command_line() if inputs.over_gloo(args) else contextlib.nullcontext():
+        with key_on_no_command_line():
             return _horovods_launcher(args)
 
     child = Child(work)

@@ -7,6 +7,9 @@ from typing import Any
 
 
 def marked(output: str, mark: str) -> Any | None:
-    """What stands behind `mark` in the last line that begins with it; None if there is none."""
+    """What stands behind `mark` in the last line that begins with it; None if there is none, or it is no JSON."""
     lines = [line for line in output.splitlines() if line.startswith(mark)]
-    return json.loads(lines[-1].removeprefix(mark)) if lines else None
+    try:
+        return json.loads(lines[-1].removeprefix(mark)) if lines else None
+    except (ValueError, RecursionError):
+        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -23,16 +24,19 @@ _KEY = envvars.DESK_KEY.name
 
 @contextlib.contextmanager
 def key_on_no_command_line() -> Iterator[None]:
-    """While Horovod starts ranks over Gloo, in a process whose environment has the key."""
+    """While Horovod starts ranks, in a process whose environment has the key."""
     if horovod_env.is_kubeflow_mpi():  # kubectl exec hands no input on; a pod has no other users
         yield
         return
-    left_out = {*horovod_env.IGNORE_REGEXES, _KEY}
     with (
-        mock.patch.object(horovod_env, "IGNORE_REGEXES", left_out),
+        mock.patch.object(gloo_run, "env_util", types.SimpleNamespace(**{**vars(horovod_env), "is_exportable": _goes})),
         mock.patch.object(gloo_run, "get_remote_command", _with_key_as_input(gloo_run.get_remote_command)),
     ):
         yield
+
+
+def _goes(name: str) -> bool:
+    return name != _KEY and horovod_env.is_exportable(name)
 
 
 def _with_key_as_input(stock: Any) -> Any:
