@@ -66,7 +66,7 @@ class LocalClipping:
     def __init__(self, given: float | None, parameters: Iterable[Parameter], workers: int, averages: bool) -> None:
         self.given, self._all, self._workers, self._averages = given, tuple(parameters), workers, averages
         # with no limit the first step is measured only, should the script clip in it
-        first = Clip(self._all, math.inf, updates=True)
+        first = Clip(self._all, math.inf)
         self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
         self._own_norm = 0.0  # of this rank's gradients in the step under way
         self._late: list[Clip] = []  # first calls that came before the updates were there
@@ -124,19 +124,15 @@ class LocalClipping:
             steps: parameters whose updates are no gradients; they stay as they are.
 
         Returns:
-            The norm before; 0 for elements. In the first step it is that of the ranks' gradients.
+            The norm before; 0 for elements.
         """
         grads = [p.grad for p in clip.parameters if p.grad is not None and not p.grad.is_sparse and p not in steps]
         if math.isnan(clip.p):
             for grad in grads:
                 grad.clamp_(-clip.limit, clip.limit)
             return 0.0
-        if self._is_of_first(clip):
-            norm = self.norms[clip.key]
-            factor = self._factor(clip, norm)
-        else:
-            norm = total_norm([_finite_norm(grad, clip.p) for grad in grads], clip.p)
-            factor = clip.limit / norm if norm > clip.limit else 1.0
+        norm = total_norm([_finite_norm(grad, clip.p) for grad in grads], clip.p)
+        factor = clip.limit / norm if norm > clip.limit else 1.0
         for grad in grads if factor < 1 else []:
             grad.mul_(factor)
         return norm
@@ -154,8 +150,7 @@ class LocalClipping:
 
     def goes_on(self) -> None:
         """u and v are of earlier steps too: there is no first one any more."""
-        if self.given is None:
-            self.clips = ()
+        self.clips = tuple(clip for clip in self.clips if clip.limit < math.inf)
 
     def take_late(self) -> list[Clip]:
         """The limits of calls that have clipped gradients of this step in vain, as they had been taken already."""
@@ -168,9 +163,8 @@ class LocalClipping:
         Args:
             in_join: whether no script has made this step: what holds goes on, as on the ranks whose scripts do.
         """
-        if in_join:
-            self.clips = tuple(clip for clip in self.clips if clip.limit < math.inf)
-        else:
+        self.goes_on()
+        if not in_join:
             given = [] if self.given is None else [self.clips[0]]
             self.clips = tuple({clip.key: clip for clip in (*given, *self._noted.values())}.values())
         for kept in (self._noted, self.norms, self._factors, self._bounds, self._late):
@@ -252,10 +246,10 @@ class LocalClipping:
             self.norms.update({key: math.sqrt(square) for key, square in zip(keys, squares, strict=True)})
 
     def abandon(self) -> None:
-        """The step under way is given up."""
+        """The step under way is given up; what the script asks for holds all the same, as on other ranks."""
         self._pending = None
-        self._noted.clear()
-        self.step_ends()
+        for kept in (self.norms, self._factors, self._bounds, self._late):
+            kept.clear()
 
     def _whole(self) -> Clip | None:
         only = self.clips[0] if len(self.clips) == 1 else None

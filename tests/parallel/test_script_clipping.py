@@ -74,5 +74,6 @@ def test_gradients_of_others_and_steps_that_are_not_finite(ranks):
         assert found["nan"] and found["norm"] > 100 and found["after"] == pytest.approx(1, rel=1e-3)
 
 
-def test_ranks_in_join_clip_with_the_others(ranks):
-    assert len({rank["script_clipping.uneven_data"] for rank in ranks}) == 1
+@pytest.mark.parametrize("case", ["uneven_data", "loaded_on_one_rank"])
+def test_ranks_that_do_something_else_clip_with_the_others(ranks, case):
+    assert len({rank[f"script_clipping.{case}"] for rank in ranks}) == 1

@@ -228,3 +228,23 @@ def uneven_data() -> str:
             optimizer.step()
     assert hvd.join() == hvd.size() - 1
     return fingerprint(model)
+
+
+def loaded_on_one_rank() -> str:
+    """A script that clips after synchronize() loads a state on rank 0 alone, in the middle, and broadcasts it."""
+    hvd.init()
+    model = smooth_model()
+    sgd = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
+    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+        if step in (0, STEPS // 2):
+            if hvd.rank() == 0:
+                optimizer.load_state_dict(optimizer.state_dict())
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.synchronize()
+        clip_grad_norm_(model.parameters(), C)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return fingerprint(model)
