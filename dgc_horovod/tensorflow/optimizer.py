@@ -98,7 +98,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
     )
-    compiling.install(set_right)
     if optimizer.__dict__.get("_dgc_taken"):  # another one has its variables: a new one like it, as Horovod makes
         optimizer = type(optimizer).from_config(optimizer.get_config())
     wrapped = _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
@@ -199,3 +198,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
         for accumulator in accumulators:
             optimizer._untrack_variable(accumulator)
         object.__setattr__(optimizer, "_accumulated_gradients", accumulators)
+
+
+# before any script asks for `model.compile`, which it may do before it makes the optimizer in its arguments
+compiling.install(set_right)

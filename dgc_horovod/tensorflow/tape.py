@@ -78,8 +78,6 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             "under Horovod Elastic nothing tells a compressed tape that the ranks have changed; use "
             "DistributedOptimizer with our KerasState, or compression=Compression.none"
         )
-    if settings.config is not None:
-        tape_clipping.install()
     if settings.config is not None and settings.config.momentum_correction and hvd.rank() == 0:
         _say_once_that_momentum_is_not_corrected()
     kind: Any = type(gradtape)
@@ -197,3 +195,6 @@ def _nan(gradient: tf.Tensor) -> tf.Tensor:
 @functools.cache
 def _class_over(kind: type) -> Any:
     return type(kind.__name__, (_DistributedTape, kind), {"__module__": kind.__module__})
+
+
+tape_clipping.install()  # before any script asks for tf.clip_by_global_norm, in whose arguments it may make the tape

@@ -26,9 +26,8 @@ _log = logging.getLogger("dgc_horovod")
 not_converted: Any = tf.autograph.experimental.do_not_convert
 
 
-@functools.cache
 def install() -> None:
-    """Let TensorFlow's clipping functions and Keras' optimizers know marks, once a process, wherever they are held."""
+    """Let TensorFlow's clipping functions and Keras' optimizers know marks, wherever they are held; once a process."""
     for replacing in (_by_global_norm, _by_norm, _by_value):
         stock = getattr(tf, f"clip{replacing.__name__}")
         replacement = not_converted(functools.wraps(stock)(replacing(stock)))

@@ -80,6 +80,26 @@ print(hvd.broadcast_variables.__module__, hvd.init is tk.init is k.init)
     assert python(code) == ["True True True"] * 2 + ["True True", "horovod.tensorflow.functions True"]
 
 
+def test_what_is_made_in_the_arguments_of_a_call():
+    """Python takes `model.compile` and `tf.clip_by_norm` before it makes their arguments: they must be ours by then."""
+    code = """
+import horovod.tensorflow as hvd, horovod.tensorflow.keras as hvd_keras, tensorflow as tf
+hvd.init()
+keras = tf.keras
+keras.mixed_precision.set_global_policy("mixed_float16")
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=None)
+print(hasattr(model.optimizer, "compression_stats"), model.jit_compile)
+variable = tf.Variable(tf.ones((40, 50)))
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(variable)
+gradients, _ = tf.clip_by_global_norm(hvd.DistributedGradientTape(tape).gradient(loss, [variable]), 1.0)
+print(hasattr(gradients[0], "_dgc_returned"))
+"""
+    said = python(code)
+    assert "True False" in said and "True" in said
+
+
 def test_a_launcher_that_never_imports_horovod_passes_it_on():
     inner = f"import horovod.torch as hvd; print({IS_OURS})"
     code = f"""
