@@ -1,0 +1,83 @@
+"""Keras scripts that clip and that nobody has edited, under ``dgcrun``: ``python -m benchmarks.keras_clipping``.
+
+Trains examples/existing_keras.py, with ``model.fit`` and with a tape, on two ranks: dense, compressed as it is, and
+compressed with the limit given by hand (``--dgc-clip-norm``). Every run's two replicas must have the same bits. Prints
+a table and puts it into docs/tensorflow.md. About 20 minutes on 2 cores. Every run is kept in
+``benchmarks/results/keras-clipping.json``, so that a study that was stopped goes on; remove the file to measure anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import NamedTuple
+
+from benchmarks.existing import train
+from benchmarks.ranks import exit_on_signals
+from benchmarks.report import RESULTS, ROOT, markdown, remembered, write_into_page
+
+KEPT = RESULTS / "keras-clipping.json"
+DENSITY = "0.01"
+SCRIPT = "existing_keras.py"
+
+
+class Row(NamedTuple):
+    """How the script clips, in words, its options, and their limit."""
+
+    name: str
+    options: tuple[str, ...]
+    limit: str
+
+
+_LOOP = (
+    "--tape",
+    "--batch-size",
+    "150",
+    "--epochs",
+    "60",
+)  # whose gradients have little noise: updates are longest then
+ROWS = (
+    Row("`model.fit`, `global_clipnorm=0.5`", ("--clip", "global_clipnorm"), "0.5"),
+    Row("`model.fit`, `clipnorm=0.5`", ("--clip", "clipnorm"), "0.5"),
+    Row("tape, `tf.clip_by_global_norm(g, 0.2)`", (*_LOOP, "--clip", "script"), "0.2"),
+    Row("tape, `clipnorm=0.2` of the optimizer", (*_LOOP, "--clip", "clipnorm"), "0.2"),
+)
+
+
+def accuracy(launcher: tuple[str, ...], options: tuple[str, ...], seed: int) -> float:
+    """Of one run on two ranks, in per cent: from the file of results, or measured now."""
+    command = (SCRIPT, *options)
+    key = " ".join([*launcher, *command, "--seed", str(seed)])
+    return 100 * float(remembered(KEPT, key, lambda: train(launcher, "Gloo", command, seed))["accuracy"])
+
+
+def main() -> None:
+    """Run everything."""
+    exit_on_signals()
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.keras_clipping", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: %(default)s)")
+    seeds = range(parser.parse_args().seeds)
+    rows = []
+    with tqdm(total=3 * len(ROWS) * len(seeds), unit="run") as bar:
+        for row in ROWS:
+            dgc = ("dgcrun", "--dgc", "--density", DENSITY)
+            means = []
+            for launcher in (("dgcrun", "--compression", "none"), dgc, (*dgc, "--dgc-clip-norm", row.limit)):
+                found = []
+                for seed in seeds:
+                    found.append(accuracy(launcher, (*row.options, "--limit", row.limit), seed))
+                    bar.update()
+                means.append(statistics.mean(found))
+            shown = [f"{mean:.2f} %" for mean in means]
+            rows.append([row.name, *shown, f"{means[1] - means[2]:+.2f}"])
+    text = markdown(["", "dense", "as it is", "with `--dgc-clip-norm`", "points between the two"], rows)
+    text += f"\n\nUnder `dgcrun --dgc --density {DENSITY}`, 2 ranks, mean of {len(seeds)} seeds; the replicas of every "
+    text += "run have the same bits. Made by `python -m benchmarks.keras_clipping`."
+    print(text)
+    write_into_page(ROOT / "docs/tensorflow.md", "keras-clipping", text)
+
+
+if __name__ == "__main__":
+    main()
