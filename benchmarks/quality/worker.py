@@ -27,6 +27,7 @@ class RealRank:
         config = variant.config(task.settings)
         self._model, self._forgets = task.model, variant.forgets
         self._clip_norm = task.settings.clip_norm if variant.clips == AFTERWARDS else None
+        assert config is None or self._clip_norm is None, f"{run.variant}: a script's clipping would become a local one"
         self.optimizer = DistributedOptimizer(
             optimizer, task.model.named_parameters(), compression=config or Compression.none
         )

@@ -79,5 +79,6 @@ def test_uneven_data_with_join():
     assert first["last, none"] == second["last, none"] == 1 and first["last, dgc"] == second["last, dgc"]
     assert "UnsupportedUse: hvd.join(): another rank did not come" in first["said"] and first["seconds"] < 15
     assert "give every rank as many steps" in first["said"] and "or use compression none" in first["said"]
-    assert "is in hvd.join()" in second["said"] or "Horovod has" in second["said"]
+    expected = ("has fewer steps", "is in hvd.join()", "Horovod has")  # whichever rank's time is over first
+    assert any(words in second["said"] for words in expected), second["said"]
     assert second["seconds"] < 15

@@ -16,6 +16,7 @@ CASES = [
     "clipped_by_hand",
     "others",
     "uneven_data",
+    "loaded_on_one_rank",
 ]
 
 

@@ -48,7 +48,7 @@ def test_a_frozen_layer_comes_to_rest_as_with_stock_horovod(ranks):
         assert ours["fingerprint"] == found[1][f"{name}, ours"]["fingerprint"]
         first, later, again = ours["moves"]
         assert first <= 2.5 * stock["moves"][0] + 1e-3, (name, stock, ours)
-        assert later <= 1.01 * stock["moves"][1] + 1e-6, (name, stock, ours)  # weight decay goes on
+        assert later <= 1.1 * stock["moves"][1] + 1e-6, (name, stock, ours)  # weight decay goes on
         assert again > later + 1e-5, (name, ours)
 
 

@@ -14,8 +14,8 @@ TWO = [
     Run("images", "dgc, no warm-up", 2),
     Run("lstm", "dgc, rule=gaussian", 2),
     Run("lstm", "+ warm-up (DGC)", 2),  # clips; small tensors by allreduce
-    Run("lstm", "top-k, no residual", 2),
-    Run("transformer", "+ residual (TopK-SGD)", 2),  # clips what has come back
+    Run("images", "top-k, no residual", 2),
+    Run("images", "+ residual (TopK-SGD)", 2),
     Run("transformer", "AdamW, dgc", 2),
 ]
 # With four, packets are still added in rank order.
