@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-CSRC = Path("dgc_horovod/csrc")
+CSRC = Path("dgc_horovod/kernels/native/csrc")
 # No fused multiply-add and no reordering: the kernels must give the same bits as NumPy does.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-fast-math", "-fvisibility=hidden", "-g0"]
 # Linked with -ffast-math (a user's CXXFLAGS), the library would flush denormals in the whole process.
@@ -34,6 +34,6 @@ class BuildNative(build_ext):
 sources = [str(path) for path in sorted(CSRC.glob("*.cpp")) if IS_X86 or path.name not in WIDE]
 setup(
     # optional: without a compiler the package installs all the same, says once that it is slower, and works
-    ext_modules=[Extension("dgc_horovod.ops._native", sources, optional=True)],
+    ext_modules=[Extension("dgc_horovod.kernels.native._native", sources, optional=True)],
     cmdclass={"build_ext": BuildNative},
 )

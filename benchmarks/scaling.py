@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.kernels.decode import nanoseconds_an_element
 from benchmarks.report import RESULTS
 from dgc_horovod import DGCConfig
-from dgc_horovod.launch.plan import link_bytes
+from dgc_horovod.launch.doctor.cost_model import link_bytes
 
 COMPUTE_MS = 200.0
 MODELLED = (16, 32, 64)

@@ -17,8 +17,8 @@ from dgc_horovod.compression import method_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.metrics import Writer, writer_for
-from dgc_horovod.report import make_visible
-from dgc_horovod.traffic import bucket_stats, ledger, total
+from dgc_horovod.notices import make_visible
+from dgc_horovod.stats import bucket_stats, ledger, total
 
 _log = logging.getLogger("dgc_horovod")
 _EVERY = 10.0  # seconds

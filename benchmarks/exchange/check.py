@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.exchange.gradients import Gradients
 from benchmarks.exchange.methods import MOMENTUM, POWER_SGD_RANK, CompressedMethod, DDPMethod, Method, PublishedMethod
-from dgc_horovod.engine import BucketEngine
+from dgc_horovod.core.engine import BucketEngine
 
 _LEAST_OF_K = 2 / 3  # that a rule other than the exact one may send
 _FP16_ERROR = 2e-3  # relative; fp32 is far below

@@ -25,7 +25,7 @@ import triton  # noqa: E402
 from benchmarks.gpu import checks, timing, training  # noqa: E402
 from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
 from benchmarks.report import environment  # noqa: E402
-from dgc_horovod.ops import registry  # noqa: E402
+from dgc_horovod.kernels import registry  # noqa: E402
 
 _SANITIZED = ("values bf16", "values 2bit", "off the grid", "damaged packets")
 _SANITIZER_SECONDS, _PART_SECONDS = 90, 300

@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.gpu.transcript import DATA, FEEDS, Size, bucket_of, transcript
 from dgc_horovod import DGCConfig
-from dgc_horovod.codecs import VALUE_CODECS
-from dgc_horovod.engine import BucketEngine
+from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket
-from dgc_horovod.ops.reference import ReferenceKernels
-from dgc_horovod.ops.schema import MomentumFeed, ResidualFeed
-from dgc_horovod.ops.triton_kernels import TritonKernels
+from dgc_horovod.kernels.contract import MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.reference import ReferenceKernels
+from dgc_horovod.kernels.triton.kernels import TritonKernels
+from dgc_horovod.wire.codecs import VALUE_CODECS
 
 INTERPRETED = Size("cpu", (1, 63, 2049, 333, 1500), steps=4, ranks=2, long_run=5)
 ON_DEVICE = Size("cuda", (1, 63, 40_961, 333, 300_003, 4096, 700_000), steps=6, ranks=2, long_run=1000)

@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.peers import FLOWS, PerTensorTopK, PublishedDGC, PublishedGaussianK
 from benchmarks.shapes import Shapes, bert_large, gpt_1_3b, resnet50, vgg16
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import TensorSpec, plan
-from dgc_horovod.engine import BucketEngine
-from dgc_horovod.ops import registry
-from dgc_horovod.ops.schema import MomentumFeed
-from dgc_horovod.ops.triton_kernels import TritonKernels
+from dgc_horovod.core.bucketing import TensorSpec, plan
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import MomentumFeed
+from dgc_horovod.kernels.triton.kernels import TritonKernels
 
 MODELS: dict[str, Callable[[], Shapes]] = {
     "ResNet-50": resnet50,

@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dgc_horovod import DGCConfig, WarmupSchedule
-from dgc_horovod.bucket import TensorSpec
-from dgc_horovod.exchange import BucketExchange
-from dgc_horovod.ops.schema import MomentumFeed, ResidualFeed
-from dgc_horovod.ops.triton_kernels import TritonKernels
-from dgc_horovod.traffic import Traffic
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.kernels.contract import MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.triton.kernels import TritonKernels
+from dgc_horovod.stats import Traffic
 
 WORKERS, BATCH, INPUTS, CLASSES, RATE, MOMENTUM = 2, 64, 64, 10, 0.05, 0.9
 STEPS, WIDTH = 400, 512

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import Bucket, Segment
-from dgc_horovod.engine import BucketEngine
-from dgc_horovod.ops.schema import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.kernels.contract import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.wire.bucket import Bucket, Segment
 
 Feeds = Callable[[int, int], Feed]  # of a step and a segment
 

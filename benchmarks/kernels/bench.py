@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import TensorSpec, plan
-from dgc_horovod.engine import BucketEngine
-from dgc_horovod.message import Message
-from dgc_horovod.ops.schema import Kernels, MomentumFeed, ResidualFeed
+from dgc_horovod.core.bucketing import TensorSpec, plan
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.workspace import Message
+from dgc_horovod.kernels.contract import Kernels, MomentumFeed, ResidualFeed
 
 RUNS, WARM_UP = 9, 3
 MOMENTUM = 0.9

@@ -14,8 +14,8 @@ from benchmarks.peers import FLOWS, PeerFlow
 from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
-from dgc_horovod.ops.native_kernels import NativeKernels
-from dgc_horovod.ops.torch_eager import TorchEagerKernels
+from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 
 STEPS = 50
 

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.kernels.bench import Model, timed, torch_threads
 from benchmarks.report import markdown
 from dgc_horovod import DGCConfig
-from dgc_horovod.ops.native_kernels import NativeKernels
+from dgc_horovod.kernels.native.kernels import NativeKernels
 
 
 def study(quick: bool) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from benchmarks.kernels.bench import MOMENTUM, Model, timed, torch_threads
 from benchmarks.report import ROOT, markdown, save_figure
 from dgc_horovod import DGCConfig
-from dgc_horovod.ops.native_kernels import NativeKernels
+from dgc_horovod.kernels.native.kernels import NativeKernels
 
 MILLIONS = (20, 50, 100, 200, 400)
 THRESHOLD = 0.9  # about 0.1% of these gradients' residual

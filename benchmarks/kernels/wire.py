@@ -15,10 +15,10 @@ from benchmarks.kernels.bench import MOMENTUM, Model, Recorded
 from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES, numel
 from dgc_horovod import DGCConfig
-from dgc_horovod.codecs import INDEX_CODECS, VALUE_CODECS
-from dgc_horovod.engine import BucketEngine
-from dgc_horovod.ops.native_kernels import NativeKernels
-from dgc_horovod.packet import HEADER
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc_horovod.wire.packet import HEADER
 
 STEPS, BATCH, WINDOW, WIDTH, SYMBOLS = 40, 16, 32, 896, 128
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dgc_horovod.bucket import spans
-from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.core.bucketing import spans
+from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.schedule import density_at
 
 

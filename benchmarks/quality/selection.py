@@ -20,12 +20,13 @@ from benchmarks.quality.simulation import CompressedRanks, DenseRanks
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
 from benchmarks.report import RESULTS, check_machine, environment, replace_file
-from dgc_horovod.bucket import Bucket, Segment, count_for
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.engine import BucketEngine
-from dgc_horovod.ops import registry
-from dgc_horovod.ops.schema import ResidualFeed
+from dgc_horovod.core.bucketing import count_for
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import ResidualFeed
+from dgc_horovod.wire.bucket import Bucket, Segment
 
 KEPT = RESULTS / "quality-selection.json"
 NUMEL, VECTORS = 100_000, 5

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.exchange import BucketExchange
-from dgc_horovod.ops.schema import Feed
-from dgc_horovod.torch.choice import choose_update
-from dgc_horovod.torch.collectives import Collectives, Pending
-from dgc_horovod.torch.dense_path import ReduceSettings
-from dgc_horovod.torch.exchange import GradientExchange
-from dgc_horovod.torch.updates import PlainUpdate
-from dgc_horovod.traffic import Traffic
+from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.kernels.contract import Feed
+from dgc_horovod.stats import Traffic
+from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.transport import Collectives, Pending
+from dgc_horovod.torch.updates.choice import choose_update
+from dgc_horovod.torch.updates.rules import PlainUpdate
 
 LossOf = Callable[[int], Tensor]  # rank -> loss of its next batch
 

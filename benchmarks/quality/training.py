@@ -14,7 +14,7 @@ from benchmarks.quality.counts import Counts
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
 from benchmarks.quality.tasks import TASKS, WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
-from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import BucketExchange
 
 POINTS = 20  # of a curve
 HOPELESS = 50.0  # a training loss, in nats, from which no run comes back

@@ -14,7 +14,7 @@ from benchmarks.quality.simulation import LossOf
 from benchmarks.quality.tasks import Task
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS
-from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.torch import Compression, DistributedOptimizer
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.launch import config_file
-from dgc_horovod.launch.replace import Replacements, keras_names, tensorflow_names, torch_names
+from dgc_horovod.launch.rank.patches import Replacements, keras_names, tensorflow_names, torch_names
 from dgc_horovod.launch.settings import resolve
 from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, is_ours
 

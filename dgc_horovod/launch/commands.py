@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
         print(_exports(job))
         return 0
     if args.doctor:
-        from dgc_horovod.launch import doctor  # with it comes the engine, which a job needs in its ranks only
+        from dgc_horovod.launch.doctor import report as doctor
 
         envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
         interpreter = hosts.interpreter_of(args.command) or sys.executable
@@ -79,7 +79,7 @@ def _exports(job: Job) -> str:
 
 
 def _plan(args: Any) -> Any:
-    from dgc_horovod.launch import plan
+    from dgc_horovod.launch.doctor import cost_model as plan
 
     if not (args.model_size or args.step_ms or args.link_gbps):
         return None

@@ -14,12 +14,14 @@ from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import envvars
-from dgc_horovod.launch import hosts, inputs, roll_call, settings, summary
+from dgc_horovod.launch import hosts, inputs, settings
 from dgc_horovod.launch.child import Child
-from dgc_horovod.launch.desk import DeskServer
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.private import key_on_no_command_line
+from dgc_horovod.launch.rank import activation_check as roll_call
+from dgc_horovod.launch.rank import summary
 from dgc_horovod.launch.settings import Job
+from dgc_horovod.launch.status_server import DeskServer
 
 _QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
 

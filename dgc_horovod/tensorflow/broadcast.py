@@ -13,11 +13,11 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from dgc_horovod import envvars
-from dgc_horovod.agreement import check_agreement
+from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.tensorflow.collectives import Collectives
-from dgc_horovod.tensorflow.variables import native
-from dgc_horovod.tensorflow.watch import watched
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.gradients.watchdog import watched
+from dgc_horovod.tensorflow.wrapping.variables import native
 
 # What Horovod's broadcast does not know travels as something of the same width: bits are all that matters.
 _CARRIERS = {

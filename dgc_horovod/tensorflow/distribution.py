@@ -14,21 +14,30 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import envvars
-from dgc_horovod.agreement import check_agreement, unique_tag
+from dgc_horovod.config_check import check_agreement, unique_tag
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
-from dgc_horovod.report import describe
-from dgc_horovod.state import ResidualState
+from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.stats import bucket_stats, total
 from dgc_horovod.tensorflow import joining
-from dgc_horovod.tensorflow.clock import Clock
-from dgc_horovod.tensorflow.collectives import Collectives
-from dgc_horovod.tensorflow.exchange import GradientExchange
-from dgc_horovod.tensorflow.homes import Homes
-from dgc_horovod.tensorflow.settings import Settings
-from dgc_horovod.tensorflow.updates import PlainUpdate
-from dgc_horovod.tensorflow.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
-from dgc_horovod.tensorflow.variables import Gradient, Key, Source, is_frozen, key_of, kind_of, native, sources_of
-from dgc_horovod.traffic import bucket_stats, total
+from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
+from dgc_horovod.tensorflow.wrapping.reload_detector import Clock
+from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.wrapping.state_owners import Homes
+from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
+from dgc_horovod.tensorflow.wrapping.variables import (
+    Gradient,
+    Key,
+    Source,
+    is_frozen,
+    key_of,
+    kind_of,
+    native,
+    sources_of,
+)
 
 _log = logging.getLogger("dgc_horovod")
 

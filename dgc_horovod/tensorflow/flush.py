@@ -9,13 +9,13 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.engine import BucketEngine
+from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.state import MOMENTUM, RESIDUAL
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.exchange import GradientExchange
-from dgc_horovod.tensorflow.variables import key_of
-from dgc_horovod.tensorflow.watch import watched
+from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.gradients.watchdog import watched
+from dgc_horovod.tensorflow.wrapping.variables import key_of
 
 
 def flush(optimizer: Any, distribution: Distribution) -> None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from dgc_horovod.errors import CollectiveTimeout, UnsupportedUse
-from dgc_horovod.tensorflow.collectives import Collectives
+from dgc_horovod.tensorflow.gradients.transport import Collectives
 
 _UNEVEN = (
     "hvd.join(): another rank did not come. While gradients are compressed in TensorFlow it cannot wait for ranks that "

@@ -18,12 +18,12 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow import compiling
-from dgc_horovod.tensorflow.clipping import clipping_of, with_clipping
+from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.methods import AgreedScaling, DistributedMethods
-from dgc_horovod.tensorflow.settings import Settings, make_settings
-from dgc_horovod.tensorflow.updates import choose_update
+from dgc_horovod.tensorflow.gradients.updates import choose_update
+from dgc_horovod.tensorflow.optimizer_mixin import AgreedScaling, DistributedMethods
+from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

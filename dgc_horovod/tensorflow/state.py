@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod import checkpoint, envvars
-from dgc_horovod.agreement import together
+from dgc_horovod import envvars
+from dgc_horovod.config_check import together
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
+from dgc_horovod.state import checkpoint
 from dgc_horovod.tensorflow.broadcast import shared_variables
-from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
-from dgc_horovod.tensorflow.variables import native
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.wrapping.variables import native
 
 _HEAD = "head"
 

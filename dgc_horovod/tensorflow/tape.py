@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.tensorflow import tape_clipping
+from dgc_horovod.tensorflow.clipping import of_tape as tape_clipping
+from dgc_horovod.tensorflow.clipping.learned import Returned
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.learnt_clipping import Returned
-from dgc_horovod.tensorflow.methods import UsersClass, not_converted
-from dgc_horovod.tensorflow.settings import Settings, make_settings
-from dgc_horovod.tensorflow.updates import TapeUpdate
-from dgc_horovod.tensorflow.variables import Gradient, is_frozen, key_of, keys_of, scaled, sources_of
+from dgc_horovod.tensorflow.gradients.updates import TapeUpdate
+from dgc_horovod.tensorflow.optimizer_mixin import UsersClass, not_converted
+from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, scaled, sources_of
 
 _log = logging.getLogger("dgc_horovod")
 # A script makes a new tape at every step: what belongs to its variables outlives it here.

@@ -19,11 +19,11 @@ from horovod.torch.elastic import TorchState as HorovodTorchState
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
 
 from dgc_horovod import __version__, envvars
-from dgc_horovod.agreement import check_agreement
+from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.report import NOT_ALL_RANKS, going_back
-from dgc_horovod.state import ResidualState
-from dgc_horovod.torch.collectives import Collectives
+from dgc_horovod.notices import NOT_ALL_RANKS, going_back
+from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.torch.gradients.transport import Collectives
 from dgc_horovod.torch.state import copied, kept_by, put_back
 
 _log = logging.getLogger("dgc_horovod")

@@ -19,9 +19,10 @@ from horovod.torch import mpi_ops
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
-from dgc_horovod.torch import owners, state
-from dgc_horovod.torch.collectives import Collectives
-from dgc_horovod.torch.exchange import GradientExchange
+from dgc_horovod.torch import state
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.transport import Collectives
+from dgc_horovod.torch.wrapping import owners
 
 _log = logging.getLogger("dgc_horovod")
 _PAUSE = 1e-3  # seconds between two looks, as long as Horovod's cycle

@@ -19,10 +19,10 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.torch.arguments import check_arguments, check_same_choice, checked_names
-from dgc_horovod.torch.choice import choose_update
-from dgc_horovod.torch.methods import CompressedMethods
-from dgc_horovod.torch.refusals import alike, check_optimizer, check_parameters
+from dgc_horovod.torch.optimizer_mixin import CompressedMethods
+from dgc_horovod.torch.updates.choice import choose_update
+from dgc_horovod.torch.wrapping.arguments import check_arguments, check_same_choice, checked_names
+from dgc_horovod.torch.wrapping.refusals import alike, check_optimizer, check_parameters
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

@@ -11,15 +11,16 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from dgc_horovod import checkpoint, envvars
-from dgc_horovod.agreement import together
-from dgc_horovod.engine import BucketEngine
+from dgc_horovod import envvars
+from dgc_horovod.config_check import together
+from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
-from dgc_horovod.state import FIRST, MOMENTUM, RESIDUAL, ResidualState
-from dgc_horovod.torch.collectives import Collectives
-from dgc_horovod.torch.dense_path import laid_out_as
-from dgc_horovod.torch.exchange import GradientExchange
-from dgc_horovod.torch.updates import PlainUpdate
+from dgc_horovod.state import checkpoint
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState
+from dgc_horovod.torch.gradients.dense_path import laid_out_as
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.transport import Collectives
+from dgc_horovod.torch.updates.rules import PlainUpdate
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:

@@ -122,7 +122,7 @@ install_all() {
     local extras=$1 stamp
     shift
     stamp="$VENV/.installed-$(
-        cd "$ROOT" && { printf '%s\n' "$extras" "$@" && cat setup.py pyproject.toml scripts/lib/environment.sh dgc_horovod/csrc/*; } |
+        cd "$ROOT" && { printf '%s\n' "$extras" "$@" && cat setup.py pyproject.toml scripts/lib/environment.sh dgc_horovod/kernels/native/csrc/*; } |
             python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])'
     )"
     if [ -e "$stamp" ]; then return; fi

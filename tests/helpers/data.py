@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.ops.native_kernels import NativeKernels
-from dgc_horovod.ops.reference import ReferenceKernels
-from dgc_horovod.ops.torch_eager import TorchEagerKernels
+from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.kernels.reference import ReferenceKernels
+from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 
 BACKENDS: list[Any] = [ReferenceKernels(), TorchEagerKernels("cpu"), NativeKernels()]
 

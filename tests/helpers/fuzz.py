@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dgc_horovod.codecs import VALUE_CODECS
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.ops import native
-from dgc_horovod.ops.native_kernels import NativeCoder
-from dgc_horovod.packet import CHECKSUM_WORD, HEADER, Coder, NumpyCoder, PacketFormat
+from dgc_horovod.kernels.native import library as native
+from dgc_horovod.kernels.native.kernels import NativeCoder
+from dgc_horovod.wire.codecs import VALUE_CODECS
+from dgc_horovod.wire.packet import CHECKSUM_WORD, HEADER, Coder, NumpyCoder, PacketFormat
 
 STEP, GUARD = 7, 64
 SHAPES = [(1, 1), (40, 40), (1000, 20), (5000, 700), (70_000, 300)]  # numel, capacity

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.ops.native_kernels import NativeKernels
-from dgc_horovod.packet import HEADER, Coder, NumpyCoder, PacketFormat
+from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.wire.packet import HEADER, Coder, NumpyCoder, PacketFormat
 
 NATIVE: Coder = NativeKernels().coder
 CODERS: dict[str, Coder] = {"numpy": NumpyCoder(), "native": NATIVE}

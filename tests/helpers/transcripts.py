@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod import WarmupSchedule
-from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import BucketExchange
 
 FILE = Path(__file__).parents[1] / "parallel" / "transcripts.json"
 WORKERS = (2, 3, 4)

@@ -19,8 +19,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc_horovod.ops import triton_decode, triton_encode, triton_select, triton_sums, triton_take_in
-from dgc_horovod.ops.triton_memory import EXACT
+from dgc_horovod.kernels.triton import accumulate as triton_take_in
+from dgc_horovod.kernels.triton import decode as triton_decode
+from dgc_horovod.kernels.triton import encode as triton_encode
+from dgc_horovod.kernels.triton import select as triton_select
+from dgc_horovod.kernels.triton import sums as triton_sums
+from dgc_horovod.kernels.triton.memory import EXACT
 
 # What each parameter is, by name: pointers to int32 unless it is here
 _KINDS = {

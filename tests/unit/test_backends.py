@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks.gpu.transcript import FEEDS, Size, transcript
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import Bucket, Segment
-from dgc_horovod.codecs import VALUE_CODECS
-from dgc_horovod.engine import BucketEngine
-from dgc_horovod.ops.schema import ResidualFeed
-from dgc_horovod.selection import RULES
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.selection import RULES
+from dgc_horovod.kernels.contract import ResidualFeed
+from dgc_horovod.wire.bucket import Bucket, Segment
+from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS
 
 SIZE = Size("cpu", (1, 63, 4097, 333, 9000), steps=7, ranks=2)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import TensorSpec, count_for, plan, sends_scattered, spans
+from dgc_horovod.core.bucketing import TensorSpec, count_for, plan, sends_scattered, spans
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.packet import PacketFormat
+from dgc_horovod.wire.packet import PacketFormat
 
 SHAPES = st.lists(
     st.one_of(st.tuples(st.integers(1, 50), st.integers(1, 50)), st.tuples(st.integers(1, 3000))), max_size=12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dgc_horovod.codecs import VALUE_CODECS
+from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import DATA
 
 VALUES = sorted(VALUE_CODECS)

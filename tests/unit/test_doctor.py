@@ -12,19 +12,22 @@ import numpy as np
 import pytest
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import TensorSpec
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.exchange import BucketExchange
-from dgc_horovod.launch import doctor, findings, link, plan
-from dgc_horovod.launch.findings import BAD, NOTE, OK, Facts
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import ResidualFeed
+from dgc_horovod.launch.doctor import cost_model as plan
+from dgc_horovod.launch.doctor import diagnoses as findings
+from dgc_horovod.launch.doctor import link
+from dgc_horovod.launch.doctor import report as doctor
+from dgc_horovod.launch.doctor.cost_model import Plan, Row
+from dgc_horovod.launch.doctor.diagnoses import BAD, NOTE, OK, Facts
+from dgc_horovod.launch.doctor.link import Link
 from dgc_horovod.launch.hosts import HostReport
 from dgc_horovod.launch.inputs import Ssh
-from dgc_horovod.launch.link import Link
-from dgc_horovod.launch.plan import Plan, Row
 from dgc_horovod.launch.settings import resolve
-from dgc_horovod.ops import registry
-from dgc_horovod.ops.schema import ResidualFeed
-from dgc_horovod.traffic import Traffic
+from dgc_horovod.stats import Traffic
 
 GIGABIT, RESNET50, VGG16 = 1e9, 25_600_000, 138_400_000
 
@@ -266,7 +269,7 @@ def test_a_plan_needs_a_link():
 
 def run_here(arguments, token):
     assert token not in arguments, "ps would show it"
-    command = [sys.executable, "-m", "dgc_horovod.launch.link", *arguments]
+    command = [sys.executable, "-m", "dgc_horovod.launch.doctor.link", *arguments]
     return subprocess.run(command, input=token, capture_output=True, text=True, timeout=60)
 
 

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import Bucket, Segment, TensorSpec, plan
-from dgc_horovod.engine import BucketEngine
+from dgc_horovod.core.bucketing import TensorSpec, plan
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.selection import RULES
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.ops.schema import AdamFeed, MomentumFeed, ResidualFeed
-from dgc_horovod.selection import RULES
+from dgc_horovod.kernels.contract import AdamFeed, MomentumFeed, ResidualFeed
+from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers import hand_table
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
 

@@ -10,7 +10,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import config_file
 from dgc_horovod.launch.settings import resolve
-from dgc_horovod.packet import NumpyCoder
+from dgc_horovod.wire.packet import NumpyCoder
 from tests.helpers import fuzz
 from tests.helpers.packets import NATIVE
 

@@ -13,12 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc_horovod import envvars
-from dgc_horovod.bucket import Bucket, Segment
 from dgc_horovod.errors import BackendUnavailable, ConfigError
-from dgc_horovod.ops import native, registry
-from dgc_horovod.ops.native_kernels import NativeKernels
-from dgc_horovod.ops.reference import ReferenceKernels
-from dgc_horovod.ops.schema import CHUNK, SPAN, AdamFeed, Elements, MomentumFeed, ResidualFeed, State, summed_numel
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import (
+    CHUNK,
+    SPAN,
+    AdamFeed,
+    Elements,
+    MomentumFeed,
+    ResidualFeed,
+    State,
+    summed_numel,
+)
+from dgc_horovod.kernels.native import library as native
+from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.kernels.reference import ReferenceKernels
+from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
 
 REFERENCE = ReferenceKernels()
@@ -267,7 +277,7 @@ def test_native_shares_the_threads_of_torch():
     assert NativeKernels().threads == torch.get_num_threads()
     if "OpenMP" in torch.__config__.parallel_info():
         assert native.openmp_of_the_process(), "torch has an OpenMP runtime, and it was not found"
-    code = "import torch; from dgc_horovod.ops.native_kernels import NativeKernels; NativeKernels(2)"
+    code = "import torch; from dgc_horovod.kernels.native.kernels import NativeKernels; NativeKernels(2)"
     code += "; print({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l or 'libiomp' in l})"
     alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(ast.literal_eval(alone.stdout)) <= 1, f"two OpenMP runtimes in one process: {alone.stdout}"

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from dgc_horovod import metrics
-from dgc_horovod.bucket import TensorSpec
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.exchange import BucketExchange
+from dgc_horovod.kernels.contract import MomentumFeed
+from dgc_horovod.launch.rank.summary import Outcome
 from dgc_horovod.launch.settings import resolve
-from dgc_horovod.launch.summary import Outcome
-from dgc_horovod.ops.schema import MomentumFeed
-from dgc_horovod.traffic import Traffic, bucket_stats, ledger
+from dgc_horovod.stats import Traffic, bucket_stats, ledger
 from tests.helpers.data import BACKENDS, as_array
 
 STATS = {"steps": 3, "method": "dgc", "bytes_sent": 100.5, "buckets": [{"age": 2, "threshold": 0.5}, {"age": 4}]}

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc_horovod.bucket import Bucket, Segment
-from dgc_horovod.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc_horovod.core.workspace import read_summed, scattered
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.message import read_summed, scattered
-from dgc_horovod.packet import FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat
+from dgc_horovod.wire.bucket import Bucket, Segment
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat
 from tests.helpers.packets import CODERS, random_elements, read, seal, write
 
 NONE, NO_VALUES = np.empty(0, np.int32), np.empty(0, np.float32)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.bucket import Bucket, Segment
-from dgc_horovod.engine import BucketEngine
-from dgc_horovod.ops.native_kernels import NativeKernels
-from dgc_horovod.ops.schema import MomentumFeed
-from dgc_horovod.selection import RULES, FloorPredictor, SelectionContext, SpanView, select
-from dgc_horovod.selection.base import accepted_counts
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.selection import RULES, FloorPredictor, SelectionContext, SpanView, select
+from dgc_horovod.core.selection.base import accepted_counts
+from dgc_horovod.kernels.contract import MomentumFeed
+from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, as_array
 
 NUMEL = 200_000

@@ -12,9 +12,10 @@ import pytest
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import NotActivated
-from dgc_horovod.launch import desk as desk_module
-from dgc_horovod.launch import hosts, roll_call
-from dgc_horovod.launch.desk import Desk, DeskServer
+from dgc_horovod.launch import hosts
+from dgc_horovod.launch import status_server as desk_module
+from dgc_horovod.launch.rank import activation_check as roll_call
+from dgc_horovod.launch.status_server import Desk, DeskServer
 
 
 @pytest.fixture

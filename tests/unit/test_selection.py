@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dgc_horovod import config
-from dgc_horovod.codecs import VALUE_CODECS
-from dgc_horovod.selection import RULES, SelectionContext, SpanView, select
-from dgc_horovod.selection.base import accepted_counts
+from dgc_horovod.core.selection import RULES, SelectionContext, SpanView, select
+from dgc_horovod.core.selection.base import accepted_counts
+from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, as_array
 
 SIZES = [1, 2, 63, 100, 4097]

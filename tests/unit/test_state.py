@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc_horovod import checkpoint, manifest
-from dgc_horovod.bucket import Bucket, Segment
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.engine import BucketEngine
+from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, DGCError
-from dgc_horovod.ops.schema import AdamFeed, MomentumFeed
-from dgc_horovod.state import ResidualState, handed_on, shares
+from dgc_horovod.kernels.contract import AdamFeed, MomentumFeed
+from dgc_horovod.state import checkpoint, manifest
+from dgc_horovod.state.residual_state import ResidualState, handed_on, shares
+from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, as_array
 
 WORKERS = st.integers(1, 12)

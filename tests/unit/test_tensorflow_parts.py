@@ -14,14 +14,14 @@ from horovod.tensorflow.compression import Compressor
 
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.ops.torch_eager import TorchEagerKernels
+from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Clock
-from dgc_horovod.tensorflow.host_calls import Blocks, host_call
+from dgc_horovod.tensorflow.gradients.host_calls import Blocks, host_call
+from dgc_horovod.tensorflow.gradients.updates import AdamUpdate, PlainUpdate, SGDUpdate, choose_update
 from dgc_horovod.tensorflow.keras import callbacks
-from dgc_horovod.tensorflow.settings import Settings, make_settings
-from dgc_horovod.tensorflow.updates import AdamUpdate, PlainUpdate, SGDUpdate, choose_update
-from dgc_horovod.tensorflow.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
+from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
+from dgc_horovod.tensorflow.wrapping.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
 
 
 def memory_of(tensor):

@@ -18,9 +18,9 @@ from benchmarks.gpu import checks
 from benchmarks.gpu.transcript import Size, transcript
 from dgc_horovod import DGCConfig
 from dgc_horovod.errors import BackendUnavailable
-from dgc_horovod.ops import registry
-from dgc_horovod.ops.reference import ReferenceKernels
-from dgc_horovod.ops.triton_kernels import TritonKernels
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.reference import ReferenceKernels
+from dgc_horovod.kernels.triton.kernels import TritonKernels
 from tests.helpers.jobs import ROOT
 
 
@@ -80,7 +80,7 @@ def test_an_older_triton_is_refused(monkeypatch):
 
 
 def test_not_without_a_device():
-    code = "from dgc_horovod.ops import registry; registry.choose('cpu')"
+    code = "from dgc_horovod.kernels import registry; registry.choose('cpu')"
     environment = {**os.environ, "DGC_BACKEND": "triton"}
     environment.pop("TRITON_INTERPRET")
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -89,7 +89,8 @@ def test_not_without_a_device():
 
 def test_not_loaded_after_tensorflow():
     code = (
-        "import sys; sys.modules['tensorflow'] = sys; from dgc_horovod.ops import registry; registry.choose('cuda:0')"
+        "import sys; sys.modules['tensorflow'] = sys; "
+        "from dgc_horovod.kernels import registry; registry.choose('cuda:0')"
     )
     environment = {**os.environ, "DGC_BACKEND": "triton"}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)

@@ -11,12 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.agreement import check_agreement
+from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
-from dgc_horovod.tensorflow.collectives import Collectives
-from dgc_horovod.tensorflow.variables import key_of, keys_of
-from dgc_horovod.tensorflow.watch import watched
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.gradients.watchdog import watched
+from dgc_horovod.tensorflow.wrapping.variables import key_of, keys_of
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

@@ -17,16 +17,16 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.keras.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 
 from dgc_horovod import envvars
-from dgc_horovod.agreement import check_agreement
+from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import CollectiveTimeout, ConfigError, DGCError
-from dgc_horovod.report import going_back
-from dgc_horovod.state import ResidualState
+from dgc_horovod.notices import going_back
+from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.broadcast import broadcast_variables, own_variables, shared_variables
-from dgc_horovod.tensorflow.collectives import Collectives
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
-from dgc_horovod.tensorflow.settings import Settings
-from dgc_horovod.tensorflow.watch import wait_for_shutdown
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.gradients.watchdog import wait_for_shutdown
+from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 # What errors of Horovod's operations say when another rank is gone; with them come paths of files, which may say more

@@ -10,7 +10,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dgc_horovod.torch import Compression, DistributedOptimizer, collectives
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch.gradients import transport as collectives
 from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train
 
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from dgc_horovod.torch.memory import is_alone
+from dgc_horovod.torch.gradients.memory import is_alone
 from tests.helpers.logs import messages
 from tests.helpers.training import (
     UNROUNDED,

@@ -11,7 +11,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule, arguments
+from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
+from dgc_horovod.torch.wrapping import arguments
 from tests.helpers.errors import error_of
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 

@@ -14,8 +14,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from dgc_horovod import WarmupSchedule, manifest
-from dgc_horovod.state import ResidualState
+from dgc_horovod import WarmupSchedule
+from dgc_horovod.state import manifest
+from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch import Compression, DistributedOptimizer, elastic, load_checkpoint, save_checkpoint
 from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of

@@ -1,0 +1,1 @@
+"""One rank: buckets, selection, residual and momentum, and the step that they are at."""

@@ -1,0 +1,127 @@
+"""Which tensor goes into which bucket, which stay dense, and how many elements are selected where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.wire.bucket import Bucket, Segment, Span
+
+_MOST_ELEMENTS = 2**31
+WHOLE_BUCKET_VALUES = ("bf16", "8bit")
+_COLLECTIVE_LIMIT = 2**31 - 1  # bytes of an allgather output: its counts are C ints
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the layout needs to know of a parameter. `boundary` keeps tensors of different values apart."""
+
+    name: str
+    shape: tuple[int, ...]
+    boundary: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The buckets of a model, and the names of those tensors that are exchanged by allreduce."""
+
+    buckets: tuple[Bucket, ...]
+    dense: tuple[str, ...]
+
+
+def stays_dense(spec: TensorSpec, config: DGCConfig) -> bool:
+    """Whether all of a tensor is sent at every step: 1-D (bias, norm) or smaller than ``min_numel``."""
+    return spec.numel < config.min_numel or (len(spec.shape) < 2 and not config.compress_1d)
+
+
+def dense_values(config: DGCConfig, workers: int) -> str:
+    """How the dense path travels: "fp32" and "fp16" by allreduce, "bf16" and "8bit" as a whole bucket by allgather.
+
+    "auto" is 8bit up to four workers, where an allgather of bytes brings less than a ring allreduce even of fp16
+    (``N-1`` bytes an element against ``4*(N-1)/N``), and fp32 beyond.
+    """
+    if config.dense_values != "auto":
+        return config.dense_values
+    return "8bit" if workers <= 4 else "fp32"
+
+
+def plan(specs: Sequence[TensorSpec], config: DGCConfig, workers: int = 1) -> BucketLayout:
+    """Cut a model into buckets of at most ``bucket_bytes`` of fp32 gradient.
+
+    The last parameter comes first: backward reaches it first, so the first bucket is the first to be
+    ready. A tensor larger than a bucket has one of its own. A pure function: every rank gets the same.
+
+    Args:
+        specs: the parameters in the model's order.
+        config: ``bucket_bytes``, ``min_numel``, ``compress_1d`` and ``dense_values`` are used.
+        workers: N.
+
+    Raises:
+        UnsupportedUse: a tensor has 2^31 elements or more.
+    """
+    for spec in specs:
+        if spec.numel >= _MOST_ELEMENTS:
+            raise UnsupportedUse(
+                f"{spec.name!r} has {spec.numel} elements; at most {_MOST_ELEMENTS - 1} fit into a bucket, whose "
+                "positions are 32-bit. Split the parameter, or use Compression.none"
+            )
+    groups = _groups([s for s in specs if not stays_dense(s, config)], config.bucket_bytes)
+    buckets = [_bucket(i, group) for i, group in enumerate(groups)]
+    small = [s for s in specs if stays_dense(s, config)]
+    values = dense_values(config, workers)
+    if values in WHOLE_BUCKET_VALUES:
+        for group in _groups([spec for spec in small if spec.numel], config.bucket_bytes):
+            buckets.append(replace(_bucket(len(buckets), group), whole=True, values=values))
+        small = [spec for spec in small if not spec.numel]
+    return BucketLayout(tuple(buckets), tuple(spec.name for spec in small))
+
+
+def _groups(specs: Sequence[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
+    groups: list[list[TensorSpec]] = []
+    filled, most_bytes = 0, min(most_bytes, 4 * (_MOST_ELEMENTS - 1))
+    for spec in reversed(specs):
+        fits = groups and groups[-1][0].boundary == spec.boundary and filled + 4 * spec.numel <= most_bytes
+        if not fits:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += 4 * spec.numel
+    return groups
+
+
+def _bucket(index: int, specs: Sequence[TensorSpec]) -> Bucket:
+    segments, start = [], 0
+    for spec in specs:
+        segments.append(Segment(spec.name, start, spec.numel))
+        start += spec.numel
+    return Bucket(index, tuple(segments))
+
+
+def count_for(numel: int, density: float) -> int:
+    """``k = max(1, ceil(density * numel))``, with the density taken as it is written in decimal."""
+    return min(numel, max(1, math.ceil(Decimal(repr(float(density))) * numel)))
+
+
+def spans(bucket: Bucket, scope: str, density: float) -> tuple[Span, ...]:
+    """The runs from which elements are selected together: the whole bucket, or each of its tensors."""
+    if scope == "bucket" or bucket.whole:
+        return (Span(0, bucket.numel, count_for(bucket.numel, density)),)
+    return tuple(Span(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)
+
+
+def sends_scattered(numel: int, coded_bytes: int, workers: int) -> bool:
+    """Whether a dense allreduce of the scattered selection is cheaper than an allgather of packets.
+
+    An allgather brings ``workers`` packets of coded elements to every rank, a ring allreduce of fp32 passes
+    ``2 * 4 * numel`` bytes: ``N*k*b > 64*n`` bits. Also true where the allgather's output would be too long.
+    """
+    gathered = workers * coded_bytes
+    return gathered > 8 * numel or gathered > _COLLECTIVE_LIMIT

@@ -1,0 +1,256 @@
+"""All buckets of one optimizer and the step they are at: what every adapter does between tensors and collectives."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.bucket_stats import BucketMeter
+from dgc_horovod.core.bucketing import TensorSpec, plan
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.workspace import Message
+from dgc_horovod.errors import CheckpointError
+from dgc_horovod.kernels.contract import Kernels
+from dgc_horovod.schedule import density_at
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining
+from dgc_horovod.stats import Tally, Traffic, ledger
+
+
+def clip_limit(c: float, workers: int, averages: bool) -> float:
+    """DGC 3.1, local gradient clipping: the norm to which one rank's gradient is clipped.
+
+    The paper's ``c * N**-0.5`` is for a gradient already divided by N; with Horovod a rank's gradient is the mean over
+    its own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``).
+    """
+    root = math.sqrt(workers)
+    return c * root if averages else c / root
+
+
+class BucketExchange:
+    """The engines of one optimizer, and what they have in common at each step.
+
+    Args:
+        specs: every tensor that takes part, in the model's order.
+        config: the compression.
+        kernels_of: name of a tensor -> kernels on its device.
+        rank: of this worker among `workers`.
+        workers: N.
+        averages: whether the ranks' gradients are averaged (True) or summed.
+        traffic: where the messages are counted; the adapter's collectives count there too.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        config: DGCConfig,
+        kernels_of: Callable[[str], Kernels],
+        rank: int,
+        workers: int,
+        averages: bool,
+        traffic: Traffic,
+    ) -> None:
+        self.config, self.rank, self.workers, self.averages = config, rank, workers, averages
+        self.numel = {spec.name: spec.numel for spec in specs}
+        self.layout = plan(specs, config, workers)
+        self.engines = [
+            BucketEngine(bucket, config, kernels_of(bucket.segments[0].name), rank, workers)
+            for bucket in self.layout.buckets
+        ]
+        self.meters = {engine: BucketMeter(engine) for engine in self.engines}
+        self.place = {
+            segment.name: (engine, i) for engine in self.engines for i, segment in enumerate(engine.bucket.segments)
+        }
+        self.tally = Tally(workers, sum(self.numel.values()), traffic)
+        self.tally.buckets = weakref.WeakMethod(self.bucket_stats)
+        ledger.append(self.tally)
+        self.steps = 0  # finished so far, of the whole training
+        self.epoch: int | None = None  # that the warm-up was told last
+        self._lock = threading.Lock()  # buckets may be compressed by several threads
+
+    def is_compressed(self, name: str) -> bool:
+        """Whether a tensor is on the sparse path."""
+        return name in self.place and not self.place[name][0].bucket.whole
+
+    @property
+    def compressed(self) -> list[str]:
+        """Tensors on the sparse path."""
+        return [name for name in self.numel if self.is_compressed(name)]
+
+    def density(self) -> float:
+        """Density of the step under way."""
+        return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
+
+    def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
+        """`BucketEngine.compress` at the present step.
+
+        Args:
+            engine: one of ours, with every gradient offered.
+            clip: factor of the gradients, from `clip_factor`.
+            loss_scale: by which the loss, hence every gradient, is multiplied.
+        """
+        traffic, meter = self.tally.traffic, self.meters[engine]
+        meter.begins()
+        with traffic.timing("compressing"):
+            message = engine.compress(clip / loss_scale, self.steps, self.density())
+        meter.compressed(message)
+        with self._lock:
+            if not engine.bucket.whole:
+                self.tally.offered += engine.bucket.numel
+                self.tally.selected += message.count
+            count = traffic.count_allreduce if message.scattered else traffic.count_allgather
+            count(message.payload.nbytes, self.workers)
+        return message
+
+    def decode(self, engine: BucketEngine, received: np.ndarray, loss_scale: float = 1.0) -> bool:
+        """Put what all ranks sent together, into the targets of `engine`; returns whether it is finite.
+
+        Args:
+            engine: one of ours.
+            received: the ranks' packets after one another, or the sum of their vectors.
+            loss_scale: see `compress`.
+        """
+        self.meters[engine].begins()
+        with self.tally.traffic.timing("decoding"):
+            finite = engine.receive(received)
+            finite = engine.fill(self.mean_scale * loss_scale) and finite
+        self.meters[engine].decoded()
+        return finite
+
+    def clip_factor(self, other_squares: float = 0.0, loss_scale: float = 1.0) -> float:
+        """The factor that brings this rank's whole gradient within its limit; every gradient must have been offered.
+
+        What is not finite enters as zero, so it counts as zero here.
+
+        Args:
+            other_squares: squared norm of the gradients that are in no bucket.
+            loss_scale: see `compress`.
+        """
+        assert self.config.clip_norm is not None
+        limit = clip_limit(self.config.clip_norm, self.workers, self.averages)
+        norm = math.sqrt(self.squares(other_squares)) / loss_scale
+        return limit / norm if norm > limit else 1.0
+
+    def squares(self, other_squares: float = 0.0) -> float:
+        """Squared norm of all gradients that were offered, what is not finite as zero, and of `other_squares`."""
+        return other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
+
+    @property
+    def in_join(self) -> bool:
+        """Whether this rank is in join, so that its steps are those of the others."""
+        return any(engine.in_join for engine in self.engines)
+
+    @property
+    def ranks_in_join(self) -> int:
+        """How many ranks were in join at the last step, according to its messages; the same on every rank."""
+        return self.engines[0].ranks_in_join if self.engines else 0
+
+    @property
+    def mean_scale(self) -> float:
+        """What the sum over ranks is multiplied by."""
+        return 1 / self.workers if self.averages else 1.0
+
+    def close(self, finite: bool) -> None:
+        """End the step; unless `finite`, take back what was sent in it, as every rank does."""
+        if finite:
+            for engine in self.engines:
+                engine.commit()
+        else:
+            self.take_back()
+        self.steps += 1
+        self.tally.steps += 1
+
+    def where_not_finite(self) -> str:
+        """In words, where a gradient of the last step was not finite; the same text on every rank."""
+        found = [engine for engine in self.engines if engine.flagged]
+        if not found:
+            return "some rank"
+        ranks = sorted({rank for engine in found for rank in engine.flagged})
+        names = [segment.name for engine in found for segment in engine.bucket.segments]
+        among = f"{names[0]!r}" if len(names) == 1 else f"the {len(names)} tensors from {names[0]!r} to {names[-1]!r}"
+        return f"rank {', '.join(map(str, ranks))}, among {among}"
+
+    def take_back(self) -> None:
+        """Take back what the step under way has sent."""
+        for engine in self.engines:
+            engine.restore()
+
+    def clear(self) -> None:
+        """Empty u, v and the local moments: the weights are about to be others."""
+        for engine in self.engines:
+            engine.clear()
+
+    def rescale(self, factor: float) -> None:
+        """`BucketEngine.rescale` of every bucket."""
+        for engine in self.engines:
+            engine.rescale(factor)
+
+    def residuals(self) -> ResidualState:
+        """A copy of all that this rank keeps. Between two steps only."""
+        state = ResidualState(self.rank, self.workers, self.averages, self.steps, self.epoch)
+        for name, (engine, i) in self.place.items():
+            state.tensors[name] = engine.read(i)
+        state.thresholds = {_key(engine): engine.thresholds for engine in self.engines}
+        return state
+
+    def load(self, state: ResidualState) -> Arrays:
+        """Go on from `state`, of this rank; what it does not name is zero.
+
+        Returns:
+            The residuals of tensors that are in no bucket any more: the number of ranks decides which are.
+
+        Raises:
+            CheckpointError: it is of another rank, another number of ranks or another model; nothing is changed then.
+        """
+        self._check_fits(state)
+        self.clear()
+        self.steps, self.epoch = state.step, state.epoch
+        for name, arrays in state.tensors.items():
+            if name in self.place:
+                engine, i = self.place[name]
+                engine.write(i, arrays)
+        for engine in self.engines:
+            memory = state.thresholds.get(_key(engine), np.empty(0))
+            engine.thresholds = memory
+        left = {name: arrays[RESIDUAL] for name, arrays in state.tensors.items() if name not in self.place}
+        return {name: v for name, v in left.items() if v.any()}
+
+    def _check_fits(self, state: ResidualState) -> None:
+        ours, theirs = (self.workers, self.rank, self.averages), (state.workers, state.rank, state.averages)
+        if ours != theirs:
+            raise CheckpointError(
+                f"the residuals are of rank {state.rank} of {state.workers}, {combining(state.averages)} gradients; "
+                f"this is rank {self.rank} of {self.workers}, {combining(self.averages)}; load_checkpoint hands them on"
+            )
+        for name, arrays in state.tensors.items():
+            sizes = {array.size for array in arrays.values()}
+            if sizes != {self.numel.get(name)}:
+                raise CheckpointError(
+                    f"the residual of {name!r} has {sorted(sizes)} elements, the model's tensor has "
+                    f"{self.numel.get(name, 'been removed')}; they must be of the same model"
+                )
+        missing = [name for name in self.compressed if RESIDUAL not in state.tensors.get(name, {})]
+        if missing and state.tensors:
+            raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: of another model?")
+
+    def bucket_stats(self) -> list[dict[str, float]]:
+        """`BucketMeter.stats` of every bucket."""
+        return [meter.stats() for meter in self.meters.values()]
+
+    def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
+        """Copies of u and v of every tensor in a bucket, by name: what tests and tools look at."""
+        arrays = {}
+        for name, (engine, i) in self.place.items():
+            kept = engine.read(i)
+            arrays[name] = {part: kept.get(part, np.zeros_like(kept[RESIDUAL])) for part in (MOMENTUM, RESIDUAL)}
+        return arrays
+
+
+def _key(engine: BucketEngine) -> str:
+    """A bucket's name in a record of thresholds, of which those of another layout are of no use."""
+    bucket, config = engine.bucket, engine.config
+    return f"bucket {bucket.index}, {bucket.numel} elements, {config.rule}, scope {config.scope}"

@@ -1,0 +1,127 @@
+"""One span of the residual as a selection rule sees it: candidates first, the whole only where they do not reach."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels, summed_numel
+
+_SMALL = 1 << 16  # below this many elements a direct top-k costs less than a look at a sample
+_SAMPLE = 1 << 14
+
+
+class SpanView:
+    """Answers about the magnitudes of one span, the same with candidates as without.
+
+    The pass over the bucket has noted every element of at least `floor`, so whatever concerns larger magnitudes is
+    answered from those few; anything else reads the span once more.
+
+    Args:
+        kernels: backend.
+        x: the span of the residual.
+        start: its first position in the bucket; all positions that are returned are the bucket's.
+        candidates: every element with ``|x| >= floor``, or None.
+        floor: see above.
+        sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` looks at, if the pass has taken them.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        x: Array,
+        start: int = 0,
+        candidates: Elements | None = None,
+        floor: float = math.inf,
+        sums: tuple[float, float] | None = None,
+    ) -> None:
+        self.numel = len(x)
+        self._kernels, self._x, self._start = kernels, x, start
+        self._candidates = NO_ELEMENTS if candidates is None else candidates
+        self._floor = math.inf if candidates is None else floor
+        self._sums = sums
+
+    @property
+    def candidates(self) -> int:
+        """How many elements the pass has noted."""
+        return self._candidates.values.size
+
+    def largest(self, k: int) -> Elements:
+        """The k largest exactly; of equal ones the first; zeros never. Ends the view: its memory is used.
+
+        Without candidates, a threshold guessed from a sample, a little too low, leaves few, and the exact top-k runs
+        on those. Cost: nothing, else one read and a top-k of about 1.5 k, seldom a top-k of everything.
+        """
+        if self._candidates.values.size >= k:
+            return self._kernels.keep_largest(self._candidates, k)
+        if self.numel >= _SMALL:
+            sample = self._kernels.sample(self._x, 0, self.numel // _SAMPLE)
+            if (threshold := _low_guess(sample, k / self.numel)) > 0:
+                found = self._found(threshold)
+                if found.values.size >= k:
+                    return self._kernels.keep_largest(found, k)
+        return self._placed(self._kernels.top_k(self._x, k))
+
+    def at_least(self, threshold: float, most: int) -> Elements:
+        """The non-zero elements with ``|x| >= threshold``, the `most` largest if they are more. Ends the view.
+
+        The overflow is chosen by size, never by position. Cost: nothing from the floor up, or where `most` reach the
+        floor; else one read.
+        """
+        if self._candidates.values.size >= most:  # those that are larger than any other
+            return self._kernels.keep_at_least(self._kernels.keep_largest(self._candidates, most), threshold)
+        if self._is_known(threshold):
+            found = self._kernels.keep_at_least(self._candidates, threshold)
+        else:
+            found = self._found(threshold)
+        return self._kernels.keep_largest(found, most) if found.values.size > most else found
+
+    def count_at_least(self, threshold: float) -> int:
+        """How many elements have ``|x| >= threshold``. Cost: nothing from the floor up, else one read."""
+        among = self._kernels.from_host(self._candidates.values) if self._is_known(threshold) else self._x
+        return self._kernels.count_at_least(among, threshold)
+
+    def known_low(self, k: int) -> tuple[float, int]:
+        """A threshold that at least k elements reach, and how many do, for nothing: the floor, or zero."""
+        count = self._candidates.values.size
+        return (self._floor, count) if count >= k else (0.0, self.numel)
+
+    def kth_of_sample(self, start: int, stride: int, k: int) -> float:
+        """The k-th largest magnitude of ``x[start::stride]``, found among the candidates if k of them are in it."""
+        offsets = self._candidates.positions - np.int32(self._start + start)
+        hits = self._candidates.values[(offsets >= 0) & (offsets % np.int32(stride) == 0)]
+        if hits.size >= k:
+            return self._kernels.kth_largest(hits, k)
+        return self._kernels.kth_largest(self._kernels.sample(self._x, start, stride), k)
+
+    def mean_and_deviation(self) -> tuple[float, float]:
+        """Mean and standard deviation, of a sixteenth of a long span. Cost: nothing if the pass took them."""
+        total, squares = self._sums if self._sums is not None else self._kernels.sampled_sums(self._x)
+        seen = summed_numel(self.numel)
+        mean = total / seen
+        return mean, math.sqrt(max(squares / seen - mean * mean, 0.0))
+
+    def at(self, positions: np.ndarray) -> Elements:
+        """The elements at ascending positions of the span."""
+        positions = positions.astype(np.int32)
+        return self._placed(Elements(positions, self._kernels.take(self._x, positions)))
+
+    def _is_known(self, threshold: float) -> bool:
+        """Whether every element of at least `threshold`, which kernels round to float32, is a candidate."""
+        return float(np.float32(threshold)) >= self._floor
+
+    def _found(self, threshold: float) -> Elements:
+        return self._placed(self._kernels.at_least(self._x, threshold))
+
+    def _placed(self, elements: Elements) -> Elements:
+        return Elements(elements.positions + np.int32(self._start), elements.values) if self._start else elements
+
+
+def _low_guess(sample: np.ndarray, density: float) -> float:
+    """A magnitude that somewhat more than `density` of the sampled elements reach."""
+    expected = density * sample.size
+    rank = int(expected + 3 * expected**0.5 + 3)  # three standard deviations of the sample's count
+    if rank >= sample.size:
+        return 0.0
+    return float(np.partition(sample, sample.size - rank)[sample.size - rank])

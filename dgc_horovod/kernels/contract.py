@@ -1,0 +1,365 @@
+"""The kernel contract: what every backend must do, bit for bit as `reference` does it.
+
+Arithmetic rules, so that backends, instruction sets and thread counts agree exactly:
+
+* float32 state; every product is rounded before it is added (no fused multiply-add);
+* hyper-parameters are rounded to float32 before use;
+* sums are taken in float64 over the fixed tree described in `Kernels.sums`;
+* denormals are kept (gradual underflow), never flushed.
+
+An ``Array`` is the backend's own flat float32 vector (NumPy array, torch tensor). Positions and the values at them
+cross the contract as NumPy arrays on the host (`Elements`): there are only about k of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dgc_horovod.wire.bucket import Bucket
+from dgc_horovod.wire.packet import Coder, PacketFormat
+
+Array = Any
+
+CHUNK = 4096
+LANES = 16
+
+
+@dataclass(frozen=True)
+class ResidualFeed:
+    """The gradient itself enters the residual: ``v += g`` (TopK-SGD)."""
+
+
+@dataclass(frozen=True)
+class MomentumFeed:
+    """The momentum enters the residual (DGC 3.1): ``u = m*u + g; v += u``, Nesterov ``v += g; v += m*u``.
+
+    Args:
+        momentum: m in [0, 1), read from the parameter group at every step.
+        nesterov: which of the two forms.
+    """
+
+    momentum: float
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class AdamFeed:
+    """Adam's direction on the local gradient enters the residual.
+
+    ``first = b1*first + (1-b1)*g; second = b2*second + (1-b2)*g*g;``
+    ``v += (first / (1-b1**step)) / (sqrt(second) / sqrt(1-b2**step) + eps)``.
+
+    Args:
+        betas, eps: as in Adam.
+        step: of this parameter, from 1.
+    """
+
+    betas: tuple[float, float]
+    eps: float
+    step: int
+
+
+Feed = ResidualFeed | MomentumFeed | AdamFeed
+
+
+class Elements(NamedTuple):
+    """Some elements of a bucket: ascending int32 positions, and the float32 values there."""
+
+    positions: np.ndarray
+    values: np.ndarray
+
+
+NO_ELEMENTS = Elements(np.empty(0, np.int32), np.empty(0, np.float32))
+
+
+def joined(parts: Sequence[Elements]) -> Elements:
+    """The elements of several spans, in ascending order, as one."""
+    if not parts:
+        return NO_ELEMENTS
+    if len(parts) == 1:
+        return parts[0]
+    return Elements(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))
+
+
+@dataclass
+class State:
+    """What one rank keeps of a bucket: the residual v, the momentum u, or Adam's two moments; made at first use."""
+
+    v: Array
+    u: Array | None = None
+    moments: tuple[Array, Array] | None = None
+
+
+# A run of a bucket from which elements are selected together, as a pass sees it: what to note, and what it noted. The
+# layout is that of csrc/dgc.h.
+SPAN = np.dtype(
+    [
+        ("start", np.int64),
+        ("numel", np.int64),
+        ("sum", np.float64),
+        ("squares", np.float64),
+        ("floor", np.float32),  # non-zero elements of at least this magnitude are candidates; infinity: none
+        ("unused", np.int32),
+    ]
+)
+
+
+class Gradients(Protocol):
+    """The gradients of one bucket as they become ready, and how each enters the residual."""
+
+    def put(self, i: int, gradient: Array, feed: Feed, clears: bool = False) -> None:
+        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.take_in`.
+
+        `take_in` leaves it as it is or, if it `clears`, full of zeros; no other segment's may then share its memory.
+        """
+
+    def squared_norm(self) -> float:
+        """Sum of the squares of all gradients; what is not finite counts as zero. One read of them."""
+
+
+class Targets(Protocol):
+    """Where the update of each segment of one bucket is put together."""
+
+    def put(self, i: int, target: Array, cleared: bool = False) -> None:
+        """Segment i's: a flat float32 Array, overwritten by `Kernels.fill`.
+
+        If `cleared`, it is full of zeros by then, so that a backend need not zero it.
+        """
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a pass over a bucket saw.
+
+    Args:
+        gradients_finite, residual_finite: whether the gradients were, and v is.
+        noted: how many elements reached their span's floor.
+        candidates: those elements, until the next pass over the bucket; None if there was no room for them.
+    """
+
+    gradients_finite: bool
+    residual_finite: bool
+    noted: int
+    candidates: Elements | None
+
+
+class Sent(Protocol):
+    """What a step sent, for as long as it may have to be taken back."""
+
+    @property
+    def count(self) -> int:
+        """How many elements."""
+
+    @property
+    def least(self) -> float:
+        """The smallest magnitude among them."""
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Of what was sent; on the host, for free."""
+
+    @property
+    def elements(self) -> Elements:
+        """What was sent, as it stood in v; on the host."""
+
+    def put_back(self, state: State) -> None:
+        """Let u and v be, bit for bit, as after accumulation."""
+
+
+class Sender(Protocol):
+    """A whole step on a device: pass, exact selection among the bucket, packet, and what is left, with one wait.
+
+    Attributes:
+        payload: the packet, on the host, after `send`.
+    """
+
+    payload: np.ndarray
+
+    def takes(self, gradients: Any) -> bool:
+        """Whether these can go this way; if not, `Kernels.take_in` takes them."""
+
+    def send(
+        self, gradients: Any, state: State, scale: float, floor: float, step: int, masks: bool
+    ) -> tuple[Seen, Sent | None]:
+        """Take in the gradients and send the largest elements of the bucket.
+
+        Args:
+            gradients, state, scale: as in `Kernels.take_in`.
+            floor: of the bucket's span.
+            step: for the packet's header.
+            masks: whether ``u = 0`` where something is sent (DGC 3.2).
+
+        Returns:
+            What was seen, and what was sent; None where the candidates do not hold it, or a gradient is not finite, or
+            a value would be read as zero. Then only the pass has been made, and the host selects as after `take_in`.
+        """
+
+
+class Receiver(Protocol):
+    """All ranks' packets of a bucket, decoded and added on a device."""
+
+    def read(self, packets: np.ndarray, counts: np.ndarray) -> None:
+        """Begin to decode packets whose headers have been checked.
+
+        Args:
+            packets: (ranks, nbytes) uint8.
+            counts: of the elements in each.
+        """
+
+    def fill(self, targets: Any, scale: float) -> bool:
+        """As `Kernels.fill`, with what was read; begins with zero. It counts only if there are no `problems`."""
+
+    @property
+    def problems(self) -> dict[int, str]:
+        """What is wrong with the packets of which ranks; to be asked after `fill`, or it waits for the device."""
+
+    @property
+    def contributions(self) -> list[Elements]:
+        """What each rank sent; copies on the host."""
+
+
+class Kernels(Protocol):
+    """One backend on one device. All methods that change an array change it in place."""
+
+    name: str
+    array_kind: str  # "numpy" or "torch": what an Array is; those of torch also have from_dlpack and to_dlpack
+    takes_tensors: bool  # whether gradients and targets may be torch tensors too: contiguous, on the host, of any shape
+    coder: Coder
+
+    # -- arrays
+
+    def new(self, numel: int) -> Array:
+        """A zero vector of `numel` float32."""
+
+    def to_host(self, x: Array) -> np.ndarray:
+        """`x` as a NumPy array; a view where the memory is the host's."""
+
+    def from_host(self, values: np.ndarray) -> Array:
+        """A host float32 vector as an Array; a view where the memory is the host's."""
+
+    def fill_zero(self, x: Array) -> None:
+        """``x = 0``."""
+
+    def take(self, x: Array, positions: np.ndarray) -> np.ndarray:
+        """The float32 values at `positions`, on the host."""
+
+    def put(self, x: Array, elements: Elements) -> None:
+        """``x[positions] = values``."""
+
+    # -- the pass over a bucket
+
+    def gradients(self, bucket: Bucket) -> Gradients:
+        """An empty set of gradients for `bucket`."""
+
+    def take_in(
+        self, gradients: Any, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
+    ) -> Seen:
+        """Add ``scale * gradient`` of every segment to u and v as its feed says; look at v on the way.
+
+        What is not finite in a gradient enters as 0.
+
+        Args:
+            gradients: of this backend, one of each segment; let go of afterwards.
+            state: v, and u or moments where a feed needs them.
+            scale: > 0.
+            spans: SPAN records in ascending order.
+            room: most candidates wanted.
+            want_sums: whether to fill in the spans' sum and squares (see `sampled_sums`).
+
+        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28; each
+        4 more where gradients are cleared. What is written is in the cache already, and so takes little time.
+        """
+
+    # -- looking at v
+
+    def sums(self, x: Array) -> tuple[float, float]:
+        """Sum and sum of squares of `x` in float64, in one fixed order; what is not finite counts as zero.
+
+        x is cut into chunks of 4,096 (the last one filled with zeros), a chunk into 256 rows of 16
+        lanes. Neighbouring rows are added pairwise until one is left, then the upper half of the lanes
+        is added to the lower until one is left; the chunks' sums are added pairwise, neighbours first,
+        an odd last one with zero. Squares of float32 are exact in float64 and cannot overflow. One read of x.
+        """
+
+    def squares(self, arrays: Sequence[Array]) -> float:
+        """The sums of squares of `sums`, of several vectors, added in their order."""
+
+    def sampled_sums(self, x: Array) -> tuple[float, float]:
+        """`sums` of every `sum_stride`-th chunk of x: a first guess needs no more."""
+
+    def count_at_least(self, x: Array, threshold: float) -> int:
+        """How many elements have ``|x| >= threshold``. One read of x."""
+
+    def at_least(self, x: Array, threshold: float) -> Elements:
+        """The non-zero elements with ``|x| >= threshold``. One read of x."""
+
+    def top_k(self, x: Array, k: int) -> Elements:
+        """The k largest ``|x|``; ties go to the lower position; zeros never. Reads x several times."""
+
+    def sample(self, x: Array, start: int, stride: int) -> np.ndarray:
+        """Magnitudes of ``x[start::stride]``, on the host."""
+
+    # -- among few elements, on the host
+
+    def keep_largest(self, elements: Elements, k: int) -> Elements:
+        """As `top_k`, among `elements`, whose memory is used for the result."""
+
+    def keep_at_least(self, elements: Elements, threshold: float) -> Elements:
+        """As `at_least`, among `elements`, whose memory is used for the result."""
+
+    def kth_largest(self, values: np.ndarray, k: int) -> float:
+        """The k-th largest magnitude of host values, 1 <= k <= size."""
+
+    # -- what was sent leaves, what came back is added
+
+    def settle(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+        """``v = values - decoded`` at the positions; with `masked`, u's values go there and ``u = 0`` (DGC 3.2)."""
+
+    def targets(self, bucket: Bucket) -> Targets:
+        """An empty set of targets for `bucket`."""
+
+    def fill(self, targets: Any, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
+        """``update = sum over contributions of values * fp32(scale)``, added in their order.
+
+        Args:
+            targets: of this backend, one for each segment.
+            contributions: of ranks, in rank order.
+            scale: 1/N for the mean, 1 for the sum, times the loss scale.
+            fresh: begin with zero; if not, add to what is there.
+
+        Returns:
+            Whether every element is finite.
+
+        Cost: one write of the targets that are not cleared, and N*k additions.
+        """
+
+    def fill_summed(self, targets: Any, summed: Array, scale: float) -> bool:
+        """``update = summed * fp32(scale)``; returns whether every element is finite."""
+
+    # -- the same without the host in between, where there is a device for it
+
+    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> Sender | None:
+        """For steps that send the ``wire.capacity`` largest of the bucket, from at most `room` candidates."""
+
+    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
+        """For packets of that form."""
+
+
+def sum_stride(chunks: int) -> int:
+    """Of how many chunks one is summed: all of them up to 128, a sixteenth from 1,024 on."""
+    return 1 if chunks < 128 else min(chunks // 64, 16)
+
+
+def summed_numel(numel: int) -> int:
+    """How many of `numel` elements are in the chunks that `Kernels.sampled_sums` looks at."""
+    chunks = -(-numel // CHUNK)
+    seen = range(0, chunks, sum_stride(chunks))
+    last_seen = bool(seen) and seen[-1] == chunks - 1
+    return len(seen) * CHUNK - (chunks * CHUNK - numel if last_seen else 0)

@@ -1,0 +1,1 @@
+"""The kernels in C++, and how Python finds and calls them."""

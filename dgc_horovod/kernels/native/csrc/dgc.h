@@ -1,0 +1,89 @@
+// The C interface of the native kernels. kernels/native/library.py declares the same; ops/reference.py says what each must do.
+//
+// Arithmetic, bit for bit the same for every instruction set and number of threads: float32 state, each product rounded
+// before it is added (-ffp-contract=off), sums in float64 over a fixed tree, denormals kept.
+#pragma once
+#include <string.h>
+
+#include <cstdint>
+
+#define DGC_API extern "C" __attribute__((visibility("default")))
+
+namespace dgc {
+
+constexpr int64_t kChunk = 4096;  // elements summed together, and looked at by one thread at a time
+constexpr int kLanes = 16;        // of the sums' tree
+constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+enum Kind : int32_t { kLook, kResidual, kMomentum, kNesterov, kAdam };
+enum Bad : int32_t { kBadGradient = 1, kBadResidual = 2 };
+
+// One parameter inside a bucket, and how its gradient enters the residual.
+struct Segment {
+    float* gradient;
+    int64_t start, numel;
+    int32_t kind;
+    float momentum;
+    float keep1, take1, keep2, take2;    // Adam's b1, 1-b1, b2, 1-b2
+    float correction1, root2, eps;       // 1-b1^t, sqrt(1-b2^t)
+    int32_t clears;                      // whether the gradient is zero afterwards
+};
+
+// A run of a bucket from which elements are selected together; sum and squares are filled in.
+struct Span {
+    int64_t start, numel;
+    double sum, squares;
+    float floor;  // elements of at least this magnitude are candidates; infinity: none
+    int32_t unused;
+};
+
+// Where a pass over a bucket leaves what it found.
+struct Found {
+    int32_t* positions;  // of the candidates, ascending, and the values there
+    float* values;
+    int32_t* loose_positions;  // the same in the order in which threads found them
+    float* loose_values;
+    int64_t capacity;     // of each of the four
+    int64_t* chunk_at;    // per chunk: where its candidates are among the loose ones, and how many
+    int32_t* chunk_count;
+    double* chunk_sums;   // per chunk: sum, sum of squares
+    int64_t count;        // out: candidates; if more than `capacity`, none of them are to be used
+};
+
+// Where one parameter's share of the update goes.
+struct Target {
+    float* out;
+    int64_t start, numel;
+    int32_t cleared;  // zero already, unless somebody has written there since
+    int32_t unused;
+};
+
+// What one rank sent.
+struct Contribution {
+    const int32_t* positions;
+    const float* values;
+    int64_t count;
+};
+
+// How a packet's body is laid out: packet.py's PacketFormat in numbers.
+struct Layout {
+    int64_t numel, capacity;
+    int64_t values_at;  // in the body, which begins behind the header
+    int32_t index_codec, value_codec;
+    int32_t low_bits;  // Elias-Fano: bits of a position that are stored as they are
+    int32_t unused;
+};
+
+}  // namespace dgc

@@ -1,0 +1,236 @@
+"""The kernels in C++, for torch CPU tensors and NumPy buffers alike: one call a bucket, no copy, no GIL."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod.kernels.contract import CHUNK, SPAN, Elements, Seen, State
+from dgc_horovod.kernels.native import library as native
+from dgc_horovod.kernels.native.tables import (
+    CONTRIBUTION,
+    LAYOUT,
+    NO_SEGMENTS,
+    NativeGradients,
+    NativeTargets,
+    Scratch,
+    address,
+)
+from dgc_horovod.wire.bucket import Bucket
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Coder, PacketFormat
+
+_BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
+_CACHE_LINE = 16  # elements; state begins with one, so that no vector of it lies in two
+_PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
+
+
+class NativeCoder:
+    """`packet.Coder` in C++."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._layouts: dict[PacketFormat, np.ndarray] = {}
+
+    def _layout(self, wire: PacketFormat) -> int | None:
+        layout = self._layouts.get(wire)
+        if layout is None:
+            codes = INDEX_CODECS[wire.indices].code, VALUE_CODECS[wire.values].code
+            record = (wire.numel, wire.capacity, wire.values_at, *codes, wire.low_bits, 0)
+            layout = self._layouts[wire] = np.array([record], LAYOUT)
+        return address(layout)
+
+    def encode(
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
+    ) -> int:
+        layout, count = self._layout(wire), positions.size
+        return self._library.dgc_encode(
+            layout, address(positions), address(values), count, address(body), address(decoded)
+        )
+
+    def decode(
+        self, wire: PacketFormat, body: np.ndarray, count: int, positions: np.ndarray, values: np.ndarray
+    ) -> str:
+        layout = self._layout(wire)
+        return _PROBLEMS[self._library.dgc_decode(layout, address(body), count, address(positions), address(values))]
+
+    def checksum(self, packet: np.ndarray) -> int:
+        return self._library.dgc_checksum(address(packet), packet.size // 4, CHECKSUM_WORD)
+
+
+class NativeKernels:
+    """`schema.Kernels` on NumPy arrays, in C++.
+
+    Args:
+        threads: most threads to use; 0: as many as torch does, one without torch.
+        library: as returned by `native.load`.
+    """
+
+    name = "native"
+    array_kind = "numpy"
+    takes_tensors = True
+
+    def __init__(self, threads: int = 0, library: Any = None) -> None:
+        self._library = library or native.load()
+        self._fixed_threads = threads
+        self.coder: Coder = NativeCoder(self._library)
+
+    @property
+    def threads(self) -> int:
+        """Threads that a call may use now."""
+        torch = sys.modules.get("torch")
+        return self._fixed_threads or (torch.get_num_threads() if torch is not None else 1)
+
+    @property
+    def instructions(self) -> str:
+        """The instruction set in use: plain, AVX2 or AVX-512."""
+        return self._library.dgc_instructions().decode()
+
+    def use_instructions(self, name: str) -> bool:
+        """Use instruction set `name`, in the whole process; returns whether this processor has it."""
+        return bool(self._library.dgc_use_instructions(name.encode()))
+
+    # -- arrays
+
+    def new(self, numel: int) -> np.ndarray:
+        room = np.zeros(numel + _CACHE_LINE, np.float32)
+        return room[-room.ctypes.data % (4 * _CACHE_LINE) // 4 :][:numel]
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def from_host(self, values: np.ndarray) -> np.ndarray:
+        return values
+
+    def fill_zero(self, x: np.ndarray) -> None:
+        x.fill(0)
+
+    def take(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return x[positions]
+
+    def put(self, x: np.ndarray, elements: Elements) -> None:
+        self._library.dgc_put(address(x), address(elements.positions), address(elements.values), elements.values.size)
+
+    # -- the pass over a bucket
+
+    def gradients(self, bucket: Bucket) -> NativeGradients:
+        return NativeGradients(bucket, self)
+
+    def take_in(
+        self, gradients: NativeGradients, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
+    ) -> Seen:
+        if gradients.scratch is None:
+            gradients.scratch = Scratch(gradients.bucket.numel, len(spans))
+        bad = self._pass(gradients.scratch, room, state.v, spans, want_sums, gradients.table, state, scale)
+        gradients.arrays = [None] * len(gradients.arrays)
+        scratch = gradients.scratch
+        return Seen(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
+
+    def _pass(
+        self,
+        scratch: Scratch,
+        room: int,
+        v: np.ndarray,
+        spans: np.ndarray,
+        want_sums: bool,
+        segments: np.ndarray = NO_SEGMENTS,
+        state: State | None = None,
+        scale: float = 1.0,
+    ) -> int:
+        scratch.make_room(room)
+        first, second = (None, None) if state is None else state.moments or (state.u, None)
+        return self._library.dgc_pass(
+            address(v), address(first), address(second), address(segments), len(segments), scale,
+            address(spans), len(spans), want_sums, address(scratch.found), self.threads,
+        )  # fmt: skip
+
+    def _span(self, x: np.ndarray, floor: float) -> np.ndarray:
+        return np.array([(0, x.size, 0.0, 0.0, floor, 0)], SPAN)
+
+    # -- looking at v
+
+    def sums(self, x: np.ndarray) -> tuple[float, float]:
+        return self.sums_at(address(x), x.size)
+
+    def sums_at(self, place: int | None, numel: int) -> tuple[float, float]:
+        """`sums` of what lies at an address."""
+        out, chunk_sums = np.empty(2), np.empty(2 * (numel // CHUNK + 1))
+        self._library.dgc_sums(place, numel, address(chunk_sums), self.threads, address(out))
+        return float(out[0]), float(out[1])
+
+    def squares(self, arrays: Sequence[np.ndarray]) -> float:
+        return sum((self.sums(x)[1] for x in arrays), 0.0)
+
+    def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
+        span = self._span(x, np.inf)
+        self._pass(Scratch(x.size, 1), 0, x, span, True)
+        return float(span["sum"][0]), float(span["squares"][0])
+
+    def count_at_least(self, x: np.ndarray, threshold: float) -> int:
+        return self._library.dgc_count_at_least(address(x), x.size, threshold, self.threads)
+
+    def at_least(self, x: np.ndarray, threshold: float) -> Elements:
+        scratch, span = Scratch(x.size, 1), self._span(x, threshold)
+        self._pass(scratch, min(x.size, x.size // 16 + CHUNK), x, span, False)
+        if scratch.elements() is None:
+            self._pass(scratch, scratch.count, x, span, False)
+        found = scratch.elements()
+        assert found is not None
+        return found
+
+    def top_k(self, x: np.ndarray, k: int) -> Elements:
+        room = min(k, x.size)
+        into = Elements(np.empty(room, np.int32), np.empty(room, np.float32))
+        return self._kept(into, self._library.dgc_keep_largest(None, address(x), x.size, k, *map(address, into)))
+
+    def sample(self, x: np.ndarray, start: int, stride: int) -> np.ndarray:
+        return np.abs(x[start::stride])
+
+    # -- among few elements
+
+    @staticmethod
+    def _kept(elements: Elements, count: int) -> Elements:
+        return Elements(elements.positions[:count], elements.values[:count])
+
+    def keep_largest(self, elements: Elements, k: int) -> Elements:
+        positions, values = map(address, elements)
+        size = elements.values.size
+        return self._kept(elements, self._library.dgc_keep_largest(positions, values, size, k, positions, values))
+
+    def keep_at_least(self, elements: Elements, threshold: float) -> Elements:
+        size = elements.values.size
+        return self._kept(elements, self._library.dgc_keep_at_least(*map(address, elements), size, threshold))
+
+    def kth_largest(self, values: np.ndarray, k: int) -> float:
+        return self._library.dgc_kth_largest(address(values), values.size, k)
+
+    # -- what was sent leaves, what came back is added
+
+    def settle(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+        u = None if masked is None else state.u
+        what = (*map(address, elements), address(decoded), decoded.size, address(masked))
+        self._library.dgc_settle(address(state.v), address(u), *what)
+
+    def targets(self, bucket: Bucket) -> NativeTargets:
+        return NativeTargets(bucket)
+
+    def fill(self, targets: NativeTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
+        table, threads = targets.table, self.threads
+        ranks = np.array(
+            [(address(e.positions), address(e.values), e.values.size) for e in contributions], CONTRIBUTION
+        )
+        following = np.empty(threads * len(ranks), np.int64)
+        arguments = (address(table), len(table), address(ranks), len(ranks), scale, fresh, address(following), threads)
+        return bool(self._library.dgc_fill(*arguments))
+
+    def fill_summed(self, targets: NativeTargets, summed: np.ndarray, scale: float) -> bool:
+        return bool(self._library.dgc_fill_summed(address(targets.table), len(targets.table), address(summed), scale))
+
+    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> None:
+        """None: here elements are on the host anyway."""
+
+    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> None:
+        """None: here packets are on the host anyway."""

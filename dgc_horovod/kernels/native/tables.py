@@ -1,0 +1,139 @@
+"""What the native library reads and writes, as NumPy records and arrays: the structures of csrc/dgc.h."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dgc_horovod.kernels.contract import CHUNK, AdamFeed, Elements, Feed, MomentumFeed
+from dgc_horovod.wire.bucket import Bucket
+
+if TYPE_CHECKING:
+    from dgc_horovod.kernels.native.kernels import NativeKernels
+
+_RESIDUAL, _MOMENTUM, _NESTEROV, _ADAM = 1, 2, 3, 4  # enum Kind
+
+# Structures of csrc/dgc.h, as records, so that a whole table is one array.
+SEGMENT = np.dtype(
+    [("gradient", np.uintp), ("start", np.int64), ("numel", np.int64), ("kind", np.int32), ("momentum", np.float32)]
+    + [(name, np.float32) for name in ("keep1", "take1", "keep2", "take2", "correction1", "root2", "eps")]
+    + [("clears", np.int32)]
+)
+FOUND = np.dtype(
+    [(name, np.uintp) for name in ("positions", "values", "loose_positions", "loose_values")]
+    + [("capacity", np.int64)]
+    + [(name, np.uintp) for name in ("chunk_at", "chunk_count", "chunk_sums")]
+    + [("count", np.int64)]
+)
+TARGET = np.dtype(
+    [("out", np.uintp), ("start", np.int64), ("numel", np.int64), ("cleared", np.int32), ("unused", np.int32)]
+)
+CONTRIBUTION = np.dtype([("positions", np.uintp), ("values", np.uintp), ("count", np.int64)])
+LAYOUT = np.dtype(
+    [(name, np.int64) for name in ("numel", "capacity", "values_at")]
+    + [(name, np.int32) for name in ("index_codec", "value_codec", "low_bits", "unused")]
+)
+NO_SEGMENTS = np.empty(0, SEGMENT)
+
+
+def address(array: Any) -> int | None:
+    """Where a contiguous array or tensor begins, for a call; the caller keeps it alive."""
+    if array is None:
+        return None
+    return array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
+
+
+class Scratch:
+    """Memory for what passes over vectors of up to `numel` elements find; grows and is used again."""
+
+    def __init__(self, numel: int, spans: int) -> None:
+        chunks = numel // CHUNK + 1 + spans
+        self._chunks: list[np.ndarray] = [np.empty(chunks, np.int64), np.empty(chunks, np.int32)]
+        self._chunks.append(np.empty(2 * chunks, np.float64))
+        self.found = np.zeros(1, FOUND)
+        self.positions, self.values = np.empty(0, np.int32), np.empty(0, np.float32)
+        for name, array in zip(("chunk_at", "chunk_count", "chunk_sums"), self._chunks, strict=True):
+            self.found[name] = address(array)
+
+    @property
+    def count(self) -> int:
+        """How many elements were found."""
+        return int(self.found["count"][0])
+
+    def elements(self) -> Elements | None:
+        """What was found, or None if it is more than there is room for."""
+        count = self.count
+        return Elements(self.positions[:count], self.values[:count]) if count <= self.positions.size else None
+
+    def make_room(self, room: int) -> None:
+        if room == self.positions.size:
+            return
+        self.positions, self.values = np.empty(room, np.int32), np.empty(room, np.float32)
+        self._loose = np.empty(room, np.int32), np.empty(room, np.float32)
+        arrays = (self.positions, self.values, *self._loose)
+        for name, array in zip(("positions", "values", "loose_positions", "loose_values"), arrays, strict=True):
+            self.found[name] = address(array)
+        self.found["capacity"] = room
+
+
+def _table(bucket: Bucket, record: np.dtype) -> np.ndarray:
+    """One record a segment, with its place in the bucket."""
+    table = np.zeros(len(bucket.segments), record)
+    table["start"] = [segment.start for segment in bucket.segments]
+    table["numel"] = [segment.numel for segment in bucket.segments]
+    return table
+
+
+class NativeGradients:
+    """`schema.Gradients` as the table that the library reads."""
+
+    def __init__(self, bucket: Bucket, kernels: NativeKernels) -> None:
+        self.bucket, self._kernels = bucket, kernels
+        self.table = _table(bucket, SEGMENT)
+        self._addresses, self._clears = self.table["gradient"], self.table["clears"]
+        self.arrays: list[Any] = [None] * len(bucket.segments)
+        self._feeds: list[Feed | None] = [None] * len(bucket.segments)
+        self.scratch: Scratch | None = None
+
+    def put(self, i: int, gradient: Any, feed: Feed, clears: bool = False) -> None:
+        self.arrays[i] = gradient
+        self._addresses[i], self._clears[i] = address(gradient), clears
+        if feed is not self._feeds[i] and feed != self._feeds[i]:  # it seldom changes, except Adam's
+            self._feeds[i] = feed
+            self._describe(self.table[i], feed)
+
+    @staticmethod
+    def _describe(row: Any, feed: Feed) -> None:
+        row["kind"] = _RESIDUAL
+        if isinstance(feed, MomentumFeed) and feed.momentum:
+            row["kind"], row["momentum"] = (_NESTEROV if feed.nesterov else _MOMENTUM), feed.momentum
+        elif isinstance(feed, AdamFeed):
+            (b1, b2), t = feed.betas, feed.step
+            row["kind"] = _ADAM
+            row["keep1"], row["take1"], row["keep2"], row["take2"] = b1, 1 - b1, b2, 1 - b2
+            row["correction1"], row["root2"], row["eps"] = 1 - b1**t, (1 - b2**t) ** 0.5, feed.eps
+
+    def squared_norm(self) -> float:
+        return sum(
+            self._kernels.sums_at(address(gradient), segment.numel)[1]
+            for gradient, segment in zip(self.arrays, self.bucket.segments, strict=True)
+            if gradient is not None
+        )
+
+
+class NativeTargets:
+    """`schema.Targets` as the table that the library reads."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.table = _table(bucket, TARGET)
+        self._addresses, self._cleared = self.table["out"], self.table["cleared"]
+        self._arrays: list[Any] = [None] * len(bucket.segments)
+
+    def put(self, i: int, target: Any, cleared: bool = False) -> None:
+        self._arrays[i] = target
+        self._addresses[i], self._cleared[i] = address(target), cleared
+
+    def clear(self) -> None:
+        self._arrays = [None] * len(self._arrays)
+        self._addresses[:] = self._cleared[:] = 0

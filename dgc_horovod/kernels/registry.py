@@ -1,0 +1,114 @@
+"""Which kernels run: an explicit choice must work, the automatic one may fall back and says why."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+
+from dgc_horovod import envvars
+from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.kernels.contract import Kernels
+from dgc_horovod.wire.packet import Coder
+
+_log = logging.getLogger(__name__)
+
+
+def _native(device: str, threads: int) -> Kernels:
+    if not device.startswith("cpu"):
+        raise BackendUnavailable(f"it has no kernels for {device.split(':')[0]} tensors")
+    from dgc_horovod.kernels.native.kernels import NativeKernels
+
+    return NativeKernels(threads)
+
+
+def _torch_eager(device: str, threads: int) -> Kernels:
+    try:
+        from dgc_horovod.kernels.torch_eager import TorchEagerKernels
+    except ImportError:
+        raise BackendUnavailable("torch is not installed") from None
+    return TorchEagerKernels(device)
+
+
+def _triton(device: str, threads: int) -> Kernels:
+    if device.startswith("cpu") and envvars.BACKEND.read() != "triton":
+        raise BackendUnavailable("its kernels are for CUDA tensors")  # not the interpreter, which is for tests
+    if "tensorflow" in sys.modules and "triton" not in sys.modules:  # both bring LLVM: the process would be aborted
+        raise BackendUnavailable("Triton cannot be loaded after TensorFlow: import triton before it")
+    try:
+        from dgc_horovod.kernels.triton.kernels import TritonKernels
+    except ImportError as error:
+        raise BackendUnavailable(f"torch or triton is not installed ({error})") from None
+    return TritonKernels(device, host_coder(threads))
+
+
+def host_coder(threads: int) -> Coder | None:
+    """The native coder, for packets that the host writes; None without it."""
+    try:
+        return _native("cpu", threads).coder
+    except BackendUnavailable:
+        return None
+
+
+def _reference(device: str, threads: int) -> Kernels:
+    if not device.startswith("cpu"):
+        raise BackendUnavailable(f"NumPy cannot hold {device.split(':')[0]} tensors")
+    from dgc_horovod.kernels.reference import ReferenceKernels
+
+    return ReferenceKernels()
+
+
+# Name -> what makes its kernels for a device ("cpu", "cuda:0") and a number of threads, or raises BackendUnavailable;
+# the first are preferred.
+BACKENDS: dict[str, Callable[[str, int], Kernels]] = {
+    "native": _native,
+    "triton": _triton,
+    "torch_eager": _torch_eager,
+    "reference": _reference,
+}
+
+
+@functools.cache
+def _say_once_that_it_is_slower(name: str, best: str, reason: str) -> None:
+    _log.warning(
+        "dgc_horovod: compressing with %s kernels, several times slower than the %s ones (%s)", name, best, reason
+    )
+
+
+@functools.cache
+def _say_once_what_runs(name: str, device: str) -> None:
+    _log.info("dgc_horovod: compressing on %s with %s kernels", device, name)
+
+
+def choose(device: str, threads: int = 0) -> Kernels:
+    """The kernels for tensors of `device` ("cpu", "cuda:0"), as ``DGC_BACKEND`` asks.
+
+    Args:
+        device: of the gradients.
+        threads: most that the native kernels use; 0: as many as torch does.
+
+    Raises:
+        ConfigError: ``DGC_BACKEND`` names no backend.
+        BackendUnavailable: the named backend cannot serve this device.
+    """
+    wanted = envvars.BACKEND.parse(envvars.BACKEND.read())
+    reasons: dict[str, str] = {}
+    best = "native" if device.startswith("cpu") else "triton"
+    for name, create in BACKENDS.items():
+        if wanted not in ("auto", name):
+            continue
+        try:
+            kernels = create(device, threads)
+        except BackendUnavailable as error:
+            reasons[name] = f"{name}: {error}"
+            continue
+        if best in reasons and wanted == "auto":
+            _say_once_that_it_is_slower(name, best, reasons[best])
+        elif best != "native":
+            _say_once_what_runs(name, device)
+        return kernels
+    advice = "install torch, or with a C++ compiler at hand install dgc_horovod again"
+    if wanted != "auto":
+        advice = f"unset {envvars.BACKEND.name}"
+    raise BackendUnavailable(f"no kernels for {device} ({'; '.join(reasons.values())}); {advice}")

@@ -1,0 +1,219 @@
+"""Triton device code: packets read again, all ranks' at once, and added up rank by rank.
+
+No program adds to what another one adds to: each has a block of the bucket, and takes the ranks in their order. So the
+sums are the same bits on every rank, without float atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dgc_horovod.kernels.triton.accumulate import is_finite, size_of
+from dgc_horovod.kernels.triton.encode import (
+    BF16,
+    CODED,
+    EIGHT_BIT,
+    FOUR_BIT,
+    FP16,
+    FP32,
+    HEADER_WORDS,
+    OCTAVES,
+    eight_bits_back,
+    four_bits_back,
+    two_bits_back,
+)
+
+BITS = tl.constexpr(4096)  # of the bitmap, of a program
+FILL_BLOCK = tl.constexpr(2048)  # elements of the bucket that a program zeroes in one go
+_ADDED = tl.constexpr(128)  # elements that it adds in one go: one a thread
+
+BAD_POSITIONS, BAD_VALUES = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _bits(area, bit, bits):
+    word = tl.load(area + (bit >> 5), mask=bit < bits, other=0)
+    return (word >> (bit & 31)) & 1
+
+
+@triton.jit(do_not_specialize=["packet_words", "high_at", "bits", "chunks"])
+def count_ones(packets, ones, packet_words, high_at, bits, chunks):
+    """How many positions begin in each chunk of each rank's bitmap.
+
+    Args:
+        packets: int32 words of all ranks, one after another.
+        ones: int32, chunk by chunk, rank by rank.
+        high_at: word of a packet where the bitmap begins.
+        bits: of the bitmap.
+    """
+    rank, chunk = tl.program_id(1), tl.program_id(0)
+    area = packets + rank.to(tl.int64) * packet_words + high_at
+    bit = chunk * BITS + tl.arange(0, BITS)
+    tl.store(ones + rank * chunks + chunk, tl.sum(_bits(area, bit, bits)))
+
+
+@triton.jit(do_not_specialize=["packet_words", "high_at", "bits", "chunks", "capacity", "blocks"])
+def decode_positions(
+    packets, ones, counts, positions, starts, problems, packet_words, high_at, bits, chunks, capacity, blocks,
+    LOW: tl.constexpr, BLOCK_BITS: tl.constexpr,
+):  # fmt: skip
+    """The positions of all ranks, and where those of each block of the bucket begin.
+
+    Args:
+        ones: of `count_ones`.
+        counts: of each rank's elements, as its header says.
+        positions: int32, `capacity` for each rank.
+        starts: for each rank and block (``2**BLOCK_BITS`` elements), and behind the last: the first element in it. That
+            of the first block is not written, and the one behind the last not always.
+        problems: of each rank; BAD_POSITIONS if the bitmap has another count.
+    """
+    rank, chunk = tl.program_id(1), tl.program_id(0)
+    count = tl.load(counts + rank)
+    low_area = packets + rank.to(tl.int64) * packet_words + HEADER_WORDS
+    area = packets + rank.to(tl.int64) * packet_words + high_at
+    before = 0
+    for first in range(0, chunk, 1024):
+        at = first + tl.arange(0, 1024)
+        before += tl.sum(tl.load(ones + rank * chunks + at, mask=at < chunk, other=0))
+    bit = chunk * BITS + tl.arange(0, BITS)
+    is_one = _bits(area, bit, bits)
+    i = before + tl.cumsum(is_one) - is_one  # elements before this bit
+    zero = bit - i  # zeros before this bit: the upper part of a position
+    position = zero << LOW
+    listed = (is_one != 0) & (i < capacity)
+    if LOW > 0:
+        word = low_area + ((i * LOW) >> 5)
+        lower = tl.load(word, mask=listed, other=0).to(tl.int64) & 0xFFFFFFFF
+        upper = tl.load(word + 1, mask=listed, other=0).to(tl.int64)  # behind the last one comes the bitmap
+        low = (lower | (upper << 32)) >> ((i * LOW) & 31).to(tl.int64)
+        position = position | (low.to(tl.int32) & ((1 << LOW) - 1))
+    tl.store(positions + rank.to(tl.int64) * capacity + i, position, mask=listed)
+    # a zero ends an upper part; where that ends a block, the next one begins with element i
+    block = (zero + 1) >> (BLOCK_BITS - LOW)
+    ends = (((zero + 1) & ((1 << (BLOCK_BITS - LOW)) - 1)) == 0) & (is_one == 0) & (bit < bits) & (block <= blocks)
+    tl.store(starts + rank.to(tl.int64) * (blocks + 1) + block, i, mask=ends)
+    if chunk == chunks - 1:
+        found = before + tl.sum(is_one)
+        if found != count:
+            tl.atomic_or(problems + rank, BAD_POSITIONS, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["packet_words", "values_at", "scales_at", "capacity", "numel"])
+def decode_values(
+    packets, counts, positions, values, problems, packet_words, values_at, scales_at, capacity, numel,
+    CODEC: tl.constexpr,
+):  # fmt: skip
+    """The values of all ranks; and whether what was read is what a sender can have written.
+
+    Args:
+        values: float32, `capacity` for each rank.
+        values_at, scales_at: the words of a packet where the values and their scales begin.
+    """
+    rank = tl.program_id(1)
+    count = tl.load(counts + rank)
+    first = tl.program_id(0) * CODED
+    i = first + tl.arange(0, CODED)
+    inside = i < count
+    own = positions + rank.to(tl.int64) * capacity
+    position = tl.load(own + i, mask=inside, other=0)
+    last = tl.load(own + i - 1, mask=inside & (i > 0), other=-1)
+    wrong = tl.max((inside & ((position <= last) | (position >= numel))).to(tl.int32)) * BAD_POSITIONS
+    packet = packets + rank.to(tl.int64) * packet_words
+    area, scales = packet + values_at, packet + scales_at
+    magnitudes = scales.to(tl.pointer_type(tl.float32))
+    block = first // CODED
+    used = first < count
+    if CODEC == FP32:
+        x = tl.load(area.to(tl.pointer_type(tl.float32)) + i, mask=inside, other=0.0)
+    elif CODEC == FP16:
+        x = tl.load(area.to(tl.pointer_type(tl.float16)) + i, mask=inside, other=0.0).to(tl.float32)
+    elif CODEC == BF16:
+        bits = tl.load(area.to(tl.pointer_type(tl.int16)) + i, mask=inside, other=0)
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif CODEC == EIGHT_BIT:
+        code = tl.load(area.to(tl.pointer_type(tl.int8)) + i, mask=inside, other=0)
+        scale = tl.load(magnitudes + block, mask=used, other=0.0)
+        wrong |= _not_a_scale(scale)
+        x = eight_bits_back(code, scale)
+    elif CODEC == FOUR_BIT:
+        code = (tl.load(area + ((i * 4) >> 5), mask=inside, other=0) >> ((i * 4) & 31)) & 15
+        least = tl.load(scales + 2 * block, mask=used, other=0)
+        most = tl.load(scales + 2 * block + 1, mask=used, other=0)
+        ends = _not_a_scale(least.to(tl.float32, bitcast=True)) | _not_a_scale(most.to(tl.float32, bitcast=True))
+        wrong |= ends | ((least > most) | (most - least > OCTAVES)).to(tl.int32) * BAD_VALUES
+        x = four_bits_back(code, least, most)
+    else:
+        code = (tl.load(area + ((i * 2) >> 5), mask=inside, other=0) >> ((i * 2) & 31)) & 3
+        low = tl.load(magnitudes + 2 * block, mask=used, other=0.0)
+        high = tl.load(magnitudes + 2 * block + 1, mask=used, other=0.0)
+        wrong |= _not_a_scale(low) | _not_a_scale(high)
+        x = two_bits_back(code, low, high)
+    wrong |= tl.max((inside & ~is_finite(x)).to(tl.int32)) * BAD_VALUES
+    tl.store(values + rank.to(tl.int64) * capacity + i, x, mask=inside)
+    if wrong != 0:
+        tl.atomic_or(problems + rank, wrong, sem="relaxed")
+
+
+@triton.jit
+def _not_a_scale(scale):
+    """BAD_VALUES if `scale` is negative or not finite, else 0."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return ((bits < 0) | (size_of(scale) >= 0x7F800000)).to(tl.int32) * BAD_VALUES
+
+
+@triton.jit(do_not_specialize=["ranks", "capacity", "blocks"])
+def fill(
+    targets, segment_starts, spread, positions, values, starts, counts, scale, flag, ranks, capacity, blocks,
+    BLOCK_BITS: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
+    """``update = sum over ranks of values * scale``, in their order.
+
+    Args:
+        targets: address of each segment's update.
+        segment_starts: first element of each segment, and behind the last the end.
+        spread: of each block (``2**BLOCK_BITS`` elements), the first and the last segment that have elements in it.
+        positions, values: `capacity` for each rank.
+        starts, counts: of `decode_positions`.
+        scale: float32.
+        flag: set to 1 if an element is not finite.
+        FRESH: begin with zero.
+
+    Cost: one write of the bucket, 4 bytes an element, and 16 bytes for each element that is added.
+    """
+    block = tl.program_id(0)
+    first_segment, last_segment = tl.load(spread + 2 * block), tl.load(spread + 2 * block + 1)
+    if FRESH:
+        for offset in range(0, 1 << BLOCK_BITS, FILL_BLOCK):
+            at = (block << BLOCK_BITS) + offset + tl.arange(0, FILL_BLOCK)
+            for segment in range(first_segment, last_segment + 1):
+                start, end = tl.load(segment_starts + segment), tl.load(segment_starts + segment + 1)
+                target = tl.load(targets + segment).to(tl.pointer_type(tl.float32))
+                inside = (at >= start) & (at < end)
+                tl.store(target + (at - start), tl.zeros([FILL_BLOCK], tl.float32), mask=inside)
+    factor = tl.load(scale)
+    wrong = tl.zeros([_ADDED], tl.int32)
+    for rank in range(0, ranks):
+        count = tl.load(counts + rank)
+        begin = tl.load(starts + block, mask=block > 0, other=0)
+        end = tl.load(starts + block + 1, mask=block + 1 < blocks, other=0)
+        end = tl.where(block + 1 < blocks, end, count)
+        begin, end = tl.maximum(begin, 0), tl.minimum(end, count)  # of a damaged packet they are anything
+        tl.debug_barrier()  # what this program has written before is read by other threads of it
+        for first in range(begin, end, _ADDED):
+            i = first + tl.arange(0, _ADDED)
+            listed = i < end
+            at = tl.load(positions + i, mask=listed, other=-1)
+            value = tl.load(values + i, mask=listed, other=0.0) * factor
+            for segment in range(first_segment, last_segment + 1):
+                start, stop = tl.load(segment_starts + segment), tl.load(segment_starts + segment + 1)
+                target = tl.load(targets + segment).to(tl.pointer_type(tl.float32)) + (at - start)
+                inside = listed & (at >= start) & (at < stop)
+                total = tl.load(target, mask=inside, other=0.0) + value
+                tl.store(target, total, mask=inside)
+                wrong |= (inside & ~is_finite(total)).to(tl.int32)
+        positions += capacity
+        values += capacity
+        starts += blocks + 1
+    if tl.max(wrong) != 0:
+        tl.atomic_or(flag, 1, sem="relaxed")

@@ -1,0 +1,143 @@
+"""The kernels in Triton, for CUDA tensors; and for torch CPU tensors under Triton's interpreter, for tests.
+
+A pass, an exact selection of the bucket and the coder run one after another on the device (`triton_sender`), and so
+does what comes back (`triton_receiver`). Everything else, other rules and the seldom paths, is `torch_eager`'s, around
+the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dgc_horovod.kernels.composed import ListedGradients, ListedTargets
+from dgc_horovod.kernels.contract import CHUNK, Elements, Seen, State, sum_stride
+from dgc_horovod.kernels.torch_eager import TorchEagerKernels
+from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, floors_of, seen
+from dgc_horovod.kernels.triton.memory import EXACT, addresses, check_that_it_runs, using
+from dgc_horovod.kernels.triton.receiver import Filler, TritonReceiver
+from dgc_horovod.kernels.triton.sender import TritonSender
+from dgc_horovod.kernels.triton.sums import chunk_sums
+from dgc_horovod.wire.bucket import Bucket
+from dgc_horovod.wire.packet import Coder, PacketFormat
+
+_MOST_LOW_BITS = 16
+
+
+class TritonGradients(ListedGradients):
+    """`schema.Gradients`, and the pass that takes them in."""
+
+    def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
+        super().__init__(bucket, kernels)
+        self.taking = BucketPass(bucket, kernels.device)
+        self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=kernels.device)
+
+
+class TritonTargets(ListedTargets):
+    """`schema.Targets`, and the kernel that fills them where the host has decoded."""
+
+    def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
+        super().__init__(bucket)
+        self.filler = Filler(bucket, kernels.device)
+
+
+class TritonKernels(TorchEagerKernels):
+    """`schema.Kernels` on flat float32 torch tensors of one CUDA device.
+
+    Args:
+        device: such as "cuda:0"; "cpu" with TRITON_INTERPRET=1 alone.
+        coder: for packets that the host writes and reads.
+
+    Raises:
+        BackendUnavailable: Triton has nothing to run its kernels on here.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: torch.device | str, coder: Coder | None = None) -> None:
+        super().__init__(device)
+        if coder is not None:
+            self.coder = coder
+        check_that_it_runs(self.device)
+
+    def gradients(self, bucket: Bucket) -> TritonGradients:
+        return TritonGradients(bucket, self)
+
+    def take_in(
+        self, gradients: ListedGradients, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
+    ) -> Seen:
+        assert isinstance(gradients, TritonGradients)
+        if not alike(gradients):
+            return super().take_in(gradients, state, scale, spans, room, want_sums)
+        taking, board = gradients.taking, gradients.board
+        taking.make_room(room)
+        board.zero_()
+        floors = floors_of(gradients.bucket, spans)
+        with using(self.device):
+            taking.run(gradients, state, scale, floors, board[:REPORT], board[REPORT:])
+        for span in spans if want_sums else ():
+            start = int(span["start"])
+            span["sum"], span["squares"] = self.sampled_sums(state.v[start : start + int(span["numel"])])
+        report = board[:REPORT].cpu().numpy()
+        gradients.arrays = [None] * len(gradients.arrays)
+        return seen(report, taking.candidates)
+
+    def sums(self, x: torch.Tensor) -> tuple[float, float]:
+        total, squares = _sums_of([x])[0].tolist()
+        return total, squares
+
+    def squares(self, arrays: Sequence[torch.Tensor]) -> float:
+        return sum(_sums_of(arrays)[:, 1].tolist(), 0.0)
+
+    def sampled_sums(self, x: torch.Tensor) -> tuple[float, float]:
+        total, squares = _sums_of([x], sum_stride(-(-len(x) // CHUNK)))[0].tolist()
+        return total, squares
+
+    def targets(self, bucket: Bucket) -> TritonTargets:
+        return TritonTargets(bucket, self)
+
+    def fill(self, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
+        assert isinstance(targets, TritonTargets)
+        return targets.filler.listed(targets, list(contributions), scale, fresh)
+
+    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> TritonSender:
+        return TritonSender(bucket, wire, room, self.device)
+
+    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver | None:
+        if wire.low_bits > _MOST_LOW_BITS:  # next to nothing is sent, and one program would have to zero most of it
+            return None
+        return TritonReceiver(bucket, wire, ranks, self.device)
+
+
+def _sums_of(tensors: Sequence[torch.Tensor], stride: int = 1) -> np.ndarray:
+    """Sum and sum of squares of each of `tensors`, of every `stride`-th chunk; (tensors, 2) float64. One launch.
+
+    Args:
+        tensors: flat, float32, on one device.
+        stride: see `Kernels.sampled_sums`.
+    """
+    numels = np.array([len(x) for x in tensors])
+    chunks = np.ceil(np.ceil(numels / CHUNK) / stride).astype(np.int64)  # of each that are looked at
+    ends = np.cumsum(chunks)
+    if not ends.size or not ends[-1]:
+        return np.zeros((len(tensors), 2))
+    vector = np.repeat(np.arange(len(tensors)), chunks)
+    begin = (np.arange(ends[-1]) - np.repeat(ends - chunks, chunks)) * CHUNK * stride
+    table = np.stack([vector, begin, numels[vector]], axis=1).astype(np.int32)
+    device = tensors[0].device
+    sums = torch.empty(2 * len(table), dtype=torch.float64, device=device)
+    given = torch.from_numpy(table.ravel()).to(device), torch.tensor(addresses(tensors), device=device)
+    with using(device):
+        chunk_sums[(len(table),)](given[1], given[0], sums, **EXACT)
+    parts = np.split(sums.cpu().numpy().reshape(-1, 2), ends[:-1])
+    return np.stack([_pairwise(part) for part in parts])
+
+
+def _pairwise(sums: np.ndarray) -> np.ndarray:
+    """Neighbours added until one is left, an odd last one with zero."""
+    while len(sums) > 1:
+        sums = np.concatenate([sums, np.zeros((len(sums) % 2, 2))])
+        sums = sums[0::2] + sums[1::2]
+    return sums[0] if len(sums) else np.zeros(2)

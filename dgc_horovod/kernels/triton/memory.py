@@ -1,0 +1,123 @@
+"""What Triton kernels are given: tables that describe a bucket, and what goes to the device and back at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.kernels.triton.accumulate import touch
+from dgc_horovod.kernels.triton.encode import HEADER_WORDS
+from dgc_horovod.wire.bucket import Bucket
+from dgc_horovod.wire.packet import PacketFormat
+
+_ALIGNED, _WORD = 16, 4  # bytes
+_OLDEST = 3, 6  # before it div_rn and sqrt_rn become div.rn.ftz and sqrt.rn.ftz: not the CPU's bits
+
+
+class Upload:
+    """Small arrays that the host writes at each step and the device reads, sent by one copy.
+
+    Args:
+        device: where they go.
+        fields: name -> dtype and number of elements.
+
+    Attributes:
+        host: name -> NumPy array, to be written.
+        device: name -> tensor, as after the last `send`.
+    """
+
+    def __init__(self, device: torch.device, fields: dict[str, tuple[torch.dtype, int]]) -> None:
+        ends = np.cumsum([0] + [-(-dtype.itemsize * size // _ALIGNED) * _ALIGNED for dtype, size in fields.values()])
+        self._host = torch.zeros(int(ends[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(int(ends[-1]), dtype=torch.uint8, device=device)
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, torch.Tensor] = {}
+        for at, (name, (dtype, size)) in zip(ends.tolist(), fields.items(), strict=False):
+            place = slice(at, at + dtype.itemsize * size)
+            self.host[name] = self._host[place].view(dtype).numpy()
+            self.device[name] = self._device[place].view(dtype)
+
+    def send(self) -> None:
+        """Start the copy; what was sent before must have been read."""
+        self._device.copy_(self._host, non_blocking=True)
+
+
+class BucketMap:
+    """Where the segments of a bucket are, for programs that have a block of it each.
+
+    Args:
+        bucket: its layout.
+        block: elements of a program.
+        device: of the tables.
+    """
+
+    def __init__(self, bucket: Bucket, block: int, device: torch.device) -> None:
+        starts = np.array([*(segment.start for segment in bucket.segments), bucket.numel], np.int64)
+        first = np.arange(0, bucket.numel, block)
+        last = np.minimum(first + block, bucket.numel) - 1
+        spread = np.stack([np.searchsorted(starts, at, side="right") - 1 for at in (first, last)], axis=1)
+        self.blocks = len(first)
+        self.aligned = not (starts % 4).any()
+        self.bounds = first[1:]  # between two blocks
+        self.starts = torch.from_numpy(starts.astype(np.int32)).to(device)
+        self.spread = torch.from_numpy(spread.astype(np.int32).ravel()).to(device)
+
+
+def addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Where each begins; all must be there."""
+    assert all(tensor is not None for tensor in tensors)
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
+def value_words(wire: PacketFormat) -> tuple[int, int]:
+    """The words of a packet where its values and their scales begin."""
+    return HEADER_WORDS.value + wire.values_at // _WORD, HEADER_WORDS.value + wire.scales_at // _WORD
+
+
+def using(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels that are launched inside run on `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what the current stream was given: the only thing here that blocks the host."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def check_that_it_runs(device: torch.device) -> None:
+    """Launch a kernel: Triton builds its launcher with the machine's C compiler, and not every GPU is one of its.
+
+    Raises:
+        BackendUnavailable: no kernel runs there.
+    """
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise BackendUnavailable(f"Triton {triton.__version__} rounds denormals away, {oldest} or later is needed")
+    interpreted = not isinstance(touch, triton.JITFunction)
+    if device.type != "cuda" and not interpreted:
+        raise BackendUnavailable(f"Triton runs on CUDA devices, not on {device.type}")
+    if device.type == "cuda" and (interpreted or torch.version.hip):
+        raise BackendUnavailable("TRITON_INTERPRET is set" if interpreted else "AMD GPUs have not been tried")
+    try:
+        found = torch.zeros(1, dtype=torch.int32, device=device)
+        with using(device):
+            touch[(1,)](found)
+        wait_for(device)
+    except Exception as error:  # of many kinds: a compiler is missing, the driver is old
+        raise BackendUnavailable(f"Triton runs no kernel here ({type(error).__name__}: {error})") from None
+
+
+def on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory into which a device can copy while the host goes on."""
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+# Products are rounded before they are added, as everywhere (`ops.schema`).
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}

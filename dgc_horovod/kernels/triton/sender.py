@@ -1,0 +1,148 @@
+"""A whole step of compression on the device: pass, exact selection, packet, u and v after it; the host waits once.
+
+Two copies, a memset and six kernels: the settings go there, packet and positions come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from dgc_horovod.kernels.composed import ListedGradients
+from dgc_horovod.kernels.contract import Elements, Seen, State
+from dgc_horovod.kernels.triton.accumulate import BLOCK, LEAST, NOTED, READY, ZEROS
+from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, seen
+from dgc_horovod.kernels.triton.encode import CHECKSUM, CODED, SUMMED, encode, settle
+from dgc_horovod.kernels.triton.memory import EXACT, on_host, using, value_words, wait_for
+from dgc_horovod.kernels.triton.select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
+from dgc_horovod.wire.bucket import Bucket
+from dgc_horovod.wire.codecs import VALUE_CODECS
+from dgc_horovod.wire.packet import CHECKSUM_FACTOR, CHECKSUM_WORD, PacketFormat
+
+_WORD = 4  # bytes
+_ALIGNED = 4  # words; kernels are compiled anew for what is less
+
+
+@dataclass(frozen=True)
+class DeviceSent:
+    """`schema.Sent` on the device; its memory is used again at the next step."""
+
+    count: int
+    least: float
+    positions: np.ndarray
+    device_positions: torch.Tensor
+    values: torch.Tensor
+    masked: torch.Tensor | None
+
+    @property
+    def elements(self) -> Elements:
+        """A copy on the host."""
+        return Elements(self.positions.copy(), self.values.cpu().numpy().copy())
+
+    def put_back(self, state: State) -> None:
+        """u and v as they were before the elements were taken out."""
+        at = self.device_positions.long()
+        state.v[at] = self.values
+        if self.masked is not None:
+            assert state.u is not None
+            state.u[at] = self.masked
+
+
+class TritonSender:
+    """`schema.Sender` for one bucket and one form of packet.
+
+    Args:
+        bucket: its layout.
+        wire: of the packet; `wire.capacity` elements are sent at each step.
+        room: most candidates.
+        device: of the state.
+    """
+
+    def __init__(self, bucket: Bucket, wire: PacketFormat, room: int, device: torch.device) -> None:
+        self.wire, self.room, self.device, k = wire, room, device, wire.capacity
+        words = wire.nbytes // _WORD
+        sizes = [REPORT, words, k, HISTOGRAM, FINE_BINS.value]
+        starts = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
+        self._board = torch.zeros(starts[-1], dtype=torch.int32, device=device)  # what a step begins with as zeros
+        parts = (self._board[start:][:size] for start, size in zip(starts, sizes, strict=False))
+        self._report, self._packet, self._positions, self._histogram, self._fine = parts
+        self._back = on_host(starts[3], torch.int32, device)  # report, packet and positions, by one copy
+        self.payload = self._back[starts[1] :][:words].numpy().view(np.uint8)
+        self._host_positions = self._back[starts[2] :][:k].numpy()
+
+        def whole(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        blocks = triton.cdiv(bucket.numel, BLOCK.value)
+        groups = triton.cdiv(blocks, GROUP.value)
+        self._larger, self._equal = whole(blocks), whole(blocks)
+        self._larger_sums, self._equal_sums = whole(groups), whole(groups)
+        self._values, self._decoded, self._masked = (torch.empty(k, device=device) for _ in range(3))
+        self._codec, self._value_words = VALUE_CODECS[wire.values].code, value_words(wire)
+        self._header = wire.constants.copy()
+        self._header["count"] = k
+
+    def takes(self, gradients: ListedGradients) -> bool:
+        """See `schema.Sender`."""
+        return alike(gradients)
+
+    def send(
+        self, gradients: Any, state: State, scale: float, floor: float, step: int, masks: bool
+    ) -> tuple[Seen, DeviceSent | None]:
+        """See `schema.Sender`."""
+        taking: BucketPass = gradients.taking
+        taking.make_room(self.room)
+        self._header["step"] = step % 2**32
+        taking.settings.host["header"][:] = self._header.view(np.int32)
+        with using(self.device):
+            self._board.zero_()
+            floors = [floor] * len(gradients.arrays)
+            taking.run(gradients, state, scale, floors, self._report, self._histogram)
+            self._select(taking)
+            self._write(taking.settings.device["header"], state, masks)
+            self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
+        wait_for(self.device)
+        gradients.arrays = [None] * len(gradients.arrays)
+        return self._seen_and_sent(taking, masks)
+
+    def _select(self, taken: BucketPass) -> None:
+        k, room, blocks = self.wire.capacity, taken.room, taken.map.blocks
+        floors = taken.settings.device["floors"]
+        refine[(triton.cdiv(room, LIST_BLOCK.value),)](
+            taken.values, floors, self._report, self._histogram, self._fine, k, room, **EXACT
+        )
+        per_block = taken.bases, taken.counts, self._larger, self._equal, self._larger_sums, self._equal_sums
+        groups = (triton.cdiv(blocks, GROUP.value),)
+        count[groups](
+            taken.values, floors, self._report, self._histogram, self._fine, *per_block, k, room, blocks, **EXACT
+        )
+        gather[groups](
+            taken.positions, taken.values, self._report, *per_block, self._positions, self._values, blocks, **EXACT
+        )
+
+    def _write(self, header: torch.Tensor, state: State, masks: bool) -> None:
+        wire, k, words = self.wire, self.wire.capacity, self._packet.numel()
+        encode[(triton.cdiv(k, CODED.value),)](
+            self._positions, self._values, self._decoded, self._report, self._packet, header, k,
+            *self._value_words, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
+        )  # fmt: skip
+        settle[(triton.cdiv(max(k, words), SUMMED.value),)](
+            self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,
+            self._report, self._packet, k, words, MASKS=masks, **EXACT,
+        )  # fmt: skip
+
+    def _seen_and_sent(self, taken: BucketPass, masks: bool) -> tuple[Seen, DeviceSent | None]:
+        report = self._back[:REPORT].numpy()
+        if not report[READY.value] or report[ZEROS.value]:
+            return seen(report, taken.candidates), None
+        total = int(report[CHECKSUM.value : CHECKSUM.value + 2].view(np.uint64)[0])
+        self.payload.view(np.uint32)[CHECKSUM_WORD] = (total * CHECKSUM_FACTOR % 2**64) >> 32
+        least = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
+        masked = self._masked if masks else None
+        return Seen(True, True, int(report[NOTED.value]), None), DeviceSent(
+            self.wire.capacity, least, self._host_positions, self._positions, self._values, masked
+        )

@@ -1,0 +1,1 @@
+"""`dgcrun --doctor`: what is in the way, and whether compression pays."""

@@ -1,0 +1,210 @@
+"""What ``dgcrun --doctor`` makes of the facts: each finding in one line, and what to do about it.
+
+Nothing here looks at the machine; `doctor` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dgc_horovod import __version__, envvars
+from dgc_horovod.launch.build_horovod import HOROVOD_VERSION, HOROVODS_NAMES
+from dgc_horovod.launch.doctor.link import Link
+from dgc_horovod.launch.hosts import HostReport
+
+OK, NOTE, BAD = "ok", "note", "BAD"
+_BUILD = "dgcrun --build-horovod builds it for what is installed here"
+# What must be the same on every host, the keys of `HostReport.found` that tell, and how bad it is if it is not.
+_SAME_EVERYWHERE = (
+    ("Horovod", ("horovod",), BAD),
+    ("torch", ("torch",), BAD),
+    ("TensorFlow", ("tensorflow", "tensorflow-cpu"), BAD),
+    ("Python", ("python_version",), NOTE),
+)
+
+
+class Finding(NamedTuple):
+    """``OK``, ``NOTE`` or ``BAD``; what was found; and, where it is not ok, what to do."""
+
+    mark: str
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What child processes have found on this host; "error" in one of them says what went wrong there.
+
+    Args:
+        interpreter: the Python they ran.
+        packages: versions of horovod, torch, tensorflow, triton; what Horovod was built for; the kernels.
+        frameworks: "torch", "tensorflow" -> what importing it and Horovod for it has shown; those installed.
+        mpirun: its path, "" if there is none.
+    """
+
+    interpreter: str
+    packages: Mapping[str, Any]
+    frameworks: Mapping[str, Mapping[str, Any]]
+    mpirun: str = ""
+
+
+def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
+    """Settings of Horovod and of ours that change how a compressed job runs."""
+    findings = []
+    if environment.get("HOROVOD_AUTOTUNE") == "1":
+        text = "HOROVOD_AUTOTUNE=1 toggles Horovod's response cache, on which small messages depend"
+        findings.append(Finding(NOTE, text, "unset it"))
+    if environment.get("HOROVOD_CACHE_CAPACITY") == "0":
+        text = "HOROVOD_CACHE_CAPACITY=0 turns Horovod's response cache off: every step negotiates every message"
+        findings.append(Finding(NOTE, text, "unset it"))
+    if cycle := environment.get("HOROVOD_CYCLE_TIME"):
+        if not _is_near_one(cycle):
+            text = f"HOROVOD_CYCLE_TIME={cycle}: a message waits for the next cycle, by default one every 1 ms"
+            findings.append(Finding(NOTE, text, "unset it"))
+    if (enabled := environment.get(envvars.ENABLED.name)) and not envvars.ENABLED.parse(enabled):
+        text = f"{envvars.ENABLED.name}={enabled}: nothing is compressed, whatever else is set"
+        findings.append(Finding(NOTE, text, "unset it to compress"))
+    if path := environment.get(envvars.CONFIG_FILE.name):
+        findings.append(Finding(OK, f"{envvars.CONFIG_FILE.name}: every job takes settings from {path}"))
+    return findings or [Finding(OK, "no setting stands in the way")]
+
+
+def _is_near_one(cycle: str) -> bool:
+    try:
+        return 0.25 <= float(cycle) <= 4
+    except ValueError:
+        return False
+
+
+def judge_horovod(facts: Facts) -> list[Finding]:
+    """Horovod's version, what it was built for, and its controllers."""
+    version = facts.packages.get("horovod")
+    if version is None:
+        reason = facts.packages.get("error")
+        text = f"{facts.interpreter} has no Horovod" + (f" ({reason})" if reason else "")
+        return [Finding(BAD, text, _BUILD)]
+    right = version == HOROVOD_VERSION
+    findings = [Finding(OK, f"Horovod {version}")] if right else [
+        Finding(NOTE, f"Horovod {version}: only {HOROVOD_VERSION} is tested", _BUILD)
+    ]  # fmt: skip
+    findings += [_judge_framework(name, facts) for name in facts.frameworks]
+    if not facts.frameworks:
+        advice = "install one (pip install torch), then run dgcrun --build-horovod"
+        return [*findings, Finding(BAD, "neither torch nor TensorFlow is installed", advice)]
+    built = [found["parts"] for found in facts.frameworks.values() if "parts" in found]
+    return findings + (_judge_parts(built[0], facts) if built else [])
+
+
+def _judge_framework(name: str, facts: Facts) -> Finding:
+    found = facts.frameworks[name]
+    version = found.get("version") or facts.packages[name]
+    built_for = facts.packages.get("built_for", {})
+    built = built_for.get(HOROVODS_NAMES[name])
+    if built not in (None, version):
+        return Finding(BAD, f"Horovod was built for {name} {built}, installed is {version}", _BUILD)
+    if "error" not in found:
+        return Finding(OK, f"{name} {version}: Horovod is built for it" if built else f"{name} {version}")
+    if built_for and built is None:
+        return Finding(NOTE, f"Horovod was not built for {name}, of which {version} is installed", _BUILD)
+    return Finding(BAD, f"import of {name} {version} and horovod.{name}: {found['error']}", _BUILD)
+
+
+def _judge_parts(parts: Sequence[str], facts: Facts) -> list[Finding]:
+    findings = []
+    controllers = [name for part, name in (("gloo", "Gloo"), ("mpi", "MPI")) if part in parts]
+    if not controllers:
+        findings.append(Finding(BAD, "Horovod was built with neither Gloo nor MPI", _BUILD))
+    elif "mpi" in parts and not facts.mpirun:
+        advice = "launch with --gloo, or put the folder of mpirun on PATH"
+        findings.append(Finding(NOTE, f"controllers: {', '.join(controllers)}, but no mpirun on PATH", advice))
+    else:
+        path = f" ({facts.mpirun})" if "mpi" in parts else ""
+        findings.append(Finding(OK, f"controllers: {', '.join(controllers)}{path}"))
+    torch = facts.frameworks.get("torch", {})
+    if torch.get("cuda") and "cuda" not in parts:
+        text = "Horovod was built without CUDA: it ends the process that gives it a CUDA tensor (broadcast_parameters)"
+        findings.append(Finding(BAD, text, "docs/cuda.md, With Horovod; or broadcast before the model goes to the GPU"))
+    elif (torch.get("cuda") or torch.get("cuda_built")) and "nccl" not in parts:
+        advice = "build with HOROVOD_GPU_OPERATIONS=NCCL: dgcrun --build-horovod"
+        findings.append(Finding(NOTE, "built without NCCL: GPU gradients go through host memory", advice))
+    return findings
+
+
+def judge_kernels(facts: Facts) -> list[Finding]:
+    """What compresses CPU tensors, and CUDA tensors where there are any."""
+    packages, torch = facts.packages, facts.frameworks.get("torch", {})
+    name = packages.get("kernels")
+    if name is None:
+        advice = f"install dgc_horovod {__version__} for {facts.interpreter}"
+        return [Finding(BAD, f"no kernels: {packages.get('error', 'unknown error')}", advice)]
+    if name == "native":
+        findings = [Finding(OK, f"CPU tensors: native ({packages['instructions']})")]
+    else:
+        reason = packages.get("not_native", f"{envvars.BACKEND.name} asks for them")
+        advice = "install a C++ compiler, then dgc_horovod again" if "not_native" in packages else "set it to auto"
+        findings = [Finding(NOTE, f"CPU tensors: {name}, several times slower than native: {reason}", advice)]
+    if torch.get("cuda"):
+        kernels, triton = torch.get("cuda_kernels", "none"), packages.get("triton")
+        text = f"CUDA tensors: {kernels} (Triton {triton or 'is not installed'}); packets go through host memory"
+        advice = "compare a short run with one of --compression none" if triton else "install triton: fewer launches"
+        findings.append(Finding(NOTE, text, advice))
+    elif torch.get("cuda_built"):
+        text = f"torch is built for CUDA {torch['cuda_built']} and sees no CUDA device"
+        findings.append(Finding(NOTE, text, "for a GPU look at nvidia-smi and CUDA_VISIBLE_DEVICES"))
+    return findings
+
+
+def judge_hosts(reports: Sequence[HostReport]) -> list[Finding]:
+    """Whether every host is fit, and the versions that must be the same."""
+    findings = []
+    for report in reports:
+        if report.problem:
+            text, _, advice = report.problem.rpartition("; ")
+            same = "the same Python environment must be at the same path on every host"
+            findings.append(Finding(BAD, f"{report.host}: {text or advice}", advice if text else same))
+    answered = [report for report in reports if report.found]
+    shared = []
+    for name, keys, mark in _SAME_EVERYWHERE:
+        with_version: dict[str, list[str]] = {}
+        for report in answered:
+            version = next((report.found[key] for key in keys if report.found.get(key)), "none")
+            with_version.setdefault(version, []).append(report.host)
+        if len(with_version) > 1:
+            parts = [f"{version} on {_some(names)}" for version, names in with_version.items()]
+            findings.append(Finding(mark, f"{name}: {'; '.join(parts)}", "install the same version on every host"))
+        shared += [f"{name} {version}" for version in with_version if len(with_version) == 1 and version != "none"]
+    fit = [report.host for report in reports if not report.problem]
+    if fit:
+        findings.insert(0, Finding(OK, f"{_some(fit)}: {', '.join(shared)}"))
+    return findings
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def judge_links(links: Sequence[Link], any_remote: bool) -> list[Finding]:
+    """The measured links; `any_remote`: whether the job has a host but this one."""
+    if not any_remote:
+        text = "only this host: its ranks talk through memory, where compression rarely pays"
+        return [Finding(NOTE, text, "name the hosts with -H a:8,b:8")]
+    if not links:
+        return [Finding(NOTE, "none measured: no other host is fit", "cure what is BAD above")]
+    return [_judge_link(each) for each in links]
+
+
+def _judge_link(each: Link) -> Finding:
+    if each.problem:
+        advice = "let the hosts connect to one another on any TCP port: Horovod's ranks need it too"
+        return Finding(BAD, f"{each.host}: {each.problem}", advice)
+    there, back = each.there_bits, each.back_bits
+    text = f"{each.host}: {_rate(there)} there, {_rate(back)} back, round trip {1e3 * each.round_trip:.2f} ms"
+    if max(there, back) > 2 * min(there, back):
+        return Finding(NOTE, text, "the slower direction decides: look for other traffic, limits, a duplex mismatch")
+    return Finding(OK, text)
+
+
+def _rate(bits: float) -> str:
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 10**10 else f"{bits / 1e6:,.0f} Mbit/s"

@@ -1,0 +1,198 @@
+"""``dgcrun --doctor``: what would stop a compressed job here, what would slow it, and whether it pays.
+
+What is made of what is found here stands in `findings`. Frameworks are imported in child processes: one that crashes or
+hangs is a finding.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import textwrap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from dgc_horovod import envvars
+from dgc_horovod.compression import PRESETS
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import hosts
+from dgc_horovod.launch.doctor import link
+from dgc_horovod.launch.doctor.cost_model import Plan, measure_compress, price, show
+from dgc_horovod.launch.doctor.diagnoses import (
+    BAD,
+    Facts,
+    Finding,
+    judge_environment,
+    judge_horovod,
+    judge_hosts,
+    judge_kernels,
+    judge_links,
+)
+from dgc_horovod.launch.doctor.link import Link
+from dgc_horovod.launch.inputs import Ssh
+from dgc_horovod.launch.marked import marked
+from dgc_horovod.launch.settings import Job
+
+_COLUMNS = 100
+_CHILD_SECONDS, _LINK_SECONDS = 120, 60
+_PAYLOAD = 1448 / 1538  # of what Ethernet carries in full frames is what TCP delivers
+_MARK = "DGC_FOUND "
+_BEGIN = """
+import json
+found = {}
+def version(*names):
+    from importlib import metadata
+    for name in names:
+        try: return metadata.version(name)
+        except metadata.PackageNotFoundError: pass
+try:
+"""
+_END = f"""
+except Exception as error:
+    found["error"] = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
+print({_MARK!r} + json.dumps(found))
+"""
+_PACKAGES = """
+    import importlib.util, pathlib
+    found.update(horovod=version("horovod"), torch=version("torch"), triton=version("triton"))
+    found["tensorflow"] = version("tensorflow", "tensorflow-cpu")
+    spec = importlib.util.find_spec("horovod")
+    record = pathlib.Path(spec.origin).with_name("metadata.json") if spec and spec.origin else None
+    found["built_for"] = json.loads(record.read_text()) if record and record.exists() else {}
+    from dgc_horovod.errors import BackendUnavailable
+    from dgc_horovod.kernels import registry
+    from dgc_horovod.kernels.native import library as native
+    try: native.load()
+    except BackendUnavailable as error: found["not_native"] = str(error)
+    kernels = registry.choose("cpu")
+    found["kernels"], found["instructions"] = kernels.name, getattr(kernels, "instructions", "")
+"""
+_TORCH = """
+    import torch
+    found.update(version=torch.__version__, cuda_built=torch.version.cuda, cuda=torch.cuda.is_available())
+    import horovod.torch as horovod
+    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, f"{part}_built")()]
+    if found["cuda"]:
+        from dgc_horovod.kernels import registry
+        try: found["cuda_kernels"] = registry.choose("cuda:0").name
+        except Exception as error: found["cuda_kernels"] = f"none ({error})"
+"""
+_TENSORFLOW = """
+    import tensorflow
+    found["version"] = tensorflow.__version__
+    import horovod.tensorflow as horovod
+    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, f"{part}_built")()]
+"""
+
+
+def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Plan | None) -> int:
+    """Print what was found; returns 1 if something would stop a compressed job, else 0.
+
+    Args:
+        slots: the hosts, ``a:8,b:8``; "" for this one.
+        interpreter: the Python that the job runs.
+        ssh: how to reach the other hosts.
+        job: what it asks for.
+        plan: a model and a step for which to say whether compression pays; None: not asked.
+
+    Raises:
+        ConfigError: the plan needs a link, and none was given or measured.
+    """
+    names = hosts.names_of(slots) or ["localhost"]
+    remote = [name for name in names if hosts.is_remote(name)]
+    if plan is not None and plan.link_bits is None and not remote:
+        raise ConfigError("there is only this host, so no link to measure; give the plan its link with --link-gbps 1")
+    findings = _say("environment", judge_environment(envvars.environment()))
+    facts = _probe(interpreter)
+    findings += _say("Horovod", judge_horovod(facts))
+    findings += _say("kernels", judge_kernels(facts))
+    reports = hosts.ask(names, interpreter, ssh)
+    findings += _say("hosts", judge_hosts(reports))
+    fit = {report.host for report in reports if not report.problem}
+    links = [_measure(name, interpreter, ssh) for name in remote if name in fit]
+    if remote or plan is None:
+        findings += _say("links", judge_links(links, bool(remote)))
+    bad = sum(finding.mark == BAD for finding in findings)
+    print(f"\n{f'{bad} of the findings, marked BAD,' if bad else 'nothing here'} would stop a compressed job")
+    if plan is not None:
+        _say_whether_it_pays(_with_link(plan, links), job)
+    else:
+        link_flag = "" if remote else " --link-gbps 1"
+        print(f"whether it pays for your model: add --model-size 25.6M --step-ms 180 -np 16{link_flag}")
+    return 1 if bad else 0
+
+
+def _say(title: str, findings: list[Finding]) -> list[Finding]:
+    print(title, flush=True)
+    for mark, text, advice in findings:
+        print(_wrapped(text, f"  {mark:6}"))
+        if advice:
+            print(_wrapped(advice, " " * 8), flush=True)
+    return findings
+
+
+def _wrapped(text: str, first: str) -> str:
+    wrapper = textwrap.TextWrapper(_COLUMNS, first, " " * 8, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
+
+
+def _say_whether_it_pays(plan: Plan, job: Job) -> None:
+    method = job.method if job.config is not None else "dgc"
+    config = job.config or DGCConfig(**PRESETS[method])
+    rows = price(plan, config, method, measure_compress(plan.elements, config, plan.workers))
+    print(f"\ndoes it pay? an estimate\n{textwrap.indent(show(plan, rows), '  ')}")
+
+
+def _with_link(plan: Plan, links: Sequence[Link]) -> Plan:
+    if plan.link_bits is not None:
+        return plan
+    measured = [min(each.there_bits, each.back_bits) for each in links if not each.problem]
+    if not measured:
+        raise ConfigError("no link could be measured; give the plan its link with --link-gbps 1")
+    return replace(plan, link_bits=min(measured) / _PAYLOAD)
+
+
+# -- finding out
+
+
+def _probe(interpreter: str) -> Facts:
+    """Look at Horovod, the frameworks and the kernels of this host, each in a child process of its own."""
+    packages = _child(interpreter, _PACKAGES)
+    codes = {name: code for name, code in (("torch", _TORCH), ("tensorflow", _TENSORFLOW)) if packages.get(name)}
+    with ThreadPoolExecutor() as pool:
+        frameworks = pool.map(lambda code: _child(interpreter, code), codes.values())
+        return Facts(interpreter, packages, dict(zip(codes, frameworks, strict=True)), shutil.which("mpirun") or "")
+
+
+def _child(interpreter: str, code: str) -> dict[str, Any]:
+    command = [interpreter, "-c", _BEGIN + code + _END]
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=_CHILD_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"it took more than {_CHILD_SECONDS} s"}
+    except OSError as error:
+        return {"error": str(error)}
+    found = marked(ended.stdout, _MARK)
+    if found is not None:
+        return found
+    if ended.returncode < 0:
+        return {"error": f"it crashed with {signal.Signals(-ended.returncode).name}"}
+    said = ended.stderr.strip().splitlines() or ["no output"]
+    return {"error": f"it ended with exit code {ended.returncode}: {said[-1]}"}
+
+
+def _measure(host: str, interpreter: str, ssh: Ssh) -> Link:
+    def run(arguments: Sequence[str], token: str) -> subprocess.CompletedProcess[str]:
+        return hosts.run_on(host, [interpreter, "-m", link.__name__, *arguments], ssh, _LINK_SECONDS, token)
+
+    try:
+        return link.measure(host, hosts.own_address_towards(host), run)
+    except OSError as error:
+        return Link(host, problem=str(error))

@@ -1,0 +1,1 @@
+"""What runs in the ranks of a job that `dgcrun` has started."""

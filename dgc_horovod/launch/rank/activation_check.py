@@ -1,0 +1,111 @@
+"""Whether every rank of a job compresses: asked once, right after ``hvd.init()``, with a deadline.
+
+A rank without our activation trains as if nothing were; the others would wait for it in collectives that it never
+joins. So each rank that is active reports to a store of the launcher, rank 0 counts, and its verdict goes to all.
+Without such a store (mpirun, srun) the agreement of the first optimizer takes this place: Horovod's own
+stall check names the missing ranks, and DGC_TIMEOUT ends the wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import socket
+import time
+from typing import Any
+
+from dgc_horovod import envvars
+from dgc_horovod.errors import NotActivated
+from dgc_horovod.launch.hosts import host_of_rank
+from dgc_horovod.launch.status_server import Desk
+
+_log = logging.getLogger("dgc_horovod")
+SECONDS = 30.0  # hvd.init() has just brought all ranks together, so they are all here or will never be
+_MOST_NAMED = 20
+_LOOK_EVERY, _LOOK_AT_LEAST_EVERY = 0.05, 1.0
+_numbers = itertools.count()  # of the roll-calls of this process; the same on every rank
+
+
+def prepare() -> None:
+    """Before ``hvd.init()``: where no store will name the missing ranks, let Horovod do it before our time is over."""
+    if not envvars.store_addresses():
+        envvars.warn_of_stalls_within(envvars.timeout_seconds() / 2)
+
+
+def hold(rank: int, workers: int) -> None:
+    """Return on every rank if all are active; otherwise raise the same error on each that is.
+
+    Args:
+        rank: of this process.
+        workers: N.
+
+    Raises:
+        NotActivated: names the missing ranks and their hosts.
+    """
+    addresses, number = envvars.store_addresses(), next(_numbers)
+    if not addresses:
+        return
+    desk, seconds = Desk(addresses), min(SECONDS, envvars.timeout_seconds())
+    try:
+        desk.put(present(number, rank), socket.gethostname())
+        if workers == 1:
+            return
+        absent = (_count if rank == 0 else _await_verdict)(desk, number, workers, seconds)
+    except OSError as error:
+        _log.warning(
+            "dgc_horovod: rank %d cannot reach its launcher at %s (%s); if no rank can, whether all of them compress "
+            "is only found out at the first exchange", rank, desk.names, error,
+        )  # fmt: skip
+        return
+    if absent:
+        raise NotActivated(_message(absent, workers, desk.names))
+
+
+def present(number: int, rank: int) -> str:
+    """The key under which a rank reports that it is active."""
+    return f"{number}.rank{rank}"
+
+
+def verdict(number: int) -> str:
+    """The key under which rank 0 publishes who is absent."""
+    return f"{number}.verdict"
+
+
+def _count(desk: Desk, number: int, workers: int, seconds: float) -> list[int]:
+    """Rank 0: wait for all; publish and return who is absent."""
+    absent, deadline = list(range(workers)), time.monotonic() + seconds
+    while True:
+        absent = [rank for rank in absent if desk.get(present(number, rank)) is None]
+        if not absent or time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_EVERY)
+    desk.put(verdict(number), absent[:_MOST_NAMED])
+    return absent
+
+
+def _await_verdict(desk: Desk, number: int, workers: int, seconds: float) -> list[int]:
+    """Every other rank: what rank 0 says; if it says nothing, whom this rank cannot see."""
+    deadline, pause = time.monotonic() + seconds + 5 * _LOOK_AT_LEAST_EVERY, _LOOK_EVERY
+    while time.monotonic() < deadline:
+        absent: Any = desk.get(verdict(number))
+        if absent is not None:
+            return [int(rank) for rank in absent]
+        time.sleep(pause * random.uniform(0.5, 1))  # not all at once
+        pause = min(1.5 * pause, _LOOK_AT_LEAST_EVERY)
+    return [rank for rank in range(workers) if desk.get(present(number, rank)) is None]
+
+
+def _message(absent: list[int], workers: int, names: str) -> str:
+    slots = envvars.HOSTS.read()
+    named = []
+    for rank in absent[:_MOST_NAMED]:
+        host = host_of_rank(slots, rank, workers)
+        named.append(f"rank {rank}{f' ({host})' if host else ''}")
+    more = " and more" if len(absent) >= _MOST_NAMED else ""
+    return (
+        f"compression is not active on {', '.join(named)}{more} of {workers} ranks, so every rank stops: the Python "
+        "there did not run dgc_horovod's sitecustomize before it imported Horovod. Usual reasons: a wrapper script "
+        "resets PYTHONPATH, python runs with -I, -E or -S, DGC_ENABLED=0 is set there, or another Python is used; or "
+        f"that rank cannot reach {names}"
+    )

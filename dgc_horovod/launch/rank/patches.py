@@ -1,0 +1,177 @@
+"""What is put in place of Horovod's own names, and how it is taken back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from dgc_horovod import envvars
+from dgc_horovod.compression import ConfiguredCompressor
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.launch.rank import activation_check as roll_call
+from dgc_horovod.launch.rank import summary
+from dgc_horovod.launch.settings import Job
+
+_CALLBACKS = (
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+)
+
+
+class Replacements:
+    """Everything replaced in this process, and what has come of it.
+
+    Args:
+        job: the settings.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.outcome = summary.Outcome(job)
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, stock: Any, ours: Any) -> None:
+        """Put `ours` wherever a module of Horovod has `stock`."""
+        modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "horovod" and m is not None]
+        for module in modules:
+            for attribute in [key for key, value in vars(module).items() if value is stock]:
+                setattr(module, attribute, ours)
+                self.on_revert(functools.partial(setattr, module, attribute, stock))
+
+    def on_revert(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when everything is put back."""
+        self._undo.append(undo)
+
+    def revert(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+        self.outcome.dismiss()
+
+    def compressing(self, stock: Callable[..., Any], ours: Callable[..., Any], compressions: Any) -> Any:
+        """`ours` under the name and signature of `stock`, with the job's compression.
+
+        Args:
+            stock, ours: take an argument ``compression``.
+            compressions: Horovod's class ``Compression`` of the framework.
+        """
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def compressing(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            arguments["compression"] = self._choose(arguments.get("compression", compressions.none), compressions)
+            made = ours(**arguments)
+            self.outcome.has_wrapped()
+            return made
+
+        return compressing
+
+    def _choose(self, asked: Any, compressions: Any) -> Any:
+        """The job's compression in place of one of Horovod's; a choice among ours is the script's own, and stays."""
+        if isinstance(asked, (ConfiguredCompressor, DGCConfig)):
+            self.outcome.tell_once(f"the script chooses its compression itself, and it is kept: {asked}")
+            return asked
+        self.outcome.asked.add("fp16" if asked is compressions.fp16 else "none")
+        if self.job.config is not None:
+            return self.job.config
+        return getattr(compressions, self.job.method)
+
+    def initializing(self, horovod: ModuleType) -> Any:
+        """``hvd.init``, followed by the roll-call."""
+        init: Callable[..., Any] = vars(horovod)["init"]
+
+        @functools.wraps(init)
+        def initializing(*args: Any, **kwargs: Any) -> Any:
+            if horovod.is_initialized():
+                return init(*args, **kwargs)
+            roll_call.prepare()
+            result = init(*args, **kwargs)
+            # a newcomer of an elastic job comes when the others are under way; parts of a job do not know each other
+            part = (args[0] if args else kwargs.get("comm")) not in (None, [])
+            roll_call.hold(horovod.rank(), 1 if part or envvars.horovod_elastic() else horovod.size())
+            self.outcome.begin(horovod.rank())
+            return result
+
+        return initializing
+
+
+def torch_names(replacements: Replacements, horovod: ModuleType) -> None:
+    """Replace in ``horovod.torch``: DistributedOptimizer, init; and see the loss scale."""
+    from dgc_horovod.torch import DistributedOptimizer
+    from dgc_horovod.torch.gradients.scaling import SeenScaler, stop_watching, watch_scalers
+
+    watch_scalers()
+    replacements.on_revert(stop_watching)
+
+    def ours(**arguments: Any) -> Any:
+        if replacements.job.config is None:
+            return DistributedOptimizer(**arguments)
+        scaler: Any = SeenScaler()
+        # the script cannot be told to ask for it, and only a gradient that is sparse is treated otherwise
+        arguments["sparse_as_dense"] = True
+        made = DistributedOptimizer(**arguments, grad_scaler=scaler)
+        scaler.belongs_to(made)
+        return made
+
+    stock = horovod.DistributedOptimizer
+    replacements.replace(stock, replacements.compressing(stock, ours, horovod.Compression))
+    replacements.replace(horovod.init, replacements.initializing(horovod))
+
+
+def tensorflow_names(replacements: Replacements, horovod: ModuleType) -> None:
+    """Replace in ``horovod.tensorflow``: DistributedOptimizer, DistributedGradientTape, broadcast_variables, init."""
+    from dgc_horovod import tensorflow as ours
+
+    tape = ours.DistributedGradientTape
+    given: dict[str, Callable[..., Any]] = {
+        "DistributedOptimizer": ours.DistributedOptimizer,
+        "DistributedGradientTape": tape,
+        "PartialDistributedGradientTape": _partial(tape, "register_local_source"),
+    }
+    for name, factory in given.items():
+        stock = getattr(horovod, name)
+        replacements.replace(stock, replacements.compressing(stock, factory, horovod.Compression))
+    broadcast = functools.wraps(horovod.broadcast_variables)(ours.broadcast_variables)
+    replacements.replace(horovod.broadcast_variables, broadcast)
+    replacements.replace(horovod.init, replacements.initializing(horovod))
+
+
+def keras_names(replacements: Replacements, horovod: ModuleType) -> None:
+    """Replace in ``horovod.tensorflow.keras`` or ``horovod.keras``: optimizers, load_model, callbacks, KerasState."""
+    from dgc_horovod.tensorflow import keras as ours
+
+    given: dict[str, Callable[..., Any]] = {
+        "DistributedOptimizer": ours.DistributedOptimizer,
+        "PartialDistributedOptimizer": _partial(ours.DistributedOptimizer, "register_local_var"),
+        "load_model": ours.load_model,
+    }
+    for name, factory in given.items():
+        stock = getattr(horovod, name, None)
+        if stock is None:  # horovod.tensorflow.keras has no partial one
+            continue
+        replacements.replace(stock, replacements.compressing(stock, factory, horovod.Compression))
+    for name in _CALLBACKS:
+        replacements.replace(getattr(horovod.callbacks, name), getattr(ours.callbacks, name))
+    for name in ("KerasState", "run"):
+        replacements.replace(getattr(horovod.elastic, name), getattr(ours.elastic, name))
+
+
+def _partial(ours: Callable[..., Any], register: str) -> Callable[..., Any]:
+    """`ours`, with the weights of ``local_layers`` left to each rank by the method `register` of what it makes."""
+    from dgc_horovod.tensorflow.wrapping.variables import weights_of
+
+    def partial(local_layers: Any = None, **arguments: Any) -> Any:
+        variables = weights_of(local_layers)
+        made = ours(**arguments)
+        for variable in variables:
+            getattr(made, register)(variable)
+        return made
+
+    return partial

@@ -1,0 +1,175 @@
+"""What came of compression: one line at the end of a job, and the exit code."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from typing import Any
+
+from dgc_horovod import envvars, recording
+from dgc_horovod.launch.settings import UNCOMPRESSED, Job
+from dgc_horovod.launch.status_server import Desk
+from dgc_horovod.notices import make_visible
+from dgc_horovod.recording import Recording
+from dgc_horovod.stats import ledger, total
+
+_log = logging.getLogger("dgc_horovod")
+EXIT_INACTIVE = 3
+WRAPPED, END = "wrapped", "end"  # what rank 0 reports to dgcrun
+NOTHING_WRAPPED = (
+    "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
+    "itself (hvd.allreduce) cannot be compressed"
+)
+
+
+class Outcome:
+    """What this rank knows of the job.
+
+    Args:
+        job: the settings.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.rank: int | None = None  # None until hvd.init()
+        self.wrapped = 0  # optimizers, tapes and loaded models
+        self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
+        self._told: set[str] = set()
+        self._recording: Recording | None = None
+        self._process = os.getpid()
+        address = envvars.desk_address()
+        self._desk = Desk([address]) if address else None
+
+    def begin(self, rank: int) -> None:
+        """``hvd.init()`` is done, again where the ranks have changed. Raises ConfigError: no metrics can be written."""
+        self.rank = rank
+        path = self.job.get(envvars.METRICS_FILE)
+        if rank == 0 and path and self._recording is None:
+            self._recording = recording.begin(path, self.job.method)
+
+    def watch_exit(self) -> None:
+        """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
+        atexit.register(self._exit)
+
+    def dismiss(self) -> None:
+        """There is nothing to sum up any more."""
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        code = self.end()
+        if code:  # an exit handler cannot change the exit code in any other way
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def has_wrapped(self) -> None:
+        """An optimizer, a tape or a model is ours now."""
+        self.wrapped += 1
+        if self.wrapped == 1:
+            self._report(WRAPPED, True)
+
+    def _report(self, key: str, entry: Any) -> bool:
+        """Tell dgcrun, from rank 0; returns whether it has heard."""
+        if self._desk is None or self.rank != 0:
+            return False
+        try:
+            self._desk.put(key, entry)
+        except OSError as error:
+            self.tell_once(f"dgcrun cannot be reached at {self._desk.names} ({error})")
+            return False
+        return True
+
+    def tell_once(self, text: str) -> None:
+        """Log `text` on rank 0, the first time."""
+        if text not in self._told and not self.rank:
+            self._told.add(text)
+            make_visible()
+            _log.warning("dgc_horovod: %s", text)
+
+    def stats(self) -> dict[str, float]:
+        """The counts of everything that this rank has exchanged."""
+        return total(list(ledger))
+
+    def why_inactive(self) -> str:
+        """Why this job was not compressed although it should have been; "" if it was."""
+        if self.job.method == "none":
+            return ""
+        if not self.wrapped and not ledger:
+            return NOTHING_WRAPPED
+        if self.job.method in UNCOMPRESSED or not ledger:  # not ledger: rank 0 is in no process set
+            return ""
+        stats = self.stats()
+        if not stats["steps"]:
+            return "its optimizer has made no step"
+        if not stats["elements"]:
+            assert self.job.config is not None
+            return f"every tensor is 1-D or has fewer than min_numel={self.job.config.min_numel} elements"
+        return ""
+
+    def line(self) -> str:
+        """The summary, for people."""
+        reason = self.why_inactive()
+        if reason:
+            return not_active(self.job, reason)
+        stats = self.stats()
+        if not stats["bytes_sent"]:
+            return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
+        final = self.job.config.final_density if self.job.config is not None else 1.0
+        return _line(self.job.method, final, stats, "fp16" in self.asked)
+
+    def end(self) -> int:
+        """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
+        if self.rank != 0 or os.getpid() != self._process:
+            return 0
+        if self._recording is not None:
+            self._recording.end()
+        failed = getattr(sys, "last_value", None) is not None  # an error of its own ended the script
+        inactive = self.why_inactive()
+        if not (failed and inactive):
+            print(f"dgc_horovod: {self.line()}{' (ended by an error)' * failed}", file=sys.stderr, flush=True)
+        heard = self._report(END, {"inactive": inactive})
+        allowed = self.job.get(envvars.ALLOW_INACTIVE)
+        return EXIT_INACTIVE if inactive and not (failed or allowed or heard) else 0
+
+
+def not_active(job: Job, reason: str) -> str:
+    """What a user is told of a job that was not compressed."""
+    hint = "" if job.get(envvars.ALLOW_INACTIVE) else ". --allow-inactive makes this no error"
+    return f"NOT ACTIVE: compression {job.method} was asked for, but {reason}{hint}"
+
+
+def _line(method: str, final_density: float, stats: dict[str, Any], asked_fp16: bool) -> str:
+    sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
+    parts = [
+        f"{stats['steps']:,} steps",
+        f"a rank sent {_bytes(sent)}, {dense / sent:.3g}x less than fp32 ({_bytes(dense)})",
+    ]
+    if asked_fp16:
+        parts[-1] += f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for"
+    if received:
+        parts.append(f"received {_bytes(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
+    if stats["elements"]:
+        parts.append(
+            f"{stats['compress_seconds']:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks"
+        )
+    return f"{method}{_density(final_density, stats)}: {'; '.join(parts)}"
+
+
+def _density(final: float, stats: dict[str, Any]) -> str:
+    """What was sent on average, and what it came down to where that is not the same."""
+    if not stats["elements"]:
+        return ""
+    mean = stats["selected"] / stats["elements"]
+    return f", density {mean:.3g}" + (
+        "" if 0.75 * final < mean < 1.25 * final else f" on average ({final:g} in the end)"
+    )
+
+
+def _bytes(count: float) -> str:
+    units = iter(("B", "kB", "MB", "GB"))
+    unit = next(units)
+    while count >= 1000 and unit != "GB":
+        count, unit = count / 1000, next(units)
+    return f"{count:.3g} {unit}"

@@ -1,0 +1,108 @@
+"""What an optimizer tells the user of itself, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+
+from dgc_horovod import envvars
+from dgc_horovod.core.bucketing import dense_values
+from dgc_horovod.core.optimizer_exchange import BucketExchange
+
+_log = logging.getLogger("dgc_horovod")
+
+ADAM_DIRECTIONS = (
+    "with Adam the mathematics changes: each rank's own Adam direction is compressed and averaged, not the gradient; "
+    "compare the result with dense training once (docs/algorithm.md)"
+)
+ADAM_AFTER = (
+    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs more quality than method dgc "
+    "does; compare the result with dense training once (docs/algorithm.md)"
+)
+NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
+
+
+def refusal(what: str, instead: str) -> str:
+    """What is said of an option that momentum correction would get wrong."""
+    return (
+        f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
+        "correction such as Compression.topk(...), under dgcrun --compression topk"
+    )
+
+
+def tell_plain(optimizer: str) -> None:
+    """Warn that an optimizer is none whose arithmetic can be split."""
+    _log.warning(
+        "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
+        "may cost quality (docs/algorithm.md)",
+        optimizer,
+    )
+
+
+def not_finite(step: int, where: str) -> str:
+    """What is said of a step that is not applied: its number from 0, and `BucketExchange.where_not_finite`."""
+    return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
+
+
+def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
+    """What a rank says that waited in vain for the collective `what`."""
+    return (
+        f"rank {rank} of {workers} waited {seconds:g} s for {what}: another rank has stopped, has fewer steps or "
+        "epochs (unequal shards?), is in a callback that only some ranks have, did not take this "
+        f"step, is in another epoch of the warm-up, or runs without compression. {envvars.TIMEOUT.name} sets the limit"
+    )
+
+
+def going_back(error: BaseException | None) -> None:
+    """Tell why an elastic job goes back to its last commit: Horovod says nothing."""
+    if error is None:  # the script has asked for it
+        return
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # TensorFlow puts the reason among the names of its operations and counts of errors
+    told = [line for line in lines if " " in line and not line.startswith("[[") and "derived errors" not in line]
+    reason = told[-1] if told else lines[-1]
+    _log.warning("dgc_horovod: going back to the last commit: %s", reason.split(". ")[0])
+
+
+def make_visible() -> None:
+    """Show INFO on stderr, unless the program has set up logging itself."""
+    if not _log.handlers and not logging.getLogger().handlers:
+        _log.addHandler(logging.StreamHandler())
+        _log.setLevel(logging.INFO)
+
+
+def describe(exchange: BucketExchange, notice: str = "") -> None:
+    """What is compressed and what is not, the one recommendation, and a `notice` of the optimizer."""
+    make_visible()
+    config, numel = exchange.config, exchange.numel
+    sparse = [bucket for bucket in exchange.layout.buckets if not bucket.whole]
+    compressed = exchange.compressed
+    whole = [name for name in numel if name not in set(compressed)]
+    _log.info(
+        "dgc_horovod: %s, density %g: %d tensors compressed in %d bucket%s, values %s; %d small ones with %.3g%% of "
+        "all elements are sent whole, values %s",
+        config.rule,
+        config.final_density,
+        len(compressed),
+        len(sparse),
+        "s" * (len(sparse) != 1),
+        config.values,
+        len(whole),
+        100 * sum(numel[name] for name in whole) / max(1, sum(numel.values())),
+        dense_values(config, exchange.workers),
+    )
+    if notice and sparse:
+        _log.warning("dgc_horovod: %s", notice)
+    _log.debug("dgc_horovod: sent whole: %s", ", ".join(whole))
+    if envvars.horovod_autotune():
+        _log.warning(
+            "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
+        )
+    if not sparse:
+        _log.warning(
+            "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
+        )
+    elif config.momentum_correction and config.warmup is None and config.density < 0.01:
+        _log.warning(
+            "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
+            "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...), or --dgc-warmup-steps N with dgcrun"
+        )

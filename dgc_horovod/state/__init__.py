@@ -1,0 +1,1 @@
+"""What a rank keeps, written and read."""

@@ -1,0 +1,280 @@
+"""A checkpoint directory: a file of residuals for each rank, one of the model, and a manifest that is written last.
+
+Every file is written beside its place and moved there when it is complete, under a name that no other save has used:
+the manifest names either all files of this save, or all of the one before. Nothing that is read is ever executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dgc_horovod.config import DGCConfig, check_choice
+from dgc_horovod.config_check import Gatherer, shared_from, together
+from dgc_horovod.errors import CheckpointError
+from dgc_horovod.state.manifest import MANIFEST, File, Manifest, digest
+from dgc_horovod.state.residual_state import ResidualState, combining, handed_on, shares
+
+_log = logging.getLogger("dgc_horovod")
+MODEL = "model"
+CALLS = "save_checkpoint or load_checkpoint, which every rank must call"  # what a rank waits for in vain
+_PREFIX = "dgc-"  # of every other file
+_OURS = re.compile(rf"{_PREFIX}([0-9a-f]{{8}})(\.part|-rank\d+\.npz|-model\.\w+)")
+REQUIRED, IF_SOUND, IGNORED = RESIDUALS = ("required", "if sound", "ignored")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank brings to a checkpoint.
+
+    Args:
+        holds: see `Manifest`.
+        model: bytes of the model's file; those of rank 0 are written.
+        state: residuals of this rank, or None.
+        config: the compression, or None.
+    """
+
+    holds: str
+    model: bytes
+    state: ResidualState | None
+    config: DGCConfig | None
+
+
+def digest_of_names(names: Iterable[str], process_set_id: int) -> str:
+    """For `Manifest.holds`."""
+    return digest("\n".join([str(process_set_id), *names]).encode())
+
+
+def save(given: str | os.PathLike[str], collectives: Gatherer, make: Callable[[], Content]) -> None:
+    """Write a checkpoint; called on every rank. The one that was there before is replaced when all is written.
+
+    Args:
+        given: the directory, made if it is not there; other files in it are left alone.
+        collectives: of the ranks.
+        make: gives what is written; an error of it is one on every rank.
+
+    Raises:
+        CheckpointError: on every rank, if any could not write; what was there before is still there then.
+    """
+    token = shared_from(collectives, secrets.token_hex(4).encode(), "token").decode()
+    with together(collectives, "saving a checkpoint"):
+        directory = _directory(given)
+    try:
+        _save(directory, collectives, make, token)
+    except CheckpointError:
+        _remove(directory, lambda found: found == token)  # a full disk would stay full
+        raise
+    _remove(directory, lambda found: found != token)  # earlier saves, and what was left of interrupted ones
+
+
+def _directory(given: Any) -> Path:
+    """Raises CheckpointError for what names none: "" would be the current folder, which nobody has meant."""
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise CheckpointError(f'the directory must be a path, got {given!r}; for the current folder pass "."')
+    return Path(given)
+
+
+def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], token: str) -> None:
+    written: dict[str, File] = {}
+    with together(collectives, f"saving to {directory}"):
+        content = make()
+        state = content.state
+        directory.mkdir(parents=True, exist_ok=True)
+        if collectives.rank == 0:
+            _check_own(directory, content.holds)
+            written[MODEL] = _write(directory, f"{_PREFIX}{token}-{MODEL}.bin", content.model)
+        if state is not None:
+            name = f"{_PREFIX}{token}-rank{state.rank}.npz"
+            written[f"rank {state.rank}"] = _write(directory, name, state.to_bytes())
+    records = {key: dataclasses.asdict(file) for key, file in written.items()}
+    files: dict[str, File] = {}
+    for data in collectives.gather_bytes(json.dumps(records).encode(), "files"):
+        files.update({key: File(**record) for key, record in json.loads(data).items()})
+    with together(collectives, f"saving to {directory}"):
+        if collectives.rank == 0:
+            fields = {} if content.config is None else _as_texts(content.config)
+            step, epoch, workers, averages = (
+                (0, None, 0, True) if state is None else (state.step, state.epoch, state.workers, state.averages)
+            )
+            found = dict(sorted(files.items()))
+            manifest = Manifest(content.holds, step, epoch, workers, averages, fields, found)
+            _write(directory, MANIFEST, manifest.to_bytes())
+
+
+def _as_texts(config: DGCConfig) -> dict[str, str]:
+    return {name: repr(value) for name, value in vars(config).items()}
+
+
+def _check_own(directory: Path, holds: str) -> None:
+    try:
+        data = (directory / MANIFEST).read_bytes()
+        before = Manifest.from_bytes(data)
+    except OSError:
+        return  # there is none
+    except CheckpointError:
+        if b"dgc_horovod" in data or not data:
+            return  # none that can be used
+        raise CheckpointError(f"{directory} has a {MANIFEST} of something else; give another directory") from None
+    if before.holds != holds:
+        raise CheckpointError(
+            f"{directory} has the checkpoint of another optimizer, process set or model; give each a directory of its "
+            "own"
+        )
+
+
+def _remove(directory: Path, which: Callable[[str], bool]) -> None:
+    """Remove those of our files of whose token `which` says so; several ranks may do it at once."""
+    for file in directory.glob(f"{_PREFIX}*"):
+        ours = _OURS.fullmatch(file.name)
+        if ours and which(ours[1]) and file.is_file():
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+
+
+def _write(directory: Path, name: str, data: bytes) -> File:
+    """Put a file in its place at once, and see that it is on the disk."""
+    beside = directory / f"{_PREFIX}{secrets.token_hex(4)}.part"
+    try:
+        with beside.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        beside.replace(directory / name)
+        _see_to_disk(directory)  # the name too: files of the save before are removed after this
+    finally:
+        beside.unlink(missing_ok=True)
+    return File(name, len(data), digest(data))
+
+
+def _see_to_disk(directory: Path) -> None:
+    """Sync the names in it, where that can be asked for: some file systems know no such thing."""
+    with suppress(PermissionError):
+        opened = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
+        finally:
+            os.close(opened)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load` found: the manifest, the bytes of the model's file, and what this rank goes on from."""
+
+    manifest: Manifest
+    model: bytes
+    state: ResidualState
+
+
+def load(
+    given: str | os.PathLike[str],
+    collectives: Gatherer,
+    config: DGCConfig | None,
+    averages: bool,
+    residuals: str = REQUIRED,
+) -> Checkpoint:
+    """Read a checkpoint; called on every rank.
+
+    Manifest and model are read by rank 0 and sent to the others; residuals are read by the rank that goes on from them.
+    With another number of ranks than before they are handed on (`state.shares`), for which the directory must be on a
+    file system that all ranks see.
+
+    Args:
+        given: the directory of `save`.
+        collectives: of the ranks.
+        config: the compression now; None: no residuals are wanted.
+        averages: whether gradients are averaged or summed now.
+        residuals: "required"; "if sound": without those that are missing or damaged, whose content is lost; "ignored".
+
+    Raises:
+        CheckpointError: on every rank, if a file that is wanted is missing or damaged on any, or of another method.
+        ConfigError: `residuals` is none of these.
+    """
+    check_choice("residuals", residuals, RESIDUALS)
+    data = model = b""
+    with together(collectives, f"loading {given}"):
+        directory = _directory(given)
+        if collectives.rank == 0:
+            data = _read(directory / MANIFEST)
+            model = _sound(directory, Manifest.from_bytes(data).file(MODEL))
+    manifest = Manifest.from_bytes(shared_from(collectives, data, "manifest"))
+    model = shared_from(collectives, model, "model")
+    empty = ResidualState(collectives.rank, collectives.workers, averages, manifest.step, manifest.epoch)
+    if config is None or residuals == IGNORED or not manifest.workers:
+        return Checkpoint(manifest, model, empty)
+    found: dict[int, ResidualState] = {}
+    with together(collectives, f"loading {directory}"):
+        _check_method(manifest, config, averages)
+        for old in shares(collectives.rank, collectives.workers, manifest.workers, manifest.averages):
+            try:
+                found[old] = _residuals(directory, manifest, old)
+            except CheckpointError as error:
+                if residuals == REQUIRED:
+                    raise CheckpointError(
+                        f"{error}. With another number of ranks than before ({manifest.workers}) every rank must see "
+                        'the directory. residuals="if sound" goes on without the file; what it held is lost'
+                    ) from None
+                _log.warning("dgc_horovod: rank %d goes on without it: %s", collectives.rank, error)
+    return Checkpoint(manifest, model, handed_on(found, collectives.rank, collectives.workers) if found else empty)
+
+
+def tell_if_empty(found: Checkpoint, directory: object) -> None:
+    """Log, on rank 0, that there were no residuals."""
+    if not found.state.tensors and found.state.rank == 0:
+        _log.info("dgc_horovod: no residuals from %s; they start from zero", directory)
+
+
+def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None:
+    """With momentum correction a residual holds updates, without it gradients: one is no good for the other.
+
+    So are those of a tensor that was compressed no good for one that is sent whole.
+    """
+    now = _as_texts(config)
+    for name in ("momentum_correction", "min_numel", "compress_1d"):
+        if manifest.config.get(name) != now[name]:
+            raise CheckpointError(
+                f"the residuals were kept with {name}={manifest.config.get(name)}, and it is {now[name]} now; call "
+                'flush() before saving to change it, or pass residuals="ignored": what was not sent is lost then'
+            )
+    if manifest.averages != averages:
+        raise CheckpointError(
+            f"the residuals were kept {combining(manifest.averages)} gradients, now {combining(averages)}; give the "
+            "same op, or call flush() before saving"
+        )
+
+
+def _residuals(directory: Path, manifest: Manifest, rank: int) -> ResidualState:
+    file = manifest.file(f"rank {rank}")
+    state = ResidualState.from_bytes(_sound(directory, file))
+    expected = (rank, manifest.workers, manifest.averages, manifest.step)
+    if (state.rank, state.workers, state.averages, state.step) != expected:
+        raise CheckpointError(f"{file.name} is not what {MANIFEST} says")
+    return state
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror or error})") from None
+
+
+def _sound(directory: Path, file: File) -> bytes:
+    if Path(file.name).name != file.name:
+        raise CheckpointError(f"{MANIFEST} names a file outside its directory: {file.name!r}")
+    data = _read(directory / file.name)
+    if len(data) != file.nbytes or digest(data) != file.digest:
+        raise CheckpointError(f"{file.name} is damaged: its bytes are not those that were written")
+    return data

@@ -1,0 +1,107 @@
+"""Keras' own clipping under compression: of each rank's gradient before it is compressed, DGC 3.1.
+
+What comes back from the ranks arrives in bursts, so a limit that is right for gradients would cut it, and what is cut
+is lost. ``global_clipnorm`` is the compression's ``clip_norm``; ``clipnorm`` and ``clipvalue`` are done in the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.optimizer_exchange import clip_limit
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.wrapping.variables import Gradient
+
+_log = logging.getLogger("dgc_horovod")
+KINDS = ("clipnorm", "global_clipnorm", "clipvalue")  # in the order in which Keras looks
+
+
+def clipping_of(optimizer: Any) -> tuple[str, float] | None:
+    """Which of Keras' three an optimizer applies, and its limit; None: none."""
+    limits = [(kind, getattr(optimizer, kind)) for kind in KINDS]
+    return next(((kind, float(limit)) for kind, limit in limits if limit and limit > 0), None)
+
+
+def with_clipping(optimizer: Any, settings: Settings) -> Settings:
+    """`settings` of a compression with what Keras' `optimizer` clips; rank 0 says what becomes of it.
+
+    A ``clip_norm`` of the compression, if there is one, takes the place of the optimizer's clipping.
+
+    Raises:
+        UnsupportedUse: the optimizer's class has a clipping of its own; the number of ranks may change.
+    """
+    own, config = clipping_of(optimizer), settings.config
+    if config is not None and type(optimizer)._clip_gradients is not keras.optimizers.Optimizer._clip_gradients:
+        raise UnsupportedUse(
+            f"{type(optimizer).__name__} clips in a way of its own (_clip_gradients), which would cut what comes back "
+            "from the ranks; clip each gradient in the script before it is applied, or pass clip_norm=... to the "
+            "compression and leave _clip_gradients to Keras"
+        )
+    if own is None or config is None:
+        return settings
+    kind, limit = own
+    if config.clip_norm is not None:
+        if own != ("global_clipnorm", config.clip_norm):
+            _tell(
+                settings,
+                f"clip_norm={config.clip_norm:g} of the compression is used; {kind}={limit:g} of the optimizer is not "
+                "applied",
+            )
+        return settings
+    _check_ranks_stay(kind)
+    _tell(
+        settings,
+        f"{kind}={limit:g} of the optimizer clips each rank's own gradient before it is compressed, at "
+        f"{'sqrt(N)' if settings.averages else '1/sqrt(N)'} times {limit:g}; what comes back is not clipped",
+    )
+    if kind != "global_clipnorm":
+        return settings
+    return dataclasses.replace(settings, config=config.replace(clip_norm=limit))
+
+
+def clipped(gradient: Gradient, optimizer: Any, settings: Settings, local: bool) -> Gradient:
+    """One variable's `gradient`, by ``clipnorm`` or ``clipvalue`` of `optimizer` if nothing else clips.
+
+    Args:
+        local: whether the variable is left to this rank, so that nothing averages its noise.
+    """
+    own = clipping_of(optimizer)
+    if own is None or settings.config is None or settings.config.clip_norm is not None:
+        return gradient
+    kind, c = own
+    _check_ranks_stay(kind)
+    limit = clip_limit(c, 1 if local else settings.process_set.size(), settings.averages)
+    dense = tf.convert_to_tensor(gradient)
+    return tf.clip_by_norm(dense, limit) if kind == "clipnorm" else tf.clip_by_value(dense, -limit, limit)
+
+
+def check_change(optimizer: Any, config: DGCConfig | None, kind: str, limit: Any) -> None:
+    """Raise UnsupportedUse where a limit that is set after wrapping would not be looked at."""
+    if config is None or limit == getattr(optimizer, kind):
+        return
+    if kind == "global_clipnorm" or config.clip_norm is not None:
+        raise UnsupportedUse(
+            f"{kind}={limit} is set after the optimizer was wrapped, when the limit that each rank clips to "
+            f"(clip_norm={config.clip_norm}) is fixed; set it on the Keras optimizer and wrap that anew"
+        )
+
+
+def _check_ranks_stay(kind: str) -> None:
+    if kind != "global_clipnorm" and envvars.horovod_elastic():
+        raise UnsupportedUse(
+            "clipnorm and clipvalue depend on the number of ranks, which changes under Horovod Elastic; use "
+            "global_clipnorm, or clip_norm of the compression"
+        )
+
+
+def _tell(settings: Settings, text: str) -> None:
+    if settings.process_set.included() and settings.process_set.rank() == 0:
+        _log.warning("dgc_horovod: %s", text)

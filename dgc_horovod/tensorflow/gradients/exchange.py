@@ -1,0 +1,219 @@
+"""The gradients of one set of variables: inside a TensorFlow graph, from this rank's to all ranks'.
+
+compress (Python, a call a bucket) -> Horovod's operation -> decode (Python) -> the updates. The Python parts keep u
+and v (`host_steps`); the graph holds no state, so it may be traced as often as Keras likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from dgc_horovod import envvars
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.schedule import densities
+from dgc_horovod.tensorflow.clipping.learned import LearntClipping
+from dgc_horovod.tensorflow.gradients.dense_path import DensePath
+from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.gradients.host_steps import BucketRun, HostSteps
+from dgc_horovod.tensorflow.gradients.replica_check import Replicas
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
+from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.wrapping.state_owners import Homes
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native
+
+_MESSAGE = [tf.uint8, tf.float32]  # a packet and a vector, of which one is empty
+
+
+class Exchanged(NamedTuple):
+    """What came back: a gradient for each one given, and whether the step may be applied (None: not looked at)."""
+
+    gradients: list[Gradient]
+    finite: tf.Tensor | None
+
+
+class GradientExchange:
+    """The exchange of the gradients of `sources`, always in that order.
+
+    Args:
+        sources, settings, collectives, update, generation, homes, number: see `HostSteps`.
+        keeps_fp32: return updates of compressed float16 variables as float32: times the learning rate they fit.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        settings: Settings,
+        collectives: Collectives,
+        update: PlainUpdate,
+        generation: Callable[[int], int],
+        homes: Homes,
+        number: int = 0,
+        keeps_fp32: bool = False,
+    ) -> None:
+        self.sources, self.settings, self.collectives = list(sources), settings, collectives
+        self.update, self._keeps_fp32 = update, keeps_fp32
+        self.steps = HostSteps(sources, settings, collectives, update, generation, homes, number)
+        self.compressed = {i for i, run in self.steps.place.items() if not run.engine.bucket.whole}
+        compression = settings.compression
+        if settings.config is not None:
+            half = settings.config.dense_values == "fp16"
+            compression = hvd.Compression.fp16 if half else hvd.Compression.none
+        groups = dict(enumerate(settings.group_numbers(sources)))
+        self._dense_path = DensePath(collectives, settings, compression, groups)
+        self._replicas = None
+        if settings.config is not None and settings.config.check_every and update.is_optimizers:
+            self._replicas = Replicas(sources, settings.config, collectives, self.steps.noting)
+            self.steps.part_due = self._replicas.due
+        # a tape does not clip: what the script clips of its results is done here
+        self._learns = settings.config is not None and not update.is_optimizers
+        self._when_eager = LearntClipping(len(self.sources), settings)
+        self.clipping = self._when_eager  # of the graph that was made, or has run, last
+        self._function = tf.function(self._graph, autograph=False, reduce_retracing=True)
+
+    def __call__(
+        self,
+        gradients: Sequence[Gradient],
+        iterations: Any = 0,
+        learning_rate: Any = 1.0,
+        weights: Sequence[Any] = (),
+        everything: Sequence[Any] = (),
+    ) -> Exchanged:
+        """Exchange one gradient for each source.
+
+        Args:
+            gradients: tensors or IndexedSlices, one for each source.
+            iterations: steps that the optimizer has made, and
+            learning_rate: its present one; both are used to take over a checkpoint.
+            weights: a variable for each source, and
+            everything: what is to be set right where they differ between ranks; see `Replicas`.
+
+        Raises:
+            UnsupportedUse: in a graph that XLA compiles.
+            ConfigError: the warm-up needs an epoch and nobody has told it.
+            DGCError: in eager mode, what went wrong; inside a graph TensorFlow raises an error with its text.
+        """
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise UnsupportedUse(
+                "XLA compiles this step (jit_compile=True), and no Horovod operation runs inside XLA; pass "
+                "jit_compile=False to tf.function or model.compile"
+            )
+        if self.steps.buckets is not None:
+            self.steps.buckets.density()  # an error that should not wait until the graph runs
+        numbers = tf.cast(iterations, tf.int64), tf.cast(learning_rate, tf.float32)
+        arguments = list(gradients), *numbers, list(weights), list(everything)
+        if not tf.executing_eagerly():
+            self.clipping = LearntClipping(len(self.sources), self.settings)
+            return Exchanged(*self._graph(*arguments))
+        self.clipping = self._when_eager
+        self.clipping.begin()
+        self.steps.error = None
+        try:
+            return Exchanged(*self._function(*arguments))
+        except tf.errors.OpError as error:
+            self.collectives.watch.disarm()
+            raise self.steps.error or self.collectives.watch.error or error from None
+
+    def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any], *first: Any) -> Any:
+        return host_call(self.steps.noting(function, *first), inputs, dtypes)
+
+    def _graph(
+        self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
+    ) -> tuple[list[Gradient], Any]:
+        started, fresh, part, step = self._call(self.steps.start, [iterations], [tf.int64, tf.bool, tf.int32, tf.int64])
+        if self.settings.config is None:
+            return self._all_dense(gradients, started), None
+        if self._replicas is not None:
+            part.set_shape([])
+            with tf.control_dependencies([self._replicas(part, step, weights, everything)]):
+                started = tf.identity(started)
+        started = self._taken_over(started, fresh, rate)
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if self._learns:
+            gradients = self.clipping.applied(gradients, started)
+        messages, whole = self._compressed(started, gradients)
+        results = self._dense_path(whole)
+        flags = [tf.reduce_all(tf.math.is_finite(result)) for result in results.values()]
+        for run, message in zip(self.steps.runs, messages, strict=True):
+            *updates, flag = self._decoded(run, message)
+            flags.append(flag)
+            for i, update in zip(run.members, updates, strict=True):
+                update = tf.reshape(update, self.sources[i].shape)
+                results[i] = update if self._keeps_fp32 else tf.cast(update, gradients[i].dtype)
+        (finite,) = self._call(self.steps.end, flags, [tf.bool], self._dense_path.nbytes(whole.values()))
+        finite.set_shape([])
+        return [results[i] for i in range(len(gradients))], finite
+
+    def _all_dense(self, gradients: Sequence[Gradient], started: tf.Tensor) -> list[Gradient]:
+        given = dict(enumerate(gradients))
+        results = self.collectives.in_time("dense.*", gradients, lambda: self._dense_path(given))
+        results = [results[i] for i in range(len(gradients))]
+        with tf.control_dependencies([started, *tf.nest.flatten(results, expand_composites=True)]):
+            ended = self._call(self.steps.end, [True], [tf.bool], self._dense_path.nbytes(gradients))
+        with tf.control_dependencies(ended):
+            return [tf.identity(result) for result in results]
+
+    def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+        """At the first step, and after a checkpoint was loaded: the optimizer's slots move into the engines."""
+        slots = {i: [native(slot) for slot in self.update.slots(self.sources[i].key)] for i in sorted(self.compressed)}
+        everything = [slot for mine in slots.values() for slot in mine]
+        if not everything:
+            return started
+        counts = [(i, len(mine)) for i, mine in slots.items()]
+
+        def take_over() -> tf.Tensor:
+            (done,) = self._call(self.steps.take_over, [rate, *everything], [tf.int64], counts)
+            with tf.control_dependencies([done]):
+                emptied = [slot.assign(tf.zeros_like(slot)) for slot in everything]
+            with tf.control_dependencies(emptied):
+                return tf.identity(started)
+
+        return tf.cond(fresh, take_over, lambda: started)
+
+    def _compressed(
+        self, started: tf.Tensor, gradients: Sequence[tf.Tensor]
+    ) -> tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]:
+        """A message of each bucket, and the gradients that go by the dense path."""
+        runs, steps = self.steps.runs, self.steps
+        whole = {i: gradient for i, gradient in enumerate(gradients) if i not in self.steps.place}
+        flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
+        assert self.settings.config is not None
+        if self.settings.config.clip_norm is None:
+            messages = []
+            for run in runs:
+                inputs = [started, *(flat[i] for i in run.members)]
+                messages.append(host_call(steps.noting(steps.compress, run), inputs, _MESSAGE, run.kernels))
+            return messages, whole
+        # the norm needs every gradient first
+        inputs = [started, *(flat[i] for run in runs for i in run.members), *(flat[i] for i in whole)]
+        kernels = runs[0].kernels if runs else None
+        dtypes = [*_MESSAGE * len(runs), tf.float32]
+        *tensors, clip = host_call(steps.noting(steps.compress_clipped), inputs, dtypes, kernels)
+        whole = {i: gradient * tf.cast(clip, gradient.dtype) for i, gradient in whole.items()}
+        return [tensors[n : n + 2] for n in range(0, len(tensors), 2)], whole
+
+    def _decoded(self, run: BucketRun, message: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The updates of a bucket, and whether they are finite."""
+        packet, vector = message
+        config, steps = self.settings.config, self.steps
+        assert config is not None
+
+        def gathered() -> list[tf.Tensor]:
+            return [self.collectives.allgather(packet, run.engine.bucket.name), tf.zeros([0], tf.float32)]
+
+        def summed() -> list[tf.Tensor]:
+            return [tf.zeros([0], tf.uint8), self.collectives.allreduce(vector, f"{run.engine.bucket.name}.scattered")]
+
+        scattered = {run.engine.scatters(density) for density in densities(config.final_density, config.warmup)}
+        if len(scattered) > 1 or envvars.horovod_elastic():  # the number of ranks decides, too
+            received = tf.cond(tf.size(vector) > 0, summed, gathered)
+        else:
+            received = summed() if True in scattered else gathered()
+        dtypes = [*[tf.float32] * len(run.members), tf.bool]
+        decode = steps.decode if run.kernels.array_kind == "numpy" else steps.decode_on_device
+        return host_call(steps.noting(decode, run), received, dtypes, run.kernels)

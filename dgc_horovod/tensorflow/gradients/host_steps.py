@@ -1,0 +1,335 @@
+"""What happens on the host in a step: Python functions that a TensorFlow graph calls, and the u and v they keep.
+
+`exchange` builds the graph around them. They work on Arrays of the kernels; none waits for another rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.errors import BackendUnavailable, DGCError, NotFinite, UnsupportedUse
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import Kernels, ResidualFeed
+from dgc_horovod.notices import not_finite
+from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.stats import Tally, ledger
+from dgc_horovod.tensorflow.gradients.host_calls import Blocks, threads
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
+from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.wrapping.state_owners import Homes
+from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
+
+_log = logging.getLogger("dgc_horovod")
+_ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
+_FROM_SLOTS = -1  # for a generation: what belongs here is in the optimizer's slots
+_NO_PACKET, _NO_VECTOR = np.empty(0, np.uint8), np.empty(0, np.float32)
+
+
+@dataclass(eq=False)
+class BucketRun:
+    """A bucket, where its tensors stand in the list of gradients, and memory for its updates."""
+
+    engine: BucketEngine
+    members: tuple[int, ...]
+    blocks: Blocks
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of its device."""
+        return self.engine.kernels
+
+
+class HostSteps:
+    """The steps of one exchange on this rank.
+
+    Args:
+        sources: of the gradients.
+        settings: the compression and Horovod's arguments.
+        collectives: of this exchange, for its traffic and its watch.
+        update: how gradients enter the residual.
+        generation: called with the optimizer's iterations at each step: a number that changes when a checkpoint
+            has been loaded since the last.
+        homes: shared by all exchanges that may meet the same variables.
+        number: of the exchange, among those of the same variables that have each a state of their own.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        settings: Settings,
+        collectives: Collectives,
+        update: PlainUpdate,
+        generation: Callable[[int], int],
+        homes: Homes,
+        number: int,
+    ) -> None:
+        self.collectives, self.update = collectives, update
+        self.buckets: BucketExchange | None = None
+        self.runs: list[BucketRun] = []
+        self.place: dict[int, BucketRun] = {}
+        self.error: DGCError | None = None
+        self.part_due: Callable[[int], int] = lambda steps: -1  # of the weights, to be compared; see `Replicas.due`
+        self._homes, self._keys = homes, [(number, source.key) for source in sources]
+        self._generation_now, self._generation = generation, _FROM_SLOTS
+        self._iterations = self._origin = 0
+        self._idle_since = 0.0  # on the clock of `time.perf_counter`
+        self._under_way = self._told = False
+        if settings.config is not None:
+            self.buckets = self._make_buckets(sources, settings, settings.config)
+            self.tally = self.buckets.tally
+        else:
+            self.tally = Tally(collectives.workers, numel_of(sources), collectives.traffic)
+            ledger.append(self.tally)
+
+    def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> BucketExchange:
+        names = [f"{i} {source.name}" for i, source in enumerate(sources)]
+        index = {name: i for i, name in enumerate(names)}
+        keys: dict[Any, int] = {}
+        specs = [
+            TensorSpec(name, source.shape, keys.setdefault((group, source.cuda), len(keys)))
+            for name, source, group in zip(names, sources, settings.group_numbers(sources), strict=True)
+        ]
+        kernels = functools.cache(_kernels_on)
+        collectives = self.collectives
+
+        def make() -> BucketExchange:
+            return BucketExchange(
+                specs,
+                config,
+                lambda name: kernels(sources[index[name]].cuda),
+                collectives.rank,
+                collectives.workers,
+                settings.averages,
+                collectives.traffic,
+            )
+
+        self._make, buckets = make, make()
+        for engine in buckets.engines:
+            segments = engine.bucket.segments
+            members = tuple(index[segment.name] for segment in segments)
+            self.runs.append(BucketRun(engine, members, Blocks([segment.numel for segment in segments])))
+        self.place = {i: run for run in self.runs for i in run.members}
+        if config.clip_norm is not None and len({run.kernels.array_kind for run in self.runs}) > 1:
+            raise UnsupportedUse(
+                "clip_norm with variables on GPUs and on the host: their norm is taken at once; place all of them alike"
+            )
+        return buckets
+
+    def noting(self, function: Callable[..., Sequence[Any]], *first: Any) -> Callable[..., Sequence[Any]]:
+        """``function(*first, ...)``, remembering its error, which TensorFlow turns into one of its own."""
+
+        def noting(*arguments: Any) -> Sequence[Any]:
+            try:
+                return function(*first, *arguments)
+            except DGCError as error:
+                self.error = error
+                self.collectives.watch.disarm()
+                raise
+
+        return noting
+
+    # -- what is kept between steps
+
+    def residuals(self) -> ResidualState | None:
+        """A copy of what this rank has kept, with tensors by their numbers: Keras' names depend on what was built."""
+        if self.buckets is None:
+            return None
+        if self._under_way:
+            raise UnsupportedUse("residuals can be saved between two steps only")
+        state = self.buckets.residuals()
+        tensors = {_number(name): arrays for name, arrays in state.tensors.items()}
+        # without an origin the optimizer's slots hold what is to be taken over at the next step
+        directions = {} if self._generation == _FROM_SLOTS else {_ORIGIN: self._origin}
+        return dataclasses.replace(state, tensors=tensors, directions=directions)
+
+    def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
+        """Go on from what `residuals` gave; without residuals the optimizer's slots are taken over at the next step.
+
+        Args:
+            state: of this rank.
+            iterations: of the optimizer.
+            generation: that it belongs to; if a checkpoint has been loaded since, it is not wanted any more.
+        """
+        assert self.buckets is not None
+        if self._generation_now(iterations) != generation:
+            return
+        self._under_way = False
+        names = {_number(name): name for name in self.buckets.numel}
+        tensors = {names.get(number, number): arrays for number, arrays in state.tensors.items()}
+        left = self.buckets.load(dataclasses.replace(state, tensors=tensors))
+        if left and self.collectives.rank == 0:
+            _log.warning(
+                "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
+            )
+        self._origin = state.directions.get(_ORIGIN, iterations)
+        self._generation = generation if _ORIGIN in state.directions else _FROM_SLOTS
+        self._homes.adopt(generation)
+
+    def renew(self) -> None:
+        """The ranks are others: the same buckets for as many as there are now, with nothing kept."""
+        self.collectives.renew()
+        self._under_way = False
+        if self.buckets is not None:
+            self.buckets = self._make()
+            self.tally = self.buckets.tally
+            for run, engine in zip(self.runs, self.buckets.engines, strict=True):
+                run.engine = engine
+
+    def take_over_again(self) -> None:
+        """At the next step take over the optimizer's slots: they hold what was here."""
+        self._generation = _FROM_SLOTS
+
+    # -- a step, in this order
+
+    def start(self, iterations: np.ndarray) -> list[Any]:
+        """Begin; returns `iterations`, whether the optimizer's slots are to be taken over, what part of the weights is
+        to be compared (-1: none), and after how many steps.
+
+        A step before this one that was not finished (an error in the graph) has sent nothing that counts.
+        """
+        if self.buckets is not None:
+            self._check_ranks()
+            if self._under_way:
+                self.buckets.take_back()
+        self._under_way, self._iterations = True, int(iterations)
+        generation = self._generation_now(self._iterations)
+        fresh, self._generation = generation != self._generation, generation
+        self._homes.renew(generation)
+        self._homes.bring(self, self._keys)
+        steps = self.buckets.steps if self.buckets is not None else 0
+        return [np.int64(self._iterations), np.bool_(fresh), np.int32(self.part_due(steps)), np.int64(steps)]
+
+    def _check_ranks(self) -> None:
+        """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
+        before, now = self.collectives.workers, self.collectives.process_set.size() if envvars.horovod_elastic() else 0
+        if now and now != before:
+            raise UnsupportedUse(
+                f"{before} ranks have become {now}, and nobody has told the optimizer: use elastic.KerasState and "
+                "elastic.run of dgc_horovod.tensorflow.keras"
+            )
+
+    def take_over(self, counts: Sequence[tuple[int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:
+        """Put what stood in the optimizer's slots into the engines.
+
+        Args:
+            counts: for each variable its number in the list of gradients, and how many slots it has.
+            rate: the learning rate.
+            slots: all of them.
+        """
+        assert self.buckets is not None
+        rest, factor = list(slots), 1 if self.buckets.averages else self.buckets.workers
+        # moments that begin empty are corrected for it as at the first step, whatever the optimizer's iterations are
+        self._origin = 0 if any(np.any(slot) for slot in slots) else self._iterations
+        for i, count in counts:
+            run = self.place[i]
+            mine, rest = rest[:count], rest[count:]
+            if mine:
+                self.update.take_over(run.engine, run.members.index(i), mine, float(rate) * factor)
+        return [np.int64(0)]
+
+    def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[np.ndarray]:
+        """Take in a bucket's gradients; its message, as packet and vector, of which one is empty."""
+        self._offer(run, gradients)
+        return self._message(run, 1.0)
+
+    def compress_clipped(self, _: Any, *gradients: Any) -> list[Any]:
+        """The same for all buckets at once, and the factor by which the other gradients are to be clipped."""
+        assert self.buckets is not None
+        rest = list(gradients)
+        for run in self.runs:
+            self._offer(run, [rest.pop(0) for _ in run.members])
+        kernels = self.runs[0].kernels if self.runs else registry.choose("cpu")
+        clip = self.buckets.clip_factor(sum(kernels.sums(gradient)[1] for gradient in rest))
+        return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
+
+    def _offer(self, run: BucketRun, gradients: Sequence[Any]) -> None:
+        feed = ResidualFeed() if run.engine.bucket.whole else self.update.feed(self._iterations - self._origin)
+        for i, gradient in enumerate(gradients):
+            run.engine.offer(i, gradient, feed)
+
+    def _message(self, run: BucketRun, clip: float) -> list[np.ndarray]:
+        assert self.buckets is not None
+        message = self.buckets.compress(run.engine, clip)
+        self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
+        self._idle_since = time.perf_counter()
+        if message.scattered:
+            return [_NO_PACKET, message.payload]
+        return [message.payload.copy(), _NO_VECTOR]  # the engine writes the next one to the same place
+
+    def decode(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray) -> list[Any]:
+        """The updates of a bucket from what came back, and whether they are finite."""
+        return self._fill(run, packets, vector, run.blocks.take())
+
+    def decode_on_device(self, run: BucketRun, packets: Any, vector: Any) -> list[Any]:
+        """The same where Arrays are not NumPy's."""
+        kernels = run.kernels
+        updates = [kernels.new(segment.numel) for segment in run.engine.bucket.segments]
+        return self._fill(run, kernels.to_host(packets), kernels.to_host(vector), updates)
+
+    def _fill(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray, updates: Sequence[Any]) -> list[Any]:
+        assert self.buckets is not None
+        self.tally.traffic.waited(time.perf_counter() - self._idle_since)
+        for i, update in enumerate(updates):
+            run.engine.targets.put(i, update)
+        # the engine looks at packets until the next ones come; their memory is TensorFlow's
+        finite = self.buckets.decode(run.engine, packets.copy() if packets.size else vector)
+        run.engine.targets.clear()
+        self._idle_since = time.perf_counter()
+        return [*updates, np.bool_(finite)]
+
+    def end(self, dense_bytes: int, *flags: np.ndarray) -> list[Any]:
+        """Close the step; returns whether every rank may apply it.
+
+        Args:
+            dense_bytes: that went by the dense path.
+            flags: whether each part is finite.
+        """
+        finite = all(bool(flag) for flag in flags)
+        self.collectives.watch.disarm()
+        self.collectives.traffic.count_allreduce(dense_bytes, self.collectives.workers)
+        if self.buckets is not None:
+            text = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
+            self.buckets.close(finite)
+            self._under_way = False
+            self._say(text)
+        else:
+            self.tally.steps += 1
+            self._under_way = False
+        return [np.bool_(finite)]
+
+    def _say(self, text: str) -> None:
+        """Tell of a step that was not finite, if it was not."""
+        assert self.buckets is not None
+        if text and self.buckets.config.on_nonfinite == "stop":
+            raise NotFinite(text)
+        if text and not self._told and self.collectives.rank == 0:
+            self._told = True
+            _log.warning("dgc_horovod: %s", text)
+
+
+def _number(name: str) -> str:
+    return name.split()[0]
+
+
+def _kernels_on(device: str | None) -> Kernels:
+    """The kernels for gradients on a GPU (through torch, by DLPack) or on the host; the latter where torch is not."""
+    if device is not None:
+        try:
+            return registry.choose(device)
+        except BackendUnavailable as error:
+            _log.warning("dgc_horovod: gradients on %s go through host memory (%s)", device, error)
+    return registry.choose("cpu", threads())

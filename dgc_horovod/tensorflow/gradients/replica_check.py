@@ -1,0 +1,109 @@
+"""The comparison of weights between the ranks of a Keras optimizer, inside a TensorFlow graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod import replica_check as replicas
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.tensorflow.broadcast import assign_from
+from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
+
+
+class Replicas:
+    """The weights of the variables of one exchange, as `ReplicaCheck` sees them.
+
+    Args:
+        sources: of the variables.
+        config: ``check_every`` and ``on_mismatch`` are used.
+        collectives: of the exchange.
+        noting: keeps an error that a function raises, see `HostSteps.noting`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        config: DGCConfig,
+        collectives: Collectives,
+        noting: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        self._noting = noting
+        self._names = [source.name for source in sources]
+        self._collectives, self._stops = collectives, config.on_mismatch == "stop"
+        sizes = {str(i): numel_of([s]) * tf.as_dtype(s.dtype).size for i, s in enumerate(sources)}
+        self._check = replicas.ReplicaCheck(sizes, config)
+        self.parts = [[int(i) for i in part] for part in self._check.parts]
+
+    def due(self, step: int) -> int:
+        """Which part is compared before the step after `step` others; -1: none."""
+        return self._check.number_due(step) if step and self._collectives.workers > 1 else -1
+
+    def __call__(
+        self, part: tf.Tensor, step: tf.Tensor, weights: Sequence[Any], everything: Sequence[Any]
+    ) -> tf.Tensor:
+        """Compare `part`, if there is one; a tensor on which what follows must depend.
+
+        Args:
+            part: from `due`.
+            step: steps that were finished.
+            weights: a variable for each of the sources.
+            everything: what is set to the first rank's values where weights differ: `weights`, and the optimizer's.
+        """
+        branches = [lambda: tf.constant(True), *(self._compared(numbers, step, weights) for numbers in self.parts)]
+        same = tf.switch_case(part + 1, branches)
+        return same if self._stops else tf.cond(same, lambda: tf.constant(True), lambda: self._set_right(everything))
+
+    def _compared(self, numbers: Sequence[int], step: tf.Tensor, weights: Sequence[Any]) -> Callable[[], tf.Tensor]:
+        def compared() -> tf.Tensor:
+            values = [tf.reshape(tf.bitcast(_plain(weights[i]), tf.uint8), [-1]) for i in numbers]
+            (own,) = host_call(self._noting(self._record), [step, *values], [tf.uint8])
+            theirs = self._collectives.allgather(own, "replicas")
+            judge = self._noting(functools.partial(self._judge, numbers))
+            (same,) = host_call(judge, [step, theirs], [tf.bool])
+            same.set_shape([])
+            return same
+
+        return compared
+
+    def _record(self, step: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
+        """What this rank sends: the step and a checksum of each tensor."""
+        self._collectives.watch.arm(f"{self._collectives.full_name('replicas')}, the weights after step {int(step)}")
+        return [np.array([int(step), *(replicas.checksum([value]) for value in values)], np.uint32).view(np.uint8)]
+
+    def _judge(self, numbers: Sequence[int], step: np.ndarray, theirs: np.ndarray) -> list[Any]:
+        """Whether all ranks have sent the same.
+
+        Raises:
+            ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
+        """
+        self._collectives.watch.disarm()
+        records = np.ascontiguousarray(theirs).view(np.uint32).reshape(self._collectives.workers, -1)
+        found = replicas.compared(int(step), [self._names[i] for i in numbers], records.tolist())
+        if found is None:
+            return [np.bool_(True)]
+        replicas.stop_or_tell(found, self._stops, self._collectives.rank)
+        return [np.bool_(False)]
+
+    def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:
+        process_set, first = self._collectives.process_set, self._collectives.first_rank
+        name = self._collectives.full_name("replicas")
+
+        def assigned() -> Any:
+            with tf.control_dependencies(assign_from(everything, first, process_set, name)):
+                return tf.constant(True)
+
+        done: tf.Tensor = self._collectives.in_time("replicas.*", [tf.constant(True)], assigned)
+        return done
+
+
+def _plain(variable: Any) -> tf.Tensor:
+    """Its value, in a dtype that can be cut into bytes."""
+    value = variable.read_value()
+    return tf.cast(value, tf.uint8) if value.dtype == tf.bool else value

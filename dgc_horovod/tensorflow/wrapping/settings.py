@@ -1,0 +1,127 @@
+"""Horovod's arguments, checked once and kept together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.common.util import split_list
+
+from dgc_horovod import __version__, envvars
+from dgc_horovod.compression import config_of
+from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.notices import NOT_ALL_RANKS
+from dgc_horovod.tensorflow.compression import Compression
+from dgc_horovod.tensorflow.wrapping.variables import Key, Source, key_of
+
+Groups = int | tuple[tuple[Key, ...], ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """How the ranks' gradients are combined. The fields are the arguments of Horovod's factories."""
+
+    compression: Any = Compression.none
+    config: DGCConfig | None = None
+    op: int = hvd.Average
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+    groups: Groups = None
+    process_set: hvd.ProcessSet = hvd.global_process_set
+    device_dense: str = ""
+    device_sparse: str = ""
+    scale_local_gradients: bool = True
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged, not summed."""
+        return self.op == hvd.Average
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Factors before and after the sum, for Horovod."""
+        factor = self.gradient_predivide_factor
+        return (1 / factor, factor) if self.averages else (1.0, 1.0)
+
+    @property
+    def local_scale(self) -> Any:
+        """Factor of the gradients that are left to each rank; in an elastic job N is asked when the graph runs."""
+        if not self.scale_local_gradients:
+            return 1.0
+        if envvars.horovod_elastic():
+            return 1 / tf.cast(hvd.size_op(process_set_id=self.process_set.process_set_id), tf.float32)
+        return 1 / self.process_set.size()
+
+    def agreed_fields(self) -> dict[str, str]:
+        """What must be the same on every rank, for `check_agreement`."""
+        config, shown = self.config, self.compression if self.config is None else self.config
+        return {
+            "version": __version__,
+            "compression": getattr(shown, "__name__", type(shown).__name__),
+            "config": "\n".join(f"{name}={getattr(config, name)!r}" for name in FIELD_NAMES) if config else "",
+            "op": str(int(self.op)),
+            "gradient_predivide_factor": str(float(self.gradient_predivide_factor)),
+            "sparse_as_dense": str(self.sparse_as_dense),
+        }
+
+    def group_numbers(self, sources: Sequence[Source]) -> list[int]:
+        """The group of each source, from 0; -1 for those in none."""
+        if isinstance(self.groups, int):
+            groups: Any = split_list([source.key for source in sources], self.groups)
+        else:
+            groups = self.groups or ()
+        number = {key: i for i, group in enumerate(groups) for key in group}
+        return [number.get(source.key, -1) for source in sources]
+
+
+def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any) -> Settings:
+    """Check Horovod's arguments.
+
+    Raises:
+        ConfigError: one is out of range.
+        UnsupportedUse: TensorFlow 1 graphs, Adasum, a process set under Horovod Elastic.
+    """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise UnsupportedUse(
+            "eager execution is switched off (a TensorFlow 1 graph); dgc_horovod needs TensorFlow 2: remove "
+            "tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
+        )
+    if "torch" in (getattr(compression, "framework", ""), *getattr(compression, "__module__", "").split(".")):
+        raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
+    config = config_of(compression)
+    settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
+    if settings.op not in (hvd.Average, hvd.Sum):
+        raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others have no form under Keras 3")
+    check_predivide(settings.gradient_predivide_factor, settings.averages)
+    if not isinstance(settings.process_set, hvd.ProcessSet):
+        raise ConfigError(f"process_set must be a hvd.ProcessSet, got {settings.process_set!r}; leave it out for all")
+    return _elastic(settings, config) if config is not None and envvars.horovod_elastic() else settings
+
+
+def _elastic(settings: Settings, config: DGCConfig) -> Settings:
+    """`settings` that do not depend on how many ranks there are: graphs outlive their number."""
+    if settings.process_set.process_set_id != 0:
+        raise UnsupportedUse(NOT_ALL_RANKS)
+    if config.dense_values == "auto":
+        config = config.replace(dense_values="fp32")
+    return dataclasses.replace(settings, config=config)
+
+
+def _groups(groups: Any) -> Groups:
+    if groups is None or (isinstance(groups, int) and groups == 0):
+        return None
+    if isinstance(groups, (int, np.integer)) and groups > 0:
+        return int(groups)
+    try:
+        keys = tuple(tuple(key_of(variable) for variable in group) for group in groups)
+    except TypeError:
+        keys = ((),)
+    if not all(key for group in keys for key in group) or not all(keys):
+        raise ConfigError(f"groups must be a number >= 1 or a list of lists of variables, got {groups!r}")
+    return keys

@@ -1,0 +1,1 @@
+"""A script's calls that clip, and the local clipping that they become."""

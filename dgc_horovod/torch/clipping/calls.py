@@ -1,0 +1,125 @@
+"""A script's own clipping, seen where scripts do it: ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``.
+
+For gradients that no optimizer of ours is exchanging they do what they did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from dgc_horovod.names import replace_everywhere
+from dgc_horovod.torch.clipping.local import ELEMENTS, Clip, total_norm
+from dgc_horovod.torch.wrapping import owners
+from dgc_horovod.torch.wrapping.notices import clipping_learned, clipping_left_out
+
+_NAMES = ("clip_grad_norm_", "clip_grad_value_")
+
+
+def watch() -> None:
+    """From now on tell every compressed optimizer of calls that clip gradients of its parameters."""
+    for name in _NAMES:
+        stock = getattr(clip_grad, name)
+        if not hasattr(stock, "_dgc_stock"):
+            replace_everywhere(stock, _seen(stock))
+
+
+def stop_watching() -> None:
+    """Put torch's own functions back."""
+    for name in _NAMES:
+        ours = getattr(clip_grad, name)
+        if hasattr(ours, "_dgc_stock"):
+            replace_everywhere(ours, ours._dgc_stock)
+
+
+def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        arguments = signature.bind(parameters, *args, **kwargs)
+        arguments.apply_defaults()
+        given = arguments.arguments
+        limit = float(given["max_norm"] if "max_norm" in given else given["clip_value"])
+        p = float(given["norm_type"]) if "norm_type" in given else ELEMENTS
+        norms, left = _tell(parameters, limit, p)
+        if not norms:
+            try:
+                return stock(parameters, *args, **kwargs)
+            finally:
+                _look_again()
+        rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
+        if math.isnan(p):
+            return None
+        return torch.tensor(
+            total_norm([*norms, *([] if rest is None else [float(rest)])], p), device=_device(parameters)
+        )
+
+    clip._dgc_stock = stock  # type: ignore[attr-defined]
+    return clip
+
+
+def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
+    """The norms of gradients whose ranks clip them already, and the parameters that are left to torch."""
+    norms, left = [], parameters
+    for optimizer in owners.live():
+        own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
+        norm = _note(optimizer, Clip(own, limit, p)) if own and 0 < limit < math.inf else None
+        if norm is not None:
+            norms.append(norm)
+            taken = set(own)
+            left = [x for x in left if x not in taken]
+    return norms, left
+
+
+def _note(optimizer: Any, clip: Clip) -> float | None:
+    """The script has made a call; see `LocalClipping.note`. None: what stands in ``p.grad`` is torch's to clip."""
+    clipping, synchronized = optimizer._dgc.clipping, optimizer._synchronized
+    norm: float | None = clipping.note(dataclasses.replace(clip, updates=synchronized))
+    if clipping.given is None:
+        optimizer._tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
+    elif clip.limit != clipping.given and not math.isnan(clip.p):
+        optimizer._tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
+    if synchronized and not optimizer._dgc_may_apply:  # NaN, which the script may look for
+        return None
+    return _cut(optimizer, clip) if norm is None and synchronized else norm
+
+
+def _cut(optimizer: Any, clip: Clip) -> float:
+    """The script's first call: clip the updates of this step as it says, but for those that are no gradients."""
+    steps = set(optimizer._dgc.compressed if optimizer._dgc_update.sends_directions else ())
+    norm: float = optimizer._dgc.clipping.cut(clip, steps)
+    optimizer._dgc_watch.look_again()
+    return norm
+
+
+def cut_late(optimizer: Any) -> None:
+    """Clip the updates of a step whose gradients the script has clipped in vain, as it does not know yet."""
+    for clip in optimizer._dgc.clipping.take_late():
+        _cut(optimizer, clip)
+
+
+def end_step(optimizer: Any) -> None:
+    """What the script has asked for in this step holds from now on."""
+    clipping, buckets = optimizer._dgc.clipping, optimizer._dgc.buckets
+    if clipping.first_factor < 1:
+        buckets.rescale(clipping.first_factor)
+    clipping.step_ends(buckets.in_join)
+
+
+def _look_again() -> None:
+    """What torch's function has just done to gradients has been noted: it is no change that a script should hear of."""
+    for optimizer in owners.live():
+        optimizer._dgc_watch.look_again()
+
+
+def _device(parameters: list[torch.Tensor]) -> torch.device | None:
+    return next((x.grad.device for x in parameters if x.grad is not None), None)

@@ -1,0 +1,289 @@
+"""Clipping as DGC does it: each rank its own gradient, before the momentum; whoever asks for it.
+
+Local gradient clipping (DGC section 3.1) is asked for by ``clip_norm``, or by the script itself: its calls of
+``clip_grad_norm_`` and ``clip_grad_value_`` are seen by `clip_calls` and noted here. Such a call comes when the
+gradients have been taken already, so it holds for the next step, in which it is renewed or ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import horovod.torch as hvd
+import torch
+
+from dgc_horovod.core.optimizer_exchange import clip_limit
+from dgc_horovod.torch.gradients.transport import Collectives, Pending
+
+Parameter = torch.Tensor
+ELEMENTS = math.nan  # in place of the p of a norm: each element is limited by itself
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One limit.
+
+    Args:
+        parameters: whose gradients are limited, by their norm together.
+        limit: of the averaged gradient, > 0; inf measures and clips nothing.
+        p: of the norm, > 0 or inf; `ELEMENTS` limits each element's magnitude.
+        updates: whether the script clips after synchronize(), where every rank sees the same numbers.
+    """
+
+    parameters: tuple[Parameter, ...]
+    limit: float
+    p: float = 2.0
+    updates: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What stays the same from one call of a line in a script to the next."""
+        return (math.isnan(self.p), *map(id, self.parameters))
+
+
+class Change(enum.Enum):
+    """What a script has done to updates between synchronize() and step(), by other means than torch's functions."""
+
+    NOTHING = enum.auto()
+    CLIPPING = enum.auto()  # to a limit that each rank has kept to already
+    OTHER = enum.auto()
+
+
+class LocalClipping:
+    """What limits the gradients of one optimizer on this rank.
+
+    Args:
+        given: ``clip_norm``, or None: what the script itself asks for.
+        parameters: all of the optimizer's that are exchanged.
+        workers: N.
+        averages: whether gradients are averaged (True) or summed.
+    """
+
+    def __init__(self, given: float | None, parameters: Iterable[Parameter], workers: int, averages: bool) -> None:
+        self.given, self._all, self._workers, self._averages = given, tuple(parameters), workers, averages
+        # with no limit the first step is measured only, should the script clip in it
+        first = Clip(self._all, math.inf)
+        self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
+        self._own_norm = 0.0  # of this rank's gradients in the step under way
+        self._late: list[Clip] = []  # first calls that came before the updates were there
+        self.by_hand: float | None = None  # the limit of a script that clips without torch's functions
+        self._cut: float | None = None  # norm of the updates that such a script has changed last
+        self.norms: dict[tuple[object, ...], float] = {}  # by the key of a clip, before it; of the step under way
+        self._noted: dict[tuple[object, ...], Clip] = {}
+        self._factors: dict[Parameter, float] = {}
+        self._bounds: dict[Parameter, float] = {}
+        self._pending: tuple[list[tuple[object, ...]], Pending] | None = None  # norms on their way to all ranks
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is clipped in this step: no gradient can be sent before all are there."""
+        return bool(self.clips)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether the one limit there is, is of the L2 norm of all gradients together."""
+        return self._whole() is not None
+
+    @property
+    def undoes(self) -> bool:
+        """Whether updates that the script changes may have to be put back."""
+        return self.given is not None or self._cut is not None
+
+    def note(self, clip: Clip) -> float | None:
+        """The script has made a call; it will hold for the next step.
+
+        Returns:
+            Whether a limit of the same gradients holds in this step already, so that the call is to change nothing:
+            their norm before they were clipped, 0 for elements; None if it does not.
+        """
+        if self.given is not None and not math.isnan(clip.p):
+            held = self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
+            return self._norm_before(held)
+        self._noted[clip.key] = clip
+        if any(held.key == clip.key and held.limit < math.inf for held in self.clips):
+            return self._norm_before(clip)
+        if not clip.updates:
+            self._late.append(clip)
+        return None
+
+    def _norm_before(self, clip: Clip) -> float:
+        """As measured; of ``p.grad``, which is a gradient still, where not all gradients have been there to measure."""
+        if clip.key in self.norms or math.isnan(clip.p):
+            return self.norms.get(clip.key, 0.0)
+        return total_norm([_finite_norm(p.grad, clip.p) for p in clip.parameters if p.grad is not None], clip.p)
+
+    def cut(self, clip: Clip, steps: Collection[Parameter]) -> float:
+        """A call that holds from the next step on: clip the updates of this one, in ``p.grad``, as it says.
+
+        Args:
+            clip: noted.
+            steps: parameters whose updates are no gradients; they stay as they are.
+
+        Returns:
+            The norm before; 0 for elements.
+        """
+        grads = [p.grad for p in clip.parameters if p.grad is not None and not p.grad.is_sparse and p not in steps]
+        if math.isnan(clip.p):
+            for grad in grads:
+                grad.clamp_(-clip.limit, clip.limit)
+            return 0.0
+        norm = total_norm([_finite_norm(grad, clip.p) for grad in grads], clip.p)
+        factor = clip.limit / norm if norm > clip.limit else 1.0
+        for grad in grads if factor < 1 else []:
+            grad.mul_(factor)
+        return norm
+
+    @property
+    def first_factor(self) -> float:
+        """Where the script clips all gradients in the first step: what u and v must be multiplied by."""
+        noted = self._noted.get(self.clips[0].key) if self.clips else None
+        return self._factor(noted, self._own_norm) if noted is not None and self._is_of_first(noted) else 1.0
+
+    def _is_of_first(self, clip: Clip) -> bool:
+        """Whether `clip` limits what the first step has measured, which is under way."""
+        first = self.clips[0] if self.clips else None
+        return first is not None and math.isinf(first.limit) and clip.p == 2 and clip.key in self.norms
+
+    def goes_on(self) -> None:
+        """u and v are of earlier steps too: there is no first one any more."""
+        self.clips = tuple(clip for clip in self.clips if clip.limit < math.inf)
+
+    def take_late(self) -> list[Clip]:
+        """The limits of calls that have clipped gradients of this step in vain, as they had been taken already."""
+        late, self._late = self._late, []
+        return late
+
+    def step_ends(self, in_join: bool = False) -> None:
+        """What was noted in this step holds in the next.
+
+        Args:
+            in_join: whether no script has made this step: what holds goes on, as on the ranks whose scripts do.
+        """
+        self.goes_on()
+        if not in_join:
+            given = [] if self.given is None else [self.clips[0]]
+            self.clips = tuple({clip.key: clip for clip in (*given, *self._noted.values())}.values())
+        for kept in (self._noted, self.norms, self._factors, self._bounds, self._late):
+            kept.clear()
+
+    def judge(self, before: float, after: float) -> Change:
+        """The script has changed the updates by its own hands.
+
+        A norm that comes out the same twice, and has been larger, is a clipping that the script does itself: from the
+        next step on each rank clips to it.
+
+        Args:
+            before, after: L2 norm of all updates; `before` is 0 if it is not known.
+        """
+        limit = self.given or self.by_hand
+        nothing = math.isclose(after, before, rel_tol=1e-6)
+        if nothing or (limit is not None and math.isclose(after, limit, rel_tol=1e-3)):
+            if self.by_hand is not None:
+                self.note(Clip(self._all, self.by_hand))
+            return Change.NOTHING if nothing else Change.CLIPPING
+        if self._cut is not None and 0 < after < before and math.isclose(after, self._cut, rel_tol=1e-4):
+            self.by_hand = after
+            self.note(Clip(self._all, after))
+        self._cut = after
+        return Change.OTHER
+
+    # -- one step
+
+    def of_all(self, squares: float, loss_scale: float) -> float:
+        """Where `is_of_all`: the factor, in (0, 1], of all gradients, whose `squares` these are."""
+        (whole,) = self.clips
+        norm = self._own_norm = self.norms[whole.key] = math.sqrt(squares) / loss_scale
+        return self._factor(whole, norm)
+
+    def measure(self, gradients: Mapping[Parameter, torch.Tensor], loss_scale: float) -> None:
+        """Find what `clipped` does, in the order of the script's calls.
+
+        Args:
+            gradients: all of this rank.
+            loss_scale: by which they are multiplied.
+
+        Cost: a read of each gradient for each norm that it is part of.
+        """
+        for clip in self.clips:
+            there = [p for p in clip.parameters if p in gradients]
+            if math.isnan(clip.p):
+                self.norms[clip.key] = 0.0
+                bound = self._local(clip.limit) * loss_scale
+                self._bounds.update({p: min(bound, self._bounds.get(p, math.inf)) for p in there})
+                continue
+            parts = [self._factors.get(p, 1.0) * _finite_norm(gradients[p], clip.p) for p in there]
+            norm = self.norms[clip.key] = total_norm(parts, clip.p) / loss_scale
+            factor = self._factor(clip, norm)
+            self._factors.update({p: factor * self._factors.get(p, 1.0) for p in there})
+
+    def clipped(self, p: Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """`gradient` of `p` within what limits it apart from the others; itself if nothing does."""
+        factor, bound = self._factors.get(p, 1.0), self._bounds.get(p, math.inf)
+        if factor < 1:
+            gradient = gradient * factor
+        if bound < math.inf:  # an overflow must still be seen as one
+            gradient = torch.where(gradient.isinf(), gradient, gradient.clamp(-bound, bound))
+        return gradient
+
+    def share(self, collectives: Collectives) -> None:
+        """Start telling all ranks the norms that their scripts will ask for after the exchange."""
+        keys = [clip.key for clip in self.clips if clip.updates and clip.key in self.norms]
+        if keys:
+            squares = torch.tensor([self.norms[key] ** 2 for key in keys], dtype=torch.float64)
+            collectives.traffic.count_allreduce(squares.nbytes, collectives.workers)
+            self._pending = keys, collectives.allreduce(squares, "clip.norms", hvd.Average)
+
+    def take(self, collectives: Collectives) -> None:
+        """From now on those norms are the same on every rank: the root mean square over ranks."""
+        if self._pending is not None:
+            keys, pending = self._pending
+            self._pending = None
+            squares = collectives.wait(pending).tolist()
+            self.norms.update({key: math.sqrt(square) for key, square in zip(keys, squares, strict=True)})
+
+    def abandon(self) -> None:
+        """The step under way is given up; what the script asks for holds all the same, as on other ranks."""
+        self._pending = None
+        for kept in (self.norms, self._factors, self._bounds, self._late):
+            kept.clear()
+
+    def _whole(self) -> Clip | None:
+        only = self.clips[0] if len(self.clips) == 1 else None
+        return only if only is not None and only.p == 2 and set(self._all) <= set(only.parameters) else None
+
+    def _local(self, limit: float) -> float:
+        return clip_limit(limit, self._workers, self._averages)
+
+    def _factor(self, clip: Clip, norm: float) -> float:
+        limit = self._local(clip.limit)
+        return limit / norm if norm > limit else 1.0
+
+
+def norm_of(parameters: Iterable[Parameter]) -> float:
+    """L2 norm of every dense ``p.grad`` together."""
+    grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    parts = [torch.linalg.vector_norm(grad).float() for grad in grads]
+    return float(torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))) if parts else 0.0
+
+
+def total_norm(norms: Sequence[float], p: float = 2.0) -> float:
+    """The p-norm of all elements, from the p-norms of the parts."""
+    if not norms:
+        return 0.0
+    if math.isinf(p):
+        return max(norms)
+    return math.fsum(norm**p for norm in norms) ** (1 / p)
+
+
+def _finite_norm(gradient: torch.Tensor, p: float) -> float:
+    """The p-norm in fp32; what is not finite counts as zero, as it does where it enters the momentum."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    norm = float(torch.linalg.vector_norm(gradient, p, dtype=torch.float32))
+    if math.isfinite(norm):
+        return norm
+    return float(torch.linalg.vector_norm(torch.nan_to_num(gradient.float(), 0.0, 0.0, 0.0), p))

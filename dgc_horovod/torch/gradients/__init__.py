@@ -1,0 +1,1 @@
+"""From ``p.grad`` of one rank to ``p.grad`` of all."""

@@ -1,0 +1,125 @@
+"""Small tensors (bias, norm) that are not sent as a whole bucket: an allreduce each, which Horovod fuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import horovod.torch as hvd
+import torch
+
+from dgc_horovod.torch.gradients.transport import Collectives, Pending
+
+Parameter = torch.Tensor
+
+
+@dataclass(frozen=True)
+class ReduceSettings:
+    """Horovod's arguments that decide how ranks are combined."""
+
+    op: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Factors before and after the sum."""
+        factor = self.gradient_predivide_factor
+        return (1 / factor, factor) if self.op == hvd.Average else (1.0, 1.0)
+
+
+def laid_out_as(result: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """`result` in the dtype and memory format of `grad`: fused optimizers walk both in memory order."""
+    if grad.is_sparse or grad.stride() == result.stride():
+        return result.to(grad.dtype)
+    return torch.empty_like(grad).copy_(result)
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether every element is finite; the host waits once for each device, not for each tensor."""
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for x in tensors:
+        flags.setdefault(x.device, []).append(torch.isfinite(x).all())
+    return all(bool(torch.stack(each).all()) for each in flags.values())
+
+
+class DensePath:
+    """The dense tensors of one optimizer, and how far this step has come.
+
+    Args:
+        names: parameter -> name.
+        collectives: of the optimizer.
+        settings: Horovod's arguments.
+        loss_scale: gives the factor by which gradients are multiplied at present.
+        half: whether they travel as fp16, as with Horovod's own Compression.fp16.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[Parameter, str],
+        collectives: Collectives,
+        settings: ReduceSettings,
+        loss_scale: Callable[[], float],
+        half: bool = False,
+    ) -> None:
+        self.names, self.collectives, self.settings, self._half = names, collectives, settings, half
+        self._loss_scale = loss_scale
+        self.gradients: dict[Parameter, torch.Tensor] = {}
+        self.owed: dict[Parameter, torch.Tensor] = {}  # left from when they were in buckets; goes with the next step
+        self._pending: dict[Parameter, Pending] = {}
+        self._results: dict[Parameter, torch.Tensor] = {}
+        self._kept: dict[Parameter, torch.Tensor] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor's gradient is here."""
+        return len(self.gradients) == len(self.names)
+
+    @property
+    def pending(self) -> list[Pending]:
+        """What is under way."""
+        return list(self._pending.values())
+
+    def launch(self, p: Parameter, clip: float = 1.0) -> None:
+        """Start the allreduce of ``clip * gradient``, of a copy: autograd may have given that memory to others too."""
+        gradient = self.gradients[p]
+        if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
+            gradient = gradient.float()
+        gradient = (gradient * clip).contiguous()
+        if p in self.owed:
+            gradient = gradient + self.owed[p].to(gradient) * self._loss_scale()
+        if self._half:
+            gradient = gradient.half()
+        self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
+        name, settings = f"dense.{self.names[p]}", self.settings
+        self._pending[p] = self.collectives.allreduce(gradient, name, settings.op, *settings.scales)
+
+    def result(self, p: Parameter) -> torch.Tensor:
+        """Wait for the allreduce; what belongs into ``p.grad``, in its dtype."""
+        assert p.grad is not None
+        if p not in self._results:
+            self._results[p] = self.collectives.wait(self._pending[p])
+        return laid_out_as(self._results[p].view(p.shape), p.grad)
+
+    @property
+    def finite(self) -> bool:
+        """Whether every result of this step is finite; the same on every rank."""
+        return all_finite(self._results.values())
+
+    def keep(self, scale: float) -> None:
+        """Copy the results times `scale`, for `put_back`."""
+        self._kept = {p: p.grad * scale for p in self.names if p.grad is not None and not p.grad.is_sparse}
+
+    def put_back(self) -> None:
+        """Give every ``p.grad`` what `keep` copied."""
+        for p, result in self._kept.items():
+            if p.grad is not None:
+                p.grad.copy_(result)
+
+    def clear(self, finite: bool = True) -> None:
+        """Forget the step, which is applied if `finite`."""
+        if finite:
+            self.owed.clear()
+        self.gradients.clear()
+        self._pending.clear()
+        self._results.clear()

@@ -1,0 +1,397 @@
+"""One torch optimizer's gradients: put into buckets as they become ready, exchanged, handed back."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import horovod.torch as hvd
+import torch
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import Feed, Kernels, ResidualFeed
+from dgc_horovod.notices import not_finite
+from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
+from dgc_horovod.torch.clipping.local import Change, LocalClipping, norm_of
+from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
+from dgc_horovod.torch.gradients.memory import flat_array, handed, is_alone, is_in, is_plain, wait_for_streams
+from dgc_horovod.torch.gradients.transport import Collectives, Pending
+
+Parameter = torch.Tensor
+_WHOLE = ResidualFeed()
+_NARROW = (torch.float16, torch.bfloat16)
+FeedOf = Callable[[Parameter], tuple[Feed, float]]
+
+
+@dataclass
+class BucketRun:
+    """A bucket, its parameters in segment order, and how far this step has come."""
+
+    engine: BucketEngine
+    parameters: tuple[Parameter, ...]
+    arrived: int = 0  # gradients
+    pending: Pending | None = None
+    finite: bool | None = None  # None until the ranks' messages are back
+    targets: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
+    versions: list[int] = field(default_factory=list)  # theirs, when they were put
+    narrow: bool = False  # whether an update goes into another dtype than fp32
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which its gradients have been made
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient is there."""
+        return self.arrived == len(self.parameters)
+
+
+class GradientExchange:
+    """Everything between ``p.grad`` of one rank and ``p.grad`` of all.
+
+    Args:
+        parameters: name -> parameter, in the model's order; only those that require a gradient.
+        boundaries: parameter -> number; tensors of different numbers never share a bucket.
+        config: the compression.
+        collectives: of this optimizer.
+        settings: Horovod's arguments.
+        loss_scale: gives the factor by which the loss, hence every gradient, is multiplied at present.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        boundaries: Mapping[Parameter, int],
+        config: DGCConfig,
+        collectives: Collectives,
+        settings: ReduceSettings,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self.config, self.collectives, self.settings = config, collectives, settings
+        self.names = {p: name for name, p in parameters.items()}
+        self.loss_scale = loss_scale
+        self._scale: float | None = None  # of the step under way
+        self._taken: set[int] = set()  # memory into which something of this step will be written
+        self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
+        specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
+        self._kernels: dict[str, Kernels] = {}
+        self.buckets = BucketExchange(
+            specs,
+            config,
+            lambda name: self._kernels_of(parameters[name]),
+            collectives.rank,
+            collectives.workers,
+            settings.op == hvd.Average,
+            collectives.traffic,
+        )
+        self.runs = [
+            BucketRun(engine, tuple(parameters[segment.name] for segment in engine.bucket.segments))
+            for engine in self.buckets.engines
+        ]
+        self.place = {p: (run, i) for run in self.runs for i, p in enumerate(run.parameters)}
+        dense = {parameters[name]: name for name in self.buckets.layout.dense}
+        self._dense_path = DensePath(dense, collectives, settings, self._scale_now, half=config.dense_values == "fp16")
+        self._launched: deque[BucketRun] = deque()  # whose exchange is under way
+        self.not_finite = ""  # what is to be said of the finished step, if it was not
+        self._norm = 0.0  # of all updates of the finished step, known if a script's clipping is to be undone
+        self.clipping = LocalClipping(config.clip_norm, self.names, collectives.workers, settings.op == hvd.Average)
+
+    def _kernels_of(self, p: Parameter) -> Kernels:
+        """The kernels for the device of `p`, chosen once a device."""
+        device = str(p.device)
+        if device not in self._kernels:
+            self._kernels[device] = registry.choose(device)
+        return self._kernels[device]
+
+    @property
+    def compressed(self) -> list[Parameter]:
+        """Parameters on the sparse path."""
+        return [p for p in self.place if self.is_compressed(p)]
+
+    # -- gradients in
+
+    def is_compressed(self, p: Parameter) -> bool:
+        """Whether `p` is on the sparse path."""
+        return self.buckets.is_compressed(self.names[p])
+
+    def submit(self, p: Parameter, feed_of: FeedOf) -> Callable[[], torch.Tensor]:
+        """The gradient of `p` is ready; start what it was the last one for.
+
+        This is called between the passes over two buckets, whose data have just gone through the caches: it does
+        little, and what a bucket's tensors need is done when all of them are there.
+
+        Args:
+            p: a parameter with a gradient.
+            feed_of: how a compressed tensor's gradient enters the residual, and what decay is added to it before.
+
+        Returns:
+            A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
+        """
+        place = self.place.get(p)
+        with self._lock:
+            if place is None:
+                self._dense_path.gradients[p] = self._gradient(p)
+            else:
+                place[0].arrived += 1
+                if p.is_cuda:
+                    place[0].streams.add(torch.cuda.current_stream(p.device))
+            if self.clipping.active:
+                self._launch_if_all_arrived(feed_of)
+            elif place is None:
+                self._dense_path.launch(p)
+            elif place[0].complete:
+                self._offer(place[0], feed_of)
+                self._launch(place[0], 1.0)
+        return partial(self._dense_path.result, p) if place is None else partial(self._result, p, *place)
+
+    def _grad(self, p: Parameter) -> torch.Tensor:
+        """``p.grad``, which must be there from its hook to the end of the step."""
+        if p.grad is None:
+            raise UnsupportedUse(
+                f"the gradient of {self.names[p]!r} was removed between backward() and step() (model.zero_grad()?); "
+                "its exchange was under way. Clear gradients after step(), or before backward()"
+            )
+        return p.grad
+
+    def _gradient(self, p: Parameter) -> torch.Tensor:
+        grad = self._grad(p)
+        if grad.is_sparse:
+            if not self.settings.sparse_as_dense:
+                raise UnsupportedUse(
+                    f"the gradient of {self.names[p]!r} is sparse; pass sparse_as_dense=True to compress it like the "
+                    "others, or build the embedding with sparse=False"
+                )
+            grad = grad.to_dense()
+        return grad.detach()
+
+    # -- exchange
+
+    def _scale_now(self) -> float:
+        """The loss scale of this step, asked once: a GradScaler's lies on the device, behind the backward pass."""
+        if self._scale is None:
+            self._scale = self.loss_scale()
+        return self._scale
+
+    def _offer(self, run: BucketRun, feed_of: FeedOf) -> None:
+        """Give the engine every gradient of a bucket."""
+        kernels, run.arrived = run.engine.kernels, 0
+        wait_for_streams(run.streams)
+        run.targets.clear()
+        run.versions.clear()
+        for i, p in enumerate(run.parameters):
+            feed, decay = (_WHOLE, 0.0) if run.engine.bucket.whole else feed_of(p)
+            zeroes = not self.config.keep_gradients and kernels.takes_tensors and not decay and is_alone(self._grad(p))
+            target, fits = self._aim(run, p)
+            if zeroes and fits:
+                run.engine.offer(i, target, feed, in_place=True)
+                continue
+            gradient = target if fits else self._gradient(p).contiguous().to(torch.float32)
+            gradient = self.clipping.clipped(p, gradient)
+            if decay:
+                gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
+            run.engine.offer(i, handed(gradient, kernels), feed)
+            run.engine.targets.put(i, handed(target, kernels))
+
+    def _launch(self, run: BucketRun, clip: float) -> None:
+        engine = run.engine
+        message = self.buckets.compress(engine, clip, self._scale_now())
+        payload, name = torch.from_numpy(message.payload), engine.bucket.name
+        if message.scattered:
+            run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
+        else:
+            run.pending = self.collectives.allgather(payload, name)
+        self._launched.append(run)
+
+    def _launch_if_all_arrived(self, feed_of: FeedOf) -> None:
+        """With clipping: the norm needs every gradient, so everything starts with the last one."""
+        if not (self._dense_path.complete and all(run.complete for run in self.runs)):
+            return
+        dense = self._dense_path.gradients
+        if self.clipping.is_of_all:
+            for run in self.runs:
+                self._offer(run, feed_of)
+            clip = self.clipping.of_all(self.buckets.squares(self._squares(dense.values())), self._scale_now())
+        else:
+            clip = 1.0
+            bucketed = {p: self._gradient(p) for run in self.runs for p in run.parameters}
+            self.clipping.measure({**bucketed, **dense}, self._scale_now())
+            for run in self.runs:
+                self._offer(run, feed_of)
+            dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
+        for run in self.runs:
+            self._launch(run, clip)
+        for p in self._dense_path.names:
+            self._dense_path.launch(p, clip)
+        if not self.buckets.ranks_in_join:  # those may not know what the others' scripts do
+            self.clipping.share(self.collectives)
+
+    def _is_first_in(self, grad: torch.Tensor) -> bool:
+        """Whether nothing else of this step is written into the memory of `grad`, and now `grad` is.
+
+        Autograd gives two parameters one gradient memory where a view of each is added to the other.
+        """
+        memory = grad.untyped_storage().data_ptr()
+        first = memory not in self._taken
+        self._taken.add(memory)
+        return first
+
+    def _squares(self, gradients: Iterable[torch.Tensor]) -> float:
+        """Sum of all squares; what is not finite counts as zero."""
+        found: dict[Kernels, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            kernels = self._kernels_of(gradient)
+            found.setdefault(kernels, []).append(flat_array(gradient.contiguous().to(torch.float32), kernels))
+        return sum(kernels.squares(arrays) for kernels, arrays in found.items())
+
+    # -- gradients out
+
+    def _result(self, p: Parameter, run: BucketRun, i: int) -> torch.Tensor:
+        if run.finite is None:
+            self._decode_launched()
+        assert run.finite is not None
+        grad, target = self._grad(p), run.targets[i]
+        return grad if is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
+
+    def _decode_launched(self) -> None:
+        """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
+        while self._launched:  # after an error the rest can still be waited for
+            run = self._launched[0]
+            assert run.pending is not None
+            received = self.collectives.wait(run.pending).numpy()
+            for i, (target, version) in enumerate(zip(run.targets, run.versions, strict=True)):
+                if target._version != version:  # a script has written there: it is not zero any more
+                    run.engine.targets.put(i, handed(target, run.engine.kernels))
+            run.finite = self.buckets.decode(run.engine, received, self._scale_now())
+            self._launched.popleft()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether everything that is under way has come back."""
+        pending = [run.pending for run in self._launched] + self._dense_path.pending
+        return all(self.collectives.done(each) for each in pending if each is not None)
+
+    def _aim(self, run: BucketRun, p: Parameter) -> tuple[torch.Tensor, bool]:
+        """The next of the bucket's targets: the memory of ``p.grad``, or some beside it if that does not do.
+
+        Returns:
+            The target; whether it lies where ``p.grad`` does.
+        """
+        grad = self._grad(p)
+        plain = is_plain(grad)
+        run.narrow |= not plain
+        fits = plain and self._is_first_in(grad)
+        # detached, it keeps the memory, should the script give p.grad another
+        target = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+        run.targets.append(target)
+        run.versions.append(target._version)
+        return target, fits
+
+    def finish(self) -> bool:
+        """Close the step after every result has been taken; returns whether it may be applied.
+
+        If a gradient was not finite on any rank, or an update is not (in its parameter's dtype), every rank
+        takes back what it had sent, and every ``p.grad`` is filled with NaN, so that a GradScaler skips the step
+        too (docs/algorithm.md, law 5).
+        """
+        self.clipping.take(self.collectives)
+        finite = all(run.finite for run in self.runs) and self._dense_path.finite and self._updates_finite()
+        self.not_finite = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
+        self.buckets.close(finite)
+        if not finite:
+            for p in self.names:
+                if p.grad is not None and not p.grad.is_sparse:
+                    p.grad.fill_(math.nan)
+                elif p.grad is not None:
+                    p.grad = torch.full_like(p, math.nan)
+        elif self.clipping.undoes:
+            self._norm = norm_of(self.names)
+            self._dense_path.keep(1 / self._scale_now())
+        self._forget_step(finite)
+        return finite
+
+    def _updates_finite(self) -> bool:
+        """Whether every update is finite in a narrower dtype of ``p.grad`` too; the same on every rank."""
+        grads = [p.grad for run in self.runs if run.narrow for p in run.parameters if p.grad is not None]
+        return all_finite(grad for grad in grads if grad.dtype in _NARROW)
+
+    def _forget_step(self, finite: bool = True) -> None:
+        for run in self.runs:
+            run.pending, run.finite, run.narrow = None, None, False
+            run.targets.clear()  # they would keep gradients alive that the script has let go of
+            run.versions.clear()
+            run.engine.targets.clear()
+        self._launched.clear()
+        self._taken.clear()
+        self._scale = None
+        self._dense_path.clear(finite)
+
+    def abandon(self) -> None:
+        """Give up the step under way, if there is one, and what is owed from before: other weights come."""
+        self.buckets.take_back()
+        self.clipping.abandon()
+        for run in self.runs:
+            run.arrived = 0
+        self._dense_path.owed.clear()
+        self._forget_step()
+
+    def undo_clipping(self) -> bool:
+        """The script has changed updates of the finished step by its own hands: put back what was a clipping.
+
+        Each rank has kept to that norm before, and an update arrives in bursts: cutting it once more would
+        lose gradient. The unscaled updates are computed anew from what was received.
+
+        Returns:
+            Whether the change was such a clipping, or changed nothing; if not, it is honoured.
+        """
+        found = self.clipping.judge(self._norm / self.loss_scale(), norm_of(self.names))
+        if found is Change.CLIPPING:
+            for run in self.runs:
+                for i, p in enumerate(run.parameters):
+                    run.engine.targets.put(i, handed(self._aim(run, p)[0], run.engine.kernels))
+                run.engine.fill(self.buckets.mean_scale)
+                for p, target in zip(run.parameters, run.targets, strict=True):
+                    if p.grad is not None and not p.grad.is_sparse and not is_in(target, p.grad):
+                        p.grad.copy_(target.view(p.shape))
+            self._dense_path.put_back()
+            self._forget_step()
+        return found is not Change.OTHER
+
+    def fade(self, p: Parameter, factor: float) -> None:
+        """Multiply what waits of `p` on this rank by `factor`, in [0, 1]."""
+        self._dense_path.owed.pop(p, None)
+        if p in self.place:
+            run, i = self.place[p]
+            run.engine.fade(i, factor)
+
+    def load(self, state: ResidualState) -> None:
+        """Go on from what this rank has kept; see `BucketExchange.load`."""
+        dense = {name: p for p, name in self._dense_path.names.items()}
+        self._dense_path.owed.clear()
+        self.clipping.goes_on()
+        for name, v in self.buckets.load(state).items():
+            self._dense_path.owed[dense[name]] = torch.from_numpy(v).view(dense[name].shape).to(dense[name].device)
+
+    @property
+    def owed(self) -> dict[Parameter, torch.Tensor]:
+        """What dense tensors have from when they were in buckets, for the next step."""
+        return self._dense_path.owed
+
+    def residuals(self) -> ResidualState:
+        """A copy of what this rank has kept."""
+        state = self.buckets.residuals()
+        for p, v in self.owed.items():
+            state.tensors[self.names[p]] = {RESIDUAL: v.reshape(-1).float().cpu().numpy()}
+        return state
+
+    def load_moments(self, p: Parameter, moments: Sequence[torch.Tensor]) -> None:
+        """Take over Adam's moments of `p` from a stock checkpoint."""
+        run, i = self.place[p]
+        segment = run.engine.bucket.segments[i]
+        for ours, theirs in zip(run.engine.adam_moments(), moments, strict=True):
+            torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))

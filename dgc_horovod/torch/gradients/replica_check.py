@@ -1,0 +1,108 @@
+"""The comparison of weights between the ranks of a torch optimizer, in the shadow of the backward pass."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from contextlib import suppress
+from typing import Any
+
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from dgc_horovod import replica_check as replicas
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.config_check import shared_from
+from dgc_horovod.torch.gradients.transport import Collectives, Pending
+
+
+class Replicas:
+    """The weights of one optimizer on this rank, as `ReplicaCheck` sees them.
+
+    Args:
+        parameters: by name.
+        config: ``check_every`` and ``on_mismatch`` are used.
+        collectives: of the optimizer.
+    """
+
+    def __init__(self, parameters: dict[str, torch.Tensor], config: DGCConfig, collectives: Collectives) -> None:
+        self._parameters, self._collectives, self._stops = parameters, collectives, config.on_mismatch == "stop"
+        self._check = replicas.ReplicaCheck({name: p.nbytes for name, p in parameters.items()}, config)
+        self._under_way: tuple[Pending, int, list[str]] | None = None
+
+    def begin(self, step: int) -> None:
+        """After `step` steps: send this rank's checksum, if one is due."""
+        names = self._check.due(step) if self._collectives.workers > 1 else []
+        if names:
+            found = replicas.checksum(map(self._bytes_of, names))
+            sent = torch.from_numpy(replicas.record(step, found))
+            with suppress(HorovodInternalError):  # another rank may have ended after its last step
+                self._under_way = self._collectives.allgather(sent, "replicas"), step, names
+
+    def end(self, optimizer: Any) -> None:
+        """Before the next step is applied: compare with the other ranks'.
+
+        Raises:
+            ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
+        """
+        if self._under_way is None:
+            return
+        pending, step, names = self._under_way
+        self._under_way = None
+        if replicas.same(self._collectives.wait(pending).numpy()):
+            return
+        found = replicas.find(self._collectives, step, names, lambda name: replicas.checksum([self._bytes_of(name)]))
+        if found is None:  # the script has set it right in the meantime
+            return
+        replicas.stop_or_tell(found, self._stops, self._collectives.rank)
+        self.take_over(optimizer)
+
+    def take_over(self, optimizer: Any, root: int = 0) -> None:
+        """Weights and optimizer state of rank `root`, which says what there is: others may have something else."""
+        own = {
+            name: {key: _described(x) for key, x in optimizer.state[p].items()} for name, p in self._parameters.items()
+        }
+        there_is = json.loads(shared_from(self._collectives, json.dumps(own).encode(), "replicas.state", root))
+        for name, p in self._parameters.items():
+            state = optimizer.state[p]
+            self._broadcast(p.detach(), f"{name}.weight", root)
+            for key, (dtype, shape, value) in sorted(there_is[name].items()):
+                if not dtype:
+                    state[key] = value
+                    continue
+                there = state.get(key)
+                if not isinstance(there, torch.Tensor) or _described(there) != [dtype, shape, None]:
+                    device = p.device if shape else None
+                    state[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                self._broadcast(state[key], f"{name}.{key}", root)
+            for key in set(state) - set(there_is[name]):
+                del state[key]
+
+    def fingerprint(self, optimizer: Any) -> int:
+        """A checksum of all weights and of the optimizer's state and options."""
+        found = replicas.checksum(map(self._bytes_of, self._parameters))
+        for name, p in self._parameters.items():
+            for key, x in sorted(optimizer.state.get(p, {}).items()):
+                described = repr((name, key, _described(x))).encode()
+                found = zlib.crc32(_flat_bytes(x) if isinstance(x, torch.Tensor) else b"", zlib.crc32(described, found))
+        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return zlib.crc32(repr(options).encode(), found)
+
+    def _broadcast(self, x: torch.Tensor, name: str, root: int) -> None:
+        flat = x.contiguous().view(-1)
+        pending = self._collectives.broadcast(flat.view(torch.uint8).clone(), f"replicas.{name}", root)
+        x.copy_(self._collectives.wait(pending).view(flat.dtype).view(x.shape))
+
+    def _bytes_of(self, name: str) -> Any:
+        return _flat_bytes(self._parameters[name])
+
+
+def _flat_bytes(x: torch.Tensor) -> Any:
+    return x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+
+
+def _described(x: Any) -> list[Any]:
+    """Of an entry of an optimizer's state: dtype and shape of a tensor, or "", None and its value."""
+    if isinstance(x, torch.Tensor):
+        return [str(x.dtype).removeprefix("torch."), list(x.shape), None]
+    return ["", None, x]

@@ -1,0 +1,119 @@
+"""What cannot be compressed is refused when it is wrapped, in words, on every rank alike."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import horovod.torch as hvd
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dgc_horovod.errors import DGCError, UnsupportedUse
+from dgc_horovod.torch.wrapping.arguments import check_same_choice
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@contextmanager
+def alike(process_set: hvd.ProcessSet) -> Iterator[None]:
+    """Around the checks of a rank that compresses: what one rank refuses, or cannot do, stops every rank.
+
+    Raises:
+        RankMismatch: on every rank, if not all refuse the same; also if some do not compress.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    text = str(problem) if isinstance(problem, DGCError) else f"{type(problem).__name__}: {problem}"
+    try:
+        check_same_choice("dgc", process_set, text if problem is not None else "nothing")
+    except Exception as mismatch:
+        raise mismatch from problem
+    if problem is not None:
+        raise problem
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, sparse_as_dense: bool) -> None:
+    """Raise UnsupportedUse for an optimizer, not yet wrapped, whose steps are none that an exchanged gradient fits."""
+    name, step = type(optimizer).__name__, inspect.unwrap(type(optimizer).step)
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedUse(
+            f"{name} calls its closure several times in a step, for a gradient each, but gradients are exchanged once "
+            "in a step; use an optimizer that steps without a closure, such as SGD or AdamW"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam) and not sparse_as_dense:
+        raise UnsupportedUse(
+            "SparseAdam takes sparse gradients, and what is exchanged is dense; pass sparse_as_dense=True, or use "
+            "Adam, with sparse=False in the embedding"
+        )
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise UnsupportedUse for a parameter that cannot be exchanged, or that something else exchanges already."""
+    name_of = {p: name for name, p in names}
+    for group in optimizer.param_groups:
+        for p, times in Counter(group["params"]).items():
+            if times > 1:
+                raise UnsupportedUse(
+                    f"{name_of[p]!r} is {times} times in one parameter group, and would move as often in each step"
+                )
+    trained = {p: name_of[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    for p, name in trained.items():
+        if problem := _problem(p):
+            raise UnsupportedUse(f"{name!r} {problem}")
+    for wrapper in _data_parallel_models():
+        for p in wrapper.parameters():
+            if p in trained:
+                raise UnsupportedUse(
+                    f"{trained[p]!r} belongs to a model in DistributedDataParallel, which exchanges every gradient "
+                    "itself, uncompressed; leave the model plain, without DistributedDataParallel around it"
+                )
+
+
+def _problem(p: torch.Tensor) -> str:
+    """Why `p` cannot be exchanged and what to do, or ""."""
+    if is_lazy(p):
+        return "has no shape yet (a lazy module); call the model once, on any batch, before wrapping the optimizer"
+    if p.is_meta:
+        return "is on the meta device, without data; call model.to_empty(device=...) and initialize it before wrapping"
+    if _is_sharded(p):
+        return (
+            "is sharded over the ranks (FSDP, DTensor), and Horovod averages whole gradients of replicas; wrap the "
+            "optimizer of a model that is whole on every rank"
+        )
+    if is_traceable_wrapper_subclass(p):
+        return f"is a {type(p).__name__}, which has no plain memory to exchange; use a plain torch.nn.Parameter"
+    if p.layout != torch.strided:
+        return f"has the layout {p.layout}; only dense tensors can be exchanged (p.to_dense())"
+    if p.is_complex():
+        return (
+            "is complex, which neither Horovod nor the compression can exchange; make its real view "
+            "(torch.view_as_real) the parameter"
+        )
+    if p.dtype not in _DTYPES:
+        return f"is of {p.dtype}; gradients of float16, bfloat16, float32 and float64 can be exchanged"
+    return ""
+
+
+def _is_sharded(p: torch.Tensor) -> bool:
+    if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+        return True
+    distributed = getattr(torch.distributed, "tensor", None)  # without it, nothing is a DTensor
+    return distributed is not None and isinstance(p, distributed.DTensor)
+
+
+def _data_parallel_models() -> list[DistributedDataParallel]:
+    """Those that are alive. Their parameters do not know of them; without a process group there are none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    gc.collect()  # of those that are not in use any more none counts
+    return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]

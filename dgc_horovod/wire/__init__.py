@@ -1,0 +1,1 @@
+"""The bytes that travel: what is in a bucket, packets, codecs."""

@@ -1,0 +1,232 @@
+"""Value codecs: float32 values as fewer bits. What rounding drops stays in the sender's residual.
+
+Every codec decodes to finite float32 (larger values saturate) and never enlarges the residual: the error of a block
+is smaller than the block. Operations are exact or correctly rounded, so that native coders give the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from dgc_horovod.errors import CorruptPacket
+from dgc_horovod.wire.codecs.indices import word_bytes
+
+BLOCK = 256  # values that share scales
+_SIZE = np.uint32(0x7FFFFFFF)
+_INFINITY = 0x7F800000
+
+
+class ValueCodec(Protocol):
+    """One way to write float32 values, at most `capacity` of them. All sizes are whole 32-bit words."""
+
+    code: int
+    name: str
+
+    def nbytes(self, capacity: int) -> int:
+        """Size, whatever is written."""
+
+    def scales_at(self, capacity: int) -> int:
+        """Where the blocks' scales begin, behind the values' codes."""
+
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+        """Write finite values into `out`, `nbytes` zero bytes."""
+
+    def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
+        """The float32 values as receivers read them; CorruptPacket if they cannot have been written."""
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    if not np.isfinite(values).all():
+        raise CorruptPacket("values that are not finite")
+    return values
+
+
+class FloatValues:
+    """IEEE fp32, or fp16, which saturates at +-65504."""
+
+    def __init__(self, code: int, name: str, dtype: str) -> None:
+        self.code, self.name, self.dtype = code, name, np.dtype(dtype)
+        self._largest = float(np.finfo(self.dtype).max)
+
+    def nbytes(self, capacity: int) -> int:
+        return word_bytes(8 * self.dtype.itemsize * capacity)
+
+    def scales_at(self, capacity: int) -> int:
+        return self.nbytes(capacity)  # there are none
+
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+        out[: self.dtype.itemsize * values.size].view(self.dtype)[:] = np.clip(values, -self._largest, self._largest)
+
+    def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
+        return _finite(data[: self.dtype.itemsize * count].view(self.dtype).astype(np.float32))
+
+
+class BFloat16Values:
+    """bfloat16, rounded to nearest even, saturating at its largest finite number."""
+
+    code, name = 3, "bf16"
+    _LARGEST = np.uint32(0x7F7F0000)
+
+    def nbytes(self, capacity: int) -> int:
+        return word_bytes(16 * capacity)
+
+    def scales_at(self, capacity: int) -> int:
+        return self.nbytes(capacity)  # there are none
+
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+        bits = _bits(values)
+        size = np.minimum(bits & _SIZE, self._LARGEST)
+        rounded = (size + np.uint32(0x7FFF) + ((size >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        out[: 2 * values.size].view("<u2")[:] = rounded | ((bits >> np.uint32(16)) & np.uint32(0x8000))
+
+    def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
+        return _finite((data[: 2 * count].view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32))
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values, np.float32).view(np.uint32)
+
+
+class BlockValues:
+    """Codes of a few bits each, then float32 scales for every block of 256 values.
+
+    A codec of this kind turns rows of a block into codes and scales, and back; short rows are filled with zeros, which
+    `inside` marks.
+    """
+
+    code: int
+    name: str
+    bits: int
+    scales: int
+
+    def nbytes(self, capacity: int) -> int:
+        return self.scales_at(capacity) + 4 * self.scales * -(-capacity // BLOCK)
+
+    def scales_at(self, capacity: int) -> int:
+        return word_bytes(self.bits * capacity)
+
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+        if not values.size:
+            return
+        rows, inside = _rows(values)
+        codes, scales = self.encode_rows(rows, inside)
+        code_bits = (codes.reshape(-1)[: values.size, None] >> np.arange(self.bits)) & 1
+        packed = np.packbits(code_bits.astype(np.uint8), bitorder="little")
+        out[: packed.size] = packed
+        at = self.scales_at(capacity)
+        out[at : at + 4 * scales.size].view("<f4")[:] = scales.reshape(-1)
+
+    def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
+        if not count:
+            return np.empty(0, np.float32)
+        bits = np.unpackbits(data[: self.scales_at(capacity)], bitorder="little")[: self.bits * count]
+        codes = bits.reshape(count, self.bits).astype(np.int64) @ (1 << np.arange(self.bits))
+        rows, _ = _rows(codes)
+        at = self.scales_at(capacity)
+        scales = data[at : at + 4 * self.scales * len(rows)].view("<f4").reshape(len(rows), self.scales)
+        if (scales.view(np.uint32) >= _INFINITY).any():
+            raise CorruptPacket("scales that are negative or not finite")
+        with np.errstate(over="ignore"):
+            return self.decode_rows(rows, scales).reshape(-1)[:count].astype(np.float32)
+
+    def encode_rows(self, x: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales of (blocks, 256) values."""
+        raise NotImplementedError
+
+    def decode_rows(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Values of (blocks, 256) codes."""
+        raise NotImplementedError
+
+
+def _rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`x` as rows of one block each, and which entries are of x."""
+    blocks = -(-x.size // BLOCK)
+    rows = np.zeros(blocks * BLOCK, x.dtype)
+    rows[: x.size] = x
+    return rows.reshape(blocks, BLOCK), (np.arange(blocks * BLOCK) < x.size).reshape(blocks, BLOCK)
+
+
+class EightBitValues(BlockValues):
+    """8 bits: whole multiples, -127 to 127, of a 127th of the block's largest. 8.125 bits a value."""
+
+    code, name, bits, scales = 4, "8bit", 8, 1
+
+    def encode_rows(self, x: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+        steps = np.divide(x, scale, out=np.zeros_like(x), where=scale > 0)
+        return np.rint(steps).clip(-127, 127).astype(np.int8).view(np.uint8), scale
+
+    def decode_rows(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        largest = np.finfo(np.float32).max
+        return (codes.astype(np.uint8).view(np.int8).astype(np.float32) * scales).clip(-largest, largest)
+
+
+class FourBitValues(BlockValues):
+    """4 bits: sign and one of eight magnitudes between the block's least and largest. 4.25 bits a value.
+
+    They are evenly spaced on the scale of the float's bit pattern, which is logarithmic by octaves and linear within
+    one; at most seven octaves below the largest, and what is smaller counts as that.
+    """
+
+    code, name, bits, scales = 5, "4bit", 4, 2
+    _RANGE = 7 << 23
+
+    def encode_rows(self, x: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        bits = _bits(x).astype(np.int64)
+        size = bits & int(_SIZE)
+        most = np.where(inside, size, 0).max(axis=1, keepdims=True)
+        least = np.where(inside, size, int(_SIZE)).min(axis=1, keepdims=True)
+        least = np.maximum(least, most - self._RANGE)
+        span = np.maximum(most - least, 1)
+        level = np.where(size > least, (7 * (size - least) + (most - least) // 2) // span, 0)
+        ends = np.concatenate([least, most], axis=1).astype(np.uint32).view(np.float32)
+        return (bits >> 31) << 3 | level, ends
+
+    def decode_rows(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        ends = scales.view(np.uint32).astype(np.int64)
+        least, most = ends[:, :1], ends[:, 1:]
+        if (least > most).any() or (most - least > self._RANGE).any():
+            raise CorruptPacket("magnitudes whose ends are not in order, or too far apart")
+        size = least + ((most - least) * (codes & 7) + 3) // 7
+        return (size | (codes & 8) << 28).astype(np.uint32).view(np.float32)
+
+
+class TwoBitValues(BlockValues):
+    """2 bits: sign, and one of two magnitudes: the means below and above the block's mean. 2.25 bits a value."""
+
+    code, name, bits, scales = 6, "2bit", 2, 2
+
+    def encode_rows(self, x: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        size = np.abs(x).astype(np.float64)
+        middle = _in_order(size) / inside.sum(axis=1, keepdims=True)
+        high = (size >= middle) & inside
+        low = ~high & inside
+        means = [
+            _in_order(np.where(part, size, 0.0)) / np.maximum(part.sum(axis=1, keepdims=True), 1)
+            for part in (low, high)
+        ]
+        return np.signbit(x).astype(np.int64) << 1 | high, np.concatenate(means, axis=1).astype(np.float32)
+
+    def decode_rows(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        size = np.where(codes & 1, scales[:, 1:], scales[:, :1])
+        return np.where(codes & 2, -size, size)
+
+
+def _in_order(rows: np.ndarray) -> np.ndarray:
+    """Sum of each row, one after another: the order that a plain loop has."""
+    return np.cumsum(rows, axis=1)[:, -1:]
+
+
+VALUE_CODECS: dict[str, ValueCodec] = {
+    codec.name: codec
+    for codec in (
+        FloatValues(1, "fp32", "<f4"),
+        FloatValues(2, "fp16", "<f2"),
+        BFloat16Values(),
+        EightBitValues(),
+        FourBitValues(),
+        TwoBitValues(),
+    )
+}

@@ -1,0 +1,238 @@
+"""The wire format: one rank's selected elements of one bucket as one fixed-size byte string.
+
+``header (36 bytes) | indices | values``, little-endian, each part padded to whole 32-bit words. The size
+is a pure function of (numel, capacity, codecs), so that Horovod's response cache always hits; the count
+of elements really sent stands in the header and the rest of the payload is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from dgc_horovod.errors import CorruptPacket, RankMismatch
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc_horovod.wire.codecs.indices import EliasFanoIndices
+
+MAGIC = int.from_bytes(b"DGCp", "little")
+VERSION = 2
+FLAG_NONFINITE, FLAG_JOINED = 1, 2
+_FLAGS = np.uint16(FLAG_NONFINITE | FLAG_JOINED)
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("flags", "<u2"),
+        ("bucket", "<u4"),
+        ("step", "<u4"),
+        ("numel", "<u4"),
+        ("capacity", "<u4"),
+        ("count", "<u4"),
+        ("index_codec", "u1"),
+        ("value_codec", "u1"),
+        ("reserved", "<u2"),
+        ("checksum", "<u4"),
+    ]
+)
+CHECKSUM_FACTOR = 0x9E3779B97F4A7C15
+CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
+# What device coders find in a packet
+BAD_POSITIONS = "positions do not ascend within the bucket"
+BAD_VALUES = "values or scales that no sender writes"
+
+
+@dataclass(frozen=True)
+class PacketFormat:
+    """What the ranks must agree on to read each other's packets of one bucket.
+
+    Args:
+        bucket: its index.
+        numel: elements in the bucket, below 2^31.
+        capacity: most elements a packet can carry.
+        values: name of the value codec; `indices` of the index codec.
+    """
+
+    bucket: int
+    numel: int
+    capacity: int
+    values: str = "fp32"
+    indices: str = "elias-fano"
+
+    @cached_property
+    def values_at(self) -> int:
+        """Where the values begin in the body, which is what follows the header."""
+        return INDEX_CODECS[self.indices].nbytes(self.numel, self.capacity)
+
+    @cached_property
+    def scales_at(self) -> int:
+        """Where in the body the scales of the values' blocks begin."""
+        return self.values_at + VALUE_CODECS[self.values].scales_at(self.capacity)
+
+    @cached_property
+    def body_bytes(self) -> int:
+        """Size of a packet without its header."""
+        return self.values_at + VALUE_CODECS[self.values].nbytes(self.capacity)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of a packet, whatever it carries."""
+        return HEADER.itemsize + self.body_bytes
+
+    @cached_property
+    def low_bits(self) -> int:
+        """Elias-Fano's parameter, for native coders."""
+        return EliasFanoIndices.low_bits(self.numel, self.capacity)
+
+    @cached_property
+    def constants(self) -> np.ndarray:
+        """The header of every packet, but for step, flags, count and checksum."""
+        header = np.zeros(1, HEADER)
+        for name, value in self.expected(0).items():
+            header[name] = value
+        return header
+
+    def expected(self, step: int) -> dict[str, int]:
+        """The header fields in which all packets of one step must agree."""
+        return {
+            "magic": MAGIC,
+            "version": VERSION,
+            "bucket": self.bucket,
+            "step": step % 2**32,
+            "numel": self.numel,
+            "capacity": self.capacity,
+            "index_codec": INDEX_CODECS[self.indices].code,
+            "value_codec": VALUE_CODECS[self.values].code,
+            "reserved": 0,
+        }
+
+    def encode(
+        self,
+        coder: Coder,
+        positions: np.ndarray,
+        values: np.ndarray,
+        step: int,
+        flags: int,
+        out: np.ndarray,
+        decoded: np.ndarray,
+    ) -> int:
+        """Write a packet into `out`, and into `decoded` the values as the receivers will read them.
+
+        Args:
+            coder: writes the body.
+            positions: ascending unique int32 positions, at most `capacity`.
+            values: the float32 values there, finite.
+            step: schedule step of the sender.
+            flags: FLAG_NONFINITE where a gradient was not, FLAG_JOINED where the sender is in join; both, or 0.
+            out: `nbytes` uint8, overwritten whole.
+            decoded: float32, room for the values.
+
+        Returns:
+            How many of the decoded values are zero.
+        """
+        out.fill(0)
+        zeros = coder.encode(self, positions, values, out[HEADER.itemsize :], decoded)
+        header = out[: HEADER.itemsize].view(HEADER)
+        header[:] = self.constants
+        header["step"], header["flags"], header["count"] = step % 2**32, flags, positions.size
+        header["checksum"] = coder.checksum(out)
+        return zeros
+
+    def read_headers(self, coder: Coder, packets: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Check the headers of all ranks' packets, (ranks, nbytes) uint8; returns counts and flags.
+
+        Raises:
+            CorruptPacket: magic, checksum, count or flags are impossible.
+            RankMismatch: the packet is sound, but of another version, bucket, step, size or codec.
+        """
+        headers = np.ascontiguousarray(packets[:, : HEADER.itemsize]).view(HEADER)[:, 0]
+        sums = np.array([coder.checksum(packet) for packet in packets], np.uint32)
+        damaged = (headers["magic"] != MAGIC) | (headers["checksum"] != sums)
+        for rank in np.flatnonzero(damaged).tolist():
+            raise self.corrupt(rank, "damaged (magic or checksum)")
+        for name, ours in self.expected(step).items():
+            for rank in np.flatnonzero(headers[name] != ours).tolist():
+                raise RankMismatch(
+                    f"bucket {self.bucket}: rank {rank} sent a packet with {name} {headers[name][rank]}, here it is "
+                    f"{ours}; all ranks must run the same version, config, model and number of steps"
+                )
+        impossible = (headers["count"] > self.capacity) | ((headers["flags"] & ~_FLAGS) != 0)
+        for rank in np.flatnonzero(impossible).tolist():
+            count, flags = headers["count"][rank], headers["flags"][rank]
+            raise self.corrupt(rank, f"impossible: count {count} (at most {self.capacity}), flags {flags}")
+        return headers["count"].astype(np.int64), headers["flags"]
+
+    def decode(
+        self, coder: Coder, packet: np.ndarray, count: int, rank: int, positions: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Read the elements of one packet whose header has been checked.
+
+        Args:
+            coder: reads the body.
+            packet: `nbytes` uint8.
+            count: as its header says.
+            rank: the sender, for the message.
+            positions, values: int32 and float32 of `count` elements, filled in.
+
+        Raises:
+            CorruptPacket: the positions are not ascending within the bucket, or a value is not finite.
+        """
+        if problem := coder.decode(self, packet[HEADER.itemsize :], count, positions, values):
+            raise self.corrupt(rank, f"impossible: {problem}")
+
+    def corrupt(self, rank: int, what: str) -> CorruptPacket:
+        """The error for a packet of `rank`."""
+        return CorruptPacket(f"bucket {self.bucket}: the packet of rank {rank} is {what}")
+
+
+class Coder(Protocol):
+    """Writes and reads packets' bodies, byte for byte as `NumpyCoder` does."""
+
+    def encode(
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
+    ) -> int:
+        """Write the elements into a body of zeros; `decoded` gets the values as read back. Returns their zeros."""
+
+    def decode(
+        self, wire: PacketFormat, body: np.ndarray, count: int, positions: np.ndarray, values: np.ndarray
+    ) -> str:
+        """Read `count` elements of a body; returns what is wrong with them, or ""."""
+
+    def checksum(self, packet: np.ndarray) -> int:
+        """The upper half of ``F * (sum of w_i * word_i)`` modulo 2^64, without the checksum's own word.
+
+        The weights are ``2*i + 1``, F is an odd constant that spreads every bit upwards. A sum can be taken in any
+        order; a change goes unseen once in 2^32 times.
+        """
+
+
+class NumpyCoder:
+    """The coder that is the truth."""
+
+    def encode(
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
+    ) -> int:
+        INDEX_CODECS[wire.indices].encode(positions, wire.numel, wire.capacity, body[: wire.values_at])
+        codec, part = VALUE_CODECS[wire.values], body[wire.values_at :]
+        codec.encode(values, wire.capacity, part)
+        decoded[:] = codec.decode(part, values.size, wire.capacity)
+        return int(values.size - np.count_nonzero(decoded))
+
+    def decode(
+        self, wire: PacketFormat, body: np.ndarray, count: int, positions: np.ndarray, values: np.ndarray
+    ) -> str:
+        try:
+            positions[:] = INDEX_CODECS[wire.indices].decode(body[: wire.values_at], count, wire.numel, wire.capacity)
+            values[:] = VALUE_CODECS[wire.values].decode(body[wire.values_at :], count, wire.capacity)
+        except CorruptPacket as error:
+            return str(error)
+        return ""
+
+    def checksum(self, packet: np.ndarray) -> int:
+        words = packet.view("<u4").astype(np.uint64)
+        words[CHECKSUM_WORD] = 0
+        total = int(np.dot(words, np.arange(1, 2 * words.size, 2, dtype=np.uint64)))
+        return (total * CHECKSUM_FACTOR % 2**64) >> 32
