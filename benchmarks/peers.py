@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-Sent = tuple[torch.Tensor, torch.Tensor]
+SentRecord = tuple[torch.Tensor, torch.Tensor]
 
 
 class PeerFlow:
@@ -48,11 +48,11 @@ class PeerFlow:
         self.v = [torch.zeros(numel, device=device) for numel in self.numels]
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[torch.Tensor]) -> list[Sent]:
+    def step(self, gradients: Sequence[torch.Tensor]) -> list[SentRecord]:
         """One worker's compress of every tensor. Returns (values fp32, indices int64) per tensor."""
         return [self._compress(i, gradient.reshape(-1)) for i, gradient in enumerate(gradients)]
 
-    def _compress(self, i: int, gradient: torch.Tensor) -> Sent:
+    def _compress(self, i: int, gradient: torch.Tensor) -> SentRecord:
         u, v = self.u[i], self.v[i]
         u.mul_(self.momentum).add_(gradient)
         v.add_(u)

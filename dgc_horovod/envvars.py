@@ -179,15 +179,15 @@ ENABLED = EnvironmentVariable("DGC_ENABLED", "on", "off beats everything: stock 
 CONFIG_FILE = EnvironmentVariable(
     "DGC_CONFIG_FILE", "", "a config file for everyone; what a job sets itself goes before it", "path"
 )
-DESK = EnvironmentVariable(
-    "DGC_DESK", "", "where ranks report to their launcher; set by dgcrun", "text", "set by dgcrun"
+STATUS_SERVER = EnvironmentVariable(
+    "DGC_STATUS_SERVER", "", "where ranks report to their launcher; set by dgcrun", "text", "set by dgcrun"
 )
-DESK_KEY = EnvironmentVariable(
-    "DGC_DESK_KEY", "", "with which they may; set by dgcrun, and on no command line", "text", "set by dgcrun"
+STATUS_KEY = EnvironmentVariable(
+    "DGC_STATUS_KEY", "", "with which they may; set by dgcrun, and on no command line", "text", "set by dgcrun"
 )
 HOSTS = EnvironmentVariable("DGC_HOSTS", "", "the hosts, in rank order; set by dgcrun", "text", "set by dgcrun")
 SETTABLE = (COMPRESSION, *FIELDS, TIMEOUT, BACKEND, METRICS_FILE, ALLOW_INACTIVE)  # by flag and config file too
-ALL = (*SETTABLE, ENABLED, CONFIG_FILE, DESK, DESK_KEY, HOSTS)
+ALL = (*SETTABLE, ENABLED, CONFIG_FILE, STATUS_SERVER, STATUS_KEY, HOSTS)
 
 
 def from_environment() -> dict[str, str]:
@@ -218,7 +218,7 @@ def environment() -> dict[str, str]:
 
 def desk_address() -> str:
     """``KEY@ADDRESS,ADDRESS:PORT`` of `dgcrun`; "" if it has not started this rank."""
-    return f"{DESK_KEY.read()}@{DESK.read()}" if DESK.read() else ""
+    return f"{STATUS_KEY.read()}@{STATUS_SERVER.read()}" if STATUS_SERVER.read() else ""
 
 
 def store_addresses() -> list[str]:

@@ -74,7 +74,7 @@ def describe(exchange: BucketExchange, notice: str = "") -> None:
     """What is compressed and what is not, the one recommendation, and a `notice` of the optimizer."""
     make_visible()
     config, numel = exchange.config, exchange.numel
-    sparse = [bucket for bucket in exchange.layout.buckets if not bucket.whole]
+    sparse = [bucket for bucket in exchange.layout.buckets if not bucket.uncompressed]
     compressed = exchange.compressed
     whole = [name for name in numel if name not in set(compressed)]
     _log.info(

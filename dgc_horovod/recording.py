@@ -18,7 +18,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.metrics import Writer, writer_for
 from dgc_horovod.notices import make_visible
-from dgc_horovod.stats import bucket_stats, ledger, total
+from dgc_horovod.stats import all_exchanges, bucket_stats, total
 
 _log = logging.getLogger("dgc_horovod")
 _EVERY = 10.0  # seconds
@@ -75,8 +75,8 @@ class Recording:
             "version": __version__,
             "method": self._method,
             "final": final,
-            **total(list(ledger)),
-            "buckets": bucket_stats(list(ledger)),
+            **total(list(all_exchanges)),
+            "buckets": bucket_stats(list(all_exchanges)),
         }
         self._writer.write(record)
         if final:

@@ -55,7 +55,7 @@ def ring_received(nbytes: int, workers: int) -> int:
 
 
 @dataclass
-class Tally:
+class ExchangeStats:
     """One exchange's counts. It is small and outlives the exchange, whose gradients and residuals are not.
 
     Args:
@@ -88,17 +88,17 @@ class Tally:
         }
 
 
-ledger: list[Tally] = []  # of every exchange that this process has made
+all_exchanges: list[ExchangeStats] = []  # of every exchange that this process has made
 
 
-def total(tallies: list[Tally]) -> dict[str, float]:
+def total(tallies: list[ExchangeStats]) -> dict[str, float]:
     """The stats of several exchanges together."""
-    none = Tally(1, 0).stats()
-    each = [tally.stats() for tally in tallies]
+    none = ExchangeStats(1, 0).stats()
+    each = [stats_of_steps.stats() for stats_of_steps in tallies]
     return {name: sum(stats[name] for stats in each) for name in none}
 
 
-def bucket_stats(tallies: list[Tally]) -> list[dict[str, float]]:
+def bucket_stats(tallies: list[ExchangeStats]) -> list[dict[str, float]]:
     """What every bucket of several exchanges is like, of those that are still there."""
-    alive = [found for tally in tallies if (found := tally.buckets()) is not None]
+    alive = [found for stats_of_steps in tallies if (found := stats_of_steps.buckets()) is not None]
     return [bucket for stats in alive for bucket in stats()]

@@ -94,7 +94,7 @@ class _Residual:
 
     def __init__(self, method: CompressedMethod, gradients: Gradients, rank: int, step: int) -> None:
         buckets = method.optimizer._dgc.buckets
-        self._engine: BucketEngine = next(engine for engine in buckets.engines if not engine.bucket.whole)
+        self._engine: BucketEngine = next(engine for engine in buckets.engines if not engine.bucket.uncompressed)
         self._exact = buckets.config.rule == "exact"
         self._k = max(1, int(np.ceil(buckets.config.final_density * self._engine.bucket.numel)))
         places = {name: i for i, name in enumerate(method.model.names)}

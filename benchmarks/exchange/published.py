@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import horovod.torch as hvd
 import torch
 
-from benchmarks.peers import PublishedDGC, Sent
+from benchmarks.peers import PublishedDGC, SentRecord
 
 
 class _PerTensor(PublishedDGC):
     """The selection, a tensor at a time."""
 
-    def compress(self, i: int, gradient: torch.Tensor) -> Sent:
+    def compress(self, i: int, gradient: torch.Tensor) -> SentRecord:
         """Values and indices of tensor `i` to send."""
         return self._compress(i, gradient.reshape(-1))
 

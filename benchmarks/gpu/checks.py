@@ -15,7 +15,7 @@ from benchmarks.gpu.transcript import DATA, FEEDS, Size, bucket_of, transcript
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket
-from dgc_horovod.kernels.contract import MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.wire.codecs import VALUE_CODECS
@@ -83,7 +83,7 @@ def the_device_does_it(size: Size) -> None:
     for step in range(8):
         g = np.random.default_rng(step).laplace(size=bucket.numel).astype(np.float32)
         for i, segment in enumerate(bucket.segments):
-            engine.offer(i, kernels.from_host(g[segment.place].copy()), MomentumFeed(0.9))
+            engine.add_gradient(i, kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
         engine.compress(1.0, step, 0.02)
         by_device += type(engine._sent).__name__ == "DeviceSent"
     assert by_device >= 6, f"{by_device} of 8 steps"
@@ -101,8 +101,8 @@ def sums(size: Size) -> None:
     gradients = ours.gradients(bucket), truth.gradients(bucket)
     for i, segment in enumerate(bucket.segments):
         g = np.random.default_rng(i).laplace(size=segment.numel).astype(np.float32)
-        gradients[0].put(i, ours.from_host(g), ResidualFeed())
-        gradients[1].put(i, g, ResidualFeed())
+        gradients[0].put(i, ours.from_host(g), ErrorFeedback())
+        gradients[1].put(i, g, ErrorFeedback())
     assert gradients[0].squared_norm() == gradients[1].squared_norm()
 
 
@@ -122,16 +122,16 @@ def replicas(size: Size) -> None:
                 start = (step * 613 + rank * 1777) % 10_000
                 g = noise[start : start + bucket.numel]
                 for i, segment in enumerate(bucket.segments):
-                    engine.offer(i, kernels.from_host(g[segment.place].copy()), MomentumFeed(0.9))
+                    engine.add_gradient(i, kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
                 packets.append(engine.compress(1.0, step, 0.01).payload.copy())
             for engine in engines:
                 assert engine.receive(np.concatenate(packets))
-                targets = [kernels.new(segment.numel) for segment in bucket.segments]
-                for i, target in enumerate(targets):
-                    engine.targets.put(i, target)
-                engine.fill(1 / ranks)
+                outputs = [kernels.new(segment.numel) for segment in bucket.segments]
+                for i, target in enumerate(outputs):
+                    engine.outputs.put(i, target)
+                engine.aggregate_into(1 / ranks)
                 engine.commit()
-                updates.append(b"".join(kernels.to_host(target).tobytes() for target in targets))
+                updates.append(b"".join(kernels.to_host(target).tobytes() for target in outputs))
         assert len(set(updates)) == 1, f"step {step}"
 
 
@@ -162,7 +162,7 @@ def _packet_of(engine: BucketEngine) -> np.ndarray:
     for step in range(3):
         g = np.random.default_rng(step).laplace(size=engine.bucket.numel).astype(np.float32)
         for i, segment in enumerate(engine.bucket.segments):
-            engine.offer(i, engine.kernels.from_host(g[segment.place].copy()), MomentumFeed(0.9))
+            engine.add_gradient(i, engine.kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
         message = engine.compress(1.0, step, 0.02)
     return message.payload.copy()
 
@@ -173,8 +173,8 @@ def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
         engine.receive(packet)
         (elements,) = engine.contributions
         for i, segment in enumerate(engine.bucket.segments):
-            engine.targets.put(i, engine.kernels.new(segment.numel))
-        engine.fill(1.0)
+            engine.outputs.put(i, engine.kernels.new(segment.numel))
+        engine.aggregate_into(1.0)
     except CorruptPacket:
         return "refused"
     return elements.positions.tobytes() + elements.values.tobytes()

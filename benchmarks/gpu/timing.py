@@ -18,7 +18,7 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import MomentumFeed
+from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 
 MODELS: dict[str, Callable[[], Shapes]] = {
@@ -32,7 +32,7 @@ BYTES = 20  # that any step which keeps u and v must move for each element
 SETTLED = 20  # steps until thresholds follow
 GROWTH_MILLIONS = (20, 50, 100, 200, 400)
 _DRAWN = 1 << 22
-_FEED = MomentumFeed(MOMENTUM)
+_FEED = MomentumCorrection(MOMENTUM)
 
 
 def device_name(device: str) -> str:
@@ -91,7 +91,7 @@ class Worker:
         self.config, self.step = config, 0
         kernels = TritonKernels(device, registry.host_coder(0))
         specs = [TensorSpec(name, shape) for name, shape in shapes]
-        buckets = [bucket for bucket in plan(specs, config, workers).buckets if not bucket.whole]
+        buckets = [bucket for bucket in plan(specs, config, workers).buckets if not bucket.uncompressed]
         self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
         draw = torch.Generator(device).manual_seed(1)
         self._noise = torch.randn(2 * _DRAWN, generator=draw, device=device)
@@ -123,12 +123,12 @@ class Worker:
         packets = []
         for engine, gradients in zip(self.engines, self.gradients, strict=True):
             for i, gradient in enumerate(gradients):
-                engine.offer(i, gradient, _FEED)
+                engine.add_gradient(i, gradient, _FEED)
             packets.append(engine.compress(1.0, self.step, self.config.final_density).payload)
         self.step += 1
         return packets
 
-    def settle(self, steps: int) -> None:
+    def update_residual(self, steps: int) -> None:
         """Run `steps` steps."""
         for _ in range(steps):
             self.compress()
@@ -139,8 +139,8 @@ class Worker:
         for engine, gradients, packet in zip(self.engines, self.gradients, packets, strict=True):
             engine.receive(packet)
             for i, gradient in enumerate(gradients):
-                engine.targets.put(i, gradient)
-            engine.fill(1 / engine.workers)
+                engine.outputs.put(i, gradient)
+            engine.aggregate_into(1 / engine.workers)
 
 
 def models(
@@ -158,7 +158,7 @@ def models(
 
 def _model(name: str, shapes: Shapes, device: str, runs: int) -> dict[str, Any]:
     worker = Worker(shapes, DGCConfig(density=DENSITY), device, WORKERS)
-    worker.settle(SETTLED if device != "cpu" else 3)
+    worker.update_residual(SETTLED if device != "cpu" else 3)
     numel = worker.numel
     speed = bandwidth(device, min(numel, 1 << 28), runs)
     row: dict[str, Any] = {
@@ -198,7 +198,7 @@ def growth(device: str, runs: int, millions: Sequence[float], say: Callable[[str
         numel = int(size * 1e6)
         config = DGCConfig(density=DENSITY, bucket_bytes=4 * numel)
         worker = Worker([("weight", (1000, numel // 1000))], config, device)
-        worker.settle(SETTLED if device != "cpu" else 3)
+        worker.update_residual(SETTLED if device != "cpu" else 3)
         actions: dict[str, Callable[[], Any]] = {"ours": worker.compress}
         for flow in (PerTensorTopK, PublishedDGC, PublishedGaussianK):
             peer = flow([(numel,)], DENSITY, MOMENTUM, device)

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from dgc_horovod import DGCConfig, WarmupSchedule
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import BucketExchange
-from dgc_horovod.kernels.contract import MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.stats import Traffic
 
@@ -71,14 +71,14 @@ class Compressed:
         """From every rank's gradients to the same weights."""
         for engine in self.exchange.engines:
             gradients = [self.parameters[segment.name].grad for segment in engine.bucket.segments]
-            feed = ResidualFeed() if engine.bucket.whole else MomentumFeed(MOMENTUM)
+            accumulation = ErrorFeedback() if engine.bucket.uncompressed else MomentumCorrection(MOMENTUM)
             for i, gradient in enumerate(gradients):
                 assert gradient is not None
-                engine.offer(i, gradient.view(-1), feed)
-                engine.targets.put(i, gradient.view(-1))
+                engine.add_gradient(i, gradient.view(-1), accumulation)
+                engine.outputs.put(i, gradient.view(-1))
             message = self.exchange.compress(engine)
             payload = message.payload
-            back = self.transport.allreduce(torch.from_numpy(payload)).numpy() if message.scattered else None
+            back = self.transport.allreduce(torch.from_numpy(payload)).numpy() if message.densified else None
             self.exchange.decode(engine, self.transport.allgather(payload) if back is None else back)
             for segment, gradient in zip(engine.bucket.segments, gradients, strict=True):
                 self.parameters[segment.name].sub_(RATE * gradient)

@@ -11,10 +11,10 @@ import numpy as np
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.kernels.contract import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.contract import Accumulation, AdamCorrection, ErrorFeedback, MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
 
-Feeds = Callable[[int, int], Feed]  # of a step and a segment
+Feeds = Callable[[int, int], Accumulation]  # of a step and a segment
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Size:
 
 
 FEEDS: dict[str, Feeds] = {
-    "momentum": lambda step, i: MomentumFeed(0.9),
-    "Nesterov": lambda step, i: MomentumFeed(0.9, True),
-    "no momentum": lambda step, i: ResidualFeed(),
-    "Adam": lambda step, i: AdamFeed((0.9, 0.999), 1e-8, step + 1),
-    "several": lambda step, i: MomentumFeed(0.5 + 0.1 * (i % 3), i % 2 == 0),
+    "momentum": lambda step, i: MomentumCorrection(0.9),
+    "Nesterov": lambda step, i: MomentumCorrection(0.9, True),
+    "no momentum": lambda step, i: ErrorFeedback(),
+    "Adam": lambda step, i: AdamCorrection((0.9, 0.999), 1e-8, step + 1),
+    "several": lambda step, i: MomentumCorrection(0.5 + 0.1 * (i % 3), i % 2 == 0),
 }
 
 DATA: dict[str, Callable[[np.random.Generator, int], Any]] = {
@@ -86,11 +86,11 @@ def transcript(
             at = step % bucket.numel
             g[at] = np.nan if (step, rank) == (size.steps - 2, 1) else g[at]
             for i, segment in enumerate(bucket.segments):
-                engine.offer(i, _placed(kernels, g[segment.place], shift), feeds(step, i))
+                engine.add_gradient(i, _placed(kernels, g[segment.place], shift), feeds(step, i))
             message = engine.compress(0.5, step, config.final_density)
             messages.append(replace(message, payload=message.payload.copy()))
         payloads = [message.payload for message in messages]
-        back = np.sum(payloads, axis=0, dtype=np.float32) if messages[0].scattered else np.concatenate(payloads)
+        back = np.sum(payloads, axis=0, dtype=np.float32) if messages[0].densified else np.concatenate(payloads)
         for engine in engines:
             said += _received(kernels, engine, back, shift)
         said += [payload.tobytes() for payload in payloads]
@@ -109,11 +109,11 @@ def _placed(kernels: Any, x: np.ndarray, shift: int) -> Any:
 def _received(kernels: Any, engine: BucketEngine, back: np.ndarray, shift: int) -> list[bytes]:
     finite = engine.receive(back)
     nothing = (np.full(segment.numel, np.nan, np.float32) for segment in engine.bucket.segments)
-    targets = [_placed(kernels, x, shift) for x in nothing]
-    for i, target in enumerate(targets):
-        engine.targets.put(i, target)
-    engine.fill(1 / engine.workers)
+    outputs = [_placed(kernels, x, shift) for x in nothing]
+    for i, target in enumerate(outputs):
+        engine.outputs.put(i, target)
+    engine.aggregate_into(1 / engine.workers)
     if not finite:
-        engine.restore()
+        engine.rollback()
     states = (engine.state.v, engine.state.u, *(engine.state.moments or ()))
-    return [kernels.to_host(x).tobytes() for x in (*states, *targets) if x is not None]
+    return [kernels.to_host(x).tobytes() for x in (*states, *outputs) if x is not None]

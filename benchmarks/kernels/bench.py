@@ -19,7 +19,7 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import Message
-from dgc_horovod.kernels.contract import Kernels, MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.contract import ErrorFeedback, Kernels, MomentumCorrection
 
 RUNS, WARM_UP = 9, 3
 MOMENTUM = 0.9
@@ -120,11 +120,11 @@ class Model:
     def compress(self) -> list[Message]:
         """One step of every bucket."""
         arrays = iter(self.gradients.arrays)
-        feeds = {False: MomentumFeed(MOMENTUM), True: ResidualFeed()}
+        feeds = {False: MomentumCorrection(MOMENTUM), True: ErrorFeedback()}
         messages = []
         for engine in self.engines:
             for i in range(len(engine.bucket.segments)):
-                engine.offer(i, next(arrays), feeds[engine.bucket.whole])
+                engine.add_gradient(i, next(arrays), feeds[engine.bucket.uncompressed])
             messages.append(engine.compress(1.0, self.step, self.config.final_density))
         self.step += 1
         return messages

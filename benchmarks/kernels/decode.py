@@ -30,11 +30,11 @@ def _row(numel: int, density: float, workers: int) -> dict[str, Any]:
         model.step = 1
         packets.append(model.compress()[0].payload.copy())
         model.gradients.advance()
-    received, target = np.concatenate(packets), np.empty(numel, np.float32)
-    engine.targets.put(0, target)
+    received, output = np.concatenate(packets), np.empty(numel, np.float32)
+    engine.outputs.put(0, output)
     with torch_threads(1):
         decode, add, zero = timed(
-            lambda: engine.receive(received), lambda: engine.fill(1 / workers), lambda: target.fill(0)
+            lambda: engine.receive(received), lambda: engine.aggregate_into(1 / workers), lambda: output.fill(0)
         )
     k = int(density * numel)
     return {"n": numel, "k": k, "workers": workers, "decode_ms": decode, "add_ms": add, "zeroing_ms": zero}

@@ -53,12 +53,12 @@ async def serve(process: Process) -> None:
 async def _relay(process: Process, child: asyncio.subprocess.Process) -> int:
     """Exit status of `child`, once all its output is on its way."""
     assert child.stdin and child.stdout and child.stderr
-    feed = asyncio.create_task(_feed(process.stdin, child.stdin))
+    accumulation = asyncio.create_task(_feed(process.stdin, child.stdin))
     try:
         await asyncio.gather(_copy(child.stdout, process.stdout), _copy(child.stderr, process.stderr))
         return await child.wait()
     finally:
-        feed.cancel()
+        accumulation.cancel()
 
 
 async def _feed(source: asyncssh.SSHReader[bytes], sink: asyncio.StreamWriter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dgc_horovod.core.bucketing import spans
+from dgc_horovod.core.bucketing import ranges
 from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.schedule import density_at
 
@@ -25,10 +25,10 @@ class Counts:
     def count(self) -> None:
         """A step is done."""
         if self._exchange is not None:
-            tally, config = self._exchange.tally, self._exchange.config
-            k = self._k(density_at(config.final_density, config.warmup, tally.steps - 1))
-            self._since.append((tally.selected - self._before) / k)
-            self._before = tally.selected
+            stats_of_steps, config = self._exchange.stats_of_steps, self._exchange.config
+            k = self._k(density_at(config.final_density, config.warmup, stats_of_steps.steps - 1))
+            self._since.append((stats_of_steps.selected - self._before) / k)
+            self._before = stats_of_steps.selected
 
     def close(self) -> None:
         """The next point of the curve is reached."""
@@ -41,13 +41,13 @@ class Counts:
         """``selected``: [least, mean, most] in k up to each point of the curve; ``traffic``: bytes sent, in fp32's."""
         if self._exchange is None:
             return {}
-        stats = self._exchange.tally.stats()
+        stats = self._exchange.stats_of_steps.stats()
         return {"selected": self._closed, "traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
 
     def _k(self, density: float) -> int:
         if density not in self._k_at:
             assert self._exchange is not None
-            buckets = [engine.bucket for engine in self._exchange.engines if not engine.bucket.whole]
-            runs = [run for bucket in buckets for run in spans(bucket, self._exchange.config.scope, density)]
+            buckets = [engine.bucket for engine in self._exchange.engines if not engine.bucket.uncompressed]
+            runs = [run for bucket in buckets for run in ranges(bucket, self._exchange.config.scope, density)]
             self._k_at[density] = sum(run.k for run in runs)
         return self._k_at[density]

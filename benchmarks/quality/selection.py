@@ -25,7 +25,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import count_for
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import ResidualFeed
+from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.wire.bucket import Bucket, Segment
 
 KEPT = RESULTS / "quality-selection.json"
@@ -42,7 +42,7 @@ def selected(x: np.ndarray, density: float, rule: str) -> tuple[int, float]:
     """How many elements a rule selects from x, and the remainder ``|x - C(x)|^2 / |x|^2``."""
     config = DGCConfig(**{**PRESETS["topk"], "rule": rule, "density": density, "values": "fp32"})
     engine = BucketEngine(Bucket(0, (Segment("x", 0, x.size),)), config, registry.choose("cpu"), 0, 1)
-    engine.offer(0, np.ascontiguousarray(x, np.float32), ResidualFeed())
+    engine.add_gradient(0, np.ascontiguousarray(x, np.float32), ErrorFeedback())
     count = engine.compress(1.0, 0, config.density).count
     left = engine.kernels.to_host(engine.state.v).astype(np.float64)
     return count, float(np.sum(left**2) / np.sum(x.astype(np.float64) ** 2))
@@ -103,7 +103,7 @@ def _residuals(ranks: CompressedRanks) -> dict[str, np.ndarray]:
     """v as it was before the last selection: what is left, and what was sent."""
     found = {}
     for engine in ranks.exchanges[0].buckets.engines:
-        if engine.bucket.whole:
+        if engine.bucket.uncompressed:
             continue
         v, sent = engine.kernels.to_host(engine.state.v).copy(), engine.contributions[0]
         v[sent.positions] += sent.values  # not rounded: the variants here send fp32

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import BucketExchange
-from dgc_horovod.kernels.contract import Feed
+from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.stats import Traffic
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -153,9 +153,9 @@ class CompressedRanks(DenseRanks):
         self._set_masking()
         for rank, (exchange, update) in enumerate(zip(self.exchanges, self._updates, strict=True)):
             losses.append(self._backward(loss_of(rank)))
-            feed_of = functools.partial(self._feed_of, update)
+            accumulation_of = functools.partial(self._accumulation_of, update)
             # as hooks do: the last parameter's gradient is there first
-            results = {p: exchange.submit(p, feed_of) for p in reversed(self.parameters.values())}
+            results = {p: exchange.add_gradient(p, accumulation_of) for p in reversed(self.parameters.values())}
             turns.append({p: (p.grad, result) for p, result in results.items()})
         for exchange, turn in zip(self.exchanges, turns, strict=True):
             for p, (grad, _) in turn.items():
@@ -177,6 +177,6 @@ class CompressedRanks(DenseRanks):
                 for engine in buckets.engines:
                     engine.config = buckets.config.replace(factor_masking=masks)
 
-    def _feed_of(self, update: PlainUpdate, p: Tensor) -> tuple[Feed, float]:
+    def _accumulation_of(self, update: PlainUpdate, p: Tensor) -> tuple[Accumulation, float]:
         update.adopt_state(p, self._group, self.optimizer.state)  # zeros: nothing was trained before
-        return update.feed(p, self._group), update.decay_before(self._group)
+        return update.accumulation(p, self._group), update.decay_before(self._group)

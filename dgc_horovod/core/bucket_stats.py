@@ -38,7 +38,7 @@ class BucketMeter:
         self._compressing += self._lap()
         self._steps += 1
         self._selected, self._nbytes = message.count, message.payload.nbytes
-        if not self._engine.bucket.whole:
+        if not self._engine.bucket.uncompressed:
             sampled = self._engine.sent_positions
             sampled = sampled[sampled & ((1 << self._shift) - 1) == 0]
             self._sent_at[sampled >> self._shift] = self._steps

@@ -9,7 +9,7 @@ from decimal import Decimal
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.wire.bucket import Bucket, Segment, Span
+from dgc_horovod.wire.bucket import Bucket, Segment, SelectionRange
 
 _MOST_ELEMENTS = 2**31
 WHOLE_BUCKET_VALUES = ("bf16", "8bit")
@@ -79,7 +79,7 @@ def plan(specs: Sequence[TensorSpec], config: DGCConfig, workers: int = 1) -> Bu
     values = dense_values(config, workers)
     if values in WHOLE_BUCKET_VALUES:
         for group in _groups([spec for spec in small if spec.numel], config.bucket_bytes):
-            buckets.append(replace(_bucket(len(buckets), group), whole=True, values=values))
+            buckets.append(replace(_bucket(len(buckets), group), uncompressed=True, values=values))
         small = [spec for spec in small if not spec.numel]
     return BucketLayout(tuple(buckets), tuple(spec.name for spec in small))
 
@@ -110,14 +110,14 @@ def count_for(numel: int, density: float) -> int:
     return min(numel, max(1, math.ceil(Decimal(repr(float(density))) * numel)))
 
 
-def spans(bucket: Bucket, scope: str, density: float) -> tuple[Span, ...]:
+def ranges(bucket: Bucket, scope: str, density: float) -> tuple[SelectionRange, ...]:
     """The runs from which elements are selected together: the whole bucket, or each of its tensors."""
-    if scope == "bucket" or bucket.whole:
-        return (Span(0, bucket.numel, count_for(bucket.numel, density)),)
-    return tuple(Span(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)
+    if scope == "bucket" or bucket.uncompressed:
+        return (SelectionRange(0, bucket.numel, count_for(bucket.numel, density)),)
+    return tuple(SelectionRange(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)
 
 
-def sends_scattered(numel: int, coded_bytes: int, workers: int) -> bool:
+def densified_is_smaller(numel: int, coded_bytes: int, workers: int) -> bool:
     """Whether a dense allreduce of the scattered selection is cheaper than an allgather of packets.
 
     An allgather brings ``workers`` packets of coded elements to every rank, a ring allreduce of fp32 passes

@@ -2,8 +2,8 @@
 
 The engine holds what belongs to this rank alone: the residual v and the momentum u (or Adam's moments).
 `BucketEngine.compress` turns a bucket's gradients into one message; whoever owns the communication brings
-back what the ranks sent and hands it to `BucketEngine.receive`, after which `BucketEngine.fill` gives
-the aggregated update and `BucketEngine.restore` takes the step back. What a message looks like is in `message`.
+back what the ranks sent and hands it to `BucketEngine.receive`, after which `BucketEngine.aggregate_into` gives
+the aggregated update and `BucketEngine.rollback` takes the step back. What a message looks like is in `message`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from functools import partial
 import numpy as np
 
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.core.selection import RULES, SelectionContext, SpanView, select
-from dgc_horovod.core.workspace import HostSent, Message, MessagePlan, form, least, read_summed, scattered
+from dgc_horovod.core.selection import RULES, ResidualView, SelectionContext, select
+from dgc_horovod.core.workspace import HostSentRecord, Message, Workspace, densified, form, min_magnitude, read_summed
 from dgc_horovod.errors import RankMismatch
 from dgc_horovod.kernels.contract import (
     NO_ELEMENTS,
-    AdamFeed,
+    AccumulateResult,
+    Accumulation,
+    AdamCorrection,
     Array,
     Elements,
-    Feed,
     Kernels,
-    MomentumFeed,
+    MomentumCorrection,
     Receiver,
-    Seen,
     Sender,
-    Sent,
+    SentRecord,
     State,
     joined,
 )
@@ -56,13 +56,13 @@ class BucketEngine:
         self.bucket, self.config, self.kernels = bucket, config, kernels
         self.rank, self.workers = rank, workers
         self.state = State(kernels.new(bucket.numel))
-        self.gradients, self.targets = kernels.gradients(bucket), kernels.targets(bucket)
-        self._every = np.arange(bucket.numel if bucket.whole else 0, dtype=np.int32)
-        self._plan: MessagePlan | None = None
+        self.gradients, self.outputs = kernels.gradients(bucket), kernels.outputs(bucket)
+        self._every = np.arange(bucket.numel if bucket.uncompressed else 0, dtype=np.int32)
+        self._plan: Workspace | None = None
         self._packets: np.ndarray | None = None
         self._counts: np.ndarray = np.empty(0, np.int64)
         self._summed: np.ndarray | None = None
-        self._sent: Sent | None = None
+        self._sent: SentRecord | None = None
         self._step = 0
         self.flagged: list[int] = []  # ranks whose gradient was not finite in the last packets; a sum does not tell
         self.in_join = False  # whether this rank is: then its messages say so
@@ -70,24 +70,25 @@ class BucketEngine:
 
     # -- sending
 
-    def offer(self, i: int, gradient: Array, feed: Feed, in_place: bool = False) -> None:
+    def add_gradient(self, i: int, gradient: Array, accumulation: Accumulation, in_place: bool = False) -> None:
         """Segment i's gradient is ready.
 
         Args:
             i: its number in the bucket.
             gradient: flat float32 Array, or what `Kernels.takes_tensors` allows; read by `compress`, and must not
                 change before.
-            feed: how it enters the residual.
+            accumulation: how it enters the residual.
             in_place: the update goes where the gradient is, into memory that nothing else uses and nobody writes to
-                before `fill`: `compress` leaves zeros there, which saves the pass in which a target is zeroed.
+                before `aggregate_into`: `compress` leaves zeros there, which saves the pass in which a output is
+                zeroed.
         """
-        if isinstance(feed, MomentumFeed) and feed.momentum:
+        if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             self.momentum()
-        elif self.state.moments is None and isinstance(feed, AdamFeed):
+        elif self.state.moments is None and isinstance(accumulation, AdamCorrection):
             self.adam_moments()
-        self.gradients.put(i, gradient, feed, in_place)
+        self.gradients.put(i, gradient, accumulation, in_place)
         if in_place:
-            self.targets.put(i, gradient, cleared=True)
+            self.outputs.put(i, gradient, cleared=True)
 
     def compress(self, scale: float, step: int, density: float) -> Message:
         """Take in the gradients that were offered, then select, encode and subtract what is sent.
@@ -104,13 +105,13 @@ class BucketEngine:
         Returns:
             The message. Its payload is reused by the next call.
 
-        Cost: one pass over the bucket (`Kernels.take_in`) while the selection moves slowly, else one read more.
+        Cost: one pass over the bucket (`Kernels.accumulate`) while the selection moves slowly, else one read more.
         """
-        plan = self._plan_for(1.0 if self.bucket.whole else density)
+        plan = self._plan_for(1.0 if self.bucket.uncompressed else density)
         rule = RULES[self.config.rule]
-        looks = rule.by_size and not self.bucket.whole
+        looks = rule.by_size and not self.bucket.uncompressed
         plan.records["floor"] = plan.predictor.floors if looks else math.inf
-        want_sums = rule.wants_sums and not self.bucket.whole
+        want_sums = rule.wants_sums and not self.bucket.uncompressed
         self._step = step
         sender = None if self.in_join else plan.sender  # what a device writes has no flag
         if sender is not None and plan.predictor.floors[0] < math.inf and sender.takes(self.gradients):
@@ -118,22 +119,24 @@ class BucketEngine:
             if sent is not None:
                 return Message(sender.payload, False, sent.count)
         else:
-            room = plan.predictor.room if looks else 0
-            seen = self.kernels.take_in(self.gradients, self.state, scale, plan.records, room, want_sums)
+            max_candidates = plan.predictor.max_candidates if looks else 0
+            seen = self.kernels.accumulate(self.gradients, self.state, scale, plan.records, max_candidates, want_sums)
         if not seen.residual_finite:  # sums of finite gradients can leave fp32's range
             self.clear()
         if not (seen.gradients_finite and seen.residual_finite):
             return self._send(plan, NO_ELEMENTS, FLAG_NONFINITE)
-        if self.bucket.whole:
+        if self.bucket.uncompressed:
             return self._send(plan, Elements(self._every, self.kernels.to_host(self.state.v).copy()), 0)
         return self._send(plan, self._select(plan, seen), 0)
 
-    def _send_from_device(self, plan: MessagePlan, sender: Sender, scale: float) -> tuple[Seen, Sent | None]:
-        floor = plan.predictor.floors[0]
-        seen, sent = sender.send(self.gradients, self.state, scale, floor, self._step, self._masks)
+    def _send_from_device(
+        self, plan: Workspace, sender: Sender, scale: float
+    ) -> tuple[AccumulateResult, SentRecord | None]:
+        candidate_threshold = plan.predictor.floors[0]
+        seen, sent = sender.send(self.gradients, self.state, scale, candidate_threshold, self._step, self._masks)
         if sent is not None:
             self._sent = sent
-            plan.predictor.learn(0, sent.count, sent.least, seen.noted)
+            plan.predictor.learn(0, sent.count, sent.min_magnitude, seen.num_candidates)
         return seen, sent
 
     @property
@@ -141,48 +144,53 @@ class BucketEngine:
         """Whether u is emptied where something is sent."""
         return self.state.u is not None and self.config.factor_masking
 
-    def _plan_for(self, density: float) -> MessagePlan:
+    def _plan_for(self, density: float) -> Workspace:
         if self._plan is None or self._plan.density != density:
-            self._plan = MessagePlan(self.bucket, self.config, self.kernels, density, self.workers)
+            self._plan = Workspace(self.bucket, self.config, self.kernels, density, self.workers)
         return self._plan
 
-    def _select(self, plan: MessagePlan, seen: Seen) -> Elements:
+    def _select(self, plan: Workspace, seen: AccumulateResult) -> Elements:
         chosen = []
-        for number, span in enumerate(plan.spans):
+        for number, span in enumerate(plan.ranges):
             view = self._view(plan, number, seen.candidates)
             context = SelectionContext(partial(self._generator, number), self.config.threshold)
-            noted = view.candidates if seen.candidates is not None else seen.noted * span.k / plan.wire.capacity
+            num_candidates = (
+                view.candidates if seen.candidates is not None else seen.num_candidates * span.k / plan.wire.capacity
+            )
             chosen.append(select(self.config.rule, view, span.k, context))
-            plan.predictor.learn(number, chosen[-1].values.size, least(chosen[-1]), noted)
+            plan.predictor.learn(number, chosen[-1].values.size, min_magnitude(chosen[-1]), num_candidates)
         return joined(chosen)
 
-    def _view(self, plan: MessagePlan, number: int, candidates: Elements | None) -> SpanView:
-        span, record = plan.spans[number], plan.records[number]
-        if candidates is not None and len(plan.spans) > 1:
+    def _view(self, plan: Workspace, number: int, candidates: Elements | None) -> ResidualView:
+        span, record = plan.ranges[number], plan.records[number]
+        if candidates is not None and len(plan.ranges) > 1:
             low, high = np.searchsorted(candidates.positions, [span.place.start, span.place.stop])
             candidates = Elements(candidates.positions[low:high], candidates.values[low:high])
         x = self.state.v[span.place]
         sums = (float(record["sum"]), float(record["squares"])) if RULES[self.config.rule].wants_sums else None
-        return SpanView(self.kernels, x, span.start, candidates, float(record["floor"]), sums)
+        return ResidualView(self.kernels, x, span.start, candidates, float(record["floor"]), sums)
 
     def _generator(self, span: int) -> np.random.Generator:
         """Random source that depends on rank, bucket, span and step alone, not on what was drawn before."""
         key = (self.config.seed, self.rank, self.bucket.index, span, self._step)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
-    def _send(self, plan: MessagePlan, elements: Elements, flags: int) -> Message:
+    def _send(self, plan: Workspace, elements: Elements, flags: int) -> Message:
         coder, count = self.kernels.coder, elements.values.size
         flags |= FLAG_JOINED if self.in_join else 0
         decoded = plan.decoded[:count]
-        while plan.wire.encode(coder, *elements, self._step, flags, plan.payload, decoded) and not self.bucket.whole:
+        while (
+            plan.wire.encode(coder, *elements, self._step, flags, plan.payload, decoded)
+            and not self.bucket.uncompressed
+        ):
             kept = decoded != 0  # what was rounded to zero is not sent, so it is not masked either
             elements = Elements(elements.positions[kept], elements.values[kept])
             decoded = plan.decoded[: elements.values.size]
         masked = plan.masked[: elements.values.size] if self._masks else None
-        self._sent = HostSent(self.kernels, elements, masked)
-        self.kernels.settle(self.state, elements, decoded, masked)
-        if plan.scattered:
-            vector = scattered(self.bucket.numel, elements.positions, decoded, flags, self._step, self.workers)
+        self._sent = HostSentRecord(self.kernels, elements, masked)
+        self.kernels.update_residual(self.state, elements, decoded, masked)
+        if plan.densified:
+            vector = densified(self.bucket.numel, elements.positions, decoded, flags, self._step, self.workers)
             return Message(vector, True, elements.values.size)
         return Message(plan.payload, False, elements.values.size)
 
@@ -207,9 +215,9 @@ class BucketEngine:
             self.state.moments = self.kernels.new(self.bucket.numel), self.kernels.new(self.bucket.numel)
         return self.state.moments
 
-    def scatters(self, density: float) -> bool:
+    def densifies(self, density: float) -> bool:
         """Whether a message of that density is a vector for an allreduce, not a packet for an allgather."""
-        return form(self.bucket, self.config, density, self.workers).scattered
+        return form(self.bucket, self.config, density, self.workers).densified
 
     def move_in(self, i: int, other: BucketEngine, j: int) -> None:
         """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""
@@ -247,7 +255,7 @@ class BucketEngine:
         """Multiply the residual of segment i by `factor`, in [0, 1]: what is faded out is never sent."""
         self.state.v[self.bucket.segments[i].place] *= factor
 
-    def whole(self, part: str) -> np.ndarray:
+    def full_vector(self, part: str) -> np.ndarray:
         """A copy on the host of one part, over the bucket; zeros where it is not kept."""
         kept = self._parts()[part]
         return np.zeros(self.bucket.numel, np.float32) if kept is None else self.kernels.to_host(kept).copy()
@@ -274,7 +282,7 @@ class BucketEngine:
     @property
     def threshold(self) -> float:
         """The least magnitude sent at the last step; 0 where it is not known."""
-        return self._plan.predictor.least if self._plan is not None else 0.0
+        return self._plan.predictor.min_magnitude if self._plan is not None else 0.0
 
     @property
     def thresholds(self) -> np.ndarray:
@@ -295,11 +303,11 @@ class BucketEngine:
         """The step is applied everywhere: what it sent is not to be taken back any more."""
         self._sent = None
 
-    def restore(self) -> None:
+    def rollback(self) -> None:
         """Take back what the last `compress` sent: v and u are, bit for bit, as after accumulation."""
         if self._sent is None:
             return
-        self._sent.put_back(self.state)
+        self._sent.rollback(self.state)
         self._sent = None
 
     # -- receiving
@@ -330,7 +338,8 @@ class BucketEngine:
         self._counts, flags = wire.read_headers(self.kernels.coder, self._packets, self._step)
         self.flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
         self.ranks_in_join = int(np.count_nonzero(flags & FLAG_JOINED))
-        if self._plan.receiver is not None:  # what it finds wrong is known after `fill`, which changes no state
+        # what it finds wrong is known after `aggregate_into`, which changes no state
+        if self._plan.receiver is not None:
             self._plan.receiver.read(self._packets, self._counts)
         else:
             for _ in self._groups(decoded=False):  # every packet is read before anything is changed
@@ -352,9 +361,9 @@ class BucketEngine:
         assert plan is not None and packets is not None
         for first in range(0, self.workers, plan.held):
             group = []
-            for room, rank in zip(plan.received, range(first, min(first + plan.held, self.workers)), strict=False):
+            for memory, rank in zip(plan.received, range(first, min(first + plan.held, self.workers)), strict=False):
                 count = int(self._counts[rank])
-                elements = Elements(room.positions[:count], room.values[:count])
+                elements = Elements(memory.positions[:count], memory.values[:count])
                 if not decoded:
                     plan.wire.decode(self.kernels.coder, packets[rank], count, rank, *elements)
                 group.append(elements)
@@ -368,14 +377,14 @@ class BucketEngine:
             return self._plan.receiver.contributions
         return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]
 
-    def _check(self, plan: MessagePlan, receiver: Receiver) -> None:
+    def _check(self, plan: Workspace, receiver: Receiver) -> None:
         for rank, problem in receiver.problems.items():
             raise plan.wire.corrupt(rank, f"impossible: {problem}")
 
-    def fill(self, scale: float) -> bool:
+    def aggregate_into(self, scale: float) -> bool:
         """``update = scale * sum over ranks of what they sent``, added in rank order: the same bits on every rank.
 
-        It goes into `targets`, of which one must have been put for each segment that was not offered in place. Before
+        It goes into `outputs`, of which one must have been put for each segment that was not offered in place. Before
         it is called again, until the next `receive`, all must be put anew: none is zero any more.
 
         Args:
@@ -388,13 +397,13 @@ class BucketEngine:
             CorruptPacket: on every rank alike, where packets are decoded on a device.
         """
         if self._summed is not None:
-            return self.kernels.fill_summed(self.targets, self.kernels.from_host(self._summed), scale)
+            return self.kernels.aggregate_dense(self.outputs, self.kernels.from_host(self._summed), scale)
         assert self._plan is not None
         if self._plan.receiver is not None:
-            finite = self._plan.receiver.fill(self.targets, scale)
+            finite = self._plan.receiver.aggregate_into(self.outputs, scale)
             self._check(self._plan, self._plan.receiver)
             return finite
         finite = True
         for number, group in enumerate(self._groups(decoded=self._plan.held == self.workers)):
-            finite = self.kernels.fill(self.targets, group, scale, fresh=number == 0) and finite
+            finite = self.kernels.aggregate_into(self.outputs, group, scale, fresh=number == 0) and finite
         return finite

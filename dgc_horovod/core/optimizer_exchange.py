@@ -18,7 +18,7 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining
-from dgc_horovod.stats import Tally, Traffic, ledger
+from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
 
 
 def clip_limit(c: float, workers: int, averages: bool) -> float:
@@ -65,16 +65,16 @@ class BucketExchange:
         self.place = {
             segment.name: (engine, i) for engine in self.engines for i, segment in enumerate(engine.bucket.segments)
         }
-        self.tally = Tally(workers, sum(self.numel.values()), traffic)
-        self.tally.buckets = weakref.WeakMethod(self.bucket_stats)
-        ledger.append(self.tally)
+        self.stats_of_steps = ExchangeStats(workers, sum(self.numel.values()), traffic)
+        self.stats_of_steps.buckets = weakref.WeakMethod(self.bucket_stats)
+        all_exchanges.append(self.stats_of_steps)
         self.steps = 0  # finished so far, of the whole training
         self.epoch: int | None = None  # that the warm-up was told last
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
     def is_compressed(self, name: str) -> bool:
         """Whether a tensor is on the sparse path."""
-        return name in self.place and not self.place[name][0].bucket.whole
+        return name in self.place and not self.place[name][0].bucket.uncompressed
 
     @property
     def compressed(self) -> list[str]:
@@ -93,21 +93,21 @@ class BucketExchange:
             clip: factor of the gradients, from `clip_factor`.
             loss_scale: by which the loss, hence every gradient, is multiplied.
         """
-        traffic, meter = self.tally.traffic, self.meters[engine]
+        traffic, meter = self.stats_of_steps.traffic, self.meters[engine]
         meter.begins()
         with traffic.timing("compressing"):
             message = engine.compress(clip / loss_scale, self.steps, self.density())
         meter.compressed(message)
         with self._lock:
-            if not engine.bucket.whole:
-                self.tally.offered += engine.bucket.numel
-                self.tally.selected += message.count
-            count = traffic.count_allreduce if message.scattered else traffic.count_allgather
+            if not engine.bucket.uncompressed:
+                self.stats_of_steps.offered += engine.bucket.numel
+                self.stats_of_steps.selected += message.count
+            count = traffic.count_allreduce if message.densified else traffic.count_allgather
             count(message.payload.nbytes, self.workers)
         return message
 
     def decode(self, engine: BucketEngine, received: np.ndarray, loss_scale: float = 1.0) -> bool:
-        """Put what all ranks sent together, into the targets of `engine`; returns whether it is finite.
+        """Put what all ranks sent together, into the outputs of `engine`; returns whether it is finite.
 
         Args:
             engine: one of ours.
@@ -115,9 +115,9 @@ class BucketExchange:
             loss_scale: see `compress`.
         """
         self.meters[engine].begins()
-        with self.tally.traffic.timing("decoding"):
+        with self.stats_of_steps.traffic.timing("decoding"):
             finite = engine.receive(received)
-            finite = engine.fill(self.mean_scale * loss_scale) and finite
+            finite = engine.aggregate_into(self.mean_scale * loss_scale) and finite
         self.meters[engine].decoded()
         return finite
 
@@ -160,9 +160,9 @@ class BucketExchange:
             for engine in self.engines:
                 engine.commit()
         else:
-            self.take_back()
+            self.rollback()
         self.steps += 1
-        self.tally.steps += 1
+        self.stats_of_steps.steps += 1
 
     def where_not_finite(self) -> str:
         """In words, where a gradient of the last step was not finite; the same text on every rank."""
@@ -174,10 +174,10 @@ class BucketExchange:
         among = f"{names[0]!r}" if len(names) == 1 else f"the {len(names)} tensors from {names[0]!r} to {names[-1]!r}"
         return f"rank {', '.join(map(str, ranks))}, among {among}"
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Take back what the step under way has sent."""
         for engine in self.engines:
-            engine.restore()
+            engine.rollback()
 
     def clear(self) -> None:
         """Empty u, v and the local moments: the weights are about to be others."""

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.core.bucketing import sends_scattered, spans
-from dgc_horovod.core.selection import FloorPredictor
+from dgc_horovod.core.bucketing import densified_is_smaller, ranges
+from dgc_horovod.core.selection import ThresholdPredictor
 from dgc_horovod.errors import RankMismatch
-from dgc_horovod.kernels.contract import SPAN, Elements, Kernels, State
-from dgc_horovod.wire.bucket import Bucket, Span
+from dgc_horovod.kernels.contract import RANGE, Elements, Kernels, State
+from dgc_horovod.wire.bucket import Bucket, SelectionRange
 from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat
 
 # A scattered exchange ends with three sums: of the flags, of the steps modulo 64 and of their squares. Sum and sum of
@@ -27,18 +27,18 @@ class Message:
 
     Args:
         payload: uint8 packet for an allgather, or float32 vector for a summing allreduce.
-        scattered: which of the two.
+        densified: which of the two.
         count: elements selected.
     """
 
     payload: np.ndarray
-    scattered: bool
+    densified: bool
     count: int
 
 
 @dataclass(frozen=True)
-class HostSent:
-    """`schema.Sent` by way of the host; `masked` is what stood in u."""
+class HostSentRecord:
+    """`contract.SentRecord` by way of the host; `masked` is what stood in u."""
 
     kernels: Kernels
     elements: Elements
@@ -46,32 +46,32 @@ class HostSent:
 
     @property
     def count(self) -> int:
-        """See `schema.Sent`."""
+        """See `contract.SentRecord`."""
         return self.elements.values.size
 
     @property
-    def least(self) -> float:
-        """See `schema.Sent`."""
-        return least(self.elements)
+    def min_magnitude(self) -> float:
+        """See `contract.SentRecord`."""
+        return min_magnitude(self.elements)
 
     @property
     def positions(self) -> np.ndarray:
-        """See `schema.Sent`."""
+        """See `contract.SentRecord`."""
         return self.elements.positions
 
-    def put_back(self, state: State) -> None:
-        """See `schema.Sent`."""
+    def rollback(self, state: State) -> None:
+        """See `contract.SentRecord`."""
         self.kernels.put(state.v, self.elements)
         if self.masked is not None:
             self.kernels.put(state.u, Elements(self.elements.positions, self.masked))
 
 
-def least(elements: Elements) -> float:
+def min_magnitude(elements: Elements) -> float:
     """The smallest magnitude; 0 if there is none."""
     return float(np.abs(elements.values).min()) if elements.values.size else 0.0
 
 
-def scattered(numel: int, positions: np.ndarray, values: np.ndarray, flags: int, step: int, workers: int) -> np.ndarray:
+def densified(numel: int, positions: np.ndarray, values: np.ndarray, flags: int, step: int, workers: int) -> np.ndarray:
     """The vector for a summing allreduce that carries what a packet would."""
     dense = np.zeros(numel + _MARKS, np.float32)
     dense[positions] = values
@@ -82,7 +82,7 @@ def scattered(numel: int, positions: np.ndarray, values: np.ndarray, flags: int,
 
 
 def read_summed(received: np.ndarray, bucket: Bucket, step: int, workers: int) -> tuple[np.ndarray, bool, int]:
-    """The sum of the ranks' `scattered` vectors, whether every rank's gradient was finite, and how many are in join.
+    """The sum of the ranks' `densified` vectors, whether every rank's gradient was finite, and how many are in join.
 
     Raises:
         RankMismatch: its size or the steps are not those of this rank.
@@ -100,15 +100,15 @@ def read_summed(received: np.ndarray, bucket: Bucket, step: int, workers: int) -
     return received[:-_MARKS], not_finite == 0, in_join
 
 
-class Form(NamedTuple):
+class MessageSpec(NamedTuple):
     """What is selected together, the packet for it, and whether a scattered vector is sent instead."""
 
-    spans: tuple[Span, ...]
+    ranges: tuple[SelectionRange, ...]
     wire: PacketFormat
-    scattered: bool
+    densified: bool
 
 
-def form(bucket: Bucket, config: DGCConfig, density: float, workers: int) -> Form:
+def form(bucket: Bucket, config: DGCConfig, density: float, workers: int) -> MessageSpec:
     """How a bucket is sent at a density.
 
     Args:
@@ -117,30 +117,32 @@ def form(bucket: Bucket, config: DGCConfig, density: float, workers: int) -> For
         density: of the step, in (0, 1]; a bucket that is sent whole does not mind.
         workers: N.
     """
-    density = 1.0 if bucket.whole else density
-    parts = spans(bucket, config.scope, density)
+    density = 1.0 if bucket.uncompressed else density
+    parts = ranges(bucket, config.scope, density)
     capacity = sum(span.k for span in parts)
-    indices = "every" if bucket.whole else "elias-fano"
+    indices = "every" if bucket.uncompressed else "elias-fano"
     wire = PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
-    return Form(parts, wire, sends_scattered(bucket.numel, wire.body_bytes, workers))
+    return MessageSpec(parts, wire, densified_is_smaller(bucket.numel, wire.body_bytes, workers))
 
 
-class MessagePlan:
+class Workspace:
     """What depends on the density alone, and the memory that a step of that density needs."""
 
     def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, density: float, workers: int) -> None:
         self.density = density
-        self.spans, self.wire, self.scattered = form(bucket, config, density, workers)
+        self.ranges, self.wire, self.densified = form(bucket, config, density, workers)
         capacity = self.wire.capacity
-        self.predictor = FloorPredictor([s.numel for s in self.spans], [s.k for s in self.spans], config.threshold)
-        self.records = np.zeros(len(self.spans), SPAN)  # the spans as kernels read them
-        self.records["start"] = [span.start for span in self.spans]
-        self.records["numel"] = [span.numel for span in self.spans]
+        self.predictor = ThresholdPredictor(
+            [s.numel for s in self.ranges], [s.k for s in self.ranges], config.threshold
+        )
+        self.records = np.zeros(len(self.ranges), RANGE)  # the ranges as kernels read them
+        self.records["start"] = [span.start for span in self.ranges]
+        self.records["numel"] = [span.numel for span in self.ranges]
         # an exact selection of the whole bucket is the one that devices can make by themselves
-        alone = config.rule == "exact" and len(self.spans) == 1 and not bucket.whole and not self.scattered
-        looks = self.predictor.room > 0
-        self.sender = kernels.sender(bucket, self.wire, self.predictor.room) if alone and looks else None
-        coded = not bucket.whole and not self.scattered
+        alone = config.rule == "exact" and len(self.ranges) == 1 and not bucket.uncompressed and not self.densified
+        looks = self.predictor.max_candidates > 0
+        self.sender = kernels.sender(bucket, self.wire, self.predictor.max_candidates) if alone and looks else None
+        coded = not bucket.uncompressed and not self.densified
         # ranks whose packets are held decoded at once: as many as take a byte for each element of the bucket
         self.held = min(workers, max(1, bucket.numel // (8 * self.wire.capacity)))
         together = coded and self.held == workers

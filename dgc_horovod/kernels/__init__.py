@@ -1,1 +1,1 @@
-"""Kernels: the contract (`schema`), its readable truth (`reference`), and the backends."""
+"""Kernels: the contract (`contract`), its NumPy reference (`reference`), and the backends."""

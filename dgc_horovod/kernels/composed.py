@@ -9,14 +9,14 @@ import numpy as np
 
 from dgc_horovod.kernels.contract import (
     CHUNK,
-    AdamFeed,
+    AccumulateResult,
+    Accumulation,
+    AdamCorrection,
     Array,
     Elements,
-    Feed,
-    MomentumFeed,
+    ErrorFeedback,
+    MomentumCorrection,
     Receiver,
-    ResidualFeed,
-    Seen,
     Sender,
     State,
     joined,
@@ -26,22 +26,22 @@ from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, NumpyCoder, PacketFormat
 
 
-class ListedTargets:
-    """`schema.Targets` as a list."""
+class ListedOutputs:
+    """`contract.Outputs` as a list."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.arrays: list[Array | None] = [None] * len(bucket.segments)
 
-    def put(self, i: int, target: Array, cleared: bool = False) -> None:
-        self.arrays[i] = target
+    def put(self, i: int, output: Array, cleared: bool = False) -> None:
+        self.arrays[i] = output
 
     def clear(self) -> None:
         self.arrays = [None] * len(self.arrays)
 
 
 class Primitives(Protocol):
-    """What a backend does on one vector; vectors are changed in place. See `schema` for the arithmetic rules."""
+    """What a backend does on one vector; vectors are changed in place. See `contract` for the arithmetic rules."""
 
     def new(self, numel: int) -> Array: ...
     def to_host(self, x: Array) -> np.ndarray: ...
@@ -67,7 +67,7 @@ class Primitives(Protocol):
         """``v += scale*g``."""
 
     def accumulate_momentum(self, u: Array, v: Array, g: Array, scale: float, momentum: float, nesterov: bool) -> None:
-        """As `MomentumFeed`."""
+        """As `MomentumCorrection`."""
 
     def accumulate_adam(
         self,
@@ -80,7 +80,7 @@ class Primitives(Protocol):
         eps: float,
         step: int,
     ) -> None:
-        """As `AdamFeed`."""
+        """As `AdamCorrection`."""
 
     def positions_at_least(self, x: Array, threshold: float) -> np.ndarray:
         """Ascending int32 positions of the non-zero elements with ``|x| >= threshold``."""
@@ -96,43 +96,49 @@ class Primitives(Protocol):
 
 
 class ListedGradients:
-    """`schema.Gradients` as lists."""
+    """`contract.Gradients` as lists."""
 
     def __init__(self, bucket: Bucket, kernels: Primitives) -> None:
         self.bucket, self._kernels = bucket, kernels
         self.arrays: list[Array | None] = [None] * len(bucket.segments)
-        self.feeds: list[Feed] = [ResidualFeed()] * len(bucket.segments)
+        self.accumulations: list[Accumulation] = [ErrorFeedback()] * len(bucket.segments)
         self.clears = [False] * len(bucket.segments)
 
-    def put(self, i: int, gradient: Array, feed: Feed, clears: bool = False) -> None:
-        self.arrays[i], self.feeds[i], self.clears[i] = gradient, feed, clears
+    def put(self, i: int, gradient: Array, accumulation: Accumulation, clears: bool = False) -> None:
+        self.arrays[i], self.accumulations[i], self.clears[i] = gradient, accumulation, clears
 
     def squared_norm(self) -> float:
         return self._kernels.squares(self.arrays)
 
 
 class ComposedKernels(Primitives, Protocol):
-    """The methods of `schema.Kernels` on whole buckets, by way of the primitives, which a backend adds."""
+    """The methods of `contract.Kernels` on whole buckets, by way of the primitives, which a backend adds."""
 
     coder: Coder = NumpyCoder()
 
     def gradients(self, bucket: Bucket) -> ListedGradients:
         return ListedGradients(bucket, self)
 
-    def take_in(
-        self, gradients: ListedGradients, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
-    ) -> Seen:
+    def accumulate(
+        self,
+        gradients: ListedGradients,
+        state: State,
+        scale: float,
+        ranges: np.ndarray,
+        max_candidates: int,
+        want_sums: bool,
+    ) -> AccumulateResult:
         finite = True
         for i, segment in enumerate(gradients.bucket.segments):
-            gradient, feed = gradients.arrays[i], gradients.feeds[i]
+            gradient, accumulation = gradients.arrays[i], gradients.accumulations[i]
             if not self.all_finite(gradient):
                 finite, gradient = False, self.zero_unless_finite(gradient)
-            self._accumulate(state, segment.place, gradient, feed, scale)
+            self._accumulate(state, segment.place, gradient, accumulation, scale)
             if gradients.clears[i]:
                 self.fill_zero(gradients.arrays[i])
             gradients.arrays[i] = None
         found = []
-        for span in spans:
+        for span in ranges:
             v = state.v[int(span["start"]) : int(span["start"] + span["numel"])]
             if want_sums:
                 span["sum"], span["squares"] = self.sampled_sums(v)
@@ -140,18 +146,22 @@ class ComposedKernels(Primitives, Protocol):
                 positions, values = self.at_least(v, float(span["floor"]))
                 found.append(Elements(positions + np.int32(span["start"]), values))
         candidates = joined(found)
-        noted = candidates.positions.size
-        return Seen(finite, self.all_finite(state.v), noted, candidates if noted <= room else None)
+        num_candidates = candidates.positions.size
+        return AccumulateResult(
+            finite, self.all_finite(state.v), num_candidates, candidates if num_candidates <= max_candidates else None
+        )
 
-    def _accumulate(self, state: State, here: slice, gradient: Array, feed: Feed, scale: float) -> None:
+    def _accumulate(self, state: State, here: slice, gradient: Array, accumulation: Accumulation, scale: float) -> None:
         v = state.v[here]
-        if isinstance(feed, AdamFeed):
+        if isinstance(accumulation, AdamCorrection):
             assert state.moments is not None
             first, second = (moment[here] for moment in state.moments)
-            self.accumulate_adam(first, second, v, gradient, scale, feed.betas, feed.eps, feed.step)
-        elif isinstance(feed, MomentumFeed) and feed.momentum:
+            self.accumulate_adam(
+                first, second, v, gradient, scale, accumulation.betas, accumulation.eps, accumulation.step
+            )
+        elif isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             assert state.u is not None
-            self.accumulate_momentum(state.u[here], v, gradient, scale, feed.momentum, feed.nesterov)
+            self.accumulate_momentum(state.u[here], v, gradient, scale, accumulation.momentum, accumulation.nesterov)
         else:
             self.accumulate_residual(v, gradient, scale)
 
@@ -183,34 +193,36 @@ class ComposedKernels(Primitives, Protocol):
     def kth_largest(self, values: np.ndarray, k: int) -> float:
         return float(np.partition(np.abs(values), values.size - k)[values.size - k])
 
-    def settle(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+    def update_residual(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
         positions = elements.positions
         self.put(state.v, Elements(positions, elements.values - decoded))
         if masked is not None:
             masked[:] = self.take(state.u, positions)
             self.put(state.u, Elements(positions, np.zeros(positions.size, np.float32)))
 
-    def targets(self, bucket: Bucket) -> ListedTargets:
-        return ListedTargets(bucket)
+    def outputs(self, bucket: Bucket) -> ListedOutputs:
+        return ListedOutputs(bucket)
 
-    def fill(self, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
+    def aggregate_into(
+        self, outputs: ListedOutputs, contributions: Sequence[Elements], scale: float, fresh: bool
+    ) -> bool:
         finite = True
-        for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
+        for output, segment in zip(outputs.arrays, outputs.bucket.segments, strict=True):
             if fresh:
-                self.fill_zero(target)
+                self.fill_zero(output)
             for positions, values in contributions:
                 low, high = np.searchsorted(positions, [segment.place.start, segment.place.stop])
                 here = positions[low:high] - np.int32(segment.start)
-                self.add_at(target, here, values[low:high] * np.float32(scale))
-                finite = finite and bool(np.isfinite(self.take(target, here)).all())
+                self.add_at(output, here, values[low:high] * np.float32(scale))
+                finite = finite and bool(np.isfinite(self.take(output, here)).all())
         return finite
 
-    def fill_summed(self, targets: ListedTargets, summed: Array, scale: float) -> bool:
-        for target, segment in zip(targets.arrays, targets.bucket.segments, strict=True):
-            self.copy_scaled(target, summed[segment.place], scale)
-        return all(self.all_finite(target) for target in targets.arrays)
+    def aggregate_dense(self, outputs: ListedOutputs, summed: Array, scale: float) -> bool:
+        for output, segment in zip(outputs.arrays, outputs.bucket.segments, strict=True):
+            self.copy_scaled(output, summed[segment.place], scale)
+        return all(self.all_finite(output) for output in outputs.arrays)
 
-    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> Sender | None:
+    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> Sender | None:
         return None
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:

@@ -29,12 +29,12 @@ LANES = 16
 
 
 @dataclass(frozen=True)
-class ResidualFeed:
+class ErrorFeedback:
     """The gradient itself enters the residual: ``v += g`` (TopK-SGD)."""
 
 
 @dataclass(frozen=True)
-class MomentumFeed:
+class MomentumCorrection:
     """The momentum enters the residual (DGC 3.1): ``u = m*u + g; v += u``, Nesterov ``v += g; v += m*u``.
 
     Args:
@@ -47,7 +47,7 @@ class MomentumFeed:
 
 
 @dataclass(frozen=True)
-class AdamFeed:
+class AdamCorrection:
     """Adam's direction on the local gradient enters the residual.
 
     ``first = b1*first + (1-b1)*g; second = b2*second + (1-b2)*g*g;``
@@ -63,7 +63,7 @@ class AdamFeed:
     step: int
 
 
-Feed = ResidualFeed | MomentumFeed | AdamFeed
+Accumulation = ErrorFeedback | MomentumCorrection | AdamCorrection
 
 
 class Elements(NamedTuple):
@@ -77,7 +77,7 @@ NO_ELEMENTS = Elements(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 def joined(parts: Sequence[Elements]) -> Elements:
-    """The elements of several spans, in ascending order, as one."""
+    """The elements of several ranges, in ascending order, as one."""
     if not parts:
         return NO_ELEMENTS
     if len(parts) == 1:
@@ -96,7 +96,7 @@ class State:
 
 # A run of a bucket from which elements are selected together, as a pass sees it: what to note, and what it noted. The
 # layout is that of csrc/dgc.h.
-SPAN = np.dtype(
+RANGE = np.dtype(
     [
         ("start", np.int64),
         ("numel", np.int64),
@@ -111,21 +111,21 @@ SPAN = np.dtype(
 class Gradients(Protocol):
     """The gradients of one bucket as they become ready, and how each enters the residual."""
 
-    def put(self, i: int, gradient: Array, feed: Feed, clears: bool = False) -> None:
-        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.take_in`.
+    def put(self, i: int, gradient: Array, accumulation: Accumulation, clears: bool = False) -> None:
+        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.accumulate`.
 
-        `take_in` leaves it as it is or, if it `clears`, full of zeros; no other segment's may then share its memory.
+        `accumulate` leaves it as it is or, if it `clears`, full of zeros; no other segment's may then share its memory.
         """
 
     def squared_norm(self) -> float:
         """Sum of the squares of all gradients; what is not finite counts as zero. One read of them."""
 
 
-class Targets(Protocol):
+class Outputs(Protocol):
     """Where the update of each segment of one bucket is put together."""
 
-    def put(self, i: int, target: Array, cleared: bool = False) -> None:
-        """Segment i's: a flat float32 Array, overwritten by `Kernels.fill`.
+    def put(self, i: int, output: Array, cleared: bool = False) -> None:
+        """Segment i's: a flat float32 Array, overwritten by `Kernels.aggregate_into`.
 
         If `cleared`, it is full of zeros by then, so that a backend need not zero it.
         """
@@ -135,22 +135,22 @@ class Targets(Protocol):
 
 
 @dataclass(frozen=True)
-class Seen:
+class AccumulateResult:
     """What a pass over a bucket saw.
 
     Args:
         gradients_finite, residual_finite: whether the gradients were, and v is.
-        noted: how many elements reached their span's floor.
+        num_candidates: how many elements reached their span's floor.
         candidates: those elements, until the next pass over the bucket; None if there was no room for them.
     """
 
     gradients_finite: bool
     residual_finite: bool
-    noted: int
+    num_candidates: int
     candidates: Elements | None
 
 
-class Sent(Protocol):
+class SentRecord(Protocol):
     """What a step sent, for as long as it may have to be taken back."""
 
     @property
@@ -158,7 +158,7 @@ class Sent(Protocol):
         """How many elements."""
 
     @property
-    def least(self) -> float:
+    def min_magnitude(self) -> float:
         """The smallest magnitude among them."""
 
     @property
@@ -169,7 +169,7 @@ class Sent(Protocol):
     def elements(self) -> Elements:
         """What was sent, as it stood in v; on the host."""
 
-    def put_back(self, state: State) -> None:
+    def rollback(self, state: State) -> None:
         """Let u and v be, bit for bit, as after accumulation."""
 
 
@@ -183,22 +183,22 @@ class Sender(Protocol):
     payload: np.ndarray
 
     def takes(self, gradients: Any) -> bool:
-        """Whether these can go this way; if not, `Kernels.take_in` takes them."""
+        """Whether these can go this way; if not, `Kernels.accumulate` takes them."""
 
     def send(
-        self, gradients: Any, state: State, scale: float, floor: float, step: int, masks: bool
-    ) -> tuple[Seen, Sent | None]:
+        self, gradients: Any, state: State, scale: float, candidate_threshold: float, step: int, masks: bool
+    ) -> tuple[AccumulateResult, SentRecord | None]:
         """Take in the gradients and send the largest elements of the bucket.
 
         Args:
-            gradients, state, scale: as in `Kernels.take_in`.
-            floor: of the bucket's span.
+            gradients, state, scale: as in `Kernels.accumulate`.
+            candidate_threshold: of the bucket's span.
             step: for the packet's header.
             masks: whether ``u = 0`` where something is sent (DGC 3.2).
 
         Returns:
             What was seen, and what was sent; None where the candidates do not hold it, or a gradient is not finite, or
-            a value would be read as zero. Then only the pass has been made, and the host selects as after `take_in`.
+            a value would be read as zero. Then only the pass has been made, and the host selects as after `accumulate`.
         """
 
 
@@ -213,12 +213,12 @@ class Receiver(Protocol):
             counts: of the elements in each.
         """
 
-    def fill(self, targets: Any, scale: float) -> bool:
-        """As `Kernels.fill`, with what was read; begins with zero. It counts only if there are no `problems`."""
+    def aggregate_into(self, outputs: Any, scale: float) -> bool:
+        """As `Kernels.aggregate_into`, of what was read, from zero. It counts only if there are no `problems`."""
 
     @property
     def problems(self) -> dict[int, str]:
-        """What is wrong with the packets of which ranks; to be asked after `fill`, or it waits for the device."""
+        """What is wrong with which ranks' packets; asked before `aggregate_into`, it waits for the device."""
 
     @property
     def contributions(self) -> list[Elements]:
@@ -230,7 +230,7 @@ class Kernels(Protocol):
 
     name: str
     array_kind: str  # "numpy" or "torch": what an Array is; those of torch also have from_dlpack and to_dlpack
-    takes_tensors: bool  # whether gradients and targets may be torch tensors too: contiguous, on the host, of any shape
+    takes_tensors: bool  # whether gradients and outputs may be torch tensors too: contiguous, on the host, of any shape
     coder: Coder
 
     # -- arrays
@@ -258,9 +258,9 @@ class Kernels(Protocol):
     def gradients(self, bucket: Bucket) -> Gradients:
         """An empty set of gradients for `bucket`."""
 
-    def take_in(
-        self, gradients: Any, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
-    ) -> Seen:
+    def accumulate(
+        self, gradients: Any, state: State, scale: float, ranges: np.ndarray, max_candidates: int, want_sums: bool
+    ) -> AccumulateResult:
         """Add ``scale * gradient`` of every segment to u and v as its feed says; look at v on the way.
 
         What is not finite in a gradient enters as 0.
@@ -269,9 +269,9 @@ class Kernels(Protocol):
             gradients: of this backend, one of each segment; let go of afterwards.
             state: v, and u or moments where a feed needs them.
             scale: > 0.
-            spans: SPAN records in ascending order.
-            room: most candidates wanted.
-            want_sums: whether to fill in the spans' sum and squares (see `sampled_sums`).
+            ranges: RANGE records in ascending order.
+            max_candidates: most candidates wanted.
+            want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
 
         Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28; each
         4 more where gradients are cleared. What is written is in the cache already, and so takes little time.
@@ -319,17 +319,17 @@ class Kernels(Protocol):
 
     # -- what was sent leaves, what came back is added
 
-    def settle(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+    def update_residual(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
         """``v = values - decoded`` at the positions; with `masked`, u's values go there and ``u = 0`` (DGC 3.2)."""
 
-    def targets(self, bucket: Bucket) -> Targets:
-        """An empty set of targets for `bucket`."""
+    def outputs(self, bucket: Bucket) -> Outputs:
+        """An empty set of outputs for `bucket`."""
 
-    def fill(self, targets: Any, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
+    def aggregate_into(self, outputs: Any, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
         """``update = sum over contributions of values * fp32(scale)``, added in their order.
 
         Args:
-            targets: of this backend, one for each segment.
+            outputs: of this backend, one for each segment.
             contributions: of ranks, in rank order.
             scale: 1/N for the mean, 1 for the sum, times the loss scale.
             fresh: begin with zero; if not, add to what is there.
@@ -337,16 +337,16 @@ class Kernels(Protocol):
         Returns:
             Whether every element is finite.
 
-        Cost: one write of the targets that are not cleared, and N*k additions.
+        Cost: one write of the outputs that are not cleared, and N*k additions.
         """
 
-    def fill_summed(self, targets: Any, summed: Array, scale: float) -> bool:
+    def aggregate_dense(self, outputs: Any, summed: Array, scale: float) -> bool:
         """``update = summed * fp32(scale)``; returns whether every element is finite."""
 
     # -- the same without the host in between, where there is a device for it
 
-    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> Sender | None:
-        """For steps that send the ``wire.capacity`` largest of the bucket, from at most `room` candidates."""
+    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> Sender | None:
+        """For steps that send the ``wire.capacity`` largest of the bucket, from at most `max_candidates` candidates."""
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
         """For packets of that form."""

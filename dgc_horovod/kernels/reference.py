@@ -31,7 +31,7 @@ def _tree_sum(x: np.ndarray) -> float:
 
 
 class ReferenceKernels(ComposedKernels):
-    """`schema.Kernels` on NumPy arrays."""
+    """`contract.Kernels` on NumPy arrays."""
 
     name = "reference"
     array_kind = "numpy"

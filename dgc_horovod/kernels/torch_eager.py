@@ -41,7 +41,7 @@ def _pairwise(sums: torch.Tensor) -> float:
 
 
 class TorchEagerKernels(ComposedKernels):
-    """`schema.Kernels` on flat float32 torch tensors of one device."""
+    """`contract.Kernels` on flat float32 torch tensors of one device."""
 
     name = "torch_eager"
     array_kind = "torch"

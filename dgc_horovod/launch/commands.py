@@ -33,11 +33,11 @@ def run(words: Sequence[str]) -> int:
         print(_exports(job))
         return 0
     if args.doctor:
-        from dgc_horovod.launch.doctor import report as doctor
+        from dgc_horovod.launch.doctor import report
 
         envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
         interpreter = hosts.interpreter_of(args.command) or sys.executable
-        return doctor.diagnose(hosts.host_slots(args), interpreter, ssh, job, _plan(args))
+        return report.diagnose(hosts.host_slots(args), interpreter, ssh, job, _plan(args))
     if args.model_size or args.step_ms or args.link_gbps:
         raise ConfigError("--model-size, --step-ms and --link-gbps go with --doctor")
     if not args.command:
@@ -79,18 +79,18 @@ def _exports(job: Job) -> str:
 
 
 def _plan(args: Any) -> Any:
-    from dgc_horovod.launch.doctor import cost_model as plan
+    from dgc_horovod.launch.doctor import cost_model
 
     if not (args.model_size or args.step_ms or args.link_gbps):
         return None
-    elements = plan.parse_size(args.model_size) if args.model_size else 0
+    elements = cost_model.parse_size(args.model_size) if args.model_size else 0
     milliseconds = _number("--step-ms", args.step_ms) if args.step_ms else 0.0
     link = _number("--link-gbps", args.link_gbps) * 1e9 if args.link_gbps else None
     if not (elements and milliseconds and args.num_proc):
         raise ConfigError(
             "--model-size, --step-ms and -np go together, e.g. dgcrun --doctor --model-size 25.6M --step-ms 180 -np 16"
         )
-    return plan.Plan(elements, milliseconds / 1000, args.num_proc, link)
+    return cost_model.Plan(elements, milliseconds / 1000, args.num_proc, link)
 
 
 def _number(flag: str, text: str) -> float:

@@ -126,7 +126,7 @@ def run_on(
     environment = {
         name: text
         for name, text in envvars.environment().items()
-        if horovod_env.is_exportable(name) and name != envvars.DESK_KEY.name
+        if horovod_env.is_exportable(name) and name != envvars.STATUS_KEY.name
     }
     words = [*_way_to(host, ssh), _line(command, environment)] if is_remote(host) else list(command)
     if secret and is_remote(host) and horovod_env.is_kubeflow_mpi():  # which hands no input on
@@ -203,7 +203,7 @@ def check(slots: str, command: Sequence[str], ssh: Ssh) -> list[str]:
     names = names_of(slots) or ["localhost"]
     reports = ask(names, interpreter or sys.executable, ssh)
     bad = [report for report in reports if report.problem]
-    # a shell script may well use another Python than ours: there the roll-call at hvd.init() decides
+    # a shell script may well use another Python than ours: there the activation check at hvd.init() decides
     if bad and interpreter is not None:
         lines = [f"  {report.host}: {report.problem}" for report in bad]
         raise ConfigError("\n".join(["not every host can compress, so nothing was started:", *lines]))

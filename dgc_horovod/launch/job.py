@@ -18,10 +18,9 @@ from dgc_horovod.launch import hosts, inputs, settings
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.private import key_on_no_command_line
-from dgc_horovod.launch.rank import activation_check as roll_call
-from dgc_horovod.launch.rank import summary
+from dgc_horovod.launch.rank import activation_check, summary
 from dgc_horovod.launch.settings import Job
-from dgc_horovod.launch.status_server import DeskServer
+from dgc_horovod.launch.status_server import StatusServer
 
 _QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
 
@@ -46,22 +45,22 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
 
     def work(told: str) -> int:
         place, key = told.split()
-        envvars.put_into_environment({envvars.DESK.name: place, envvars.DESK_KEY.name: key})
+        envvars.put_into_environment({envvars.STATUS_SERVER.name: place, envvars.STATUS_KEY.name: key})
         with key_on_no_command_line():
             return _horovods_launcher(args)
 
     child = Child(work)
-    desk = DeskServer()  # after the fork: its thread would not survive one
-    quiet = threading.Timer(_QUIET_SECONDS, _say_if_quiet, (desk,))
+    status = StatusServer()  # after the fork: its thread would not survive one
+    quiet = threading.Timer(_QUIET_SECONDS, _say_if_quiet, (status,))
     quiet.daemon = True
     quiet.start()
-    child.tell(f"{desk.place(_own_addresses(slots))} {desk.key}")
+    child.tell(f"{status.place(_own_addresses(slots))} {status.key}")
     code = child.wait()
     quiet.cancel()
-    desk.close()
-    if code and desk.get(roll_call.verdict(0)):
+    status.close()
+    if code and status.get(activation_check.verdict(0)):
         _say("dgcrun: compression was not active on every rank, so every rank was stopped: see NotActivated above")
-    return code or _look_at_the_end(desk, job)
+    return code or _look_at_the_end(status, job)
 
 
 def _put_on_path(folders: list[str]) -> None:
@@ -76,28 +75,28 @@ def _own_addresses(slots: str) -> list[str]:
     return list(dict.fromkeys([*filter(None, likely), *others]))
 
 
-def _say_if_quiet(desk: DeskServer) -> None:
-    if not desk.heard_of:
+def _say_if_quiet(status: StatusServer) -> None:
+    if not status.heard_of:
         _say(
             f"dgcrun: for {_QUIET_SECONDS:.0f} s no rank has called hvd.init() with compression on; if the script "
             "should have by now, it trains uncompressed (PYTHONPATH reset? another Python?)"
         )
 
 
-def _look_at_the_end(desk: DeskServer, job: Job) -> int:
+def _look_at_the_end(status: StatusServer, job: Job) -> int:
     """The exit code of a job that has ended without an error: was it compressed?"""
     if job.method == "none":
         return 0
-    end = desk.get(summary.END)
+    end = status.get(summary.END)
     if end is not None:  # rank 0 has told the user itself
         reason = end["inactive"]
-    elif not desk.heard_of:
+    elif not status.heard_of:
         reason = (
             "no rank has called hvd.init() of horovod.torch or horovod.tensorflow in a Python that ran dgc_horovod's "
-            f"sitecustomize (or none can reach port {desk.port} of this machine)"
+            f"sitecustomize (or none can reach port {status.port} of this machine)"
         )
     else:
-        reason = "" if desk.get(summary.WRAPPED) else summary.NOTHING_WRAPPED
+        reason = "" if status.get(summary.WRAPPED) else summary.NOTHING_WRAPPED
     if end is None:
         _say(
             f"dgc_horovod: {summary.not_active(job, reason)}"

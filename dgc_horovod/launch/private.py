@@ -1,4 +1,4 @@
-"""The key of the desk stands on no command line, where ``ps`` would show it to every user of every host.
+"""The key of the status server stands on no command line, where ``ps`` would show it to every user of every host.
 
 Over Gloo, Horovod writes the environment into the lines that start ranks: ``ssh HOST 'env NAME=VALUE ... python'``. The
 key is left out of them. A rank on this host inherits it; for another host it goes to ssh's standard input, where a
@@ -19,7 +19,7 @@ from horovod.runner.common.util import env as horovod_env
 
 from dgc_horovod import envvars
 
-_KEY = envvars.DESK_KEY.name
+_KEY = envvars.STATUS_KEY.name
 
 
 @contextlib.contextmanager

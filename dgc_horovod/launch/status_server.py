@@ -29,14 +29,14 @@ _MOST_ENTRIES = 2**15  # a rank makes one at each hvd.init()
 _NAME = re.compile(r"[\w.-]{1,64}")
 
 
-class DeskServer:
+class StatusServer:
     """The store in `dgcrun`; a key that nobody guesses keeps strangers out."""
 
     def __init__(self) -> None:
         self.key = f"dgc-{secrets.token_hex(16)}"
         self._server = _Server(("", 0), _Handler)
         self._server.key = self.key
-        threading.Thread(target=self._server.serve_forever, name="dgc-desk", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="dgc-status", daemon=True).start()
 
     @property
     def port(self) -> int:
@@ -182,7 +182,7 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-class Desk:
+class StatusBoard:
     """A rank's view of the stores that it can report to; whoever can reach any of them sees what is there.
 
     Args:
@@ -220,7 +220,7 @@ class _Store:
         names, _, port = place.rpartition(":")
         if not (self._key and names.strip(",") and port.isascii() and port.isdigit() and int(port) < 2**16):
             raise ConfigError(
-                f"DGC_DESK must be ADDRESS:PORT, and DGC_DESK_KEY its key, got {place!r} and "
+                f"DGC_STATUS_SERVER must be ADDRESS:PORT, and DGC_STATUS_KEY its key, got {place!r} and "
                 f"{'a key' if self._key else 'none'}; dgcrun sets both, unset them"
             )
         self._bases = [f"http://{name}:{port}" for name in names.split(",") if name]

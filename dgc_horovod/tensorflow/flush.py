@@ -64,7 +64,7 @@ def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> np.ndarray:
     collectives, name = exchange.collectives, f"left.{engine.bucket.index}.{part}"
     sums = part in (RESIDUAL, MOMENTUM) and not exchange.settings.averages
-    whole = engine.whole(part)
+    whole = engine.full_vector(part)
     collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
     with watched(collectives.process_set, collectives.full_name(name)):
         combined: np.ndarray = collectives.allreduce(tf.constant(whole), name, hvd.Sum if sums else hvd.Average).numpy()

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.tensorflow.clipping import of_tape as tape_clipping
+from dgc_horovod.tensorflow.clipping import of_tape
 from dgc_horovod.tensorflow.clipping.learned import Returned
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
@@ -151,7 +151,7 @@ class _DistributedTape(UsersClass):
         if self._dgc.settings.config is not None:
             own, exchange = [gradients[i] for i in agreed.active], agreed.exchange
             Returned(exchange.clipping, own, combined, exchange.collectives)
-            tape_clipping.pending.update(agreed.sources[i].key for i in agreed.active)
+            of_tape.pending.update(agreed.sources[i].key for i in agreed.active)
         for i, gradient in zip(agreed.active, combined, strict=True):
             gradients[i] = gradient
         return gradients
@@ -197,4 +197,4 @@ def _class_over(kind: type) -> Any:
     return type(kind.__name__, (_DistributedTape, kind), {"__module__": kind.__module__})
 
 
-tape_clipping.install()  # before any script asks for tf.clip_by_global_norm, in whose arguments it may make the tape
+of_tape.install()  # before any script asks for tf.clip_by_global_norm, in whose arguments it may make the tape

@@ -16,7 +16,7 @@ from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement, unique_tag
 from dgc_horovod.errors import NotFinite, UnsupportedUse
-from dgc_horovod.kernels.contract import Feed
+from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import epochs, state
@@ -137,7 +137,7 @@ class CompressedMethods:
         elif self._dgc_frozen_for:
             self._dgc_frozen_for.pop(p, None)
         self._dgc_watch.taken(p)
-        return self._dgc.submit(p, self._feed_of), None
+        return self._dgc.add_gradient(p, self._accumulation_of), None
 
     def _dgc_fade(self: Any, p: torch.Tensor) -> None:
         """Of a parameter that stays frozen, what waits is dropped: it would go on moving for hundreds of steps.
@@ -151,13 +151,13 @@ class CompressedMethods:
             if steps == _FROZEN or factor**steps > _FADED:
                 self._dgc.fade(p, 0.0 if steps == _FROZEN else factor)
 
-    def _feed_of(self: Any, p: torch.Tensor) -> tuple[Feed, float]:
+    def _accumulation_of(self: Any, p: torch.Tensor) -> tuple[Accumulation, float]:
         """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
         group = self.param_groups[self._dgc_group_of[p]]
         moments = self._dgc_update.adopt_state(p, group, self.state)
         if moments is not None:
             self._dgc.load_moments(p, moments)
-        return self._dgc_update.feed(p, group), self._dgc_update.decay_before(group)
+        return self._dgc_update.accumulation(p, group), self._dgc_update.decay_before(group)
 
     def synchronize(self: Any) -> None:
         """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank.
@@ -365,7 +365,7 @@ class CompressedMethods:
         """
         if not self.process_set.included():
             return {}
-        return {**self._dgc.buckets.tally.stats(), "buckets": self._dgc.buckets.bucket_stats()}
+        return {**self._dgc.buckets.stats_of_steps.stats(), "buckets": self._dgc.buckets.bucket_stats()}
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -240,7 +240,7 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
 
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> torch.Tensor:
     op = exchange.settings.op if part in (RESIDUAL, MOMENTUM) else hvd.Average
-    return _reduced(exchange, torch.from_numpy(engine.whole(part)), f"{engine.bucket.index}.{part}", op)
+    return _reduced(exchange, torch.from_numpy(engine.full_vector(part)), f"{engine.bucket.index}.{part}", op)
 
 
 def _reduced(exchange: GradientExchange, whole: torch.Tensor, name: str, op: int) -> torch.Tensor:

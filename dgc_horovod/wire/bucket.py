@@ -26,13 +26,13 @@ class Bucket:
     Args:
         index: its number among all.
         segments: its parameters, one after another.
-        whole: every element is sent, none selected: small tensors whose values are coded.
-        values: value codec of a whole bucket.
+        uncompressed: every element is sent, none selected: small tensors whose values are coded.
+        values: value codec of an uncompressed bucket.
     """
 
     index: int
     segments: tuple[Segment, ...]
-    whole: bool = False
+    uncompressed: bool = False
     values: str = ""
 
     @property
@@ -47,7 +47,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Span:
+class SelectionRange:
     """A run of a bucket from which `k` elements are selected together."""
 
     start: int

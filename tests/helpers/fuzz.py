@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.kernels.native import library as native
+from dgc_horovod.kernels.native import library
 from dgc_horovod.kernels.native.kernels import NativeCoder
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from dgc_horovod.wire.packet import CHECKSUM_WORD, HEADER, Coder, NumpyCoder, PacketFormat
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--library", type=Path, help="built elsewhere, e.g. with -fsanitize=address")
     args = parser.parse_args()
-    print(json.dumps(run(NativeCoder(native.load(args.library)), args.packets, args.seed)))
+    print(json.dumps(run(NativeCoder(library.load(args.library)), args.packets, args.seed)))
 
 
 if __name__ == "__main__":

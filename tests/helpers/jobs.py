@@ -22,7 +22,7 @@ def read(path):
     try: return open(path, 'rb').read()
     except OSError: return b''
 lines = [read(path) for path in glob.glob('/proc/[0-9]*/cmdline')]
-seen = [line.decode() for line in lines if os.environ['DGC_DESK_KEY'].encode() in line]
+seen = [line.decode() for line in lines if os.environ['DGC_STATUS_KEY'].encode() in line]
 print('key seen', seen, 'of', len(lines) > 2)
 """
 

@@ -38,12 +38,16 @@ _KINDS = {
 }  # fmt: skip
 _LOW, _CODECS, _FEEDS = (0, 9), range(1, 7), range(4)
 KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
-    (triton_take_in.take_in, 8, [{"FEED": feed, "ALIGNED": aligned} for feed in _FEEDS for aligned in (0, 1)]),
+    (
+        triton_take_in.accumulate,
+        8,
+        [{"FEED": accumulation, "ALIGNED": aligned} for accumulation in _FEEDS for aligned in (0, 1)],
+    ),
     (triton_select.refine, 4, [{}]),
     (triton_select.count, 4, [{}]),
     (triton_select.gather, 4, [{}]),
     (triton_encode.encode, 4, [{"LOW": low, "CODEC": codec} for codec in _CODECS for low in _LOW]),
-    (triton_encode.settle, 4, [{"MASKS": masks} for masks in (0, 1)]),
+    (triton_encode.update_residual, 4, [{"MASKS": masks} for masks in (0, 1)]),
     (triton_decode.count_ones, 4, [{}]),
     (triton_decode.decode_positions, 4, [{"LOW": low, "BLOCK_BITS": 11} for low in _LOW]),
     (triton_decode.decode_values, 4, [{"CODEC": codec} for codec in _CODECS]),

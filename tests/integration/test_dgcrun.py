@@ -113,7 +113,7 @@ def test_a_config_file_and_a_metrics_file(tmp_path):
         code,
         *TORCH[1:],
     ]
-    finished = run(command, 120, {"http_proxy": "http://127.0.0.1:9"})  # which is not asked for the desk
+    finished = run(command, 120, {"http_proxy": "http://127.0.0.1:9"})  # which is not asked for the status server
     assert finished.code == 0 and finished.output.count("cycle 2") == 2, finished.output
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["final"] for line in lines] == [False] * (len(lines) - 1) + [True]
@@ -226,7 +226,7 @@ def test_a_metrics_file_that_breaks_takes_nothing_with_it(tmp_path):
 @pytest.mark.slow
 def test_an_unreachable_desk_is_said():
     """Over Gloo the ranks also report to Horovod's own store: the job runs, and only the last word is missing."""
-    code, output = dgcrun(*DGC, "--allow-inactive", "env", "DGC_DESK=127.0.0.1:9", *TORCH)
+    code, output = dgcrun(*DGC, "--allow-inactive", "env", "DGC_STATUS_SERVER=127.0.0.1:9", *TORCH)
     assert code == 0 and "dgcrun cannot be reached at 127.0.0.1:9" in output and summary(output)["steps"] == 54, output
     assert "can reach port" in output
 

@@ -230,7 +230,7 @@ def test_exports_that_a_shell_reads(canary, monkeypatch, capsys):
 
 @pytest.mark.parametrize("way", ["gloo", "mpi", "ssh"])
 def test_a_job_full_of_hostile_values(canary, tmp_path, way):
-    """Those that a job may well have arrive as they are, through Horovod's own lines; and the desk's key is in none."""
+    """Those that a job may well have arrive as they are, through Horovod's own lines; the server's key is in none."""
     script = (
         KEY_SEEN + "import json, sys; file = open(f'{os.environ[\"FOLDER\"]}/arrived{os.getpid()}', 'w'); "
         "json.dump([seen, os.environ['VALUE'], *sys.argv[1:]], file)"

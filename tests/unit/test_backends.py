@@ -9,7 +9,7 @@ from benchmarks.gpu.transcript import FEEDS, Size, transcript
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.selection import RULES
-from dgc_horovod.kernels.contract import ResidualFeed
+from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS
@@ -30,8 +30,8 @@ def config_for(rule, **fields):
 @pytest.mark.parametrize("values", VALUE_CODECS)
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_and_codec(rule, values, kernels):
-    for scope, feed in (("bucket", "Nesterov"), ("tensor", "momentum")):
-        assert same(kernels, config_for(rule, values=values, scope=scope), feeds=FEEDS[feed])
+    for scope, accumulation in (("bucket", "Nesterov"), ("tensor", "momentum")):
+        assert same(kernels, config_for(rule, values=values, scope=scope), feeds=FEEDS[accumulation])
 
 
 @pytest.mark.parametrize("kernels", BACKENDS[1:], ids=lambda k: k.name)
@@ -41,23 +41,23 @@ def test_whole_buckets(values, kernels):
 
 
 @pytest.mark.parametrize("kernels", BACKENDS[1:], ids=lambda k: k.name)
-@pytest.mark.parametrize("feed", ["Adam", "several"])
-def test_feeds(feed, kernels):
-    assert same(kernels, config_for("exact"), feeds=FEEDS[feed])
+@pytest.mark.parametrize("accumulation", ["Adam", "several"])
+def test_feeds(accumulation, kernels):
+    assert same(kernels, config_for("exact"), feeds=FEEDS[accumulation])
 
 
 def test_a_whole_bucket_sends_everything_and_keeps_its_rounding_error():
     kernels, bucket = BACKENDS[0], Bucket(0, (Segment("bias", 0, 300),), True, "8bit")
     engine = BucketEngine(bucket, DGCConfig(), kernels, 0, 1)
     owed, arrived, target = np.zeros(300), np.zeros(300), np.empty(300, np.float32)
-    engine.targets.put(0, target)
+    engine.outputs.put(0, target)
     for step in range(40):
         g = np.random.default_rng(step).standard_normal(300).astype(np.float32)
         g[7] = 0
-        engine.offer(0, g, ResidualFeed())
+        engine.add_gradient(0, g, ErrorFeedback())
         message = engine.compress(1.0, step, 0.001)
         assert message.count == 300 and message.payload.size == 36 + 300 + 8
-        assert engine.receive(message.payload) and engine.fill(1.0)
+        assert engine.receive(message.payload) and engine.aggregate_into(1.0)
         owed += g
         arrived += target
     left = np.abs(engine.state.v)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec, count_for, plan, sends_scattered, spans
+from dgc_horovod.core.bucketing import TensorSpec, count_for, densified_is_smaller, plan, ranges
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.wire.packet import PacketFormat
 
@@ -33,7 +33,7 @@ def test_every_tensor_is_somewhere_once(shapes, bucket_bytes, min_numel, compres
     of = {spec.name: spec for spec in specs}
     placed = [segment.name for bucket in layout.buckets for segment in bucket.segments]
     assert sorted([*placed, *layout.dense]) == sorted(of)
-    whole = [segment.name for bucket in layout.buckets if bucket.whole for segment in bucket.segments]
+    whole = [segment.name for bucket in layout.buckets if bucket.uncompressed for segment in bucket.segments]
     for kind in (whole, [name for name in placed if name not in whole]):
         assert kind == [spec.name for spec in reversed(specs) if spec.name in kind], "not in backward order"
     small = [n for n, s in of.items() if s.numel < min_numel or (len(s.shape) == 1 and not compress_1d)]
@@ -45,7 +45,7 @@ def test_every_tensor_is_somewhere_once(shapes, bucket_bytes, min_numel, compres
         starts = [segment.start for segment in bucket.segments]
         assert starts == [sum(s.numel for s in bucket.segments[:i]) for i in range(len(starts))]
         for scope in ("bucket", "tensor"):
-            runs = spans(bucket, scope, 0.01)
+            runs = ranges(bucket, scope, 0.01)
             assert sum(run.numel for run in runs) == bucket.numel
             assert all(1 <= run.k <= run.numel for run in runs)
 
@@ -57,7 +57,7 @@ def test_how_the_dense_path_travels():
         layout = plan(specs, DGCConfig(), workers)
         assert (len(layout.buckets), layout.dense) == (buckets, dense)
     last = plan(specs, DGCConfig(dense_values="bf16"), 99).buckets[-1]
-    assert last.whole and last.values == "bf16" and last.index == 1
+    assert last.uncompressed and last.values == "bf16" and last.index == 1
     assert plan(specs, DGCConfig(dense_values="fp16"), 2).dense == ("bias",)
 
 
@@ -85,7 +85,7 @@ def test_scattered_exchange_where_an_allgather_costs_more():
     def packet(capacity):
         return PacketFormat(0, 10**6, capacity, "fp32", "int32").body_bytes
 
-    assert not sends_scattered(10**6, packet(1000), 500)
-    assert [sends_scattered(10**6, packet(500_000), n) for n in (2, 3)] == [False, True]
-    assert [sends_scattered(10**6, packet(250_000), n) for n in (4, 5)] == [False, True]
-    assert sends_scattered(2**30, 2**28, 8), "an allgather's output stays below 2**31 bytes"
+    assert not densified_is_smaller(10**6, packet(1000), 500)
+    assert [densified_is_smaller(10**6, packet(500_000), n) for n in (2, 3)] == [False, True]
+    assert [densified_is_smaller(10**6, packet(250_000), n) for n in (4, 5)] == [False, True]
+    assert densified_is_smaller(2**30, 2**28, 8), "an allgather's output stays below 2**31 bytes"

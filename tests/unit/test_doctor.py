@@ -16,10 +16,8 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import ResidualFeed
-from dgc_horovod.launch.doctor import cost_model as plan
-from dgc_horovod.launch.doctor import diagnoses as findings
-from dgc_horovod.launch.doctor import link
+from dgc_horovod.kernels.contract import ErrorFeedback
+from dgc_horovod.launch.doctor import cost_model, diagnoses, link
 from dgc_horovod.launch.doctor import report as doctor
 from dgc_horovod.launch.doctor.cost_model import Plan, Row
 from dgc_horovod.launch.doctor.diagnoses import BAD, NOTE, OK, Facts
@@ -40,13 +38,13 @@ GIGABIT, RESNET50, VGG16 = 1e9, 25_600_000, 138_400_000
     [("25.6M", 25_600_000), ("350k", 350_000), ("1.3B", 1_300_000_000), ("7G", 7 * 10**9), (" 12 ", 12), ("0.5K", 500)],
 )
 def test_sizes(text, size):
-    assert plan.parse_size(text) == size
+    assert cost_model.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "M", "-3M", "2.5", "0", "0.0001K", "1e6", "12T", "nan", "1,000"])
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--model-size must be .* got"):
-        plan.parse_size(text)
+        cost_model.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -69,16 +67,16 @@ def test_bytes_are_those_that_the_exchange_counts(workers, density):
     exchange = BucketExchange(specs, config, lambda name: kernels, 0, workers, True, traffic)
     for engine in exchange.engines:
         gradient = np.random.default_rng(0).standard_normal(engine.bucket.numel).astype(np.float32)
-        engine.offer(0, kernels.from_host(gradient), ResidualFeed())
+        engine.offer(0, kernels.from_host(gradient), ErrorFeedback())
         exchange.compress(engine)
-    marks = 12 * len(exchange.engines) * 2 if density == 0.25 else 0  # flags and steps at a scattered vector's end
+    marks = 12 * len(exchange.engines) * 2 if density == 0.25 else 0  # flags and steps at a densified vector's end
     by_allreduce = 0 if workers == 2 else 2 * (workers - 1) * 4 * 6_000 // workers
-    assert 0 <= traffic.received + by_allreduce - plan.link_bytes(3_000_000, config, workers) <= marks
+    assert 0 <= traffic.received + by_allreduce - cost_model.link_bytes(3_000_000, config, workers) <= marks
 
 
 @pytest.mark.parametrize("elements, least, most", [(RESNET50, 0.8, 1.2), (VGG16, 4.5, 5.5)])
 def test_dense_takes_as_long_as_was_measured_on_two_hosts(elements, least, most):
-    rows = plan.price(Plan(elements, 0.18, 2, GIGABIT), DGCConfig(), "dgc", 0.02)
+    rows = cost_model.price(Plan(elements, 0.18, 2, GIGABIT), DGCConfig(), "dgc", 0.02)
     assert least < rows[0].exchange < most
     assert rows[0].nbytes == 4 * elements and rows[1].nbytes == 2 * elements
 
@@ -86,7 +84,7 @@ def test_dense_takes_as_long_as_was_measured_on_two_hosts(elements, least, most)
 def test_a_step_by_hand():
     """16 workers, 10^7 elements, T = 90 ms of which 60 hide, 1 Gbit/s of which 111.25 MB/s are reached."""
     config = DGCConfig()
-    dense, half, alone, overlapped = plan.price(Plan(10**7, 0.09, 16, GIGABIT), config, "dgc", 0.01)
+    dense, half, alone, overlapped = cost_model.price(Plan(10**7, 0.09, 16, GIGABIT), config, "dgc", 0.01)
     assert dense.nbytes == 75_000_000 and half.nbytes == 37_500_000
     assert dense.exchange == pytest.approx(0.6752, rel=1e-3) and dense.step == pytest.approx(0.09 + 0.6152, rel=1e-3)
     assert half.exchange == pytest.approx(0.3381, rel=1e-3) and half.step == pytest.approx(0.09 + 0.2781, rel=1e-3)
@@ -94,7 +92,7 @@ def test_a_step_by_hand():
     assert alone.nbytes == pytest.approx(15 * 9_980 * 28 / 8 + 150_000, rel=0.01)
     assert alone.exchange == pytest.approx(0.001 + alone.nbytes / 111.25e6, rel=1e-6)
     assert alone.step == pytest.approx(0.09 + 0.01 + alone.exchange) and overlapped.step == pytest.approx(0.1)
-    clipped = plan.price(Plan(10**7, 0.09, 16, GIGABIT), config.replace(clip_norm=1.0), "dgc", 0.01)
+    clipped = cost_model.price(Plan(10**7, 0.09, 16, GIGABIT), config.replace(clip_norm=1.0), "dgc", 0.01)
     assert clipped[3].step == clipped[2].step  # its messages wait for the whole gradient
 
 
@@ -103,10 +101,10 @@ def test_a_step_by_hand():
 )  # fmt: skip
 def test_verdicts(gigabits, said):
     step = Plan(RESNET50, 0.18, 16, gigabits * GIGABIT)
-    rows = plan.price(step, DGCConfig(), "dgc", 0.03)
-    assert plan.verdict(rows).startswith(said)
-    lines = plan.show(step, rows).splitlines()
-    assert lines[-1] == plan.verdict(rows) and max(map(len, lines)) <= 98
+    rows = cost_model.price(step, DGCConfig(), "dgc", 0.03)
+    assert cost_model.verdict(rows).startswith(said)
+    lines = cost_model.show(step, rows).splitlines()
+    assert lines[-1] == cost_model.verdict(rows) and max(map(len, lines)) <= 98
 
 
 @pytest.mark.parametrize(
@@ -122,12 +120,12 @@ def test_verdicts(gigabits, said):
 )
 def test_verdicts_at_their_limits(steps, said):
     names = ("dense fp32", "fp16", "dgc", "overlap")
-    assert plan.verdict([Row(n, 1, 0.1, 0.1, s) for n, s in zip(names, steps, strict=True)]).startswith(said)
+    assert cost_model.verdict([Row(n, 1, 0.1, 0.1, s) for n, s in zip(names, steps, strict=True)]).startswith(said)
 
 
 @pytest.mark.parametrize("config, workers", [(DGCConfig(), 8), (DGCConfig(density=0.25), 64), (DGCConfig(), 2)])
 def test_compress_is_really_measured(config, workers):
-    assert 1e-5 < plan.measure_compress(300_000, config, workers) < 5
+    assert 1e-5 < cost_model.measure_compress(300_000, config, workers) < 5
 
 
 # -- judging
@@ -139,9 +137,9 @@ def marks(findings):
 
 def test_environment():
     assert marks(
-        findings.judge_environment({"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "0", "DGC_ENABLED": "1"})
+        diagnoses.judge_environment({"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "0", "DGC_ENABLED": "1"})
     ) == [OK]
-    found = findings.judge_environment(
+    found = diagnoses.judge_environment(
         {"HOROVOD_AUTOTUNE": "1", "HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_CYCLE_TIME": "20", "DGC_ENABLED": "0",
          "DGC_CONFIG_FILE": "/etc/dgc.yaml"}
     )  # fmt: skip
@@ -155,7 +153,7 @@ def report(host, problem="", **found):
 
 
 def test_hosts_alike():
-    (finding,) = findings.judge_hosts([report("a"), report("b", **{"tensorflow-cpu": "", "tensorflow": "2.21.0"})])
+    (finding,) = diagnoses.judge_hosts([report("a"), report("b", **{"tensorflow-cpu": "", "tensorflow": "2.21.0"})])
     assert finding == (OK, "a, b: Horovod 0.28.1, torch 2.13.0, TensorFlow 2.21.0, Python 3.11.7", "")
 
 
@@ -170,17 +168,17 @@ def test_hosts_alike():
     ],
 )
 def test_hosts_that_differ(other, mark, said):
-    fit, finding = findings.judge_hosts([report("a"), report("b"), report("c", **other)])
+    fit, finding = diagnoses.judge_hosts([report("a"), report("b"), report("c", **other)])
     assert finding[:2] == (mark, said) and finding.advice
     assert fit.mark == OK and said.split(":")[0] not in fit.text
 
 
 def test_hosts_that_are_not_fit():
     silent = HostReport("b", {}, "no answer within 60 s; is ssh to it possible without a password?")
-    fit, finding = findings.judge_hosts([report("a"), silent])
+    fit, finding = diagnoses.judge_hosts([report("a"), silent])
     assert fit.text.startswith("a: ")
     assert finding == (BAD, "b: no answer within 60 s", "is ssh to it possible without a password?")
-    (alone,) = findings.judge_hosts([HostReport("b", {}, "python cannot be run there: no such file")])
+    (alone,) = diagnoses.judge_hosts([HostReport("b", {}, "python cannot be run there: no such file")])
     assert alone.text == "b: python cannot be run there: no such file" and alone.advice
 
 
@@ -195,53 +193,53 @@ TORCH = {"version": "2.13.0+cpu", "parts": ["gloo", "mpi"], "cuda": False, "cuda
 
 
 def test_horovod():
-    assert marks(findings.judge_horovod(facts(torch=TORCH, tensorflow={"version": "2.21.0", "parts": []}))) == [OK] * 4
-    assert marks(findings.judge_horovod(facts(torch={**TORCH, "version": "2.14.0"}))) == [OK, BAD, OK]
-    assert marks(findings.judge_horovod(facts(torch=TORCH, mpirun=""))) == [OK, OK, NOTE]
-    assert marks(findings.judge_horovod(facts(torch={**TORCH, "parts": []}))) == [OK, OK, BAD]
-    assert marks(findings.judge_horovod(facts(torch={"error": "it crashed with SIGSEGV"}))) == [OK, BAD]
-    assert marks(findings.judge_horovod(facts(packages={"horovod": "0.27.0"}, torch=TORCH))) == [NOTE, OK, OK]
-    assert marks(findings.judge_horovod(facts())) == [OK, BAD]
-    assert marks(findings.judge_horovod(facts(packages={"horovod": None}))) == [BAD]
+    assert marks(diagnoses.judge_horovod(facts(torch=TORCH, tensorflow={"version": "2.21.0", "parts": []}))) == [OK] * 4
+    assert marks(diagnoses.judge_horovod(facts(torch={**TORCH, "version": "2.14.0"}))) == [OK, BAD, OK]
+    assert marks(diagnoses.judge_horovod(facts(torch=TORCH, mpirun=""))) == [OK, OK, NOTE]
+    assert marks(diagnoses.judge_horovod(facts(torch={**TORCH, "parts": []}))) == [OK, OK, BAD]
+    assert marks(diagnoses.judge_horovod(facts(torch={"error": "it crashed with SIGSEGV"}))) == [OK, BAD]
+    assert marks(diagnoses.judge_horovod(facts(packages={"horovod": "0.27.0"}, torch=TORCH))) == [NOTE, OK, OK]
+    assert marks(diagnoses.judge_horovod(facts())) == [OK, BAD]
+    assert marks(diagnoses.judge_horovod(facts(packages={"horovod": None}))) == [BAD]
 
 
 def test_a_framework_that_horovod_was_not_built_for_stops_no_job_of_the_other():
     other = facts(packages={"built_for": {"pytorch": "2.13.0+cpu"}}, torch=TORCH, tensorflow={"error": "ImportError"})
-    assert marks(findings.judge_horovod(other)) == [OK, OK, NOTE, OK]
+    assert marks(diagnoses.judge_horovod(other)) == [OK, OK, NOTE, OK]
 
 
 def test_cuda():
     cuda = {**TORCH, "cuda": True, "cuda_built": "13.0", "cuda_kernels": "torch_eager"}
-    *_, without = findings.judge_horovod(facts(torch=cuda))
+    *_, without = diagnoses.judge_horovod(facts(torch=cuda))
     assert without.mark == BAD and "without CUDA: it ends the process" in without.text
-    *_, nccl = findings.judge_horovod(facts(torch={**cuda, "parts": ["gloo", "cuda"]}))
+    *_, nccl = diagnoses.judge_horovod(facts(torch={**cuda, "parts": ["gloo", "cuda"]}))
     assert nccl.text == "built without NCCL: GPU gradients go through host memory"
     assert "HOROVOD_GPU_OPERATIONS=NCCL" in nccl.advice
-    assert not any("NCCL" in each.text for each in findings.judge_horovod(facts(torch=TORCH)))
+    assert not any("NCCL" in each.text for each in diagnoses.judge_horovod(facts(torch=TORCH)))
     with_nccl = facts(torch={**cuda, "parts": ["gloo", "nccl", "cuda"]}, packages={"triton": "3.6.0"})
-    assert marks(findings.judge_horovod(with_nccl)) == [OK] * 3
-    cpu, gpu = findings.judge_kernels(with_nccl)
+    assert marks(diagnoses.judge_horovod(with_nccl)) == [OK] * 3
+    cpu, gpu = diagnoses.judge_kernels(with_nccl)
     assert cpu == (OK, "CPU tensors: native (AVX2)", "")
     assert gpu.mark == NOTE and "torch_eager" in gpu.text and "Triton 3.6.0" in gpu.text
-    hidden = findings.judge_kernels(facts(torch={**cuda, "cuda": False}))[-1]
+    hidden = diagnoses.judge_kernels(facts(torch={**cuda, "cuda": False}))[-1]
     assert "no CUDA device" in hidden.text
 
 
 def test_kernels():
     slow = facts(packages={"kernels": "torch_eager", "not_native": "it was not built"})
-    assert findings.judge_kernels(slow)[0].mark == NOTE and "compiler" in findings.judge_kernels(slow)[0].advice
+    assert diagnoses.judge_kernels(slow)[0].mark == NOTE and "compiler" in diagnoses.judge_kernels(slow)[0].advice
     asked = facts(packages={"kernels": "reference"})
-    assert "DGC_BACKEND" in findings.judge_kernels(asked)[0].text
+    assert "DGC_BACKEND" in diagnoses.judge_kernels(asked)[0].text
     none = facts(packages={"kernels": None, "error": "ModuleNotFoundError: No module named 'dgc_horovod'"})
-    assert marks(findings.judge_kernels(none)) == [BAD]
+    assert marks(diagnoses.judge_kernels(none)) == [BAD]
 
 
 def test_links():
     good, lame, cut = Link("a", 941e6, 940e6, 2e-4), Link("b", 941e6, 94e6, 2e-4), Link("c", problem="no connection")
-    found = findings.judge_links([good, lame, cut], True)
+    found = diagnoses.judge_links([good, lame, cut], True)
     assert marks(found) == [OK, NOTE, BAD]
     assert found[0].text == "a: 941 Mbit/s there, 940 Mbit/s back, round trip 0.20 ms"
-    assert "memory" in findings.judge_links([], False)[0].text and marks(findings.judge_links([], True)) == [NOTE]
+    assert "memory" in diagnoses.judge_links([], False)[0].text and marks(diagnoses.judge_links([], True)) == [NOTE]
 
 
 # -- all of it

@@ -17,15 +17,15 @@ from dgc_horovod.errors import BackendUnavailable, ConfigError
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import (
     CHUNK,
-    SPAN,
-    AdamFeed,
+    RANGE,
+    AdamCorrection,
     Elements,
-    MomentumFeed,
-    ResidualFeed,
+    ErrorFeedback,
+    MomentumCorrection,
     State,
     summed_numel,
 )
-from dgc_horovod.kernels.native import library as native
+from dgc_horovod.kernels.native import library
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
@@ -34,12 +34,12 @@ from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
 REFERENCE = ReferenceKernels()
 SIZES = [1, 2, 63, 100, 4095, 4096, 4097, 70_001]
 FEEDS = [
-    ResidualFeed(),
-    MomentumFeed(0.9),
-    MomentumFeed(0.9, True),
-    AdamFeed((0.9, 0.999), 1e-8, 1),
-    AdamFeed((0.8, 0.99), 1e-6, 50),
-    AdamFeed((0.9, 0.999), 0.0, 3),
+    ErrorFeedback(),
+    MomentumCorrection(0.9),
+    MomentumCorrection(0.9, True),
+    AdamCorrection((0.9, 0.999), 1e-8, 1),
+    AdamCorrection((0.8, 0.99), 1e-6, 50),
+    AdamCorrection((0.9, 0.999), 0.0, 3),
 ]
 
 
@@ -100,7 +100,7 @@ def test_sampled_sums_look_at_a_part_of_a_long_vector():
         assert kernels.sampled_sums(as_array(kernels, x)) == (CHUNK, CHUNK)
 
 
-def run_pass(kernels, sizes, feeds, spans, room, moments, scale, seed, bad=()):
+def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=()):
     """Two passes over a bucket of segments of `sizes`; everything that they change or report, on the host."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     bucket = Bucket(0, tuple(Segment(str(i), start, n) for i, (start, n) in enumerate(zip(starts, sizes, strict=True))))
@@ -108,7 +108,7 @@ def run_pass(kernels, sizes, feeds, spans, room, moments, scale, seed, bad=()):
     vectors = [rng.standard_normal(bucket.numel).astype(np.float32) for _ in range(3)]
     arrays = [as_array(kernels, x) for x in (*vectors[:2], np.abs(vectors[2]))]
     state = State(arrays[0], arrays[1])
-    if any(isinstance(feed, AdamFeed) for feed in feeds):
+    if any(isinstance(accumulation, AdamCorrection) for accumulation in feeds):
         state = State(arrays[0], None, (arrays[1], arrays[2]))
     gradients, outcome = kernels.gradients(bucket), []
     for step in range(2):
@@ -120,9 +120,9 @@ def run_pass(kernels, sizes, feeds, spans, room, moments, scale, seed, bad=()):
         for i, part in enumerate(parts):
             gradients.put(i, part, feeds[i], clears=(seed + step + i) % 2 == 0)
         outcome.append(gradients.squared_norm())
-        seen = kernels.take_in(gradients, state, scale, spans, room, moments)
+        seen = kernels.accumulate(gradients, state, scale, ranges, room, moments)
         found = None if seen.candidates is None else [x.tobytes() for x in seen.candidates]
-        outcome.append((seen.gradients_finite, seen.residual_finite, seen.noted, found, spans.tobytes()))
+        outcome.append((seen.gradients_finite, seen.residual_finite, seen.num_candidates, found, ranges.tobytes()))
         outcome.append([as_numpy(kernels, x).tobytes() for x in arrays])
         outcome.append([as_numpy(kernels, x).tobytes() for x in parts])
         for i, part in enumerate(parts):
@@ -130,12 +130,12 @@ def run_pass(kernels, sizes, feeds, spans, room, moments, scale, seed, bad=()):
     return outcome
 
 
-def make_spans(total, cuts, floor):
+def make_spans(total, cuts, candidate_threshold):
     edges = sorted({0, total, *(cut % total for cut in cuts)})
-    spans = np.zeros(len(edges) - 1, SPAN)
-    spans["start"], spans["numel"] = edges[:-1], np.diff(edges)
-    spans["floor"] = [floor if i % 3 < 2 else np.inf for i in range(len(spans))]
-    return spans
+    ranges = np.zeros(len(edges) - 1, RANGE)
+    ranges["start"], ranges["numel"] = edges[:-1], np.diff(edges)
+    ranges["floor"] = [candidate_threshold if i % 3 < 2 else np.inf for i in range(len(ranges))]
+    return ranges
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:], ids=lambda k: k.name)
@@ -144,56 +144,56 @@ def make_spans(total, cuts, floor):
     sizes=st.lists(st.one_of(st.integers(1, 70), st.sampled_from([4095, 4096, 4097, 9001])), min_size=1, max_size=5),
     adam=st.booleans(),
     cuts=st.lists(st.integers(0, 20_000), max_size=3),
-    floor=st.sampled_from([1e-3, 1.5, 3.0, np.inf]),
+    candidate_threshold=st.sampled_from([1e-3, 1.5, 3.0, np.inf]),
     moments=st.booleans(),
     scale=st.sampled_from([1.0, 0.3, 2.0**-10]),
     bad=st.integers(0, 3),
     seed=st.integers(0, 1000),
 )
-def test_the_pass(backend, sizes, adam, cuts, floor, moments, scale, bad, seed):
+def test_the_pass(backend, sizes, adam, cuts, candidate_threshold, moments, scale, bad, seed):
     """u, v, moments, candidates, sums and verdicts, with spans and segments at any offset."""
     feeds = [FEEDS[(seed + i) % 3 + 3 if adam else (seed + i) % 3] for i in range(len(sizes))]
-    total, spans = sum(sizes), make_spans(sum(sizes), cuts, floor)
+    total, ranges = sum(sizes), make_spans(sum(sizes), cuts, candidate_threshold)
     where = sorted(np.random.default_rng(seed).choice(total, min(bad, total), replace=False).tolist())
     room = total if seed % 4 else total // 50
     arguments = (sizes, feeds)
     rest = (room, moments, scale, seed, where)
-    ours = run_pass(backend, *arguments, spans.copy(), *rest)
-    theirs = run_pass(REFERENCE, *arguments, spans.copy(), *rest)
+    ours = run_pass(backend, *arguments, ranges.copy(), *rest)
+    theirs = run_pass(REFERENCE, *arguments, ranges.copy(), *rest)
     for ours_one, theirs_one in zip(ours, theirs, strict=True):
         assert ours_one == theirs_one
     assert ours[1][0] == (not where)
 
 
 def aimed(kernels, bucket, arrays):
-    targets = kernels.targets(bucket)
+    outputs = kernels.outputs(bucket)
     for i, array in enumerate(arrays):
-        targets.put(i, array)
-    return targets
+        outputs.put(i, array)
+    return outputs
 
 
 def test_settle_put_and_fill(kernels):
     state = State(as_array(kernels, DATA["normal"](10, 0)), as_array(kernels, np.arange(10, dtype=np.float32)))
     sent = Elements(np.array([1, 4, 9], np.int32), as_numpy(kernels, state.v)[[1, 4, 9]].copy())
     decoded, masked = sent.values.astype(np.float16).astype(np.float32), np.full(3, np.nan, np.float32)
-    kernels.settle(state, sent, decoded, masked)
+    kernels.update_residual(state, sent, decoded, masked)
     assert masked.tolist() == [1, 4, 9] and as_numpy(kernels, state.u).tolist() == [0, 0, 2, 3, 0, 5, 6, 7, 8, 0]
     assert (as_numpy(kernels, state.v)[sent.positions] == sent.values - decoded).all()
     kernels.put(state.v, sent)
     assert (as_numpy(kernels, state.v) == DATA["normal"](10, 0)).all()
     bucket = Bucket(0, (Segment("a", 0, 4), Segment("b", 4, 6)))
-    targets = [as_array(kernels, np.full(n, np.nan, np.float32)) for n in (4, 6)]
-    into = aimed(kernels, bucket, targets)
+    outputs = [as_array(kernels, np.full(n, np.nan, np.float32)) for n in (4, 6)]
+    into = aimed(kernels, bucket, outputs)
     other = Elements(np.array([0, 4], np.int32), np.array([8, 1], np.float32))
-    assert kernels.fill(into, [sent._replace(values=np.array([2, 4, 6], np.float32)), other], 0.5, True)
-    assert [as_numpy(kernels, t).tolist() for t in targets] == [[4, 1, 0, 0], [2.5, 0, 0, 0, 0, 3]]
-    assert kernels.fill(into, [other], 1.0, False)
-    assert [as_numpy(kernels, t).tolist() for t in targets] == [[12, 1, 0, 0], [3.5, 0, 0, 0, 0, 3]]
+    assert kernels.aggregate_into(into, [sent._replace(values=np.array([2, 4, 6], np.float32)), other], 0.5, True)
+    assert [as_numpy(kernels, t).tolist() for t in outputs] == [[4, 1, 0, 0], [2.5, 0, 0, 0, 0, 3]]
+    assert kernels.aggregate_into(into, [other], 1.0, False)
+    assert [as_numpy(kernels, t).tolist() for t in outputs] == [[12, 1, 0, 0], [3.5, 0, 0, 0, 0, 3]]
     huge = Elements(np.array([5], np.int32), np.array([3e38], np.float32))
-    assert not kernels.fill(into, [huge, huge], 1.0, True), "an overflow went unseen"
+    assert not kernels.aggregate_into(into, [huge, huge], 1.0, True), "an overflow went unseen"
     summed = as_array(kernels, np.arange(10, dtype=np.float32))
-    assert kernels.fill_summed(into, summed, 0.5)
-    assert [as_numpy(kernels, t).tolist() for t in targets] == [[0, 0.5, 1, 1.5], [2, 2.5, 3, 3.5, 4, 4.5]]
+    assert kernels.aggregate_dense(into, summed, 0.5)
+    assert [as_numpy(kernels, t).tolist() for t in outputs] == [[0, 0.5, 1, 1.5], [2, 2.5, 3, 3.5, 4, 4.5]]
 
 
 @pytest.mark.parametrize("additions", [3, 9000], ids=["few", "many"])
@@ -205,15 +205,15 @@ def test_what_is_cleared_is_not_zeroed_again_unless_written_to(kernels, addition
         x = np.zeros(numel, np.float32)
         x[list(written)] = 5
         parts = [as_array(kernels, x[s.start : s.start + s.numel].copy()) for s in bucket.segments]
-        into = kernels.targets(bucket)
+        into = kernels.outputs(bucket)
         for i, part in enumerate(parts):
             into.put(i, part, cleared=True)
-        kernels.fill(into, [sent], 2.0, True)
+        kernels.aggregate_into(into, [sent], 2.0, True)
         found = np.concatenate([as_numpy(kernels, part) for part in parts])
         assert found.sum() == 2 * additions and (found[positions] == 2).all()
         for i, part in enumerate(parts):  # put again, it may be anything
             into.put(i, part)
-        kernels.fill(into, [sent], 1.0, True)
+        kernels.aggregate_into(into, [sent], 1.0, True)
         assert sum(as_numpy(kernels, part).sum() for part in parts) == additions
 
 
@@ -222,9 +222,9 @@ def test_native_kernels_trust_what_is_cleared():
     (native,) = (kernels for kernels in BACKENDS if kernels.name == "native")
     bucket, target = Bucket(0, (Segment("a", 0, 100),)), np.zeros(100, np.float32)
     target[7] = 5
-    into = native.targets(bucket)
+    into = native.outputs(bucket)
     into.put(0, target, cleared=True)
-    native.fill(into, [Elements(np.array([3], np.int32), np.ones(1, np.float32))], 1.0, True)
+    native.aggregate_into(into, [Elements(np.array([3], np.int32), np.ones(1, np.float32))], 1.0, True)
     assert target[7] == 5 and target[3] == 1
 
 
@@ -244,18 +244,18 @@ def test_fill_adds_in_rank_order(workers, seed):
     for positions, values in ranks:
         expected[positions] += values * np.float32(1 / workers)
     for kernels in BACKENDS:
-        targets = [as_array(kernels, np.full(s.numel, np.nan, np.float32)) for s in bucket.segments]
-        into = aimed(kernels, bucket, targets)
-        kernels.fill(into, ranks, 1 / workers, True)
-        assert np.concatenate([as_numpy(kernels, t) for t in targets]).tobytes() == expected.tobytes()
+        outputs = [as_array(kernels, np.full(s.numel, np.nan, np.float32)) for s in bucket.segments]
+        into = aimed(kernels, bucket, outputs)
+        kernels.aggregate_into(into, ranks, 1 / workers, True)
+        assert np.concatenate([as_numpy(kernels, t) for t in outputs]).tobytes() == expected.tobytes()
 
 
 def test_instruction_sets_and_threads_agree_to_the_bit():
     """On a bucket long enough for several threads, with every feed: the same bits as the reference's."""
     feeds, sizes = FEEDS[:3], [300_001, 17, 500_000]
-    spans = make_spans(sum(sizes), [300_001, 123], 2.5)
-    expected = run_pass(REFERENCE, sizes, feeds, spans.copy(), 100_000, True, 0.3, 1, [5, 300_010])
-    adam = run_pass(REFERENCE, sizes, [FEEDS[3]] * 3, spans.copy(), 100_000, True, 1.0, 1)
+    ranges = make_spans(sum(sizes), [300_001, 123], 2.5)
+    expected = run_pass(REFERENCE, sizes, feeds, ranges.copy(), 100_000, True, 0.3, 1, [5, 300_010])
+    adam = run_pass(REFERENCE, sizes, [FEEDS[3]] * 3, ranges.copy(), 100_000, True, 1.0, 1)
     widest = NativeKernels().instructions
     tried = []
     try:
@@ -264,8 +264,8 @@ def test_instruction_sets_and_threads_agree_to_the_bit():
             if not kernels.use_instructions(name):
                 continue
             tried.append(name)
-            assert run_pass(kernels, sizes, feeds, spans.copy(), 100_000, True, 0.3, 1, [5, 300_010]) == expected
-            assert run_pass(kernels, sizes, [FEEDS[3]] * 3, spans.copy(), 100_000, True, 1.0, 1) == adam
+            assert run_pass(kernels, sizes, feeds, ranges.copy(), 100_000, True, 0.3, 1, [5, 300_010]) == expected
+            assert run_pass(kernels, sizes, [FEEDS[3]] * 3, ranges.copy(), 100_000, True, 1.0, 1) == adam
     finally:
         NativeKernels().use_instructions(widest)
     assert "plain" in tried and not NativeKernels().use_instructions("quantum")
@@ -276,7 +276,7 @@ def test_native_shares_the_threads_of_torch():
     torch = pytest.importorskip("torch")
     assert NativeKernels().threads == torch.get_num_threads()
     if "OpenMP" in torch.__config__.parallel_info():
-        assert native.openmp_of_the_process(), "torch has an OpenMP runtime, and it was not found"
+        assert library.openmp_of_the_process(), "torch has an OpenMP runtime, and it was not found"
     code = "import torch; from dgc_horovod.kernels.native.kernels import NativeKernels; NativeKernels(2)"
     code += "; print({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l or 'libiomp' in l})"
     alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -288,10 +288,10 @@ def test_a_stale_or_broken_library_is_named(tmp_path, monkeypatch):
     broken.write_bytes(b"no library")
     for path in (tmp_path / "missing.so", broken):
         with pytest.raises(BackendUnavailable, match="does not load"):
-            native.load(path)
-    monkeypatch.setattr(native, "_INTERFACE", -1)
+            library.load(path)
+    monkeypatch.setattr(library, "_INTERFACE", -1)
     with pytest.raises(BackendUnavailable, match="install dgc_horovod again"):
-        native.load(native.library_path())
+        library.load(library.library_path())
 
 
 def test_registry(monkeypatch):
@@ -310,7 +310,7 @@ def test_registry(monkeypatch):
 
 
 def test_without_the_library_it_works_and_says_once_that_it_is_slower(monkeypatch, caplog):
-    monkeypatch.setattr(native, "library_path", lambda: None)
+    monkeypatch.setattr(library, "library_path", lambda: None)
     registry._say_once_that_it_is_slower.cache_clear()
     assert [registry.choose("cpu").name for _ in range(2)] == ["torch_eager"] * 2
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -331,7 +331,7 @@ def test_native_kernels_keep_denormals_whatever_the_program_asked_for():
             kernels, target = NativeKernels(threads), np.full(x.size, np.nan, np.float32)
             assert [part.tobytes() for part in kernels.at_least(x, 0.0)] == expected
             into = aimed(kernels, bucket, [target])
-            assert kernels.fill(into, [sent], 1.0, True)
+            assert kernels.aggregate_into(into, [sent], 1.0, True)
             torch.set_flush_denormal(False)
             assert (target == x).all(), threads
             torch.set_flush_denormal(True)

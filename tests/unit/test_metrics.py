@@ -13,10 +13,10 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.kernels.contract import MomentumFeed
+from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.launch.rank.summary import Outcome
 from dgc_horovod.launch.settings import resolve
-from dgc_horovod.stats import Traffic, bucket_stats, ledger
+from dgc_horovod.stats import Traffic, all_exchanges, bucket_stats
 from tests.helpers.data import BACKENDS, as_array
 
 STATS = {"steps": 3, "method": "dgc", "bytes_sent": 100.5, "buckets": [{"age": 2, "threshold": 0.5}, {"age": 4}]}
@@ -34,11 +34,13 @@ def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
     (engine,) = exchange.engines
     last_sent, steps = np.zeros(numel, int), 12
     for step in range(steps):
-        engine.offer(0, as_array(kernels, rng.standard_normal(numel).astype(np.float32)), MomentumFeed(0.9, False))
+        engine.add_gradient(
+            0, as_array(kernels, rng.standard_normal(numel).astype(np.float32)), MomentumCorrection(0.9, False)
+        )
         message = exchange.compress(engine)
         last_sent[engine.sent.positions] = step + 1
         least = float(np.abs(engine.sent.values).min())
-        engine.targets.put(0, kernels.new(numel))
+        engine.outputs.put(0, kernels.new(numel))
         assert exchange.decode(engine, message.payload)
         exchange.close(True)
     (found,) = exchange.bucket_stats()
@@ -59,19 +61,19 @@ def test_a_step_that_was_not_finished_counts_in_what_was_offered_too():
     exchange = exchange_of(kernels, 100, 1.0)
     (engine,) = exchange.engines
     for finished in (True, False):
-        engine.offer(0, as_array(kernels, np.ones(100, np.float32)), MomentumFeed(0.9, False))
-        engine.targets.put(0, kernels.new(100))
+        engine.add_gradient(0, as_array(kernels, np.ones(100, np.float32)), MomentumCorrection(0.9, False))
+        engine.outputs.put(0, kernels.new(100))
         assert exchange.decode(engine, exchange.compress(engine).payload)
         if finished:
             exchange.close(True)
-    stats = exchange.tally.stats()
+    stats = exchange.stats_of_steps.stats()
     assert (stats["steps"], stats["selected"], stats["elements"]) == (1, 200, 200)
 
 
 def test_counts_outlive_their_exchange_and_buckets_do_not():
     exchange = exchange_of(BACKENDS[0], 100, 0.1)
-    tallies = [exchange.tally]
-    assert exchange.tally in ledger and len(bucket_stats(tallies)) == 1
+    tallies = [exchange.stats_of_steps]
+    assert exchange.stats_of_steps in all_exchanges and len(bucket_stats(tallies)) == 1
     del exchange
     assert bucket_stats(tallies) == [] and tallies[0].stats()["steps"] == 0
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc_horovod.core.workspace import read_summed, scattered
+from dgc_horovod.core.workspace import densified, read_summed
 from dgc_horovod.errors import CorruptPacket, RankMismatch
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
@@ -133,7 +133,7 @@ def test_flags_travel(coder, flags):
 @pytest.mark.parametrize("workers", [1, 2, 7, 4095])
 def test_a_sum_tells_how_many_are_in_join_and_whether_all_is_finite(workers):
     bucket = Bucket(0, (Segment("w", 0, 3),))
-    kinds = {flags: scattered(3, NONE, NO_VALUES, flags, 70, workers) for flags in range(4)}
+    kinds = {flags: densified(3, NONE, NO_VALUES, flags, 70, workers) for flags in range(4)}
     for joined, damaged in [(0, 0), (workers, 0), (workers - 1, 1), (workers, workers), (workers // 2, workers)]:
         ranks = [FLAG_JOINED * (r < joined) | FLAG_NONFINITE * (r >= workers - damaged) for r in range(workers)]
         summed = np.zeros(6, np.float32)

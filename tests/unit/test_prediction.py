@@ -9,9 +9,9 @@ import pytest
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.selection import RULES, FloorPredictor, SelectionContext, SpanView, select
+from dgc_horovod.core.selection import RULES, ResidualView, SelectionContext, ThresholdPredictor, select
 from dgc_horovod.core.selection.base import accepted_counts
-from dgc_horovod.kernels.contract import MomentumFeed
+from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, as_array
@@ -26,17 +26,17 @@ def test_the_selection_is_the_same_for_every_floor(rule, kind, kernels):
     x, k = DATA[kind](NUMEL, 3), 400
     context = SelectionContext(lambda: np.random.default_rng(5), 2.5)
     array = as_array(kernels, x)
-    plain = select(rule, SpanView(kernels, array, 7), k, context)
+    plain = select(rule, ResidualView(kernels, array, 7), k, context)
     sizes = np.sort(np.abs(x))[::-1]
     for rank in (k // 4, k - 1, k + 50, 4 * k, NUMEL - 1):  # a floor too high, just right, too low
-        floor = max(float(sizes[rank]), 1e-30)
-        candidates = kernels.at_least(array, floor)
+        candidate_threshold = max(float(sizes[rank]), 1e-30)
+        candidates = kernels.at_least(array, candidate_threshold)
         candidates = candidates._replace(positions=candidates.positions + np.int32(7))
-        chosen = select(rule, SpanView(kernels, array, 7, candidates, floor), k, context)
+        chosen = select(rule, ResidualView(kernels, array, 7, candidates, candidate_threshold), k, context)
         if rule == "gaussian":  # the floor is a bracket of its search, which may end at another accepted count
             least, _ = accepted_counts(k)
             assert least <= chosen.values.size <= k
-            exact = SpanView(kernels, array, 7).largest(chosen.values.size)
+            exact = ResidualView(kernels, array, 7).largest(chosen.values.size)
             assert (np.abs(chosen.values).sum() == np.abs(exact.values).sum()).all()
         else:
             assert (chosen.positions == plain.positions).all() and (chosen.values == plain.values).all()
@@ -66,7 +66,7 @@ def run(engine, steps, scales, factor=lambda step: 1.0):
     rng, ratios = np.random.default_rng(1), []
     for step in range(steps):
         g = (rng.standard_normal(NUMEL) * scales * factor(step)).astype(np.float32)
-        engine.offer(0, g, MomentumFeed(0.9))
+        engine.add_gradient(0, g, MomentumCorrection(0.9))
         engine.compress(1.0, step, 0.002)
         ratios.append(engine.gradients.scratch.count / 400)
     return ratios
@@ -121,7 +121,7 @@ def test_nothing_the_size_of_a_bucket_is_allocated_after_the_first_steps():
     tracemalloc.start()
     try:
         for step, g in enumerate(gradients):
-            engine.offer(0, g, MomentumFeed(0.9))
+            engine.add_gradient(0, g, MomentumCorrection(0.9))
             engine.compress(1.0, 100 + step, 0.002)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -130,8 +130,8 @@ def test_nothing_the_size_of_a_bucket_is_allocated_after_the_first_steps():
 
 
 def test_predictor_alone():
-    predictor = FloorPredictor([1000, 1000], [10, 500])
-    assert predictor.floors == [np.inf, np.inf] and predictor.room == 1000
+    predictor = ThresholdPredictor([1000, 1000], [10, 500])
+    assert predictor.floors == [np.inf, np.inf] and predictor.max_candidates == 1000
     predictor.learn(0, 10, 1.0, 0)
     assert 0.9 < predictor.floors[0] < 1 and predictor.floors[1] == np.inf
     before = predictor.floors[0]
@@ -141,4 +141,4 @@ def test_predictor_alone():
     assert predictor.floors[1] == np.inf, "where half of everything is sent, candidates save nothing"
     predictor.learn(0, 2, 1.0, 0)
     assert predictor.floors[0] == np.inf, "after a step that sent little, nothing is guessed"
-    assert FloorPredictor([100], [5], threshold=0.25).floors == [0.25]
+    assert ThresholdPredictor([100], [5], threshold=0.25).floors == [0.25]

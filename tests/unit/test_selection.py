@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dgc_horovod import config
-from dgc_horovod.core.selection import RULES, SelectionContext, SpanView, select
+from dgc_horovod.core.selection import RULES, ResidualView, SelectionContext, select
 from dgc_horovod.core.selection.base import accepted_counts
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, as_array
@@ -27,7 +27,7 @@ def context(seed=0, threshold=None):
 
 
 def chosen(rule, kernels, x, k, seed=0, threshold=1e-45):
-    positions, values = select(rule, SpanView(kernels, as_array(kernels, x)), k, context(seed, threshold))
+    positions, values = select(rule, ResidualView(kernels, as_array(kernels, x)), k, context(seed, threshold))
     assert (values == x[positions]).all()
     assert (np.diff(positions) > 0).all(), "positions are not ascending and unique"
     assert (x[positions] != 0).all(), "a zero was sent"

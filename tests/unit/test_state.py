@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, DGCError
-from dgc_horovod.kernels.contract import AdamFeed, MomentumFeed
+from dgc_horovod.kernels.contract import AdamCorrection, MomentumCorrection
 from dgc_horovod.state import checkpoint, manifest
 from dgc_horovod.state.residual_state import ResidualState, handed_on, shares
 from dgc_horovod.wire.bucket import Bucket, Segment
@@ -110,8 +110,10 @@ def test_an_engine_goes_on_from_what_another_has_kept(kernels, rule):
         gradients = [rng.standard_normal(segment.numel).astype(np.float32) for segment in bucket.segments]
         for engine in (one, other) if step >= 6 else (one,):
             for i, gradient in enumerate(gradients):
-                feed = MomentumFeed(0.9, False) if rule != "sampled" else AdamFeed((0.9, 0.99), 1e-8, step + 1)
-                engine.offer(i, as_array(kernels, gradient), feed)
+                accumulation = (
+                    MomentumCorrection(0.9, False) if rule != "sampled" else AdamCorrection((0.9, 0.99), 1e-8, step + 1)
+                )
+                engine.add_gradient(i, as_array(kernels, gradient), accumulation)
             payloads.append(engine.compress(1.0, step, 0.01).payload.tobytes())
         assert len(set(payloads)) == 1
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from dgc_horovod.core.selection import exact, fixed, gaussian, random, sampled
 from dgc_horovod.core.selection.base import SelectionContext
-from dgc_horovod.core.selection.residual_view import SpanView
-from dgc_horovod.core.selection.threshold_predictor import FloorPredictor
+from dgc_horovod.core.selection.residual_view import ResidualView
+from dgc_horovod.core.selection.threshold_predictor import ThresholdPredictor
 from dgc_horovod.kernels.contract import Elements
 
 
@@ -26,7 +26,7 @@ class Rule:
         wants_sums: whether it looks at mean and deviation.
     """
 
-    select: Callable[[SpanView, int, SelectionContext], Elements]
+    select: Callable[[ResidualView, int, SelectionContext], Elements]
     by_size: bool = True
     wants_sums: bool = False
 
@@ -39,10 +39,10 @@ RULES: dict[str, Rule] = {
     "threshold": Rule(fixed.select),
 }
 
-__all__ = ["RULES", "FloorPredictor", "Rule", "SelectionContext", "SpanView", "select"]
+__all__ = ["RULES", "ResidualView", "Rule", "SelectionContext", "ThresholdPredictor", "select"]
 
 
-def select(rule: str, view: SpanView, k: int, context: SelectionContext) -> Elements:
+def select(rule: str, view: ResidualView, k: int, context: SelectionContext) -> Elements:
     """What `rule` sends of a span; with ``k >= numel`` every rule with a density sends everything."""
     if k >= view.numel and rule != "threshold":
         return view.at_least(0.0, view.numel)

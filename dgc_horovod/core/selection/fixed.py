@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dgc_horovod.core.selection.base import SelectionContext
-from dgc_horovod.core.selection.residual_view import SpanView
+from dgc_horovod.core.selection.residual_view import ResidualView
 from dgc_horovod.kernels.contract import Elements
 
 
-def select(view: SpanView, k: int, context: SelectionContext) -> Elements:
+def select(view: ResidualView, k: int, context: SelectionContext) -> Elements:
     """The elements with ``|x| >= threshold``, the k largest of them if they are more."""
     assert context.threshold is not None
     return view.at_least(context.threshold, k)

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import numpy as np
 
 from dgc_horovod.core.selection.base import SelectionContext, accepted_counts
-from dgc_horovod.core.selection.residual_view import SpanView
+from dgc_horovod.core.selection.residual_view import ResidualView
 from dgc_horovod.kernels.contract import Elements
 
 _TRIES = 10
@@ -25,7 +25,7 @@ def two_sided_point(density: float) -> float:
     return _NORMAL.inv_cdf(1 - density / 2)
 
 
-def select(view: SpanView, k: int, context: SelectionContext) -> Elements:
+def select(view: ResidualView, k: int, context: SelectionContext) -> Elements:
     """At most k of the largest ``|x|``, and at least 0.8 k of them.
 
     The threshold is ``|mean| + deviation * z`` with z the two-sided point of k/d, then searched for. About five
@@ -38,7 +38,7 @@ def select(view: SpanView, k: int, context: SelectionContext) -> Elements:
     return view.at_least(threshold, k)
 
 
-def search_threshold(view: SpanView, k: int, guess: float) -> float | None:
+def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
     """A threshold that an accepted count of elements reaches, or None after ten counts.
 
     Between a threshold that too many reach and one that too few reach, the next is found by interpolation

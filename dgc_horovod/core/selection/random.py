@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from dgc_horovod.core.selection.base import SelectionContext
-from dgc_horovod.core.selection.residual_view import SpanView
+from dgc_horovod.core.selection.residual_view import ResidualView
 from dgc_horovod.kernels.contract import Elements
 
 
-def select(view: SpanView, k: int, context: SelectionContext) -> Elements:
+def select(view: ResidualView, k: int, context: SelectionContext) -> Elements:
     """k of the non-zero elements, each equally likely; every rank and step draws anew.
 
     Twice k positions are drawn first; only if too few of them hold anything are all non-zero elements listed.

@@ -12,18 +12,18 @@ _SMALL = 1 << 16  # below this many elements a direct top-k costs less than a lo
 _SAMPLE = 1 << 14
 
 
-class SpanView:
+class ResidualView:
     """Answers about the magnitudes of one span, the same with candidates as without.
 
-    The pass over the bucket has noted every element of at least `floor`, so whatever concerns larger magnitudes is
-    answered from those few; anything else reads the span once more.
+    The pass over the bucket has noted every element of at least `candidate_threshold`, so whatever concerns larger
+    magnitudes is answered from those few; anything else reads the span once more.
 
     Args:
         kernels: backend.
         x: the span of the residual.
         start: its first position in the bucket; all positions that are returned are the bucket's.
         candidates: every element with ``|x| >= floor``, or None.
-        floor: see above.
+        candidate_threshold: see above.
         sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` looks at, if the pass has taken them.
     """
 
@@ -33,13 +33,13 @@ class SpanView:
         x: Array,
         start: int = 0,
         candidates: Elements | None = None,
-        floor: float = math.inf,
+        candidate_threshold: float = math.inf,
         sums: tuple[float, float] | None = None,
     ) -> None:
         self.numel = len(x)
         self._kernels, self._x, self._start = kernels, x, start
         self._candidates = NO_ELEMENTS if candidates is None else candidates
-        self._floor = math.inf if candidates is None else floor
+        self._floor = math.inf if candidates is None else candidate_threshold
         self._sums = sums
 
     @property
@@ -66,8 +66,8 @@ class SpanView:
     def at_least(self, threshold: float, most: int) -> Elements:
         """The non-zero elements with ``|x| >= threshold``, the `most` largest if they are more. Ends the view.
 
-        The overflow is chosen by size, never by position. Cost: nothing from the floor up, or where `most` reach the
-        floor; else one read.
+        The overflow is chosen by size, never by position. Cost: nothing from the candidate threshold up, or where
+        `most` reach the floor; else one read.
         """
         if self._candidates.values.size >= most:  # those that are larger than any other
             return self._kernels.keep_at_least(self._kernels.keep_largest(self._candidates, most), threshold)
@@ -78,12 +78,12 @@ class SpanView:
         return self._kernels.keep_largest(found, most) if found.values.size > most else found
 
     def count_at_least(self, threshold: float) -> int:
-        """How many elements have ``|x| >= threshold``. Cost: nothing from the floor up, else one read."""
+        """How many elements have ``|x| >= threshold``. Cost: nothing from the candidate threshold up, else one read."""
         among = self._kernels.from_host(self._candidates.values) if self._is_known(threshold) else self._x
         return self._kernels.count_at_least(among, threshold)
 
     def known_low(self, k: int) -> tuple[float, int]:
-        """A threshold that at least k elements reach, and how many do, for nothing: the floor, or zero."""
+        """A threshold that at least k elements reach, and how many do, for nothing: that of candidates, or 0."""
         count = self._candidates.values.size
         return (self._floor, count) if count >= k else (0.0, self.numel)
 

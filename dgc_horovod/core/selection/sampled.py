@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from dgc_horovod.core.selection.base import SelectionContext, accepted_counts
-from dgc_horovod.core.selection.residual_view import SpanView
+from dgc_horovod.core.selection.residual_view import ResidualView
 from dgc_horovod.kernels.contract import Elements
 
 _FRACTION = 0.01
@@ -16,7 +16,7 @@ _TRIES = 10
 _LOWER = 0.8
 
 
-def select(view: SpanView, k: int, context: SelectionContext) -> Elements:
+def select(view: ResidualView, k: int, context: SelectionContext) -> Elements:
     """At most k of the largest ``|x|``, and at least 0.8 k of them.
 
     The sample is strided from a random start. Too few hits lower the threshold by 0.8, up to ten times,

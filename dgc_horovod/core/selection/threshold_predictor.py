@@ -14,7 +14,7 @@ _MOST_GROWTH = 1.1
 _FIRST_STEEPNESS, _LEAST_STEEPNESS, _MOST_STEEPNESS = 8.0, 1.0, 60.0
 
 
-class FloorPredictor:
+class ThresholdPredictor:
     """Per span, a magnitude that somewhat more than k elements will reach at the next step.
 
     The smallest magnitude that is sent moves slowly, and mostly one way, since what is not sent stays in the residual.
@@ -30,37 +30,39 @@ class FloorPredictor:
     def __init__(self, numels: Sequence[int], ks: Sequence[int], threshold: float | None = None) -> None:
         self._ks, self._threshold = list(ks), threshold
         self._useful = [k < _WORTHWHILE * n for n, k in zip(numels, ks, strict=True)]
-        self.room = sum(min(n, 4 * k + 4096) for n, k, useful in zip(numels, ks, self._useful, strict=True) if useful)
+        self.max_candidates = sum(
+            min(n, 4 * k + 4096) for n, k, useful in zip(numels, ks, self._useful, strict=True) if useful
+        )
         self.forget()
 
     def forget(self) -> None:
         """Start anew: the residual has been emptied."""
-        spans = len(self._ks)
-        self._steepness, self._aim, self._trend = [_FIRST_STEEPNESS] * spans, [_AIM] * spans, [1.0] * spans
-        self._last = [0.0] * spans
-        self.floors = [self._unknown(span) for span in range(spans)]
+        ranges = len(self._ks)
+        self._steepness, self._output_for, self._trend = [_FIRST_STEEPNESS] * ranges, [_AIM] * ranges, [1.0] * ranges
+        self._last = [0.0] * ranges
+        self.floors = [self._unknown(span) for span in range(ranges)]
 
     @property
-    def least(self) -> float:
-        """The least magnitude that was selected at the last step, of all spans; 0 where it is not known."""
+    def min_magnitude(self) -> float:
+        """The least magnitude that was selected at the last step, of all ranges; 0 where it is not known."""
         return min((value for value in self._last if value), default=0.0)
 
     @property
     def memory(self) -> np.ndarray:
         """All that is learnt, as one vector."""
-        return np.concatenate([self._steepness, self._aim, self._trend, self._last, self.floors])
+        return np.concatenate([self._steepness, self._output_for, self._trend, self._last, self.floors])
 
     @memory.setter
     def memory(self, values: np.ndarray) -> None:
-        self._steepness, self._aim, self._trend, self._last, self.floors = values.reshape(5, -1).tolist()
+        self._steepness, self._output_for, self._trend, self._last, self.floors = values.reshape(5, -1).tolist()
 
-    def learn(self, span: int, count: int, least: float, noted: float) -> None:
+    def learn(self, span: int, count: int, least: float, num_candidates: float) -> None:
         """Take note of what was selected from `span`.
 
         Args:
             span: its number.
             count: elements selected; `least` the smallest magnitude among them.
-            noted: elements that had reached its floor.
+            num_candidates: elements that had reached its floor.
         """
         if not self._useful[span]:
             return
@@ -69,11 +71,11 @@ class FloorPredictor:
             self.floors[span], self._last[span] = self._unknown(span), 0.0
             return
         if math.isfinite(self.floors[span]):
-            self._adapt(span, least / self.floors[span], noted / count)
+            self._adapt(span, least / self.floors[span], num_candidates / count)
         growth = least / self._last[span] if self._last[span] else 1.0
         self._last[span] = least
         self._trend[span] += 0.3 * (min(growth, _MOST_GROWTH) - self._trend[span])
-        below = math.exp(-math.log(self._aim[span]) / self._steepness[span])
+        below = math.exp(-math.log(self._output_for[span]) / self._steepness[span])
         self.floors[span] = max(below * min(growth, self._trend[span]) * least, self._threshold or _TINY)
 
     def _unknown(self, span: int) -> float:
@@ -83,9 +85,9 @@ class FloorPredictor:
     def _adapt(self, span: int, above: float, ratio: float) -> None:
         """The floor was `above` times too low and brought `ratio` candidates per selected element."""
         if ratio < 1:
-            self._aim[span] = min(1.3 * self._aim[span], _MOST_AIM)
+            self._output_for[span] = min(1.3 * self._output_for[span], _MOST_AIM)
         else:
-            self._aim[span] += 0.01 * (_AIM - self._aim[span])
+            self._output_for[span] += 0.01 * (_AIM - self._output_for[span])
         if ratio > 0 and abs(math.log(above)) > 1e-3:
             seen = math.log(ratio) / math.log(above)
             seen = min(max(seen, _LEAST_STEEPNESS), _MOST_STEEPNESS)

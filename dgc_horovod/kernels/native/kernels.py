@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.kernels.contract import CHUNK, SPAN, Elements, Seen, State
-from dgc_horovod.kernels.native import library as native
+from dgc_horovod.kernels.contract import CHUNK, RANGE, AccumulateResult, Elements, State
+from dgc_horovod.kernels.native.library import load
 from dgc_horovod.kernels.native.tables import (
     CONTRIBUTION,
     LAYOUT,
     NO_SEGMENTS,
     NativeGradients,
-    NativeTargets,
+    NativeOutputs,
     Scratch,
     address,
 )
@@ -62,11 +62,11 @@ class NativeCoder:
 
 
 class NativeKernels:
-    """`schema.Kernels` on NumPy arrays, in C++.
+    """`contract.Kernels` on NumPy arrays, in C++.
 
     Args:
         threads: most threads to use; 0: as many as torch does, one without torch.
-        library: as returned by `native.load`.
+        library: as returned by `library.load`.
     """
 
     name = "native"
@@ -74,7 +74,7 @@ class NativeKernels:
     takes_tensors = True
 
     def __init__(self, threads: int = 0, library: Any = None) -> None:
-        self._library = library or native.load()
+        self._library = library or load()
         self._fixed_threads = threads
         self.coder: Coder = NativeCoder(self._library)
 
@@ -119,36 +119,42 @@ class NativeKernels:
     def gradients(self, bucket: Bucket) -> NativeGradients:
         return NativeGradients(bucket, self)
 
-    def take_in(
-        self, gradients: NativeGradients, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
-    ) -> Seen:
+    def accumulate(
+        self,
+        gradients: NativeGradients,
+        state: State,
+        scale: float,
+        ranges: np.ndarray,
+        max_candidates: int,
+        want_sums: bool,
+    ) -> AccumulateResult:
         if gradients.scratch is None:
-            gradients.scratch = Scratch(gradients.bucket.numel, len(spans))
-        bad = self._pass(gradients.scratch, room, state.v, spans, want_sums, gradients.table, state, scale)
+            gradients.scratch = Scratch(gradients.bucket.numel, len(ranges))
+        bad = self._pass(gradients.scratch, max_candidates, state.v, ranges, want_sums, gradients.table, state, scale)
         gradients.arrays = [None] * len(gradients.arrays)
         scratch = gradients.scratch
-        return Seen(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
+        return AccumulateResult(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
 
     def _pass(
         self,
         scratch: Scratch,
-        room: int,
+        max_candidates: int,
         v: np.ndarray,
-        spans: np.ndarray,
+        ranges: np.ndarray,
         want_sums: bool,
         segments: np.ndarray = NO_SEGMENTS,
         state: State | None = None,
         scale: float = 1.0,
     ) -> int:
-        scratch.make_room(room)
+        scratch.make_room(max_candidates)
         first, second = (None, None) if state is None else state.moments or (state.u, None)
         return self._library.dgc_pass(
             address(v), address(first), address(second), address(segments), len(segments), scale,
-            address(spans), len(spans), want_sums, address(scratch.found), self.threads,
+            address(ranges), len(ranges), want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
 
-    def _span(self, x: np.ndarray, floor: float) -> np.ndarray:
-        return np.array([(0, x.size, 0.0, 0.0, floor, 0)], SPAN)
+    def _span(self, x: np.ndarray, candidate_threshold: float) -> np.ndarray:
+        return np.array([(0, x.size, 0.0, 0.0, candidate_threshold, 0)], RANGE)
 
     # -- looking at v
 
@@ -209,16 +215,18 @@ class NativeKernels:
 
     # -- what was sent leaves, what came back is added
 
-    def settle(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+    def update_residual(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
         u = None if masked is None else state.u
         what = (*map(address, elements), address(decoded), decoded.size, address(masked))
         self._library.dgc_settle(address(state.v), address(u), *what)
 
-    def targets(self, bucket: Bucket) -> NativeTargets:
-        return NativeTargets(bucket)
+    def outputs(self, bucket: Bucket) -> NativeOutputs:
+        return NativeOutputs(bucket)
 
-    def fill(self, targets: NativeTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
-        table, threads = targets.table, self.threads
+    def aggregate_into(
+        self, outputs: NativeOutputs, contributions: Sequence[Elements], scale: float, fresh: bool
+    ) -> bool:
+        table, threads = outputs.table, self.threads
         ranks = np.array(
             [(address(e.positions), address(e.values), e.values.size) for e in contributions], CONTRIBUTION
         )
@@ -226,10 +234,10 @@ class NativeKernels:
         arguments = (address(table), len(table), address(ranks), len(ranks), scale, fresh, address(following), threads)
         return bool(self._library.dgc_fill(*arguments))
 
-    def fill_summed(self, targets: NativeTargets, summed: np.ndarray, scale: float) -> bool:
-        return bool(self._library.dgc_fill_summed(address(targets.table), len(targets.table), address(summed), scale))
+    def aggregate_dense(self, outputs: NativeOutputs, summed: np.ndarray, scale: float) -> bool:
+        return bool(self._library.dgc_fill_summed(address(outputs.table), len(outputs.table), address(summed), scale))
 
-    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> None:
+    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> None:
         """None: here elements are on the host anyway."""
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> None:

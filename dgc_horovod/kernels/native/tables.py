@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dgc_horovod.kernels.contract import CHUNK, AdamFeed, Elements, Feed, MomentumFeed
+from dgc_horovod.kernels.contract import CHUNK, Accumulation, AdamCorrection, Elements, MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def address(array: Any) -> int | None:
 class Scratch:
     """Memory for what passes over vectors of up to `numel` elements find; grows and is used again."""
 
-    def __init__(self, numel: int, spans: int) -> None:
-        chunks = numel // CHUNK + 1 + spans
+    def __init__(self, numel: int, ranges: int) -> None:
+        chunks = numel // CHUNK + 1 + ranges
         self._chunks: list[np.ndarray] = [np.empty(chunks, np.int64), np.empty(chunks, np.int32)]
         self._chunks.append(np.empty(2 * chunks, np.float64))
         self.found = np.zeros(1, FOUND)
@@ -86,33 +86,33 @@ def _table(bucket: Bucket, record: np.dtype) -> np.ndarray:
 
 
 class NativeGradients:
-    """`schema.Gradients` as the table that the library reads."""
+    """`contract.Gradients` as the table that the library reads."""
 
     def __init__(self, bucket: Bucket, kernels: NativeKernels) -> None:
         self.bucket, self._kernels = bucket, kernels
         self.table = _table(bucket, SEGMENT)
         self._addresses, self._clears = self.table["gradient"], self.table["clears"]
         self.arrays: list[Any] = [None] * len(bucket.segments)
-        self._feeds: list[Feed | None] = [None] * len(bucket.segments)
+        self._feeds: list[Accumulation | None] = [None] * len(bucket.segments)
         self.scratch: Scratch | None = None
 
-    def put(self, i: int, gradient: Any, feed: Feed, clears: bool = False) -> None:
+    def put(self, i: int, gradient: Any, accumulation: Accumulation, clears: bool = False) -> None:
         self.arrays[i] = gradient
         self._addresses[i], self._clears[i] = address(gradient), clears
-        if feed is not self._feeds[i] and feed != self._feeds[i]:  # it seldom changes, except Adam's
-            self._feeds[i] = feed
-            self._describe(self.table[i], feed)
+        if accumulation is not self._feeds[i] and accumulation != self._feeds[i]:  # it seldom changes, except Adam's
+            self._feeds[i] = accumulation
+            self._describe(self.table[i], accumulation)
 
     @staticmethod
-    def _describe(row: Any, feed: Feed) -> None:
+    def _describe(row: Any, accumulation: Accumulation) -> None:
         row["kind"] = _RESIDUAL
-        if isinstance(feed, MomentumFeed) and feed.momentum:
-            row["kind"], row["momentum"] = (_NESTEROV if feed.nesterov else _MOMENTUM), feed.momentum
-        elif isinstance(feed, AdamFeed):
-            (b1, b2), t = feed.betas, feed.step
+        if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
+            row["kind"], row["momentum"] = (_NESTEROV if accumulation.nesterov else _MOMENTUM), accumulation.momentum
+        elif isinstance(accumulation, AdamCorrection):
+            (b1, b2), t = accumulation.betas, accumulation.step
             row["kind"] = _ADAM
             row["keep1"], row["take1"], row["keep2"], row["take2"] = b1, 1 - b1, b2, 1 - b2
-            row["correction1"], row["root2"], row["eps"] = 1 - b1**t, (1 - b2**t) ** 0.5, feed.eps
+            row["correction1"], row["root2"], row["eps"] = 1 - b1**t, (1 - b2**t) ** 0.5, accumulation.eps
 
     def squared_norm(self) -> float:
         return sum(
@@ -122,17 +122,17 @@ class NativeGradients:
         )
 
 
-class NativeTargets:
-    """`schema.Targets` as the table that the library reads."""
+class NativeOutputs:
+    """`contract.Outputs` as the table that the library reads."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.table = _table(bucket, TARGET)
         self._addresses, self._cleared = self.table["out"], self.table["cleared"]
         self._arrays: list[Any] = [None] * len(bucket.segments)
 
-    def put(self, i: int, target: Any, cleared: bool = False) -> None:
-        self._arrays[i] = target
-        self._addresses[i], self._cleared[i] = address(target), cleared
+    def put(self, i: int, output: Any, cleared: bool = False) -> None:
+        self._arrays[i] = output
+        self._addresses[i], self._cleared[i] = address(output), cleared
 
     def clear(self) -> None:
         self._arrays = [None] * len(self._arrays)

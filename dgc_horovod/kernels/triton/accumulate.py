@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(2048)  # elements of a program, of all kernels that look at the bucket
-BINS, FINE_BITS = tl.constexpr(4096), tl.constexpr(13)  # four octaves above the floor; 1,024 bins each
+BINS, FINE_BITS = tl.constexpr(4096), tl.constexpr(13)  # four octaves above the candidate threshold; 1,024 bins each
 
 # What `numbers` holds
 SCALE, MOMENTUM = tl.constexpr(0), tl.constexpr(1)
@@ -54,10 +54,10 @@ def _adam(v, g, numbers, first, second, at, inside):
     return v + tl.math.div_rn(tl.math.div_rn(m, tl.load(numbers + BIAS1)), spread)
 
 
-@triton.jit(do_not_specialize=["room"])
-def take_in(
+@triton.jit(do_not_specialize=["max_candidates"])
+def accumulate(
     v, u, second, gradients, starts, spread, floors, numbers, report, positions, values, bases, counts, histogram,
-    numel, room, FEED: tl.constexpr, ALIGNED: tl.constexpr,
+    numel, max_candidates, FEED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """``v += feed(g)`` and the list of those elements that reach their segment's floor.
 
@@ -69,10 +69,10 @@ def take_in(
         floors: of each segment, float32; infinity: nothing is noted.
         numbers: of this step, float32, see above.
         report: FLAGS and NOTED are added to.
-        positions, values: of what is noted, int32 and float32, `room` of them; the rest is only counted.
+        positions, values: of what is noted, int32 and float32, `max_candidates` of them; the rest is only counted.
         ALIGNED: whether segments begin at multiples of four elements, in the bucket and in memory.
         bases, counts: of each block, where in the list its own begin, and how many they are.
-        histogram: of how far above the floor they are, BINS of int32; the last one is open.
+        histogram: of how far above the candidate threshold they are, BINS of int32; the last one is open.
 
     Cost: 20 bytes an element with momentum, 12 without, 28 with Adam.
     """
@@ -86,7 +86,7 @@ def take_in(
     if FEED == MOMENTUM_FEED or FEED == NESTEROV_FEED:
         moved = tl.load(u + at, mask=inside, other=0.0)
     g = tl.zeros([BLOCK], tl.float32)
-    floor = tl.full([BLOCK], 0, tl.int32)
+    candidate_threshold = tl.full([BLOCK], 0, tl.int32)
     for segment in range(tl.load(spread + 2 * block), tl.load(spread + 2 * block + 1) + 1):
         start, end = tl.load(starts + segment), tl.load(starts + segment + 1)
         gradient = tl.load(gradients + segment).to(tl.pointer_type(tl.float32))
@@ -94,7 +94,7 @@ def take_in(
             start, end, gradient = tl.multiple_of(start, 4), tl.multiple_of(end, 4), tl.multiple_of(gradient, 16)
         here = (at >= start) & (at < end)
         g = tl.where(here, tl.load(gradient + (at - start), mask=here, other=0.0), g)
-        floor = tl.where(here, size_of(tl.load(floors + segment)), floor)
+        candidate_threshold = tl.where(here, size_of(tl.load(floors + segment)), candidate_threshold)
     sound = is_finite(g)
     g = tl.where(sound, g, 0.0) * tl.load(numbers + SCALE)
 
@@ -118,16 +118,16 @@ def take_in(
         tl.atomic_or(report + FLAGS, flags, sem="relaxed")
 
     size = size_of(kept)
-    noted = (inside & (size >= floor) & (size != 0)).to(tl.int32)
-    count = tl.sum(noted)
+    num_candidates = (inside & (size >= candidate_threshold) & (size != 0)).to(tl.int32)
+    count = tl.sum(num_candidates)
     base = 0
     if count > 0:
         base = tl.atomic_add(report + NOTED, count, sem="relaxed")
-        place = base + tl.cumsum(noted) - noted
-        fits = (noted != 0) & (place < room)
+        place = base + tl.cumsum(num_candidates) - num_candidates
+        fits = (num_candidates != 0) & (place < max_candidates)
         tl.store(positions + place, at, mask=fits)
         tl.store(values + place, kept, mask=fits)
-        height = tl.minimum((size - floor) >> FINE_BITS, BINS - 1)
-        tl.atomic_add(histogram + height, 1, mask=noted != 0, sem="relaxed")
+        height = tl.minimum((size - candidate_threshold) >> FINE_BITS, BINS - 1)
+        tl.atomic_add(histogram + height, 1, mask=num_candidates != 0, sem="relaxed")
     tl.store(bases + block, base)
     tl.store(counts + block, count)

@@ -163,14 +163,14 @@ def _not_a_scale(scale):
 
 
 @triton.jit(do_not_specialize=["ranks", "capacity", "blocks"])
-def fill(
-    targets, segment_starts, spread, positions, values, starts, counts, scale, flag, ranks, capacity, blocks,
+def aggregate_into(
+    outputs, segment_starts, spread, positions, values, starts, counts, scale, flag, ranks, capacity, blocks,
     BLOCK_BITS: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     """``update = sum over ranks of values * scale``, in their order.
 
     Args:
-        targets: address of each segment's update.
+        outputs: address of each segment's update.
         segment_starts: first element of each segment, and behind the last the end.
         spread: of each block (``2**BLOCK_BITS`` elements), the first and the last segment that have elements in it.
         positions, values: `capacity` for each rank.
@@ -188,9 +188,9 @@ def fill(
             at = (block << BLOCK_BITS) + offset + tl.arange(0, FILL_BLOCK)
             for segment in range(first_segment, last_segment + 1):
                 start, end = tl.load(segment_starts + segment), tl.load(segment_starts + segment + 1)
-                target = tl.load(targets + segment).to(tl.pointer_type(tl.float32))
+                output = tl.load(outputs + segment).to(tl.pointer_type(tl.float32))
                 inside = (at >= start) & (at < end)
-                tl.store(target + (at - start), tl.zeros([FILL_BLOCK], tl.float32), mask=inside)
+                tl.store(output + (at - start), tl.zeros([FILL_BLOCK], tl.float32), mask=inside)
     factor = tl.load(scale)
     wrong = tl.zeros([_ADDED], tl.int32)
     for rank in range(0, ranks):
@@ -207,10 +207,10 @@ def fill(
             value = tl.load(values + i, mask=listed, other=0.0) * factor
             for segment in range(first_segment, last_segment + 1):
                 start, stop = tl.load(segment_starts + segment), tl.load(segment_starts + segment + 1)
-                target = tl.load(targets + segment).to(tl.pointer_type(tl.float32)) + (at - start)
+                output = tl.load(outputs + segment).to(tl.pointer_type(tl.float32)) + (at - start)
                 inside = listed & (at >= start) & (at < stop)
-                total = tl.load(target, mask=inside, other=0.0) + value
-                tl.store(target, total, mask=inside)
+                total = tl.load(output, mask=inside, other=0.0) + value
+                tl.store(output, total, mask=inside)
                 wrong |= (inside & ~is_finite(total)).to(tl.int32)
         positions += capacity
         values += capacity

@@ -8,7 +8,7 @@ import triton.language as tl
 from dgc_horovod.kernels.triton.accumulate import READY, ZEROS, size_of
 
 CODED = tl.constexpr(256)  # elements of a program: those that share scales
-SUMMED = tl.constexpr(1024)  # elements, and words, of a program of `settle`
+SUMMED = tl.constexpr(1024)  # elements, and words, of a program of `update_residual`
 HEADER_WORDS = tl.constexpr(9)
 CHECKSUM = tl.constexpr(6)  # where in the report the sum begins, 64 bits
 
@@ -169,7 +169,7 @@ def encode(
 
 
 @triton.jit(do_not_specialize=["capacity", "words"])
-def settle(positions, values, decoded, masked, v, u, report, packet, capacity, words, MASKS: tl.constexpr):
+def update_residual(positions, values, decoded, masked, v, u, report, packet, capacity, words, MASKS: tl.constexpr):
     """``v = values - decoded`` and, with MASKS, ``u = 0`` at the positions; and the packet's sum, for its checksum.
 
     Args:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dgc_horovod.kernels.composed import ListedGradients, ListedTargets
-from dgc_horovod.kernels.contract import CHUNK, Elements, Seen, State, sum_stride
+from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs
+from dgc_horovod.kernels.contract import CHUNK, AccumulateResult, Elements, State, sum_stride
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, floors_of, seen
 from dgc_horovod.kernels.triton.memory import EXACT, addresses, check_that_it_runs, using
@@ -27,7 +27,7 @@ _MOST_LOW_BITS = 16
 
 
 class TritonGradients(ListedGradients):
-    """`schema.Gradients`, and the pass that takes them in."""
+    """`contract.Gradients`, and the pass that takes them in."""
 
     def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
         super().__init__(bucket, kernels)
@@ -35,8 +35,8 @@ class TritonGradients(ListedGradients):
         self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=kernels.device)
 
 
-class TritonTargets(ListedTargets):
-    """`schema.Targets`, and the kernel that fills them where the host has decoded."""
+class TritonOutputs(ListedOutputs):
+    """`contract.Outputs`, and the kernel that fills them where the host has decoded."""
 
     def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
         super().__init__(bucket)
@@ -44,7 +44,7 @@ class TritonTargets(ListedTargets):
 
 
 class TritonKernels(TorchEagerKernels):
-    """`schema.Kernels` on flat float32 torch tensors of one CUDA device.
+    """`contract.Kernels` on flat float32 torch tensors of one CUDA device.
 
     Args:
         device: such as "cuda:0"; "cpu" with TRITON_INTERPRET=1 alone.
@@ -65,19 +65,25 @@ class TritonKernels(TorchEagerKernels):
     def gradients(self, bucket: Bucket) -> TritonGradients:
         return TritonGradients(bucket, self)
 
-    def take_in(
-        self, gradients: ListedGradients, state: State, scale: float, spans: np.ndarray, room: int, want_sums: bool
-    ) -> Seen:
+    def accumulate(
+        self,
+        gradients: ListedGradients,
+        state: State,
+        scale: float,
+        ranges: np.ndarray,
+        max_candidates: int,
+        want_sums: bool,
+    ) -> AccumulateResult:
         assert isinstance(gradients, TritonGradients)
         if not alike(gradients):
-            return super().take_in(gradients, state, scale, spans, room, want_sums)
+            return super().accumulate(gradients, state, scale, ranges, max_candidates, want_sums)
         taking, board = gradients.taking, gradients.board
-        taking.make_room(room)
+        taking.make_room(max_candidates)
         board.zero_()
-        floors = floors_of(gradients.bucket, spans)
+        floors = floors_of(gradients.bucket, ranges)
         with using(self.device):
             taking.run(gradients, state, scale, floors, board[:REPORT], board[REPORT:])
-        for span in spans if want_sums else ():
+        for span in ranges if want_sums else ():
             start = int(span["start"])
             span["sum"], span["squares"] = self.sampled_sums(state.v[start : start + int(span["numel"])])
         report = board[:REPORT].cpu().numpy()
@@ -95,15 +101,17 @@ class TritonKernels(TorchEagerKernels):
         total, squares = _sums_of([x], sum_stride(-(-len(x) // CHUNK)))[0].tolist()
         return total, squares
 
-    def targets(self, bucket: Bucket) -> TritonTargets:
-        return TritonTargets(bucket, self)
+    def outputs(self, bucket: Bucket) -> TritonOutputs:
+        return TritonOutputs(bucket, self)
 
-    def fill(self, targets: ListedTargets, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
-        assert isinstance(targets, TritonTargets)
-        return targets.filler.listed(targets, list(contributions), scale, fresh)
+    def aggregate_into(
+        self, outputs: ListedOutputs, contributions: Sequence[Elements], scale: float, fresh: bool
+    ) -> bool:
+        assert isinstance(outputs, TritonOutputs)
+        return outputs.filler.listed(outputs, list(contributions), scale, fresh)
 
-    def sender(self, bucket: Bucket, wire: PacketFormat, room: int) -> TritonSender:
-        return TritonSender(bucket, wire, room, self.device)
+    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> TritonSender:
+        return TritonSender(bucket, wire, max_candidates, self.device)
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver | None:
         if wire.low_bits > _MOST_LOW_BITS:  # next to nothing is sent, and one program would have to zero most of it

@@ -119,5 +119,5 @@ def on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-# Products are rounded before they are added, as everywhere (`ops.schema`).
+# Products are rounded before they are added, as everywhere (`kernels.contract`).
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}

@@ -6,16 +6,16 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.composed import ListedTargets
+from dgc_horovod.kernels.composed import ListedOutputs
 from dgc_horovod.kernels.contract import Elements
 from dgc_horovod.kernels.triton.decode import (
     BAD_POSITIONS,
     BITS,
     FILL_BLOCK,
+    aggregate_into,
     count_ones,
     decode_positions,
     decode_values,
-    fill,
 )
 from dgc_horovod.kernels.triton.encode import CODED, HEADER_WORDS
 from dgc_horovod.kernels.triton.memory import EXACT, BucketMap, Upload, addresses, on_host, using, value_words, wait_for
@@ -26,11 +26,11 @@ from dgc_horovod.wire.packet import PacketFormat
 
 _WORD = 4  # bytes
 _SMALL_BLOCK_BITS, _LARGE = FILL_BLOCK.value.bit_length() - 1, 1 << 22
-_FILL_WARPS = 4  # 128 threads, as many as `fill` adds elements at once
+_FILL_WARPS = 4  # 128 threads, as many as `aggregate_into` adds elements at once
 
 
 def block_bits(numel: int) -> int:
-    """Two to this power is the part of a bucket that a program of `fill` has.
+    """Two to this power is the part of a bucket that a program of `aggregate_into` has.
 
     Few elements come for 2,048: a program would wait for memory most of the time. A small bucket needs many programs.
     """
@@ -38,24 +38,24 @@ def block_bits(numel: int) -> int:
 
 
 class Filler:
-    """The kernel `fill` for one bucket, and its tables.
+    """The kernel `aggregate_into` for one bucket, and its tables.
 
     Args:
         bucket: its layout.
-        device: of the targets.
+        device: of the outputs.
         bits: two to this power is a program's part of the bucket.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, bits: int | None = None) -> None:
         self.bucket, self.device, self.block_bits = bucket, device, bits or block_bits(bucket.numel)
         self.map = BucketMap(bucket, 1 << self.block_bits, device)
-        self._settings = Upload(device, {"targets": (torch.int64, len(bucket.segments)), "scale": (torch.float32, 1)})
+        self._settings = Upload(device, {"outputs": (torch.int64, len(bucket.segments)), "scale": (torch.float32, 1)})
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._back = on_host(1, torch.int32, device)
 
     def __call__(
         self,
-        targets: ListedTargets,
+        outputs: ListedOutputs,
         positions: torch.Tensor,
         values: torch.Tensor,
         starts: torch.Tensor,
@@ -63,15 +63,15 @@ class Filler:
         scale: float,
         fresh: bool,
     ) -> bool:
-        """See `triton_decode.fill`; returns whether every element is finite."""
-        self._settings.host["targets"][:] = addresses(targets.arrays)
+        """See `decode.aggregate_into`; returns whether every element is finite."""
+        self._settings.host["outputs"][:] = addresses(outputs.arrays)
         self._settings.host["scale"][:] = scale
         self._settings.send()
         self._flag.zero_()
         given = self._settings.device
         with using(self.device):
-            fill[(self.map.blocks,)](
-                given["targets"], self.map.starts, self.map.spread, positions, values, starts, counts, given["scale"],
+            aggregate_into[(self.map.blocks,)](
+                given["outputs"], self.map.starts, self.map.spread, positions, values, starts, counts, given["scale"],
                 self._flag, counts.numel(), values.numel() // counts.numel(), self.map.blocks,
                 BLOCK_BITS=self.block_bits, FRESH=fresh, num_warps=_FILL_WARPS, **EXACT,
             )  # fmt: skip
@@ -79,7 +79,7 @@ class Filler:
         wait_for(self.device)
         return not int(self._back[0])
 
-    def listed(self, targets: ListedTargets, contributions: list[Elements], scale: float, fresh: bool) -> bool:
+    def listed(self, outputs: ListedOutputs, contributions: list[Elements], scale: float, fresh: bool) -> bool:
         """The same for elements on the host."""
         most = max(1, max(elements.values.size for elements in contributions))
         positions = np.zeros((len(contributions), most), np.int32)
@@ -91,17 +91,17 @@ class Filler:
             starts[rank, 1:-1] = np.searchsorted(elements.positions, self.map.bounds)
         counts = np.array([elements.values.size for elements in contributions], np.int32)
         there = [torch.from_numpy(x).to(self.device) for x in (positions, values, starts, counts)]
-        return self(targets, there[0], there[1], there[2], there[3], scale, fresh)
+        return self(outputs, there[0], there[1], there[2], there[3], scale, fresh)
 
 
 class TritonReceiver:
-    """`schema.Receiver` for one bucket and one form of packet.
+    """`contract.Receiver` for one bucket and one form of packet.
 
     Args:
         bucket: its layout.
         wire: of the packets.
         ranks: that send one each.
-        device: of the targets.
+        device: of the outputs.
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, ranks: int, device: torch.device) -> None:
@@ -123,7 +123,7 @@ class TritonReceiver:
         self._values = torch.empty(ranks * wire.capacity, device=device)
 
     def read(self, packets: np.ndarray, counts: np.ndarray) -> None:
-        """See `schema.Receiver`."""
+        """See `contract.Receiver`."""
         wire, k = self.wire, self.wire.capacity
         self._arrived.host["packets"][:] = packets.reshape(-1).view(np.int32)
         self._arrived.host["counts"][:] = counts
@@ -144,14 +144,14 @@ class TritonReceiver:
             )  # fmt: skip
         self._back.copy_(self._problems, non_blocking=True)
 
-    def fill(self, targets: ListedTargets, scale: float) -> bool:
-        """See `schema.Receiver`. One wait, for `read` too."""
+    def aggregate_into(self, outputs: ListedOutputs, scale: float) -> bool:
+        """See `contract.Receiver`. One wait, for `read` too."""
         counts = self._arrived.device["counts"]
-        return self._fill(targets, self._positions, self._values, self._starts, counts, scale, fresh=True)
+        return self._fill(outputs, self._positions, self._values, self._starts, counts, scale, fresh=True)
 
     @property
     def problems(self) -> dict[int, str]:
-        """See `schema.Receiver`."""
+        """See `contract.Receiver`."""
         wait_for(self.device)
         found = self._back.numpy()
         return {int(rank): _in_words(int(found[rank])) for rank in np.flatnonzero(found)}

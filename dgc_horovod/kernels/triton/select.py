@@ -1,10 +1,10 @@
 """Triton device code: of the elements that a pass has noted, the k largest, in the order of their positions.
 
-Two histograms find the k-th magnitude exactly: `take_in` counts by the upper bits of the height above the floor,
-`refine` by the lower bits within the one bin that matters. Whole numbers are added, so the order in which programs run
-does not show. Where the list does not hold what is wanted (too few reach the floor, more than there is room for, a
-floor that is far off), or something was not finite, READY stays 0, every later kernel does nothing, and the host
-selects from the bucket itself.
+Two histograms find the k-th magnitude exactly: `accumulate` counts by the upper bits of the height above the
+candidate threshold, `refine` by the lower bits within the one bin that matters. Whole numbers are added, so the order
+in which programs run does not show. Where the list does not hold what is wanted (too few reach the candidate
+threshold, more than there is room for, a floor that is far off), or something was not finite, READY stays 0, every
+later kernel does nothing, and the host selects from the bucket itself.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _bin_of(histogram, k, SIZE: tl.constexpr):
     return found, tl.sum(tl.where(bins > found, counts, 0))
 
 
-@triton.jit(do_not_specialize=["k", "room"])
-def refine(values, floors, report, histogram, fine, k, room):
+@triton.jit(do_not_specialize=["k", "max_candidates"])
+def refine(values, floors, report, histogram, fine, k, max_candidates):
     """Count the candidates in the bin of the k-th largest by their lower bits.
 
     Args:
@@ -40,18 +40,31 @@ def refine(values, floors, report, histogram, fine, k, room):
         report: NOTED is read.
         histogram, fine: see above; `fine` has FINE_BINS of int32.
     """
-    noted = tl.load(report + NOTED)
+    num_candidates = tl.load(report + NOTED)
     at = tl.program_id(0) * LIST_BLOCK + tl.arange(0, LIST_BLOCK)
-    if (noted >= k) & (noted <= room) & (tl.program_id(0) * LIST_BLOCK < noted):
+    if (num_candidates >= k) & (num_candidates <= max_candidates) & (tl.program_id(0) * LIST_BLOCK < num_candidates):
         found, _ = _bin_of(histogram, k, BINS)
-        height = size_of(tl.load(values + at, mask=at < noted, other=0.0)) - size_of(tl.load(floors))
-        inside = (at < noted) & (tl.minimum(height >> FINE_BITS, BINS - 1) == found)
+        height = size_of(tl.load(values + at, mask=at < num_candidates, other=0.0)) - size_of(tl.load(floors))
+        inside = (at < num_candidates) & (tl.minimum(height >> FINE_BITS, BINS - 1) == found)
         tl.atomic_add(fine + (height & (FINE_BINS - 1)), 1, mask=inside, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k", "room", "blocks"])
+@triton.jit(do_not_specialize=["k", "max_candidates", "blocks"])
 def count(
-    values, floors, report, histogram, fine, bases, counts, larger, equal, larger_sums, equal_sums, k, room, blocks
+    values,
+    floors,
+    report,
+    histogram,
+    fine,
+    bases,
+    counts,
+    larger,
+    equal,
+    larger_sums,
+    equal_sums,
+    k,
+    max_candidates,
+    blocks,
 ):
     """Of each block, how many are larger than the k-th largest and how many equal; of each group, the sums.
 
@@ -62,10 +75,12 @@ def count(
         larger_sums, equal_sums: of each group.
     """
     group = tl.program_id(0)
-    noted = tl.load(report + NOTED)
+    num_candidates = tl.load(report + NOTED)
     found, above = _bin_of(histogram, k, BINS)
     fine_found, fine_above = _bin_of(fine, k - above, FINE_BINS)
-    ready = (noted >= k) & (noted <= room) & (found < BINS - 1) & (tl.load(report + FLAGS) == 0)
+    ready = (
+        (num_candidates >= k) & (num_candidates <= max_candidates) & (found < BINS - 1) & (tl.load(report + FLAGS) == 0)
+    )
     least = size_of(tl.load(floors)) + (found << FINE_BITS) + fine_found
     if group == 0:
         tl.store(report + READY, ready.to(tl.int32))

@@ -13,10 +13,10 @@ import torch
 import triton
 
 from dgc_horovod.kernels.composed import ListedGradients
-from dgc_horovod.kernels.contract import Elements, Seen, State
+from dgc_horovod.kernels.contract import AccumulateResult, Elements, State
 from dgc_horovod.kernels.triton.accumulate import BLOCK, LEAST, NOTED, READY, ZEROS
 from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, seen
-from dgc_horovod.kernels.triton.encode import CHECKSUM, CODED, SUMMED, encode, settle
+from dgc_horovod.kernels.triton.encode import CHECKSUM, CODED, SUMMED, encode, update_residual
 from dgc_horovod.kernels.triton.memory import EXACT, on_host, using, value_words, wait_for
 from dgc_horovod.kernels.triton.select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
 from dgc_horovod.wire.bucket import Bucket
@@ -28,11 +28,11 @@ _ALIGNED = 4  # words; kernels are compiled anew for what is less
 
 
 @dataclass(frozen=True)
-class DeviceSent:
-    """`schema.Sent` on the device; its memory is used again at the next step."""
+class DeviceSentRecord:
+    """`contract.SentRecord` on the device; its memory is used again at the next step."""
 
     count: int
-    least: float
+    min_magnitude: float
     positions: np.ndarray
     device_positions: torch.Tensor
     values: torch.Tensor
@@ -43,7 +43,7 @@ class DeviceSent:
         """A copy on the host."""
         return Elements(self.positions.copy(), self.values.cpu().numpy().copy())
 
-    def put_back(self, state: State) -> None:
+    def rollback(self, state: State) -> None:
         """u and v as they were before the elements were taken out."""
         at = self.device_positions.long()
         state.v[at] = self.values
@@ -53,17 +53,17 @@ class DeviceSent:
 
 
 class TritonSender:
-    """`schema.Sender` for one bucket and one form of packet.
+    """`contract.Sender` for one bucket and one form of packet.
 
     Args:
         bucket: its layout.
         wire: of the packet; `wire.capacity` elements are sent at each step.
-        room: most candidates.
+        max_candidates: most candidates.
         device: of the state.
     """
 
-    def __init__(self, bucket: Bucket, wire: PacketFormat, room: int, device: torch.device) -> None:
-        self.wire, self.room, self.device, k = wire, room, device, wire.capacity
+    def __init__(self, bucket: Bucket, wire: PacketFormat, max_candidates: int, device: torch.device) -> None:
+        self.wire, self.max_candidates, self.device, k = wire, max_candidates, device, wire.capacity
         words = wire.nbytes // _WORD
         sizes = [REPORT, words, k, HISTOGRAM, FINE_BINS.value]
         starts = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
@@ -87,20 +87,20 @@ class TritonSender:
         self._header["count"] = k
 
     def takes(self, gradients: ListedGradients) -> bool:
-        """See `schema.Sender`."""
+        """See `contract.Sender`."""
         return alike(gradients)
 
     def send(
-        self, gradients: Any, state: State, scale: float, floor: float, step: int, masks: bool
-    ) -> tuple[Seen, DeviceSent | None]:
-        """See `schema.Sender`."""
+        self, gradients: Any, state: State, scale: float, candidate_threshold: float, step: int, masks: bool
+    ) -> tuple[AccumulateResult, DeviceSentRecord | None]:
+        """See `contract.Sender`."""
         taking: BucketPass = gradients.taking
-        taking.make_room(self.room)
+        taking.make_room(self.max_candidates)
         self._header["step"] = step % 2**32
         taking.settings.host["header"][:] = self._header.view(np.int32)
         with using(self.device):
             self._board.zero_()
-            floors = [floor] * len(gradients.arrays)
+            floors = [candidate_threshold] * len(gradients.arrays)
             taking.run(gradients, state, scale, floors, self._report, self._histogram)
             self._select(taking)
             self._write(taking.settings.device["header"], state, masks)
@@ -110,15 +110,24 @@ class TritonSender:
         return self._seen_and_sent(taking, masks)
 
     def _select(self, taken: BucketPass) -> None:
-        k, room, blocks = self.wire.capacity, taken.room, taken.map.blocks
+        k, max_candidates, blocks = self.wire.capacity, taken.max_candidates, taken.map.blocks
         floors = taken.settings.device["floors"]
-        refine[(triton.cdiv(room, LIST_BLOCK.value),)](
-            taken.values, floors, self._report, self._histogram, self._fine, k, room, **EXACT
+        refine[(triton.cdiv(max_candidates, LIST_BLOCK.value),)](
+            taken.values, floors, self._report, self._histogram, self._fine, k, max_candidates, **EXACT
         )
         per_block = taken.bases, taken.counts, self._larger, self._equal, self._larger_sums, self._equal_sums
         groups = (triton.cdiv(blocks, GROUP.value),)
         count[groups](
-            taken.values, floors, self._report, self._histogram, self._fine, *per_block, k, room, blocks, **EXACT
+            taken.values,
+            floors,
+            self._report,
+            self._histogram,
+            self._fine,
+            *per_block,
+            k,
+            max_candidates,
+            blocks,
+            **EXACT,
         )
         gather[groups](
             taken.positions, taken.values, self._report, *per_block, self._positions, self._values, blocks, **EXACT
@@ -130,19 +139,19 @@ class TritonSender:
             self._positions, self._values, self._decoded, self._report, self._packet, header, k,
             *self._value_words, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
         )  # fmt: skip
-        settle[(triton.cdiv(max(k, words), SUMMED.value),)](
+        update_residual[(triton.cdiv(max(k, words), SUMMED.value),)](
             self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,
             self._report, self._packet, k, words, MASKS=masks, **EXACT,
         )  # fmt: skip
 
-    def _seen_and_sent(self, taken: BucketPass, masks: bool) -> tuple[Seen, DeviceSent | None]:
+    def _seen_and_sent(self, taken: BucketPass, masks: bool) -> tuple[AccumulateResult, DeviceSentRecord | None]:
         report = self._back[:REPORT].numpy()
         if not report[READY.value] or report[ZEROS.value]:
             return seen(report, taken.candidates), None
         total = int(report[CHECKSUM.value : CHECKSUM.value + 2].view(np.uint64)[0])
         self.payload.view(np.uint32)[CHECKSUM_WORD] = (total * CHECKSUM_FACTOR % 2**64) >> 32
-        least = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
+        min_magnitude = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
         masked = self._masked if masks else None
-        return Seen(True, True, int(report[NOTED.value]), None), DeviceSent(
-            self.wire.capacity, least, self._host_positions, self._positions, self._values, masked
+        return AccumulateResult(True, True, int(report[NOTED.value]), None), DeviceSentRecord(
+            self.wire.capacity, min_magnitude, self._host_positions, self._positions, self._values, masked
         )

@@ -7,8 +7,8 @@ n elements, N workers, T seconds of computing a step, a link of B bits a second:
     step     T + compress + exchange, less what of the exchange hides behind the backward pass
 
 * p is the size of a rank's packets of all buckets, as `PacketFormat` gives it. 0.2% of the elements count as biases and
-  norms, ResNet-50's share, and go as ``dense_values`` says. Where `sends_scattered` holds, a bucket costs what it costs
-  dense. A ring of ranks in host order crosses each link once in each direction, however many ranks a host has.
+  norms, ResNet-50's share, and go as ``dense_values`` says. Where `densified_is_smaller` holds, a bucket costs what it
+  costs dense. A ring of ranks in host order crosses each link once in each direction, however many ranks a host has.
 * 0.89 is the least of five models' dense steps between two hosts at 1 Gbps over Gloo (docs/benchmarks.md): VGG-16 4,427
   ms on the bare link and 4,985 measured; ResNet-50 818 and 905, or 0.90. Packets are taken to reach the same share.
 * Up to 2/3 of T of the exchange hide for dense and fp16; for compression nothing, or in a row of its own as much.
@@ -39,7 +39,7 @@ from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import form
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.stats import Traffic
 from dgc_horovod.wire.bucket import Bucket, Segment
 
@@ -119,8 +119,8 @@ def link_bytes(elements: int, config: DGCConfig, workers: int) -> int:
     """
     plan, traffic = bucketing.plan(_tensors(elements, config), config, workers), Traffic()
     for bucket in plan.buckets:
-        _, wire, scattered = form(bucket, config, config.final_density, workers)
-        if scattered:
+        _, wire, densified = form(bucket, config, config.final_density, workers)
+        if densified:
             traffic.count_allreduce(4 * bucket.numel, workers)
         else:
             traffic.count_allgather(wire.nbytes, workers)
@@ -152,7 +152,7 @@ def measure_compress(elements: int, config: DGCConfig, workers: int) -> float:
     kernels = registry.choose("cpu", threads=1)
     bucket = Bucket(0, (Segment("weight", 0, numel),))
     engine = BucketEngine(bucket, config, kernels, 0, workers)
-    engine.targets.put(0, kernels.new(numel))
+    engine.outputs.put(0, kernels.new(numel))
     compress, payloads = _steps(engine, numel)
     if payloads[0].dtype == np.float32:
         received = payloads[0] * np.float32(workers)
@@ -161,7 +161,7 @@ def measure_compress(elements: int, config: DGCConfig, workers: int) -> float:
 
     def decode() -> None:
         engine.receive(received)
-        engine.fill(1 / workers)
+        engine.aggregate_into(1 / workers)
 
     return (compress + statistics.median(_seconds(decode) for _ in range(3))) * elements / numel
 
@@ -170,12 +170,12 @@ def _steps(engine: BucketEngine, numel: int) -> tuple[float, list[np.ndarray]]:
     """Median seconds of a compress once the selection moves slowly, and the last messages."""
     random = np.random.default_rng(0)
     noise = random.standard_normal(numel + 2**16, dtype=np.float32)
-    feed = MomentumFeed(0.9) if engine.config.momentum_correction else ResidualFeed()
+    accumulation = MomentumCorrection(0.9) if engine.config.momentum_correction else ErrorFeedback()
     times: list[float] = []
     payloads: deque[np.ndarray] = deque(maxlen=_DIFFERENT_PACKETS)
     for _ in range(_WARM_UP_STEPS + _STEPS):
         start = int(random.integers(2**16))
-        engine.offer(0, engine.kernels.from_host(noise[start : start + numel]), feed)
+        engine.add_gradient(0, engine.kernels.from_host(noise[start : start + numel]), accumulation)
         times.append(_seconds(lambda: payloads.append(engine.compress(1.0, 1, engine.config.final_density).payload)))
         payloads[-1] = payloads[-1].copy()
     return statistics.median(times[_WARM_UP_STEPS:]), list(payloads)

@@ -65,8 +65,8 @@ _PACKAGES = """
     found["built_for"] = json.loads(record.read_text()) if record and record.exists() else {}
     from dgc_horovod.errors import BackendUnavailable
     from dgc_horovod.kernels import registry
-    from dgc_horovod.kernels.native import library as native
-    try: native.load()
+    from dgc_horovod.kernels.native import library
+    try: library.load()
     except BackendUnavailable as error: found["not_native"] = str(error)
     kernels = registry.choose("cpu")
     found["kernels"], found["instructions"] = kernels.name, getattr(kernels, "instructions", "")

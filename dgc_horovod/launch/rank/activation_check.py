@@ -18,13 +18,13 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.errors import NotActivated
 from dgc_horovod.launch.hosts import host_of_rank
-from dgc_horovod.launch.status_server import Desk
+from dgc_horovod.launch.status_server import StatusBoard
 
 _log = logging.getLogger("dgc_horovod")
 SECONDS = 30.0  # hvd.init() has just brought all ranks together, so they are all here or will never be
 _MOST_NAMED = 20
 _LOOK_EVERY, _LOOK_AT_LEAST_EVERY = 0.05, 1.0
-_numbers = itertools.count()  # of the roll-calls of this process; the same on every rank
+_numbers = itertools.count()  # of the activation checks of this process; the same on every rank
 
 
 def prepare() -> None:
@@ -46,20 +46,20 @@ def hold(rank: int, workers: int) -> None:
     addresses, number = envvars.store_addresses(), next(_numbers)
     if not addresses:
         return
-    desk, seconds = Desk(addresses), min(SECONDS, envvars.timeout_seconds())
+    board, seconds = StatusBoard(addresses), min(SECONDS, envvars.timeout_seconds())
     try:
-        desk.put(present(number, rank), socket.gethostname())
+        board.put(present(number, rank), socket.gethostname())
         if workers == 1:
             return
-        absent = (_count if rank == 0 else _await_verdict)(desk, number, workers, seconds)
+        absent = (_count if rank == 0 else _await_verdict)(board, number, workers, seconds)
     except OSError as error:
         _log.warning(
             "dgc_horovod: rank %d cannot reach its launcher at %s (%s); if no rank can, whether all of them compress "
-            "is only found out at the first exchange", rank, desk.names, error,
+            "is only found out at the first exchange", rank, board.names, error,
         )  # fmt: skip
         return
     if absent:
-        raise NotActivated(_message(absent, workers, desk.names))
+        raise NotActivated(_message(absent, workers, board.names))
 
 
 def present(number: int, rank: int) -> str:
@@ -72,28 +72,28 @@ def verdict(number: int) -> str:
     return f"{number}.verdict"
 
 
-def _count(desk: Desk, number: int, workers: int, seconds: float) -> list[int]:
+def _count(board: StatusBoard, number: int, workers: int, seconds: float) -> list[int]:
     """Rank 0: wait for all; publish and return who is absent."""
     absent, deadline = list(range(workers)), time.monotonic() + seconds
     while True:
-        absent = [rank for rank in absent if desk.get(present(number, rank)) is None]
+        absent = [rank for rank in absent if board.get(present(number, rank)) is None]
         if not absent or time.monotonic() > deadline:
             break
         time.sleep(_LOOK_EVERY)
-    desk.put(verdict(number), absent[:_MOST_NAMED])
+    board.put(verdict(number), absent[:_MOST_NAMED])
     return absent
 
 
-def _await_verdict(desk: Desk, number: int, workers: int, seconds: float) -> list[int]:
+def _await_verdict(board: StatusBoard, number: int, workers: int, seconds: float) -> list[int]:
     """Every other rank: what rank 0 says; if it says nothing, whom this rank cannot see."""
     deadline, pause = time.monotonic() + seconds + 5 * _LOOK_AT_LEAST_EVERY, _LOOK_EVERY
     while time.monotonic() < deadline:
-        absent: Any = desk.get(verdict(number))
+        absent: Any = board.get(verdict(number))
         if absent is not None:
             return [int(rank) for rank in absent]
         time.sleep(pause * random.uniform(0.5, 1))  # not all at once
         pause = min(1.5 * pause, _LOOK_AT_LEAST_EVERY)
-    return [rank for rank in range(workers) if desk.get(present(number, rank)) is None]
+    return [rank for rank in range(workers) if board.get(present(number, rank)) is None]
 
 
 def _message(absent: list[int], workers: int, names: str) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.launch.rank import activation_check as roll_call
-from dgc_horovod.launch.rank import summary
+from dgc_horovod.launch.rank import activation_check, summary
 from dgc_horovod.launch.settings import Job
 
 _CALLBACKS = (
@@ -84,18 +83,18 @@ class Replacements:
         return getattr(compressions, self.job.method)
 
     def initializing(self, horovod: ModuleType) -> Any:
-        """``hvd.init``, followed by the roll-call."""
+        """``hvd.init``, followed by the activation check."""
         init: Callable[..., Any] = vars(horovod)["init"]
 
         @functools.wraps(init)
         def initializing(*args: Any, **kwargs: Any) -> Any:
             if horovod.is_initialized():
                 return init(*args, **kwargs)
-            roll_call.prepare()
+            activation_check.prepare()
             result = init(*args, **kwargs)
             # a newcomer of an elastic job comes when the others are under way; parts of a job do not know each other
             part = (args[0] if args else kwargs.get("comm")) not in (None, [])
-            roll_call.hold(horovod.rank(), 1 if part or envvars.horovod_elastic() else horovod.size())
+            activation_check.hold(horovod.rank(), 1 if part or envvars.horovod_elastic() else horovod.size())
             self.outcome.begin(horovod.rank())
             return result
 

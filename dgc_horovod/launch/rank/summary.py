@@ -10,10 +10,10 @@ from typing import Any
 
 from dgc_horovod import envvars, recording
 from dgc_horovod.launch.settings import UNCOMPRESSED, Job
-from dgc_horovod.launch.status_server import Desk
+from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
 from dgc_horovod.recording import Recording
-from dgc_horovod.stats import ledger, total
+from dgc_horovod.stats import all_exchanges, total
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
@@ -40,7 +40,7 @@ class Outcome:
         self._recording: Recording | None = None
         self._process = os.getpid()
         address = envvars.desk_address()
-        self._desk = Desk([address]) if address else None
+        self._desk = StatusBoard([address]) if address else None
 
     def begin(self, rank: int) -> None:
         """``hvd.init()`` is done, again where the ranks have changed. Raises ConfigError: no metrics can be written."""
@@ -90,15 +90,15 @@ class Outcome:
 
     def stats(self) -> dict[str, float]:
         """The counts of everything that this rank has exchanged."""
-        return total(list(ledger))
+        return total(list(all_exchanges))
 
     def why_inactive(self) -> str:
         """Why this job was not compressed although it should have been; "" if it was."""
         if self.job.method == "none":
             return ""
-        if not self.wrapped and not ledger:
+        if not self.wrapped and not all_exchanges:
             return NOTHING_WRAPPED
-        if self.job.method in UNCOMPRESSED or not ledger:  # not ledger: rank 0 is in no process set
+        if self.job.method in UNCOMPRESSED or not all_exchanges:  # not ledger: rank 0 is in no process set
             return ""
         stats = self.stats()
         if not stats["steps"]:

@@ -59,7 +59,7 @@ class GradientExchange:
         self.sources, self.settings, self.collectives = list(sources), settings, collectives
         self.update, self._keeps_fp32 = update, keeps_fp32
         self.steps = HostSteps(sources, settings, collectives, update, generation, homes, number)
-        self.compressed = {i for i, run in self.steps.place.items() if not run.engine.bucket.whole}
+        self.compressed = {i for i, run in self.steps.place.items() if not run.engine.bucket.uncompressed}
         compression = settings.compression
         if settings.config is not None:
             half = settings.config.dense_values == "fp16"
@@ -209,11 +209,11 @@ class GradientExchange:
         def summed() -> list[tf.Tensor]:
             return [tf.zeros([0], tf.uint8), self.collectives.allreduce(vector, f"{run.engine.bucket.name}.scattered")]
 
-        scattered = {run.engine.scatters(density) for density in densities(config.final_density, config.warmup)}
-        if len(scattered) > 1 or envvars.horovod_elastic():  # the number of ranks decides, too
+        densified = {run.engine.densifies(density) for density in densities(config.final_density, config.warmup)}
+        if len(densified) > 1 or envvars.horovod_elastic():  # the number of ranks decides, too
             received = tf.cond(tf.size(vector) > 0, summed, gathered)
         else:
-            received = summed() if True in scattered else gathered()
+            received = summed() if True in densified else gathered()
         dtypes = [*[tf.float32] * len(run.members), tf.bool]
         decode = steps.decode if run.kernels.array_kind == "numpy" else steps.decode_on_device
         return host_call(steps.noting(decode, run), received, dtypes, run.kernels)

@@ -30,7 +30,7 @@ def host_call(
         function: takes and returns Arrays of `kernels` (NumPy arrays without), one returned for each of `dtypes`.
         inputs: tensors. A NumPy function sees their memory; a torch function gets them by DLPack, on their device.
         dtypes: of what is returned.
-        kernels: `schema.Kernels` whose arrays the function works on.
+        kernels: `contract.Kernels` whose arrays the function works on.
     """
     if kernels is None or kernels.array_kind == "numpy":
         return _as_list(tf.numpy_function(lambda *arrays: list(function(*arrays)), list(inputs), list(dtypes)))

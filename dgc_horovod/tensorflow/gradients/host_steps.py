@@ -22,10 +22,10 @@ from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.errors import BackendUnavailable, DGCError, NotFinite, UnsupportedUse
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import Kernels, ResidualFeed
+from dgc_horovod.kernels.contract import ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.stats import Tally, ledger
+from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, threads
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
@@ -90,10 +90,10 @@ class HostSteps:
         self._under_way = self._told = False
         if settings.config is not None:
             self.buckets = self._make_buckets(sources, settings, settings.config)
-            self.tally = self.buckets.tally
+            self.stats_of_steps = self.buckets.stats_of_steps
         else:
-            self.tally = Tally(collectives.workers, numel_of(sources), collectives.traffic)
-            ledger.append(self.tally)
+            self.stats_of_steps = ExchangeStats(collectives.workers, numel_of(sources), collectives.traffic)
+            all_exchanges.append(self.stats_of_steps)
 
     def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> BucketExchange:
         names = [f"{i} {source.name}" for i, source in enumerate(sources)]
@@ -185,7 +185,7 @@ class HostSteps:
         self._under_way = False
         if self.buckets is not None:
             self.buckets = self._make()
-            self.tally = self.buckets.tally
+            self.stats_of_steps = self.buckets.stats_of_steps
             for run, engine in zip(self.runs, self.buckets.engines, strict=True):
                 run.engine = engine
 
@@ -204,7 +204,7 @@ class HostSteps:
         if self.buckets is not None:
             self._check_ranks()
             if self._under_way:
-                self.buckets.take_back()
+                self.buckets.rollback()
         self._under_way, self._iterations = True, int(iterations)
         generation = self._generation_now(self._iterations)
         fresh, self._generation = generation != self._generation, generation
@@ -243,7 +243,7 @@ class HostSteps:
 
     def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[np.ndarray]:
         """Take in a bucket's gradients; its message, as packet and vector, of which one is empty."""
-        self._offer(run, gradients)
+        self._add_gradients(run, gradients)
         return self._message(run, 1.0)
 
     def compress_clipped(self, _: Any, *gradients: Any) -> list[Any]:
@@ -251,22 +251,26 @@ class HostSteps:
         assert self.buckets is not None
         rest = list(gradients)
         for run in self.runs:
-            self._offer(run, [rest.pop(0) for _ in run.members])
+            self._add_gradients(run, [rest.pop(0) for _ in run.members])
         kernels = self.runs[0].kernels if self.runs else registry.choose("cpu")
         clip = self.buckets.clip_factor(sum(kernels.sums(gradient)[1] for gradient in rest))
         return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
 
-    def _offer(self, run: BucketRun, gradients: Sequence[Any]) -> None:
-        feed = ResidualFeed() if run.engine.bucket.whole else self.update.feed(self._iterations - self._origin)
+    def _add_gradients(self, run: BucketRun, gradients: Sequence[Any]) -> None:
+        accumulation = (
+            ErrorFeedback()
+            if run.engine.bucket.uncompressed
+            else self.update.accumulation(self._iterations - self._origin)
+        )
         for i, gradient in enumerate(gradients):
-            run.engine.offer(i, gradient, feed)
+            run.engine.add_gradient(i, gradient, accumulation)
 
     def _message(self, run: BucketRun, clip: float) -> list[np.ndarray]:
         assert self.buckets is not None
         message = self.buckets.compress(run.engine, clip)
         self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
         self._idle_since = time.perf_counter()
-        if message.scattered:
+        if message.densified:
             return [_NO_PACKET, message.payload]
         return [message.payload.copy(), _NO_VECTOR]  # the engine writes the next one to the same place
 
@@ -282,12 +286,12 @@ class HostSteps:
 
     def _fill(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray, updates: Sequence[Any]) -> list[Any]:
         assert self.buckets is not None
-        self.tally.traffic.waited(time.perf_counter() - self._idle_since)
+        self.stats_of_steps.traffic.waited(time.perf_counter() - self._idle_since)
         for i, update in enumerate(updates):
-            run.engine.targets.put(i, update)
+            run.engine.outputs.put(i, update)
         # the engine looks at packets until the next ones come; their memory is TensorFlow's
         finite = self.buckets.decode(run.engine, packets.copy() if packets.size else vector)
-        run.engine.targets.clear()
+        run.engine.outputs.clear()
         self._idle_since = time.perf_counter()
         return [*updates, np.bool_(finite)]
 
@@ -307,7 +311,7 @@ class HostSteps:
             self._under_way = False
             self._say(text)
         else:
-            self.tally.steps += 1
+            self.stats_of_steps.steps += 1
             self._under_way = False
         return [np.bool_(finite)]
 

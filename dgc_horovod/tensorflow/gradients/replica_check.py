@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod import replica_check as replicas
+from dgc_horovod import replica_check
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.tensorflow.broadcast import assign_from
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
@@ -38,7 +38,7 @@ class Replicas:
         self._names = [source.name for source in sources]
         self._collectives, self._stops = collectives, config.on_mismatch == "stop"
         sizes = {str(i): numel_of([s]) * tf.as_dtype(s.dtype).size for i, s in enumerate(sources)}
-        self._check = replicas.ReplicaCheck(sizes, config)
+        self._check = replica_check.ReplicaCheck(sizes, config)
         self.parts = [[int(i) for i in part] for part in self._check.parts]
 
     def due(self, step: int) -> int:
@@ -75,7 +75,7 @@ class Replicas:
     def _record(self, step: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
         """What this rank sends: the step and a checksum of each tensor."""
         self._collectives.watch.arm(f"{self._collectives.full_name('replicas')}, the weights after step {int(step)}")
-        return [np.array([int(step), *(replicas.checksum([value]) for value in values)], np.uint32).view(np.uint8)]
+        return [np.array([int(step), *(replica_check.checksum([value]) for value in values)], np.uint32).view(np.uint8)]
 
     def _judge(self, numbers: Sequence[int], step: np.ndarray, theirs: np.ndarray) -> list[Any]:
         """Whether all ranks have sent the same.
@@ -85,10 +85,10 @@ class Replicas:
         """
         self._collectives.watch.disarm()
         records = np.ascontiguousarray(theirs).view(np.uint32).reshape(self._collectives.workers, -1)
-        found = replicas.compared(int(step), [self._names[i] for i in numbers], records.tolist())
+        found = replica_check.compared(int(step), [self._names[i] for i in numbers], records.tolist())
         if found is None:
             return [np.bool_(True)]
-        replicas.stop_or_tell(found, self._stops, self._collectives.rank)
+        replica_check.stop_or_tell(found, self._stops, self._collectives.rank)
         return [np.bool_(False)]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:

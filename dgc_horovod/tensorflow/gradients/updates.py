@@ -20,7 +20,7 @@ import tensorflow as tf
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.kernels.contract import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.contract import Accumulation, AdamCorrection, ErrorFeedback, MomentumCorrection
 from dgc_horovod.notices import ADAM_AFTER, ADAM_DIRECTIONS, refusal, tell_plain
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND
 from dgc_horovod.tensorflow.wrapping.variables import Key, key_of
@@ -41,9 +41,9 @@ class PlainUpdate:
     def __init__(self, notice: str = "") -> None:
         self.notice = notice
 
-    def feed(self, iterations: int) -> Feed:
+    def accumulation(self, iterations: int) -> Accumulation:
         """How gradients enter the residual at the step after `iterations` others, counted from empty moments."""
-        return ResidualFeed()
+        return ErrorFeedback()
 
     def slots(self, key: Key) -> list[Any]:
         """The optimizer's own variables for the variable `key` whose place the engine takes."""
@@ -105,8 +105,8 @@ class SGDUpdate(_SplitUpdate):
         super().__init__()
         self._optimizer = optimizer
 
-    def feed(self, iterations: int) -> Feed:
-        return MomentumFeed(float(self._optimizer.momentum), bool(self._optimizer.nesterov))
+    def accumulation(self, iterations: int) -> Accumulation:
+        return MomentumCorrection(float(self._optimizer.momentum), bool(self._optimizer.nesterov))
 
     def slots(self, key: Key) -> list[Any]:
         optimizer = self._optimizer
@@ -140,11 +140,11 @@ class AdamUpdate(_SplitUpdate):
         super().__init__(ADAM_DIRECTIONS)
         self._optimizer = optimizer
 
-    def feed(self, iterations: int) -> Feed:
+    def accumulation(self, iterations: int) -> Accumulation:
         b1, b2 = float(self._optimizer.beta_1), float(self._optimizer.beta_2)
         step = iterations + 1
         # Keras adds epsilon to the uncorrected root
-        return AdamFeed((b1, b2), float(self._optimizer.epsilon) / (1 - b2**step) ** 0.5, step)
+        return AdamCorrection((b1, b2), float(self._optimizer.epsilon) / (1 - b2**step) ** 0.5, step)
 
     def slots(self, key: Key) -> list[Any]:
         i = _index(self._optimizer, key)

@@ -18,7 +18,7 @@ from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import Feed, Kernels, ResidualFeed
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from dgc_horovod.torch.clipping.local import Change, LocalClipping, norm_of
@@ -27,9 +27,9 @@ from dgc_horovod.torch.gradients.memory import flat_array, handed, is_alone, is_
 from dgc_horovod.torch.gradients.transport import Collectives, Pending
 
 Parameter = torch.Tensor
-_WHOLE = ResidualFeed()
+_WHOLE = ErrorFeedback()
 _NARROW = (torch.float16, torch.bfloat16)
-FeedOf = Callable[[Parameter], tuple[Feed, float]]
+AccumulationOf = Callable[[Parameter], tuple[Accumulation, float]]
 
 
 @dataclass
@@ -41,7 +41,7 @@ class BucketRun:
     arrived: int = 0  # gradients
     pending: Pending | None = None
     finite: bool | None = None  # None until the ranks' messages are back
-    targets: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
+    outputs: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
     versions: list[int] = field(default_factory=list)  # theirs, when they were put
     narrow: bool = False  # whether an update goes into another dtype than fp32
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which its gradients have been made
@@ -120,7 +120,7 @@ class GradientExchange:
         """Whether `p` is on the sparse path."""
         return self.buckets.is_compressed(self.names[p])
 
-    def submit(self, p: Parameter, feed_of: FeedOf) -> Callable[[], torch.Tensor]:
+    def add_gradient(self, p: Parameter, accumulation_of: AccumulationOf) -> Callable[[], torch.Tensor]:
         """The gradient of `p` is ready; start what it was the last one for.
 
         This is called between the passes over two buckets, whose data have just gone through the caches: it does
@@ -128,7 +128,8 @@ class GradientExchange:
 
         Args:
             p: a parameter with a gradient.
-            feed_of: how a compressed tensor's gradient enters the residual, and what decay is added to it before.
+            accumulation_of: how a compressed tensor's gradient enters the residual, and what decay is added to it
+                before.
 
         Returns:
             A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
@@ -142,11 +143,11 @@ class GradientExchange:
                 if p.is_cuda:
                     place[0].streams.add(torch.cuda.current_stream(p.device))
             if self.clipping.active:
-                self._launch_if_all_arrived(feed_of)
+                self._launch_if_all_arrived(accumulation_of)
             elif place is None:
                 self._dense_path.launch(p)
             elif place[0].complete:
-                self._offer(place[0], feed_of)
+                self._add_gradients(place[0], accumulation_of)
                 self._launch(place[0], 1.0)
         return partial(self._dense_path.result, p) if place is None else partial(self._result, p, *place)
 
@@ -178,51 +179,51 @@ class GradientExchange:
             self._scale = self.loss_scale()
         return self._scale
 
-    def _offer(self, run: BucketRun, feed_of: FeedOf) -> None:
+    def _add_gradients(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
         """Give the engine every gradient of a bucket."""
         kernels, run.arrived = run.engine.kernels, 0
         wait_for_streams(run.streams)
-        run.targets.clear()
+        run.outputs.clear()
         run.versions.clear()
         for i, p in enumerate(run.parameters):
-            feed, decay = (_WHOLE, 0.0) if run.engine.bucket.whole else feed_of(p)
+            accumulation, decay = (_WHOLE, 0.0) if run.engine.bucket.uncompressed else accumulation_of(p)
             zeroes = not self.config.keep_gradients and kernels.takes_tensors and not decay and is_alone(self._grad(p))
-            target, fits = self._aim(run, p)
+            output, fits = self._output_for(run, p)
             if zeroes and fits:
-                run.engine.offer(i, target, feed, in_place=True)
+                run.engine.add_gradient(i, output, accumulation, in_place=True)
                 continue
-            gradient = target if fits else self._gradient(p).contiguous().to(torch.float32)
+            gradient = output if fits else self._gradient(p).contiguous().to(torch.float32)
             gradient = self.clipping.clipped(p, gradient)
             if decay:
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
-            run.engine.offer(i, handed(gradient, kernels), feed)
-            run.engine.targets.put(i, handed(target, kernels))
+            run.engine.add_gradient(i, handed(gradient, kernels), accumulation)
+            run.engine.outputs.put(i, handed(output, kernels))
 
     def _launch(self, run: BucketRun, clip: float) -> None:
         engine = run.engine
         message = self.buckets.compress(engine, clip, self._scale_now())
         payload, name = torch.from_numpy(message.payload), engine.bucket.name
-        if message.scattered:
+        if message.densified:
             run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
         else:
             run.pending = self.collectives.allgather(payload, name)
         self._launched.append(run)
 
-    def _launch_if_all_arrived(self, feed_of: FeedOf) -> None:
+    def _launch_if_all_arrived(self, accumulation_of: AccumulationOf) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
         if not (self._dense_path.complete and all(run.complete for run in self.runs)):
             return
         dense = self._dense_path.gradients
         if self.clipping.is_of_all:
             for run in self.runs:
-                self._offer(run, feed_of)
+                self._add_gradients(run, accumulation_of)
             clip = self.clipping.of_all(self.buckets.squares(self._squares(dense.values())), self._scale_now())
         else:
             clip = 1.0
             bucketed = {p: self._gradient(p) for run in self.runs for p in run.parameters}
             self.clipping.measure({**bucketed, **dense}, self._scale_now())
             for run in self.runs:
-                self._offer(run, feed_of)
+                self._add_gradients(run, accumulation_of)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
         for run in self.runs:
             self._launch(run, clip)
@@ -255,8 +256,8 @@ class GradientExchange:
         if run.finite is None:
             self._decode_launched()
         assert run.finite is not None
-        grad, target = self._grad(p), run.targets[i]
-        return grad if is_in(target, grad) else laid_out_as(target.view(p.shape), grad)
+        grad, output = self._grad(p), run.outputs[i]
+        return grad if is_in(output, grad) else laid_out_as(output.view(p.shape), grad)
 
     def _decode_launched(self) -> None:
         """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
@@ -264,9 +265,9 @@ class GradientExchange:
             run = self._launched[0]
             assert run.pending is not None
             received = self.collectives.wait(run.pending).numpy()
-            for i, (target, version) in enumerate(zip(run.targets, run.versions, strict=True)):
-                if target._version != version:  # a script has written there: it is not zero any more
-                    run.engine.targets.put(i, handed(target, run.engine.kernels))
+            for i, (output, version) in enumerate(zip(run.outputs, run.versions, strict=True)):
+                if output._version != version:  # a script has written there: it is not zero any more
+                    run.engine.outputs.put(i, handed(output, run.engine.kernels))
             run.finite = self.buckets.decode(run.engine, received, self._scale_now())
             self._launched.popleft()
 
@@ -276,7 +277,7 @@ class GradientExchange:
         pending = [run.pending for run in self._launched] + self._dense_path.pending
         return all(self.collectives.done(each) for each in pending if each is not None)
 
-    def _aim(self, run: BucketRun, p: Parameter) -> tuple[torch.Tensor, bool]:
+    def _output_for(self, run: BucketRun, p: Parameter) -> tuple[torch.Tensor, bool]:
         """The next of the bucket's targets: the memory of ``p.grad``, or some beside it if that does not do.
 
         Returns:
@@ -287,10 +288,10 @@ class GradientExchange:
         run.narrow |= not plain
         fits = plain and self._is_first_in(grad)
         # detached, it keeps the memory, should the script give p.grad another
-        target = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=p.device)
-        run.targets.append(target)
-        run.versions.append(target._version)
-        return target, fits
+        output = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+        run.outputs.append(output)
+        run.versions.append(output._version)
+        return output, fits
 
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
@@ -323,9 +324,9 @@ class GradientExchange:
     def _forget_step(self, finite: bool = True) -> None:
         for run in self.runs:
             run.pending, run.finite, run.narrow = None, None, False
-            run.targets.clear()  # they would keep gradients alive that the script has let go of
+            run.outputs.clear()  # they would keep gradients alive that the script has let go of
             run.versions.clear()
-            run.engine.targets.clear()
+            run.engine.outputs.clear()
         self._launched.clear()
         self._taken.clear()
         self._scale = None
@@ -333,7 +334,7 @@ class GradientExchange:
 
     def abandon(self) -> None:
         """Give up the step under way, if there is one, and what is owed from before: other weights come."""
-        self.buckets.take_back()
+        self.buckets.rollback()
         self.clipping.abandon()
         for run in self.runs:
             run.arrived = 0
@@ -353,11 +354,11 @@ class GradientExchange:
         if found is Change.CLIPPING:
             for run in self.runs:
                 for i, p in enumerate(run.parameters):
-                    run.engine.targets.put(i, handed(self._aim(run, p)[0], run.engine.kernels))
-                run.engine.fill(self.buckets.mean_scale)
-                for p, target in zip(run.parameters, run.targets, strict=True):
-                    if p.grad is not None and not p.grad.is_sparse and not is_in(target, p.grad):
-                        p.grad.copy_(target.view(p.shape))
+                    run.engine.outputs.put(i, handed(self._output_for(run, p)[0], run.engine.kernels))
+                run.engine.aggregate_into(self.buckets.mean_scale)
+                for p, output in zip(run.parameters, run.outputs, strict=True):
+                    if p.grad is not None and not p.grad.is_sparse and not is_in(output, p.grad):
+                        p.grad.copy_(output.view(p.shape))
             self._dense_path.put_back()
             self._forget_step()
         return found is not Change.OTHER

@@ -45,9 +45,9 @@ def _uses_of_one() -> tuple[int, int] | None:
 _ALONE = _uses_of_one()
 
 
-def is_in(target: torch.Tensor, grad: torch.Tensor) -> bool:
-    """Whether `target` lies where `grad` does."""
-    return not grad.is_sparse and target.data_ptr() == grad.data_ptr() and grad.is_contiguous()
+def is_in(output: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Whether `output` lies where `grad` does."""
+    return not grad.is_sparse and output.data_ptr() == grad.data_ptr() and grad.is_contiguous()
 
 
 def handed(x: torch.Tensor, kernels: Kernels) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from dgc_horovod import replica_check as replicas
+from dgc_horovod import replica_check
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
 from dgc_horovod.torch.gradients.transport import Collectives, Pending
@@ -27,15 +27,15 @@ class Replicas:
 
     def __init__(self, parameters: dict[str, torch.Tensor], config: DGCConfig, collectives: Collectives) -> None:
         self._parameters, self._collectives, self._stops = parameters, collectives, config.on_mismatch == "stop"
-        self._check = replicas.ReplicaCheck({name: p.nbytes for name, p in parameters.items()}, config)
+        self._check = replica_check.ReplicaCheck({name: p.nbytes for name, p in parameters.items()}, config)
         self._under_way: tuple[Pending, int, list[str]] | None = None
 
     def begin(self, step: int) -> None:
         """After `step` steps: send this rank's checksum, if one is due."""
         names = self._check.due(step) if self._collectives.workers > 1 else []
         if names:
-            found = replicas.checksum(map(self._bytes_of, names))
-            sent = torch.from_numpy(replicas.record(step, found))
+            found = replica_check.checksum(map(self._bytes_of, names))
+            sent = torch.from_numpy(replica_check.record(step, found))
             with suppress(HorovodInternalError):  # another rank may have ended after its last step
                 self._under_way = self._collectives.allgather(sent, "replicas"), step, names
 
@@ -49,12 +49,13 @@ class Replicas:
             return
         pending, step, names = self._under_way
         self._under_way = None
-        if replicas.same(self._collectives.wait(pending).numpy()):
+        if replica_check.same(self._collectives.wait(pending).numpy()):
             return
-        found = replicas.find(self._collectives, step, names, lambda name: replicas.checksum([self._bytes_of(name)]))
+        checksum_of = lambda name: replica_check.checksum([self._bytes_of(name)])  # noqa: E731
+        found = replica_check.find(self._collectives, step, names, checksum_of)
         if found is None:  # the script has set it right in the meantime
             return
-        replicas.stop_or_tell(found, self._stops, self._collectives.rank)
+        replica_check.stop_or_tell(found, self._stops, self._collectives.rank)
         self.take_over(optimizer)
 
     def take_over(self, optimizer: Any, root: int = 0) -> None:
@@ -80,7 +81,7 @@ class Replicas:
 
     def fingerprint(self, optimizer: Any) -> int:
         """A checksum of all weights and of the optimizer's state and options."""
-        found = replicas.checksum(map(self._bytes_of, self._parameters))
+        found = replica_check.checksum(map(self._bytes_of, self._parameters))
         for name, p in self._parameters.items():
             for key, x in sorted(optimizer.state.get(p, {}).items()):
                 described = repr((name, key, _described(x))).encode()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.kernels.contract import AdamFeed, Feed, MomentumFeed, ResidualFeed
+from dgc_horovod.kernels.contract import Accumulation, AdamCorrection, ErrorFeedback, MomentumCorrection
 from dgc_horovod.notices import ADAM_AFTER, ADAM_DIRECTIONS, refusal
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND
 
@@ -24,7 +24,7 @@ Parameter = torch.Tensor
 Left = Mapping[str, torch.Tensor]  # of a tensor, by part
 Compressed = Callable[[Parameter], bool]
 States = Mapping[Parameter, dict[str, Any]]  # of an optimizer
-_momentum_feed = functools.lru_cache(maxsize=16)(MomentumFeed)  # one for all tensors of a group
+_momentum_feed = functools.lru_cache(maxsize=16)(MomentumCorrection)  # one for all tensors of a group
 
 
 class PlainUpdate:
@@ -47,9 +47,9 @@ class PlainUpdate:
         """
         fill_state(optimizer, self.kind)
 
-    def feed(self, p: Parameter, group: Group) -> Feed:
+    def accumulation(self, p: Parameter, group: Group) -> Accumulation:
         """How this step's gradient of `p` enters the residual."""
-        return ResidualFeed()
+        return ErrorFeedback()
 
     def decay_before(self, group: Group) -> float:
         """Weight decay that belongs to the gradient itself, added before everything else."""
@@ -160,7 +160,7 @@ class SGDUpdate(_SplitUpdate):
         if not group["weight_decay"] and buffer is not None and not buffer.any():
             state["momentum_buffer"] = None
 
-    def feed(self, p: Parameter, group: Group) -> Feed:
+    def accumulation(self, p: Parameter, group: Group) -> Accumulation:
         if group["momentum"] and group["dampening"]:
             raise UnsupportedUse(refusal("SGD's dampening", "dampening=0"))
         return _momentum_feed(float(group["momentum"]), bool(group["nesterov"]))
@@ -221,10 +221,10 @@ class AdamUpdate(_SplitUpdate):
     def _decoupled(self, group: Group) -> bool:
         return self._adamw or bool(group.get("decoupled_weight_decay"))
 
-    def feed(self, p: Parameter, group: Group) -> Feed:
+    def accumulation(self, p: Parameter, group: Group) -> Accumulation:
         self._steps[p] = self._steps.get(p, 0) + 1
         b1, b2 = group["betas"]
-        return AdamFeed((float(b1), float(b2)), float(group["eps"]), self._steps[p])
+        return AdamCorrection((float(b1), float(b2)), float(group["eps"]), self._steps[p])
 
     def decay_before(self, group: Group) -> float:
         return 0.0 if self._decoupled(group) else float(group["weight_decay"])

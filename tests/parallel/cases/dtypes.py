@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from dgc_horovod.torch.gradients import transport as collectives
+from dgc_horovod.torch.gradients import transport
 from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train
 
 
@@ -116,7 +116,7 @@ def through_host_memory() -> dict[str, Any]:
             asked.append(x)
             return name == "by the host"
 
-        with mock.patch.object(collectives, "needs_host", needed):
+        with mock.patch.object(transport, "needs_host", needed):
             train(model, optimizer, 3)
             if hvd.rank() == 1:  # the others' weights come back by broadcasts
                 with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The roll-call and its store, with clients in threads: who is named, how many it bears, who is let in."""
+"""The activation check and its store, with clients in threads: who is named, how many it bears, who is let in."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from dgc_horovod import envvars
 from dgc_horovod.errors import NotActivated
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch import status_server as desk_module
-from dgc_horovod.launch.rank import activation_check as roll_call
-from dgc_horovod.launch.status_server import Desk, DeskServer
+from dgc_horovod.launch.rank import activation_check
+from dgc_horovod.launch.status_server import StatusBoard, StatusServer
 
 
 @pytest.fixture
-def desk():
-    server = DeskServer()
+def server():
+    server = StatusServer()
     yield server
     server.close()
 
 
-def hold_all(desk, workers, absent=(), seconds=2.0):
-    """What each rank's roll-call ends with: None, or its error."""
+def hold_all(server, workers, absent=(), seconds=2.0):
+    """What each rank's activation check ends with: None, or its error."""
     ended: dict[int, BaseException | None] = {}
 
     def one(rank):
         try:
-            view = Desk([f"{desk.key}@{desk.place(['127.0.0.1'])}"])
-            view.put(roll_call.present(0, rank), "here")
-            found = (roll_call._count if rank == 0 else roll_call._await_verdict)(view, 0, workers, seconds)
-            ended[rank] = NotActivated(roll_call._message(found, workers, view.names)) if found else None
+            view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
+            view.put(activation_check.present(0, rank), "here")
+            count = activation_check._count if rank == 0 else activation_check._await_verdict
+            found = count(view, 0, workers, seconds)
+            ended[rank] = NotActivated(activation_check._message(found, workers, view.names)) if found else None
         except OSError as error:
             ended[rank] = error
 
@@ -47,59 +48,59 @@ def hold_all(desk, workers, absent=(), seconds=2.0):
 
 
 @pytest.mark.parametrize("workers", [2, 128])
-def test_all_here(desk, workers):
+def test_all_here(server, workers):
     start = time.monotonic()
-    ended = hold_all(desk, workers, seconds=30)
+    ended = hold_all(server, workers, seconds=30)
     assert len(ended) == workers and not any(ended.values()) and time.monotonic() - start < 25
 
 
 @pytest.mark.parametrize("absent", [{3}, {0}, {0, 2}])
-def test_whoever_is_absent_is_named_to_everybody(desk, absent, monkeypatch):
+def test_whoever_is_absent_is_named_to_everybody(server, absent, monkeypatch):
     monkeypatch.setenv("DGC_HOSTS", "a:2,b:2")
     named = ", ".join(f"rank {rank} ({'aabb'[rank]})" for rank in sorted(absent))
-    ended = hold_all(desk, 4, absent, seconds=0.5)
+    ended = hold_all(server, 4, absent, seconds=0.5)
     assert set(ended) == set(range(4)) - absent
     assert all(f"not active on {named} of 4 ranks" in str(error) for error in ended.values())
 
 
 def test_without_a_store_it_lets_everybody_pass(monkeypatch):
-    for name in ("DGC_DESK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+    for name in ("DGC_STATUS_SERVER", "HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    roll_call.hold(1, 2)
+    activation_check.hold(1, 2)
     monkeypatch.setenv("DGC_TIMEOUT", "30")
     monkeypatch.delenv("HOROVOD_STALL_CHECK_TIME_SECONDS", raising=False)
-    roll_call.prepare()
+    activation_check.prepare()
     assert envvars.environment()["HOROVOD_STALL_CHECK_TIME_SECONDS"] == "15"
 
 
 def test_an_unreachable_store_is_a_warning_and_soon_over(monkeypatch, caplog):
-    monkeypatch.setenv("DGC_DESK", "127.0.0.1:9")
-    monkeypatch.setenv("DGC_DESK_KEY", "key")
+    monkeypatch.setenv("DGC_STATUS_SERVER", "127.0.0.1:9")
+    monkeypatch.setenv("DGC_STATUS_KEY", "key")
     monkeypatch.delenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", raising=False)
     start = time.monotonic()
-    roll_call.hold(0, 2)
+    activation_check.hold(0, 2)
     assert "cannot reach its launcher at 127.0.0.1:9" in caplog.text and time.monotonic() - start < 10
 
 
-def test_a_dead_address_and_a_dead_store_do_not_hide_a_live_one(desk):
-    live = f"{desk.key}@{desk.place(['127.0.0.9', '127.0.0.1'])}"
-    view = Desk(["key@127.0.0.1:9", live])
+def test_a_dead_address_and_a_dead_store_do_not_hide_a_live_one(server):
+    live = f"{server.key}@{server.place(['127.0.0.9', '127.0.0.1'])}"
+    view = StatusBoard(["key@127.0.0.1:9", live])
     view.put("key", [1])
-    assert view.get("key") == [1] == desk.get("key") and view.get("other") is None
+    assert view.get("key") == [1] == server.get("key") and view.get("other") is None
 
 
 @pytest.mark.parametrize(
     ("method", "path", "length"),
     [("GET", "/dgc-0/key", 0), ("HEAD", "/cli.py", 0), ("PUT", "/x/key", 3), ("PUT", "own", 9999)],
 )
-def test_strangers_get_and_leave_nothing(desk, method, path, length):
-    assert ask(desk, method, f"/{desk.key}/key" if path == "own" else path, b"1" * length) in (400, 404, 501)
-    assert not desk.heard_of
+def test_strangers_get_and_leave_nothing(server, method, path, length):
+    assert ask(server, method, f"/{server.key}/key" if path == "own" else path, b"1" * length) in (400, 404, 501)
+    assert not server.heard_of
 
 
-def ask(desk, method: str, path: str, body: bytes = b"") -> int:
+def ask(server, method: str, path: str, body: bytes = b"") -> int:
     """The status of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", desk.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     try:
         connection.request(method, path, body=body or None)
         return connection.getresponse().status
@@ -107,9 +108,9 @@ def ask(desk, method: str, path: str, body: bytes = b"") -> int:
         connection.close()
 
 
-def knock(desk, count: int) -> list[socket.socket]:
+def knock(server, count: int) -> list[socket.socket]:
     """Connections that begin a request and do not end it."""
-    made = [socket.create_connection(("127.0.0.1", desk.port), 10) for _ in range(count)]
+    made = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(count)]
     for connection in made:
         connection.sendall(b"GET / HTTP/1.1\r\n")
     return made
@@ -124,9 +125,9 @@ def hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def test_a_request_that_comes_byte_by_byte_has_a_deadline(desk, monkeypatch):
+def test_a_request_that_comes_byte_by_byte_has_a_deadline(server, monkeypatch):
     monkeypatch.setattr(desk_module, "_REQUEST_SECONDS", 1.0)
-    (connection,) = knock(desk, 1)
+    (connection,) = knock(server, 1)
     begin = time.monotonic()
     with connection, contextlib.suppress(OSError):
         while time.monotonic() < begin + 10:  # each byte is in time for itself
@@ -135,29 +136,29 @@ def test_a_request_that_comes_byte_by_byte_has_a_deadline(desk, monkeypatch):
     assert 0.9 < time.monotonic() - begin < 5
 
 
-def test_strangers_who_hold_connections_open_keep_nobody_out(desk, monkeypatch):
+def test_strangers_who_hold_connections_open_keep_nobody_out(server, monkeypatch):
     monkeypatch.setattr(desk_module, "_MOST_CONNECTIONS", 8)
-    before, strangers = threading.active_count(), knock(desk, 40)
+    before, strangers = threading.active_count(), knock(server, 40)
     try:
-        Desk([f"{desk.key}@{desk.place(['127.0.0.1'])}"]).put("key", 1)
-        assert desk.get("key") == 1 and threading.active_count() <= before + 2 * 8
+        StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"]).put("key", 1)
+        assert server.get("key") == 1 and threading.active_count() <= before + 2 * 8
         assert all(hung_up(connection) for connection in strangers)
     finally:
         for connection in strangers:
             connection.close()
 
 
-def test_what_is_kept_is_bounded(desk, monkeypatch):
+def test_what_is_kept_is_bounded(server, monkeypatch):
     """In number, name and content, even for those who have the key."""
     monkeypatch.setattr(desk_module, "_MOST_ENTRIES", 3)
-    assert [ask(desk, "PUT", f"/{desk.key}/{name}", b"1") for name in "abcda"] == [200, 200, 200, 507, 200]
+    assert [ask(server, "PUT", f"/{server.key}/{name}", b"1") for name in "abcda"] == [200, 200, 200, 507, 200]
     for name, body in (("a" * 65, b"1"), ("a/b", b"1"), ("", b"1"), ("a", b"[1"), ("a", b"[" * 4000)):
-        assert ask(desk, "PUT", f"/{desk.key}/{name}", body) == 400
-    assert desk.get("a") == 1
+        assert ask(server, "PUT", f"/{server.key}/{name}", body) == 400
+    assert server.get("a") == 1
 
 
-def test_a_request_of_endless_headers_is_cut_off(desk):
-    (connection,) = knock(desk, 1)
+def test_a_request_of_endless_headers_is_cut_off(server):
+    (connection,) = knock(server, 1)
     with connection:
         sent = 0
         with contextlib.suppress(OSError):
@@ -165,7 +166,7 @@ def test_a_request_of_endless_headers_is_cut_off(desk):
                 connection.sendall(b"x: " + b"y" * 60_000 + b"\r\n")
                 sent += 1
         assert sent < 90 or hung_up(connection)
-    assert not desk.heard_of
+    assert not server.heard_of
 
 
 @pytest.mark.parametrize(
