@@ -22,9 +22,9 @@ class Traffic:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
-    def count_allgather(self, nbytes: int, workers: int) -> None:
-        """Count an allgather of `nbytes` from each rank."""
-        self._add(sent=nbytes, received=(workers - 1) * nbytes)
+    def count(self, sent: int, received: int) -> None:
+        """Count a collective by the bytes that this rank hands over, and those it receives."""
+        self._add(sent=sent, received=received)
 
     def count_allreduce(self, nbytes: int, workers: int) -> None:
         """Count a ring allreduce of `nbytes`."""
@@ -94,11 +94,11 @@ all_exchanges: list[ExchangeStats] = []  # of every exchange that this process h
 def total(tallies: list[ExchangeStats]) -> dict[str, float]:
     """The stats of several exchanges together."""
     none = ExchangeStats(1, 0).stats()
-    each = [stats_of_steps.stats() for stats_of_steps in tallies]
+    each = [counts.stats() for counts in tallies]
     return {name: sum(stats[name] for stats in each) for name in none}
 
 
 def bucket_stats(tallies: list[ExchangeStats]) -> list[dict[str, float]]:
     """What every bucket of several exchanges is like, of those that are still there."""
-    alive = [found for stats_of_steps in tallies if (found := stats_of_steps.buckets()) is not None]
+    alive = [found for counts in tallies if (found := counts.buckets()) is not None]
     return [bucket for stats in alive for bucket in stats()]

@@ -85,7 +85,7 @@ def the_device_does_it(size: Size) -> None:
         for i, segment in enumerate(bucket.segments):
             engine.add_gradient(i, kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
         engine.compress(1.0, step, 0.02)
-        by_device += type(engine._sent).__name__ == "DeviceSent"
+        by_device += type(engine._sent).__name__ == "DeviceSentRecord"
     assert by_device >= 6, f"{by_device} of 8 steps"
 
 
@@ -125,7 +125,7 @@ def replicas(size: Size) -> None:
                     engine.add_gradient(i, kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
                 packets.append(engine.compress(1.0, step, 0.01).payload.copy())
             for engine in engines:
-                assert engine.receive(np.concatenate(packets))
+                assert engine.receive(np.concatenate(packets)) is None and engine.finite
                 outputs = [kernels.new(segment.numel) for segment in bucket.segments]
                 for i, target in enumerate(outputs):
                     engine.outputs.put(i, target)
@@ -145,7 +145,6 @@ def damaged_packets(size: Size) -> None:
         )
         packet = _packet_of(truth)
         _packet_of(ours)
-        assert truth._plan is not None
         rng, refused = np.random.default_rng(7), 0
         for _ in range(200 if size.long_run > 100 else 12):
             changed = packet.copy()
@@ -171,7 +170,7 @@ def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
     """What a packet is read as, or that it is refused."""
     try:
         engine.receive(packet)
-        (elements,) = engine.contributions
+        (elements,) = engine.exchange.contributions
         for i, segment in enumerate(engine.bucket.segments):
             engine.outputs.put(i, engine.kernels.new(segment.numel))
         engine.aggregate_into(1.0)

@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from dgc_horovod import DGCConfig, WarmupSchedule
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.exchange.contract import start
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.stats import Traffic
@@ -35,20 +36,34 @@ TIMEOUT = 240  # seconds
 
 
 class Transport:
-    """What Horovod does, by torch.distributed over Gloo: packets are on the host."""
+    """`contract.Transport` by torch.distributed over Gloo: buffers are on the host."""
 
-    def allgather(self, payload: np.ndarray) -> np.ndarray:
-        """The ranks' payloads after one another."""
-        own = torch.from_numpy(payload)
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own)
-        return torch.cat(parts).numpy()
+    def __init__(self) -> None:
+        self.rank, self.workers = dist.get_rank(), dist.get_world_size()
 
-    def allreduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks."""
-        host = x.detach().cpu().clone()
-        dist.all_reduce(host)
-        return host.to(x.device)
+    def allgather(self, packet: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
+        """Start an allgather; the ranks' buffers after one another."""
+        gathered = packet.new_empty(self.workers * packet.numel())
+        return dist.all_gather_into_tensor(gathered, packet, async_op=True), gathered
+
+    def allreduce(self, tensor: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
+        """Start a sum over ranks."""
+        host = tensor.detach().cpu().clone()
+        return dist.all_reduce(host, async_op=True), host
+
+    def alltoall(self, tensor: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
+        """Start an exchange of equal parts."""
+        received = torch.empty_like(tensor)
+        return dist.all_to_all_single(received, tensor, async_op=True), received
+
+    def broadcast(self, tensor: torch.Tensor, name: str, root: int = 0) -> tuple[Any, torch.Tensor]:
+        """Start a broadcast from `root`."""
+        return dist.broadcast(tensor, root, async_op=True), tensor
+
+    def wait(self, pending: tuple[Any, torch.Tensor]) -> torch.Tensor:
+        """The result of a collective."""
+        pending[0].wait()
+        return pending[1]
 
 
 class Compressed:
@@ -77,14 +92,16 @@ class Compressed:
                 engine.add_gradient(i, gradient.view(-1), accumulation)
                 engine.outputs.put(i, gradient.view(-1))
             message = self.exchange.compress(engine)
-            payload = message.payload
-            back = self.transport.allreduce(torch.from_numpy(payload)).numpy() if message.densified else None
-            self.exchange.decode(engine, self.transport.allgather(payload) if back is None else back)
+            buffer: np.ndarray | None = message.payload
+            while buffer is not None:
+                pending = start(self.transport, engine.round, torch.from_numpy(buffer), engine.bucket.name)
+                buffer = self.exchange.receive(engine, self.transport.wait(pending).numpy())
+            self.exchange.aggregate(engine)
             for segment, gradient in zip(engine.bucket.segments, gradients, strict=True):
                 self.parameters[segment.name].sub_(RATE * gradient)
         for p in self.dense:
             assert p.grad is not None
-            p.grad.copy_(self.transport.allreduce(p.grad) / dist.get_world_size())
+            p.grad.copy_(self.transport.wait(self.transport.allreduce(p.grad, "dense")) / self.transport.workers)
         self.after.step()
         self.exchange.close(True)
 
@@ -100,7 +117,7 @@ class Dense:
         """From every rank's gradients to the same weights."""
         for p in self.model.parameters():
             assert p.grad is not None
-            p.grad.copy_(self.transport.allreduce(p.grad) / dist.get_world_size())
+            p.grad.copy_(self.transport.wait(self.transport.allreduce(p.grad, "dense")) / self.transport.workers)
         self.optimizer.step()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.kernels.contract import Accumulation, AdamCorrection, ErrorFeedback, MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
 
@@ -90,8 +91,7 @@ def transcript(
             message = engine.compress(0.5, step, config.final_density)
             messages.append(replace(message, payload=message.payload.copy()))
         payloads = [message.payload for message in messages]
-        back = np.sum(payloads, axis=0, dtype=np.float32) if messages[0].densified else np.concatenate(payloads)
-        for engine in engines:
+        for engine, back in zip(engines, carry(messages[0].round, payloads), strict=True):
             said += _received(kernels, engine, back, shift)
         said += [payload.tobytes() for payload in payloads]
     return said
@@ -107,13 +107,13 @@ def _placed(kernels: Any, x: np.ndarray, shift: int) -> Any:
 
 
 def _received(kernels: Any, engine: BucketEngine, back: np.ndarray, shift: int) -> list[bytes]:
-    finite = engine.receive(back)
+    assert engine.receive(back) is None
     nothing = (np.full(segment.numel, np.nan, np.float32) for segment in engine.bucket.segments)
     outputs = [_placed(kernels, x, shift) for x in nothing]
     for i, target in enumerate(outputs):
         engine.outputs.put(i, target)
     engine.aggregate_into(1 / engine.workers)
-    if not finite:
+    if not engine.finite:
         engine.rollback()
     states = (engine.state.v, engine.state.u, *(engine.state.moments or ()))
     return [kernels.to_host(x).tobytes() for x in (*states, *outputs) if x is not None]

@@ -92,7 +92,7 @@ def _indices(shapes: Any, steps: Any, density: float) -> dict[str, Any]:
     total = 0
     for engine, packet in _replayed(shapes, steps, DGCConfig(density=density)):
         engine.receive(packet)
-        positions, n = engine.contributions[0].positions.astype(np.int64), engine.bucket.numel
+        positions, n = engine.exchange.contributions[0].positions.astype(np.int64), engine.bucket.numel
         k, gaps = positions.size, np.diff(positions, prepend=-1) - 1
         total += k
         bits["Elias-Fano"] += 8 * INDEX_CODECS["elias-fano"].nbytes(n, k)

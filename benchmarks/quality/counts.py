@@ -25,10 +25,10 @@ class Counts:
     def count(self) -> None:
         """A step is done."""
         if self._exchange is not None:
-            stats_of_steps, config = self._exchange.stats_of_steps, self._exchange.config
-            k = self._k(density_at(config.final_density, config.warmup, stats_of_steps.steps - 1))
-            self._since.append((stats_of_steps.selected - self._before) / k)
-            self._before = stats_of_steps.selected
+            counts, config = self._exchange.counts, self._exchange.config
+            k = self._k(density_at(config.final_density, config.warmup, counts.steps - 1))
+            self._since.append((counts.selected - self._before) / k)
+            self._before = counts.selected
 
     def close(self) -> None:
         """The next point of the curve is reached."""
@@ -41,7 +41,7 @@ class Counts:
         """``selected``: [least, mean, most] in k up to each point of the curve; ``traffic``: bytes sent, in fp32's."""
         if self._exchange is None:
             return {}
-        stats = self._exchange.stats_of_steps.stats()
+        stats = self._exchange.counts.stats()
         return {"selected": self._closed, "traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
 
     def _k(self, density: float) -> int:

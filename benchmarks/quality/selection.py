@@ -105,7 +105,7 @@ def _residuals(ranks: CompressedRanks) -> dict[str, np.ndarray]:
     for engine in ranks.exchanges[0].buckets.engines:
         if engine.bucket.uncompressed:
             continue
-        v, sent = engine.kernels.to_host(engine.state.v).copy(), engine.contributions[0]
+        v, sent = engine.kernels.to_host(engine.state.v).copy(), engine.exchange.contributions[0]
         v[sent.positions] += sent.values  # not rounded: the variants here send fp32
         found.update({segment.name: v[segment.place] for segment in engine.bucket.segments})
     return found

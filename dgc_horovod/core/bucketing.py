@@ -13,7 +13,6 @@ from dgc_horovod.wire.bucket import Bucket, Segment, SelectionRange
 
 _MOST_ELEMENTS = 2**31
 WHOLE_BUCKET_VALUES = ("bf16", "8bit")
-_COLLECTIVE_LIMIT = 2**31 - 1  # bytes of an allgather output: its counts are C ints
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,3 @@ def ranges(bucket: Bucket, scope: str, density: float) -> tuple[SelectionRange, 
     if scope == "bucket" or bucket.uncompressed:
         return (SelectionRange(0, bucket.numel, count_for(bucket.numel, density)),)
     return tuple(SelectionRange(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)
-
-
-def densified_is_smaller(numel: int, coded_bytes: int, workers: int) -> bool:
-    """Whether a dense allreduce of the scattered selection is cheaper than an allgather of packets.
-
-    An allgather brings ``workers`` packets of coded elements to every rank, a ring allreduce of fp32 passes
-    ``2 * 4 * numel`` bytes: ``N*k*b > 64*n`` bits. Also true where the allgather's output would be too long.
-    """
-    gathered = workers * coded_bytes
-    return gathered > 8 * numel or gathered > _COLLECTIVE_LIMIT

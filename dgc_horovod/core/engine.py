@@ -3,21 +3,20 @@
 The engine holds what belongs to this rank alone: the residual v and the momentum u (or Adam's moments).
 `BucketEngine.compress` turns a bucket's gradients into one message; whoever owns the communication brings
 back what the ranks sent and hands it to `BucketEngine.receive`, after which `BucketEngine.aggregate_into` gives
-the aggregated update and `BucketEngine.rollback` takes the step back. What a message looks like is in `message`.
+the aggregated update and `BucketEngine.rollback` takes the step back. How it travels is in `exchange`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.selection import RULES, ResidualView, SelectionContext, select
-from dgc_horovod.core.workspace import HostSentRecord, Message, Workspace, densified, form, min_magnitude, read_summed
-from dgc_horovod.errors import RankMismatch
+from dgc_horovod.core.workspace import HostSentRecord, Message, Workspace, message_spec, min_magnitude
+from dgc_horovod.exchange.contract import Exchange, Round
 from dgc_horovod.kernels.contract import (
     NO_ELEMENTS,
     AccumulateResult,
@@ -27,7 +26,6 @@ from dgc_horovod.kernels.contract import (
     Elements,
     Kernels,
     MomentumCorrection,
-    Receiver,
     Sender,
     SentRecord,
     State,
@@ -35,7 +33,7 @@ from dgc_horovod.kernels.contract import (
 )
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, PARTS, Arrays
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE
+from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat
 
 
 class BucketEngine:
@@ -58,15 +56,13 @@ class BucketEngine:
         self.state = State(kernels.new(bucket.numel))
         self.gradients, self.outputs = kernels.gradients(bucket), kernels.outputs(bucket)
         self._every = np.arange(bucket.numel if bucket.uncompressed else 0, dtype=np.int32)
-        self._plan: Workspace | None = None
-        self._packets: np.ndarray | None = None
-        self._counts: np.ndarray = np.empty(0, np.int64)
-        self._summed: np.ndarray | None = None
+        self._workspace: Workspace | None = None
         self._sent: SentRecord | None = None
-        self._step = 0
-        self.flagged: list[int] = []  # ranks whose gradient was not finite in the last packets; a sum does not tell
+        self._step = self._round = 0
         self.in_join = False  # whether this rank is: then its messages say so
-        self.ranks_in_join = 0  # according to the last messages received
+        # of the last exchange that is through: whether every rank's gradient was finite, whose was not where that is
+        # known, and how many ranks were in join
+        self.finite, self.flagged, self.ranks_in_join = True, list[int](), 0
 
     # -- sending
 
@@ -107,36 +103,38 @@ class BucketEngine:
 
         Cost: one pass over the bucket (`Kernels.accumulate`) while the selection moves slowly, else one read more.
         """
-        plan = self._plan_for(1.0 if self.bucket.uncompressed else density)
+        workspace = self._workspace_for(1.0 if self.bucket.uncompressed else density)
         rule = RULES[self.config.rule]
         looks = rule.by_size and not self.bucket.uncompressed
-        plan.records["floor"] = plan.predictor.floors if looks else math.inf
-        want_sums = rule.wants_sums and not self.bucket.uncompressed
-        self._step = step
-        sender = None if self.in_join else plan.sender  # what a device writes has no flag
-        if sender is not None and plan.predictor.floors[0] < math.inf and sender.takes(self.gradients):
-            seen, sent = self._send_from_device(plan, sender, scale)
+        workspace.records["floor"] = workspace.predictor.floors if looks else math.inf
+        want_sums = rule.needs_sums and not self.bucket.uncompressed
+        self._step, self._round = step, 0
+        sender = None if self.in_join else workspace.sender  # what a device writes has no flag
+        if sender is not None and workspace.predictor.floors[0] < math.inf and sender.takes(self.gradients):
+            seen, sent = self._send_from_device(workspace, sender, scale)
             if sent is not None:
-                return Message(sender.payload, False, sent.count)
+                return Message(sender.payload, workspace.exchange.rounds[0], sent.count)
         else:
-            max_candidates = plan.predictor.max_candidates if looks else 0
-            seen = self.kernels.accumulate(self.gradients, self.state, scale, plan.records, max_candidates, want_sums)
+            max_candidates = workspace.predictor.max_candidates if looks else 0
+            seen = self.kernels.accumulate(
+                self.gradients, self.state, scale, workspace.records, max_candidates, want_sums
+            )
         if not seen.residual_finite:  # sums of finite gradients can leave fp32's range
             self.clear()
         if not (seen.gradients_finite and seen.residual_finite):
-            return self._send(plan, NO_ELEMENTS, FLAG_NONFINITE)
+            return self._send(workspace, NO_ELEMENTS, FLAG_NONFINITE)
         if self.bucket.uncompressed:
-            return self._send(plan, Elements(self._every, self.kernels.to_host(self.state.v).copy()), 0)
-        return self._send(plan, self._select(plan, seen), 0)
+            return self._send(workspace, Elements(self._every, self.kernels.to_host(self.state.v).copy()), 0)
+        return self._send(workspace, self._select(workspace, seen), 0)
 
     def _send_from_device(
-        self, plan: Workspace, sender: Sender, scale: float
+        self, workspace: Workspace, sender: Sender, scale: float
     ) -> tuple[AccumulateResult, SentRecord | None]:
-        candidate_threshold = plan.predictor.floors[0]
+        candidate_threshold = workspace.predictor.floors[0]
         seen, sent = sender.send(self.gradients, self.state, scale, candidate_threshold, self._step, self._masks)
         if sent is not None:
             self._sent = sent
-            plan.predictor.learn(0, sent.count, sent.min_magnitude, seen.num_candidates)
+            workspace.predictor.learn(0, sent.count, sent.min_magnitude, seen.num_candidates)
         return seen, sent
 
     @property
@@ -144,30 +142,30 @@ class BucketEngine:
         """Whether u is emptied where something is sent."""
         return self.state.u is not None and self.config.factor_masking
 
-    def _plan_for(self, density: float) -> Workspace:
-        if self._plan is None or self._plan.density != density:
-            self._plan = Workspace(self.bucket, self.config, self.kernels, density, self.workers)
-        return self._plan
+    def _workspace_for(self, density: float) -> Workspace:
+        if self._workspace is None or self._workspace.density != density:
+            self._workspace = Workspace(self.bucket, self.config, self.kernels, density, self.workers)
+        return self._workspace
 
-    def _select(self, plan: Workspace, seen: AccumulateResult) -> Elements:
+    def _select(self, workspace: Workspace, seen: AccumulateResult) -> Elements:
         chosen = []
-        for number, span in enumerate(plan.ranges):
-            view = self._view(plan, number, seen.candidates)
+        for number, span in enumerate(workspace.ranges):
+            view = self._view(workspace, number, seen.candidates)
             context = SelectionContext(partial(self._generator, number), self.config.threshold)
             num_candidates = (
-                view.candidates if seen.candidates is not None else seen.num_candidates * span.k / plan.wire.capacity
+                view.candidates if seen.candidates is not None else seen.num_candidates * span.k / workspace.capacity
             )
             chosen.append(select(self.config.rule, view, span.k, context))
-            plan.predictor.learn(number, chosen[-1].values.size, min_magnitude(chosen[-1]), num_candidates)
+            workspace.predictor.learn(number, chosen[-1].values.size, min_magnitude(chosen[-1]), num_candidates)
         return joined(chosen)
 
-    def _view(self, plan: Workspace, number: int, candidates: Elements | None) -> ResidualView:
-        span, record = plan.ranges[number], plan.records[number]
-        if candidates is not None and len(plan.ranges) > 1:
+    def _view(self, workspace: Workspace, number: int, candidates: Elements | None) -> ResidualView:
+        span, record = workspace.ranges[number], workspace.records[number]
+        if candidates is not None and len(workspace.ranges) > 1:
             low, high = np.searchsorted(candidates.positions, [span.place.start, span.place.stop])
             candidates = Elements(candidates.positions[low:high], candidates.values[low:high])
         x = self.state.v[span.place]
-        sums = (float(record["sum"]), float(record["squares"])) if RULES[self.config.rule].wants_sums else None
+        sums = (float(record["sum"]), float(record["squares"])) if RULES[self.config.rule].needs_sums else None
         return ResidualView(self.kernels, x, span.start, candidates, float(record["floor"]), sums)
 
     def _generator(self, span: int) -> np.random.Generator:
@@ -175,24 +173,13 @@ class BucketEngine:
         key = (self.config.seed, self.rank, self.bucket.index, span, self._step)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
-    def _send(self, plan: Workspace, elements: Elements, flags: int) -> Message:
-        coder, count = self.kernels.coder, elements.values.size
-        flags |= FLAG_JOINED if self.in_join else 0
-        decoded = plan.decoded[:count]
-        while (
-            plan.wire.encode(coder, *elements, self._step, flags, plan.payload, decoded)
-            and not self.bucket.uncompressed
-        ):
-            kept = decoded != 0  # what was rounded to zero is not sent, so it is not masked either
-            elements = Elements(elements.positions[kept], elements.values[kept])
-            decoded = plan.decoded[: elements.values.size]
-        masked = plan.masked[: elements.values.size] if self._masks else None
-        self._sent = HostSentRecord(self.kernels, elements, masked)
-        self.kernels.update_residual(self.state, elements, decoded, masked)
-        if plan.densified:
-            vector = densified(self.bucket.numel, elements.positions, decoded, flags, self._step, self.workers)
-            return Message(vector, True, elements.values.size)
-        return Message(plan.payload, False, elements.values.size)
+    def _send(self, workspace: Workspace, elements: Elements, flags: int) -> Message:
+        sending = workspace.exchange.begin(elements, flags | (FLAG_JOINED if self.in_join else 0), self._step)
+        count = sending.elements.values.size
+        masked = workspace.masked[:count] if self._masks else None
+        self._sent = HostSentRecord(self.kernels, sending.elements, masked)
+        self.kernels.update_residual(self.state, sending.elements, sending.decoded, masked)
+        return Message(sending.buffer, workspace.exchange.rounds[0], count)
 
     # -- state
 
@@ -200,8 +187,8 @@ class BucketEngine:
         """Empty the residual, the momentum and the moments."""
         self.kernels.fill_zero(self.state.v)
         self.state.u = self.state.moments = self._sent = None
-        if self._plan is not None:
-            self._plan.predictor.forget()
+        if self._workspace is not None:
+            self._workspace.predictor.forget()
 
     def momentum(self) -> Array:
         """The momentum u of the whole bucket, made at first use."""
@@ -214,10 +201,6 @@ class BucketEngine:
         if self.state.moments is None:
             self.state.moments = self.kernels.new(self.bucket.numel), self.kernels.new(self.bucket.numel)
         return self.state.moments
-
-    def densifies(self, density: float) -> bool:
-        """Whether a message of that density is a vector for an allreduce, not a packet for an allgather."""
-        return form(self.bucket, self.config, density, self.workers).densified
 
     def move_in(self, i: int, other: BucketEngine, j: int) -> None:
         """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""
@@ -282,26 +265,28 @@ class BucketEngine:
     @property
     def threshold(self) -> float:
         """The least magnitude sent at the last step; 0 where it is not known."""
-        return self._plan.predictor.min_magnitude if self._plan is not None else 0.0
+        return self._workspace.predictor.min_magnitude if self._workspace is not None else 0.0
 
     @property
     def thresholds(self) -> np.ndarray:
         """What the next step's thresholds are guessed from; empty before the first."""
-        if self._plan is None:
+        if self._workspace is None:
             return np.empty(0)
-        return np.concatenate([[self._plan.density], self._plan.predictor.memory])
+        return np.concatenate([[self._workspace.density], self._workspace.predictor.memory])
 
     @thresholds.setter
     def thresholds(self, memory: np.ndarray) -> None:
-        self._plan = None
+        self._workspace = None
         if memory.size and 0 < memory[0] <= 1:
-            predictor = self._plan_for(float(memory[0])).predictor
+            predictor = self._workspace_for(float(memory[0])).predictor
             if predictor.memory.size == memory.size - 1:
                 predictor.memory = memory[1:]
 
     def commit(self) -> None:
         """The step is applied everywhere: what it sent is not to be taken back any more."""
         self._sent = None
+        if self._workspace is not None:
+            self._workspace.exchange.commit()
 
     def rollback(self) -> None:
         """Take back what the last `compress` sent: v and u are, bit for bit, as after accumulation."""
@@ -309,82 +294,53 @@ class BucketEngine:
             return
         self._sent.rollback(self.state)
         self._sent = None
+        self.exchange.rollback()
 
     # -- receiving
 
-    def receive(self, received: np.ndarray) -> bool:
-        """Check what came back; returns whether every rank's gradient was finite.
+    @property
+    def exchange(self) -> Exchange:
+        """That of the step under way."""
+        assert self._workspace is not None, "compress comes first"
+        return self._workspace.exchange
 
-        Nothing is changed yet, so an error leaves the state as it was.
+    @property
+    def round(self) -> Round:
+        """The collective that is next."""
+        return self.exchange.rounds[min(self._round, len(self.exchange.rounds) - 1)]
+
+    def rounds(self, density: float) -> tuple[Round, ...]:
+        """The collectives of a step of that density."""
+        return message_spec(self.bucket, self.config, density, self.workers).rounds(self.workers)
+
+    def wire(self, density: float) -> PacketFormat:
+        """The form of one rank's selection at that density."""
+        return message_spec(self.bucket, self.config, density, self.workers).wire
+
+    def receive(self, received: np.ndarray) -> np.ndarray | None:
+        """Check what the round under way has brought. Nothing is changed, so an error leaves the state as it was.
 
         Args:
-            received: the N packets after one another (uint8), or the summed float32 vector; kept until the next call.
+            received: flat, of the round's dtype; kept until the next call.
+
+        Returns:
+            What the next round sends; None after the last: then `finite` is known.
 
         Raises:
             CorruptPacket, RankMismatch: on every rank alike, since all see the same bytes.
-
-        Cost: N*k elements decoded.
         """
-        assert self._plan is not None
-        if received.dtype == np.float32:
-            return self._receive_summed(received)
-        wire = self._plan.wire
-        if received.size != self.workers * wire.nbytes:
-            raise RankMismatch(
-                f"bucket {self.bucket.index}: {received.size} bytes came back, expected {self.workers} packets of "
-                f"{wire.nbytes}; the ranks are at different densities: is the epoch the same everywhere?"
-            )
-        self._packets, self._summed = received.reshape(self.workers, wire.nbytes), None
-        self._counts, flags = wire.read_headers(self.kernels.coder, self._packets, self._step)
-        self.flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
-        self.ranks_in_join = int(np.count_nonzero(flags & FLAG_JOINED))
-        # what it finds wrong is known after `aggregate_into`, which changes no state
-        if self._plan.receiver is not None:
-            self._plan.receiver.read(self._packets, self._counts)
-        else:
-            for _ in self._groups(decoded=False):  # every packet is read before anything is changed
-                pass
-        return not self.flagged
-
-    def _receive_summed(self, received: np.ndarray) -> bool:
-        summed, finite, self.ranks_in_join = read_summed(received, self.bucket, self._step, self.workers)
-        self._packets, self._summed, self.flagged = None, summed, []
-        return finite
-
-    def _groups(self, decoded: bool) -> Iterator[list[Elements]]:
-        """What the ranks sent, in rank order, as many ranks at a time as are held decoded.
-
-        Args:
-            decoded: whether the first group is decoded already; it is, if it is the only one, after `receive`.
-        """
-        plan, packets = self._plan, self._packets
-        assert plan is not None and packets is not None
-        for first in range(0, self.workers, plan.held):
-            group = []
-            for memory, rank in zip(plan.received, range(first, min(first + plan.held, self.workers)), strict=False):
-                count = int(self._counts[rank])
-                elements = Elements(memory.positions[:count], memory.values[:count])
-                if not decoded:
-                    plan.wire.decode(self.kernels.coder, packets[rank], count, rank, *elements)
-                group.append(elements)
-            yield group
-
-    @property
-    def contributions(self) -> list[Elements]:
-        """What each rank sent, of the last packets received (of a sum they are not known); copies."""
-        if self._plan is not None and self._plan.receiver is not None:
-            self._check(self._plan, self._plan.receiver)
-            return self._plan.receiver.contributions
-        return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]
-
-    def _check(self, plan: Workspace, receiver: Receiver) -> None:
-        for rank, problem in receiver.problems.items():
-            raise plan.wire.corrupt(rank, f"impossible: {problem}")
+        exchange = self.exchange
+        buffer = exchange.proceed(self._round, received, self._step)
+        self._round += 1
+        if buffer is None:
+            self.finite, self.flagged = exchange.finite, exchange.flagged
+            self.ranks_in_join = exchange.ranks_in_join
+        return buffer
 
     def aggregate_into(self, scale: float) -> bool:
-        """``update = scale * sum over ranks of what they sent``, added in rank order: the same bits on every rank.
+        """``update = scale * sum over ranks of what they sent``: the same bits on every rank.
 
-        It goes into `outputs`, of which one must have been put for each segment that was not offered in place. Before
+        It goes into `outputs`, of which one must have been put for each segment that was not added in place. Before
         it is called again, until the next `receive`, all must be put anew: none is zero any more.
 
         Args:
@@ -396,14 +352,4 @@ class BucketEngine:
         Raises:
             CorruptPacket: on every rank alike, where packets are decoded on a device.
         """
-        if self._summed is not None:
-            return self.kernels.aggregate_dense(self.outputs, self.kernels.from_host(self._summed), scale)
-        assert self._plan is not None
-        if self._plan.receiver is not None:
-            finite = self._plan.receiver.aggregate_into(self.outputs, scale)
-            self._check(self._plan, self._plan.receiver)
-            return finite
-        finite = True
-        for number, group in enumerate(self._groups(decoded=self._plan.held == self.workers)):
-            finite = self.kernels.aggregate_into(self.outputs, group, scale, fresh=number == 0) and finite
-        return finite
+        return self.exchange.aggregate_into(self.outputs, scale)

@@ -15,6 +15,7 @@ from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
+from dgc_horovod.exchange.contract import Round
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining
@@ -65,9 +66,9 @@ class BucketExchange:
         self.place = {
             segment.name: (engine, i) for engine in self.engines for i, segment in enumerate(engine.bucket.segments)
         }
-        self.stats_of_steps = ExchangeStats(workers, sum(self.numel.values()), traffic)
-        self.stats_of_steps.buckets = weakref.WeakMethod(self.bucket_stats)
-        all_exchanges.append(self.stats_of_steps)
+        self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic)
+        self.counts.buckets = weakref.WeakMethod(self.bucket_stats)
+        all_exchanges.append(self.counts)
         self.steps = 0  # finished so far, of the whole training
         self.epoch: int | None = None  # that the warm-up was told last
         self._lock = threading.Lock()  # buckets may be compressed by several threads
@@ -93,33 +94,48 @@ class BucketExchange:
             clip: factor of the gradients, from `clip_factor`.
             loss_scale: by which the loss, hence every gradient, is multiplied.
         """
-        traffic, meter = self.stats_of_steps.traffic, self.meters[engine]
+        traffic, meter = self.counts.traffic, self.meters[engine]
         meter.begins()
         with traffic.timing("compressing"):
             message = engine.compress(clip / loss_scale, self.steps, self.density())
         meter.compressed(message)
         with self._lock:
             if not engine.bucket.uncompressed:
-                self.stats_of_steps.offered += engine.bucket.numel
-                self.stats_of_steps.selected += message.count
-            count = traffic.count_allreduce if message.densified else traffic.count_allgather
-            count(message.payload.nbytes, self.workers)
+                self.counts.offered += engine.bucket.numel
+                self.counts.selected += message.count
+        self._count(message.round)
         return message
 
-    def decode(self, engine: BucketEngine, received: np.ndarray, loss_scale: float = 1.0) -> bool:
-        """Put what all ranks sent together, into the outputs of `engine`; returns whether it is finite.
+    def receive(self, engine: BucketEngine, received: np.ndarray) -> np.ndarray | None:
+        """Take what a round of the exchange of `engine` has brought; what the next one sends, None after the last.
 
         Args:
             engine: one of ours.
-            received: the ranks' packets after one another, or the sum of their vectors.
+            received: see `BucketEngine.receive`.
+        """
+        self.meters[engine].begins()
+        with self.counts.traffic.timing("decoding"):
+            buffer = engine.receive(received)
+        if buffer is not None:
+            self._count(engine.round)
+        self.meters[engine].decoded()
+        return buffer
+
+    def aggregate(self, engine: BucketEngine, loss_scale: float = 1.0) -> bool:
+        """Put what all ranks sent together, into the outputs of `engine`; returns whether it is finite.
+
+        Args:
+            engine: one of ours, all of whose rounds are through.
             loss_scale: see `compress`.
         """
         self.meters[engine].begins()
-        with self.stats_of_steps.traffic.timing("decoding"):
-            finite = engine.receive(received)
-            finite = engine.aggregate_into(self.mean_scale * loss_scale) and finite
+        with self.counts.traffic.timing("decoding"):
+            finite = engine.aggregate_into(self.mean_scale * loss_scale) and engine.finite
         self.meters[engine].decoded()
         return finite
+
+    def _count(self, collective: Round) -> None:
+        self.counts.traffic.count(collective.nbytes, collective.received(self.workers))
 
     def clip_factor(self, other_squares: float = 0.0, loss_scale: float = 1.0) -> float:
         """The factor that brings this rank's whole gradient within its limit; every gradient must have been offered.
@@ -162,7 +178,7 @@ class BucketExchange:
         else:
             self.rollback()
         self.steps += 1
-        self.stats_of_steps.steps += 1
+        self.counts.steps += 1
 
     def where_not_finite(self) -> str:
         """In words, where a gradient of the last step was not finite; the same text on every rank."""

@@ -284,7 +284,7 @@ class Distribution:
 
     def stats(self) -> dict[str, Any]:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""
-        tallies = [exchange.steps.stats_of_steps for exchange in self.exchanges]
+        tallies = [exchange.steps.counts for exchange in self.exchanges]
         return {**total(tallies), "buckets": bucket_stats(tallies)}
 
 

@@ -130,7 +130,7 @@ class _Participant:
     def begin(self) -> None:
         """Start a step without a gradient, which may turn out to be nobody's."""
         optimizer = self.optimizer
-        self._before, self._selected = state.copied(optimizer), self.exchange.buckets.stats_of_steps.selected
+        self._before, self._selected = state.copied(optimizer), self.exchange.buckets.counts.selected
         self._entries = {p: dict(optimizer.state[p]) for p in self.exchange.names if p in optimizer.state}
         for p in self.exchange.names:
             p.grad = None
@@ -158,8 +158,8 @@ class _Participant:
             optimizer._dgc_update.set_directions(p, self._before.directions.get(exchange.names[p], 0))
         for p, entries in self._entries.items():
             optimizer.state[p] = entries
-        exchange.buckets.stats_of_steps.steps -= 1
-        exchange.buckets.stats_of_steps.selected = self._selected
+        exchange.buckets.counts.steps -= 1
+        exchange.buckets.counts.selected = self._selected
 
     def leave(self) -> None:
         """Be as before join, but for what the steps have changed."""

@@ -365,7 +365,7 @@ class CompressedMethods:
         """
         if not self.process_set.included():
             return {}
-        return {**self._dgc.buckets.stats_of_steps.stats(), "buckets": self._dgc.buckets.bucket_stats()}
+        return {**self._dgc.buckets.counts.stats(), "buckets": self._dgc.buckets.bucket_stats()}
 
 
 def _remove(hooks: list[Any]) -> None:

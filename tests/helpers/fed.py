@@ -45,5 +45,5 @@ def looked_at(buckets: Any) -> dict[str, str]:
     state = buckets.state_arrays()
     names = sorted(state, key=lambda name: name.split()[-1])  # the adapters name tensors differently, in one order
     found = {"u": hashed(state[name]["u"] for name in names), "v": hashed(state[name]["v"] for name in names)}
-    sent = [part for e in buckets.engines if e._packets is not None for c in e.contributions for part in c]
+    sent = [part for e in buckets.engines for c in e.exchange.contributions for part in c]
     return {**found, "sent": hashed(sent), "non-zero": str(sum(int(np.count_nonzero(x)) for x in sent))}

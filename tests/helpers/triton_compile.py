@@ -19,40 +19,36 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc_horovod.kernels.triton import accumulate as triton_take_in
-from dgc_horovod.kernels.triton import decode as triton_decode
-from dgc_horovod.kernels.triton import encode as triton_encode
-from dgc_horovod.kernels.triton import select as triton_select
-from dgc_horovod.kernels.triton import sums as triton_sums
+from dgc_horovod.kernels.triton import accumulate, decode, encode, select, sums
 from dgc_horovod.kernels.triton.memory import EXACT
 
 # What each parameter is, by name: pointers to int32 unless it is here
 _KINDS = {
     **dict.fromkeys(
         ("v", "u", "second", "values", "decoded", "masked", "chosen_values", "floors", "numbers", "scale"), "*fp32"),
-    **dict.fromkeys(("gradients", "targets", "vectors"), "*i64"),
+    **dict.fromkeys(("gradients", "outputs", "vectors"), "*i64"),
     "sums": "*fp64",
     **dict.fromkeys(
-        ("numel", "room", "k", "blocks", "capacity", "values_at", "scales_at", "words", "packet_words",
+        ("numel", "max_candidates", "k", "blocks", "capacity", "values_at", "scales_at", "words", "packet_words",
          "high_at", "bits", "chunks", "ranks"), "i32"),
 }  # fmt: skip
 _LOW, _CODECS, _FEEDS = (0, 9), range(1, 7), range(4)
 KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (
-        triton_take_in.accumulate,
+        accumulate.accumulate,
         8,
         [{"FEED": accumulation, "ALIGNED": aligned} for accumulation in _FEEDS for aligned in (0, 1)],
     ),
-    (triton_select.refine, 4, [{}]),
-    (triton_select.count, 4, [{}]),
-    (triton_select.gather, 4, [{}]),
-    (triton_encode.encode, 4, [{"LOW": low, "CODEC": codec} for codec in _CODECS for low in _LOW]),
-    (triton_encode.update_residual, 4, [{"MASKS": masks} for masks in (0, 1)]),
-    (triton_decode.count_ones, 4, [{}]),
-    (triton_decode.decode_positions, 4, [{"LOW": low, "BLOCK_BITS": 11} for low in _LOW]),
-    (triton_decode.decode_values, 4, [{"CODEC": codec} for codec in _CODECS]),
-    (triton_sums.chunk_sums, 4, [{}]),
-    (triton_decode.fill, 4, [{"BLOCK_BITS": 11, "FRESH": fresh} for fresh in (0, 1)]),
+    (select.refine, 4, [{}]),
+    (select.count, 4, [{}]),
+    (select.gather, 4, [{}]),
+    (encode.encode, 4, [{"LOW": low, "CODEC": codec} for codec in _CODECS for low in _LOW]),
+    (encode.update_residual, 4, [{"MASKS": masks} for masks in (0, 1)]),
+    (decode.count_ones, 4, [{}]),
+    (decode.decode_positions, 4, [{"LOW": low, "BLOCK_BITS": 11} for low in _LOW]),
+    (decode.decode_values, 4, [{"CODEC": codec} for codec in _CODECS]),
+    (sums.chunk_sums, 4, [{}]),
+    (decode.aggregate_into, 4, [{"BLOCK_BITS": 11, "FRESH": fresh} for fresh in (0, 1)]),
 ]
 
 

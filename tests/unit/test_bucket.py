@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec, count_for, densified_is_smaller, plan, ranges
+from dgc_horovod.core.bucketing import TensorSpec, count_for, plan, ranges
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.choose import EXCHANGES, choose
 from dgc_horovod.wire.packet import PacketFormat
 
 SHAPES = st.lists(
@@ -79,13 +80,13 @@ def test_k_is_the_ceiling_of_the_decimal_product():
     assert count_for(7, 1.0) == 7 and count_for(7, 1) == 7
 
 
-def test_scattered_exchange_where_an_allgather_costs_more():
+def test_densified_where_an_allgather_costs_more():
     """N*k*b > 64*n bits: never at 0.1%, with int32 and fp32 at density 0.5 from N = 3, at 0.25 from N = 5."""
 
-    def packet(capacity):
-        return PacketFormat(0, 10**6, capacity, "fp32", "int32").body_bytes
+    def densifies(capacity, workers, numel=10**6):
+        return choose(PacketFormat(0, numel, capacity, "fp32", "int32"), workers) is EXCHANGES["densified"]
 
-    assert not densified_is_smaller(10**6, packet(1000), 500)
-    assert [densified_is_smaller(10**6, packet(500_000), n) for n in (2, 3)] == [False, True]
-    assert [densified_is_smaller(10**6, packet(250_000), n) for n in (4, 5)] == [False, True]
-    assert densified_is_smaller(2**30, 2**28, 8), "an allgather's output stays below 2**31 bytes"
+    assert not densifies(1000, 500)
+    assert [densifies(500_000, n) for n in (2, 3)] == [False, True]
+    assert [densifies(250_000, n) for n in (4, 5)] == [False, True]
+    assert densifies(2**25, 8, 2**30), "an allgather's output stays below 2**31 bytes"

@@ -16,6 +16,7 @@ from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.selection import RULES
 from dgc_horovod.errors import CorruptPacket, RankMismatch
+from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.kernels.contract import AdamCorrection, ErrorFeedback, MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers import hand_table
@@ -67,8 +68,9 @@ def exchange(engines, gradients, accumulation, step, density):
         add_gradient(engine, g, accumulation)
         messages.append(engine.compress(1.0, step, density))
     payloads = [message.payload for message in messages]
-    combined = sum(payloads) if messages[0].densified else np.concatenate(payloads)
-    finite = {engine.receive(combined.copy()) for engine in engines}
+    for engine, received in zip(engines, carry(messages[0].round, payloads), strict=True):
+        assert engine.receive(received.copy()) is None
+    finite = {engine.finite for engine in engines}
     assert len(finite) == 1
     return messages, finite.pop()
 
@@ -105,8 +107,8 @@ def test_conservation_and_equal_replicas(rule, backend, accumulation, kind, size
             assert (v == sent + kept).all()
             assert (kept[touched] == 0).all(), "something was sent in part"
             assert touched.size == messages[rank].count
-            if not messages[rank].densified:
-                positions, values = engine.contributions[rank]
+            if messages[rank].round.kind == "allgather":
+                positions, values = engine.exchange.contributions[rank]
                 assert (positions == touched).all() and (values == sent[touched]).all(), "received is not what was sent"
             v[:] = kept
             u[touched] = 0
@@ -195,7 +197,7 @@ def test_hand_computed_table(kernels, gradients, table, nesterov):
         _, finite = exchange(engines, arrays, accumulation, step, hand_table.DENSITY)
         assert finite == (row["mean"] is not None)
         for rank, engine in enumerate(engines):
-            packet_sent = dict(zip(*(x.tolist() for x in engine.contributions[rank]), strict=True))
+            packet_sent = dict(zip(*(x.tolist() for x in engine.exchange.contributions[rank]), strict=True))
             assert packet_sent == row["sent"][rank]
             if finite:
                 assert update_of(engine, 0.5).tolist() == row["mean"]
@@ -229,7 +231,7 @@ def test_nothing_that_is_not_finite_enters(bad, workers):
     engines = make_engines(make_config(density=density), BACKENDS[0], workers, 40)
     g = [DATA["normal"](40, rank) for rank in range(workers)]
     messages, finite = exchange(engines, g, MomentumCorrection(0.9), 0, density)
-    assert finite and messages[0].densified == (workers == 8)
+    assert finite and (messages[0].round.kind == "allreduce") == (workers == 8)
     before = [(e.state.u.copy(), e.state.v.copy()) for e in engines]
     g[1][3] = bad
     _, finite = exchange(engines, g, MomentumCorrection(0.9), 1, density)
@@ -326,9 +328,10 @@ def test_nothing_is_read_from_output_buffers(kernels, rule):
         g = DATA["normal"](300, step)
         outputs = []
         for engine in (clean, poisoned):
-            if engine is poisoned and engine._plan is not None:
-                engine._plan.payload.fill(0xFF)
-                for memory in (engine._plan.decoded, engine._plan.masked, *(e.values for e in engine._plan.received)):
+            if engine is poisoned and engine._workspace is not None:
+                encoder, received = engine.exchange._encoder, engine.exchange._decoded
+                encoder.packet.fill(0xFF)
+                for memory in (encoder._decoded, engine._workspace.masked, *(e.values for e in received)):
                     memory.fill(np.nan)
             messages, _ = exchange([engine], [g], MomentumCorrection(0.9), step, 0.1)
             outputs.append((messages[0].payload.tobytes(), update_of(engine).tobytes()))
@@ -403,8 +406,8 @@ def test_in_place_gives_the_same_bits(backend, density):
             messages.append(engine.compress(1.0, step, density))
         payloads = [message.payload for message in messages]
         assert [p.tobytes() for p in payloads] == [m.payload.tobytes() for m in expected_messages]
-        combined = sum(payloads) if messages[0].densified else np.concatenate(payloads)
+        combined = carry(messages[0].round, payloads)[0]
         for engine, other, own in zip(ours, plain, parts, strict=True):
-            assert engine.receive(combined.copy()) and engine.aggregate_into(0.2)
+            assert engine.receive(combined.copy()) is None and engine.finite and engine.aggregate_into(0.2)
             found = np.concatenate([as_numpy(backend, part) for part in own])
             assert found.tobytes() == update_of(other, 0.2).tobytes()

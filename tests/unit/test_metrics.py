@@ -41,7 +41,7 @@ def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
         last_sent[engine.sent.positions] = step + 1
         least = float(np.abs(engine.sent.values).min())
         engine.outputs.put(0, kernels.new(numel))
-        assert exchange.decode(engine, message.payload)
+        assert exchange.receive(engine, message.payload) is None and exchange.aggregate(engine)
         exchange.close(True)
     (found,) = exchange.bucket_stats()
     v = kernels.to_host(engine.state.v)
@@ -63,17 +63,17 @@ def test_a_step_that_was_not_finished_counts_in_what_was_offered_too():
     for finished in (True, False):
         engine.add_gradient(0, as_array(kernels, np.ones(100, np.float32)), MomentumCorrection(0.9, False))
         engine.outputs.put(0, kernels.new(100))
-        assert exchange.decode(engine, exchange.compress(engine).payload)
+        assert exchange.receive(engine, exchange.compress(engine).payload) is None and exchange.aggregate(engine)
         if finished:
             exchange.close(True)
-    stats = exchange.stats_of_steps.stats()
+    stats = exchange.counts.stats()
     assert (stats["steps"], stats["selected"], stats["elements"]) == (1, 200, 200)
 
 
 def test_counts_outlive_their_exchange_and_buckets_do_not():
     exchange = exchange_of(BACKENDS[0], 100, 0.1)
-    tallies = [exchange.stats_of_steps]
-    assert exchange.stats_of_steps in all_exchanges and len(bucket_stats(tallies)) == 1
+    tallies = [exchange.counts]
+    assert exchange.counts in all_exchanges and len(bucket_stats(tallies)) == 1
     del exchange
     assert bucket_stats(tallies) == [] and tallies[0].stats()["steps"] == 0
 

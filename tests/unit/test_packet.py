@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc_horovod.core.workspace import densified, read_summed
 from dgc_horovod.errors import CorruptPacket, RankMismatch
+from dgc_horovod.exchange.densified import DensifiedExchange
+from dgc_horovod.kernels.contract import NO_ELEMENTS
+from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat
@@ -132,11 +134,13 @@ def test_flags_travel(coder, flags):
 
 @pytest.mark.parametrize("workers", [1, 2, 7, 4095])
 def test_a_sum_tells_how_many_are_in_join_and_whether_all_is_finite(workers):
-    bucket = Bucket(0, (Segment("w", 0, 3),))
-    kinds = {flags: densified(3, NONE, NO_VALUES, flags, 70, workers) for flags in range(4)}
+    bucket, wire = Bucket(0, (Segment("w", 0, 3),)), PacketFormat(0, 3, 1)
+    exchange = DensifiedExchange(bucket, wire, ReferenceKernels(), workers)
+    kinds = {flags: exchange.begin(NO_ELEMENTS, flags, 70).buffer for flags in range(4)}
     for joined, damaged in [(0, 0), (workers, 0), (workers - 1, 1), (workers, workers), (workers // 2, workers)]:
         ranks = [FLAG_JOINED * (r < joined) | FLAG_NONFINITE * (r >= workers - damaged) for r in range(workers)]
         summed = np.zeros(6, np.float32)
         for flags in ranks:
             summed += kinds[flags]
-        assert read_summed(summed, bucket, 70, workers)[1:] == (damaged == 0, joined)
+        assert exchange.proceed(0, summed, 70) is None
+        assert (exchange.finite, exchange.ranks_in_join) == (damaged == 0, joined)

@@ -108,7 +108,7 @@ def test_every_kernel_compiles_and_fuses_nothing(devices):
     assert not loose, "denormals are kept, divisions and roots rounded correctly"
     fused = {name: found["fused"] for name, found in kernels.items() if found["fused"]}
     assert not fused, "products must be rounded before they are added"
-    wide = [found["wide"] for name, found in kernels.items() if name.startswith("take_in") and "ALIGNED=1" in name]
+    wide = [found["wide"] for name, found in kernels.items() if name.startswith("accumulate") and "ALIGNED=1" in name]
     assert min(wide) >= 4, "16 bytes at a time of v and of the gradient"
 
 

@@ -23,20 +23,24 @@ class Rule:
     Args:
         select: view, k, context -> elements.
         by_size: whether it sends the largest, so that candidates help it.
-        wants_sums: whether it looks at mean and deviation.
+        needs_sums: whether it looks at mean and deviation.
+        on_device: whether the kernels of a device can make the whole selection.
+        sends_k: whether it sends all there is where k is all; not where something else than k decides.
     """
 
     select: Callable[[ResidualView, int, SelectionContext], Elements]
     by_size: bool = True
-    wants_sums: bool = False
+    needs_sums: bool = False
+    on_device: bool = False
+    sends_k: bool = True
 
 
 RULES: dict[str, Rule] = {
-    "exact": Rule(exact.select),
+    "exact": Rule(exact.select, on_device=True),
     "sampled": Rule(sampled.select),
-    "gaussian": Rule(gaussian.select, wants_sums=True),
+    "gaussian": Rule(gaussian.select, needs_sums=True),
     "random": Rule(random.select, by_size=False),
-    "threshold": Rule(fixed.select),
+    "threshold": Rule(fixed.select, sends_k=False),
 }
 
 __all__ = ["RULES", "ResidualView", "Rule", "SelectionContext", "ThresholdPredictor", "select"]
@@ -44,6 +48,6 @@ __all__ = ["RULES", "ResidualView", "Rule", "SelectionContext", "ThresholdPredic
 
 def select(rule: str, view: ResidualView, k: int, context: SelectionContext) -> Elements:
     """What `rule` sends of a span; with ``k >= numel`` every rule with a density sends everything."""
-    if k >= view.numel and rule != "threshold":
+    if k >= view.numel and RULES[rule].sends_k:
         return view.at_least(0.0, view.numel)
     return RULES[rule].select(view, k, context)

@@ -7,7 +7,7 @@ n elements, N workers, T seconds of computing a step, a link of B bits a second:
     step     T + compress + exchange, less what of the exchange hides behind the backward pass
 
 * p is the size of a rank's packets of all buckets, as `PacketFormat` gives it. 0.2% of the elements count as biases and
-  norms, ResNet-50's share, and go as ``dense_values`` says. Where `densified_is_smaller` holds, a bucket costs what it
+  norms, ResNet-50's share, and go as ``dense_values`` says. Where `exchange.choose` densifies, a bucket costs what it
   costs dense. A ring of ranks in host order crosses each link once in each direction, however many ranks a host has.
 * 0.89 is the least of five models' dense steps between two hosts at 1 Gbps over Gloo (docs/benchmarks.md): VGG-16 4,427
   ms on the bare link and 4,985 measured; ResNet-50 818 and 905, or 0.90. Packets are taken to reach the same share.
@@ -36,8 +36,9 @@ import numpy as np
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core import bucketing
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.workspace import form
+from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.stats import Traffic
@@ -119,11 +120,8 @@ def link_bytes(elements: int, config: DGCConfig, workers: int) -> int:
     """
     plan, traffic = bucketing.plan(_tensors(elements, config), config, workers), Traffic()
     for bucket in plan.buckets:
-        _, wire, densified = form(bucket, config, config.final_density, workers)
-        if densified:
-            traffic.count_allreduce(4 * bucket.numel, workers)
-        else:
-            traffic.count_allgather(wire.nbytes, workers)
+        for collective in message_spec(bucket, config, config.final_density, workers).rounds(workers):
+            traffic.count(collective.nbytes, collective.received(workers))
     width = 2 if bucketing.dense_values(config, workers) == "fp16" else 4
     traffic.count_allreduce(width * (elements - sum(bucket.numel for bucket in plan.buckets)), workers)
     return traffic.received
@@ -154,13 +152,11 @@ def measure_compress(elements: int, config: DGCConfig, workers: int) -> float:
     engine = BucketEngine(bucket, config, kernels, 0, workers)
     engine.outputs.put(0, kernels.new(numel))
     compress, payloads = _steps(engine, numel)
-    if payloads[0].dtype == np.float32:
-        received = payloads[0] * np.float32(workers)
-    else:  # as if the ranks had sent what this one has sent in several tries at the same step
-        received = np.concatenate([payloads[rank % len(payloads)] for rank in range(workers)])
+    # as if the ranks had sent what this one has sent in several tries at the same step
+    (received, *_) = carry(engine.exchange.rounds[0], [payloads[rank % len(payloads)] for rank in range(workers)])
 
     def decode() -> None:
-        engine.receive(received)
+        engine.exchange.proceed(0, received, 1)
         engine.aggregate_into(1 / workers)
 
     return (compress + statistics.median(_seconds(decode) for _ in range(3))) * elements / numel

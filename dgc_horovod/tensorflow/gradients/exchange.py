@@ -13,21 +13,18 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.schedule import densities
 from dgc_horovod.tensorflow.clipping.learned import LearntClipping
+from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
-from dgc_horovod.tensorflow.gradients.host_steps import BucketRun, HostSteps
+from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native
-
-_MESSAGE = [tf.uint8, tf.float32]  # a packet and a vector, of which one is empty
 
 
 class Exchanged(NamedTuple):
@@ -187,33 +184,23 @@ class GradientExchange:
             messages = []
             for run in runs:
                 inputs = [started, *(flat[i] for i in run.members)]
-                messages.append(host_call(steps.noting(steps.compress, run), inputs, _MESSAGE, run.kernels))
+                messages.append(host_call(steps.noting(steps.compress, run), inputs, TRIPLE, run.kernels))
             return messages, whole
         # the norm needs every gradient first
         inputs = [started, *(flat[i] for run in runs for i in run.members), *(flat[i] for i in whole)]
         kernels = runs[0].kernels if runs else None
-        dtypes = [*_MESSAGE * len(runs), tf.float32]
+        dtypes = [*TRIPLE * len(runs), tf.float32]
         *tensors, clip = host_call(steps.noting(steps.compress_clipped), inputs, dtypes, kernels)
         whole = {i: gradient * tf.cast(clip, gradient.dtype) for i, gradient in whole.items()}
-        return [tensors[n : n + 2] for n in range(0, len(tensors), 2)], whole
+        return [tensors[n : n + 3] for n in range(0, len(tensors), 3)], whole
 
-    def _decoded(self, run: BucketRun, message: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _decoded(self, run: BucketRun, triple: list[tf.Tensor]) -> list[tf.Tensor]:
         """The updates of a bucket, and whether they are finite."""
-        packet, vector = message
-        config, steps = self.settings.config, self.steps
-        assert config is not None
-
-        def gathered() -> list[tf.Tensor]:
-            return [self.collectives.allgather(packet, run.engine.bucket.name), tf.zeros([0], tf.float32)]
-
-        def summed() -> list[tf.Tensor]:
-            return [tf.zeros([0], tf.uint8), self.collectives.allreduce(vector, f"{run.engine.bucket.name}.scattered")]
-
-        densified = {run.engine.densifies(density) for density in densities(config.final_density, config.warmup)}
-        if len(densified) > 1 or envvars.horovod_elastic():  # the number of ranks decides, too
-            received = tf.cond(tf.size(vector) > 0, summed, gathered)
-        else:
-            received = summed() if True in densified else gathered()
+        steps, rounds = self.steps, len(run.alternatives)
+        for number in range(rounds):
+            received = run.carried(self.collectives, number, triple)
+            if number + 1 < rounds:
+                call = steps.noting(steps.next_round, run, number + 1)
+                triple = host_call(call, received, TRIPLE, run.kernels)
         dtypes = [*[tf.float32] * len(run.members), tf.bool]
-        decode = steps.decode if run.kernels.array_kind == "numpy" else steps.decode_on_device
-        return host_call(steps.noting(decode, run), received, dtypes, run.kernels)
+        return host_call(steps.noting(steps.decode, run), received, dtypes, run.kernels)

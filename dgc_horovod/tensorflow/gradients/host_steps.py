@@ -10,7 +10,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy as np
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.errors import BackendUnavailable, DGCError, NotFinite, UnsupportedUse
 from dgc_horovod.kernels import registry
@@ -26,6 +24,7 @@ from dgc_horovod.kernels.contract import ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import ExchangeStats, all_exchanges
+from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, threads
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
@@ -36,21 +35,6 @@ from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
 _log = logging.getLogger("dgc_horovod")
 _ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
 _FROM_SLOTS = -1  # for a generation: what belongs here is in the optimizer's slots
-_NO_PACKET, _NO_VECTOR = np.empty(0, np.uint8), np.empty(0, np.float32)
-
-
-@dataclass(eq=False)
-class BucketRun:
-    """A bucket, where its tensors stand in the list of gradients, and memory for its updates."""
-
-    engine: BucketEngine
-    members: tuple[int, ...]
-    blocks: Blocks
-
-    @property
-    def kernels(self) -> Kernels:
-        """Those of its device."""
-        return self.engine.kernels
 
 
 class HostSteps:
@@ -90,10 +74,10 @@ class HostSteps:
         self._under_way = self._told = False
         if settings.config is not None:
             self.buckets = self._make_buckets(sources, settings, settings.config)
-            self.stats_of_steps = self.buckets.stats_of_steps
+            self.counts = self.buckets.counts
         else:
-            self.stats_of_steps = ExchangeStats(collectives.workers, numel_of(sources), collectives.traffic)
-            all_exchanges.append(self.stats_of_steps)
+            self.counts = ExchangeStats(collectives.workers, numel_of(sources), collectives.traffic)
+            all_exchanges.append(self.counts)
 
     def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> BucketExchange:
         names = [f"{i} {source.name}" for i, source in enumerate(sources)]
@@ -185,7 +169,7 @@ class HostSteps:
         self._under_way = False
         if self.buckets is not None:
             self.buckets = self._make()
-            self.stats_of_steps = self.buckets.stats_of_steps
+            self.counts = self.buckets.counts
             for run, engine in zip(self.runs, self.buckets.engines, strict=True):
                 run.engine = engine
 
@@ -241,8 +225,8 @@ class HostSteps:
                 self.update.take_over(run.engine, run.members.index(i), mine, float(rate) * factor)
         return [np.int64(0)]
 
-    def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[np.ndarray]:
-        """Take in a bucket's gradients; its message, as packet and vector, of which one is empty."""
+    def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[Any]:
+        """Take in a bucket's gradients; what its first round sends, as `BucketRun.triple`."""
         self._add_gradients(run, gradients)
         return self._message(run, 1.0)
 
@@ -265,35 +249,39 @@ class HostSteps:
         for i, gradient in enumerate(gradients):
             run.engine.add_gradient(i, gradient, accumulation)
 
-    def _message(self, run: BucketRun, clip: float) -> list[np.ndarray]:
+    def _message(self, run: BucketRun, clip: float) -> list[Any]:
         assert self.buckets is not None
         message = self.buckets.compress(run.engine, clip)
         self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
         self._idle_since = time.perf_counter()
-        if message.densified:
-            return [_NO_PACKET, message.payload]
-        return [message.payload.copy(), _NO_VECTOR]  # the engine writes the next one to the same place
+        return run.triple(0, message.payload)
 
-    def decode(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray) -> list[Any]:
-        """The updates of a bucket from what came back, and whether they are finite."""
-        return self._fill(run, packets, vector, run.blocks.take())
+    def next_round(self, run: BucketRun, number: int, data: Any, floats: Any) -> list[Any]:
+        """What round `number` of a bucket's exchange sends, given what the one before has brought."""
+        return run.triple(number, self._receive(run, data, floats))
 
-    def decode_on_device(self, run: BucketRun, packets: Any, vector: Any) -> list[Any]:
-        """The same where Arrays are not NumPy's."""
-        kernels = run.kernels
-        updates = [kernels.new(segment.numel) for segment in run.engine.bucket.segments]
-        return self._fill(run, kernels.to_host(packets), kernels.to_host(vector), updates)
-
-    def _fill(self, run: BucketRun, packets: np.ndarray, vector: np.ndarray, updates: Sequence[Any]) -> list[Any]:
+    def decode(self, run: BucketRun, data: Any, floats: Any) -> list[Any]:
+        """The updates of a bucket from what the last round has brought, and whether they are finite."""
         assert self.buckets is not None
-        self.stats_of_steps.traffic.waited(time.perf_counter() - self._idle_since)
+        self._receive(run, data, floats)
+        updates = run.new_updates()
         for i, update in enumerate(updates):
             run.engine.outputs.put(i, update)
-        # the engine looks at packets until the next ones come; their memory is TensorFlow's
-        finite = self.buckets.decode(run.engine, packets.copy() if packets.size else vector)
+        finite = self.buckets.aggregate(run.engine)
         run.engine.outputs.clear()
         self._idle_since = time.perf_counter()
         return [*updates, np.bool_(finite)]
+
+    def _receive(self, run: BucketRun, data: Any, floats: Any) -> np.ndarray | None:
+        assert self.buckets is not None
+        data, floats = run.kernels.to_host(data), run.kernels.to_host(floats)
+        if not (data.size or floats.size):  # at this density there is no such round
+            return None
+        self.counts.traffic.waited(time.perf_counter() - self._idle_since)
+        # the engine looks at packets until the next ones come; their memory is TensorFlow's
+        buffer = self.buckets.receive(run.engine, data.copy() if data.size else floats)
+        self._idle_since = time.perf_counter()
+        return buffer
 
     def end(self, dense_bytes: int, *flags: np.ndarray) -> list[Any]:
         """Close the step; returns whether every rank may apply it.
@@ -311,7 +299,7 @@ class HostSteps:
             self._under_way = False
             self._say(text)
         else:
-            self.stats_of_steps.steps += 1
+            self.counts.steps += 1
             self._under_way = False
         return [np.bool_(finite)]
 

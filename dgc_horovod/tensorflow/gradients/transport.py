@@ -61,6 +61,12 @@ class Collectives:
             return tensor
         return hvd.allgather(tensor, self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
 
+    def alltoall(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Part i of N equal ones goes to rank i; what came, in rank order."""
+        if self.alone:
+            return tensor
+        return hvd.alltoall(tensor, name=self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
+
     def allreduce(
         self, tensor: tf.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:

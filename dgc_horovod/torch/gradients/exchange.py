@@ -6,7 +6,6 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import horovod.torch as hvd
@@ -14,42 +13,23 @@ import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import BucketExchange
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.contract import start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from dgc_horovod.torch.clipping.local import Change, LocalClipping, norm_of
+from dgc_horovod.torch.gradients.bucket_run import BucketRun
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
 from dgc_horovod.torch.gradients.memory import flat_array, handed, is_alone, is_in, is_plain, wait_for_streams
-from dgc_horovod.torch.gradients.transport import Collectives, Pending
+from dgc_horovod.torch.gradients.transport import Collectives
 
 Parameter = torch.Tensor
 _WHOLE = ErrorFeedback()
 _NARROW = (torch.float16, torch.bfloat16)
 AccumulationOf = Callable[[Parameter], tuple[Accumulation, float]]
-
-
-@dataclass
-class BucketRun:
-    """A bucket, its parameters in segment order, and how far this step has come."""
-
-    engine: BucketEngine
-    parameters: tuple[Parameter, ...]
-    arrived: int = 0  # gradients
-    pending: Pending | None = None
-    finite: bool | None = None  # None until the ranks' messages are back
-    outputs: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
-    versions: list[int] = field(default_factory=list)  # theirs, when they were put
-    narrow: bool = False  # whether an update goes into another dtype than fp32
-    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which its gradients have been made
-
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient is there."""
-        return self.arrived == len(self.parameters)
 
 
 class GradientExchange:
@@ -202,12 +182,19 @@ class GradientExchange:
     def _launch(self, run: BucketRun, clip: float) -> None:
         engine = run.engine
         message = self.buckets.compress(engine, clip, self._scale_now())
-        payload, name = torch.from_numpy(message.payload), engine.bucket.name
-        if message.densified:
-            run.pending = self.collectives.allreduce(payload, f"{name}.scattered")
-        else:
-            run.pending = self.collectives.allgather(payload, name)
+        payload = torch.from_numpy(message.payload)
+        run.pending = start(self.collectives, message.round, payload, engine.bucket.name)
         self._launched.append(run)
+
+    def _take_round(self, run: BucketRun) -> bool:
+        """Wait for the round of a bucket that is under way, and start the next; returns whether there is none."""
+        assert run.pending is not None
+        received = self.collectives.wait(run.pending).numpy()
+        buffer = self.buckets.receive(run.engine, received)
+        if buffer is not None:
+            name = run.engine.bucket.name
+            run.pending = start(self.collectives, run.engine.round, torch.from_numpy(buffer), name)
+        return buffer is None
 
     def _launch_if_all_arrived(self, accumulation_of: AccumulationOf) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
@@ -263,17 +250,25 @@ class GradientExchange:
         """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
         while self._launched:  # after an error the rest can still be waited for
             run = self._launched[0]
-            assert run.pending is not None
-            received = self.collectives.wait(run.pending).numpy()
+            if not self._take_round(run):
+                self._launched.rotate(-1)  # the first rounds of the others are waited for meanwhile
+                continue
             for i, (output, version) in enumerate(zip(run.outputs, run.versions, strict=True)):
                 if output._version != version:  # a script has written there: it is not zero any more
                     run.engine.outputs.put(i, handed(output, run.engine.kernels))
-            run.finite = self.buckets.decode(run.engine, received, self._scale_now())
+            run.finite = self.buckets.aggregate(run.engine, self._scale_now())
             self._launched.popleft()
+
+    @staticmethod
+    def _has_more_rounds(run: BucketRun) -> bool:
+        return run.engine.round is not run.engine.exchange.rounds[-1]
 
     @property
     def arrived(self) -> bool:
         """Whether everything that is under way has come back."""
+        for run in self._launched:
+            while self._has_more_rounds(run) and run.pending is not None and self.collectives.done(run.pending):
+                self._take_round(run)
         pending = [run.pending for run in self._launched] + self._dense_path.pending
         return all(self.collectives.done(each) for each in pending if each is not None)
 

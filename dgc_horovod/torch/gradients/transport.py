@@ -85,6 +85,13 @@ class Collectives:
             return Pending(None, packet, full_name)
         return Pending(hvd.allgather_async(packet, name=full_name, process_set=self.process_set), packet, full_name)
 
+    def alltoall(self, tensor: torch.Tensor, name: str) -> Pending:
+        """Start an exchange of N equal parts of a vector; the result holds what came, in rank order."""
+        full_name = f"dgc.{self.tag}.{name}"
+        if self.workers == 1:
+            return Pending(None, tensor, full_name)
+        return Pending(hvd.alltoall_async(tensor, None, full_name, self.process_set), tensor, full_name)
+
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """The `data` of every rank, of any length, in rank order. Blocks; two collectives."""
         own = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
@@ -140,4 +147,6 @@ class Collectives:
                 time.sleep(pause)
                 pause = min(1.1 * pause, _LONGEST_PAUSE)  # a tenth of what it has waited
             result = hvd.synchronize(pending.handle)
+        if isinstance(result, tuple):  # an alltoall says how much came from whom
+            result = result[0]
         return result if pending.home is None else pending.home.copy_(result)

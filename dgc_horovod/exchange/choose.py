@@ -1,0 +1,27 @@
+"""Which exchange a bucket takes: the one that brings the fewest bytes."""
+
+from __future__ import annotations
+
+from dgc_horovod.exchange.allgather import AllgatherExchange
+from dgc_horovod.exchange.contract import Exchange
+from dgc_horovod.exchange.densified import DensifiedExchange
+from dgc_horovod.wire.packet import PacketFormat
+
+_LONGEST = 2**31 - 1  # bytes of an allgather's output: its counts are C ints
+
+# A new exchange is one line here. The first of those that cost the same is taken.
+EXCHANGES: dict[str, type[Exchange]] = {"allgather": AllgatherExchange, "densified": DensifiedExchange}
+
+
+def choose(wire: PacketFormat, workers: int) -> type[Exchange]:
+    """The exchange for messages of the form `wire` among N workers.
+
+    An allgather brings N packets of coded elements to every rank, a ring allreduce of fp32 passes ``2 * 4 * numel``
+    bytes: packets are left where ``N*k*b > 64*n`` bits.
+
+    Args:
+        wire: the form of one rank's selection.
+        workers: N >= 1.
+    """
+    gathered = workers * wire.body_bytes
+    return DensifiedExchange if gathered > min(8 * wire.numel, _LONGEST) else AllgatherExchange

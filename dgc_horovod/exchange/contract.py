@@ -1,0 +1,169 @@
+"""The two contracts of an exchange: `Exchange`, its algorithm, and `Transport`, which carries its rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dgc_horovod.kernels.contract import Elements, Kernels, Sender
+from dgc_horovod.wire.bucket import Bucket
+from dgc_horovod.wire.packet import PacketFormat
+
+ALLGATHER, ALLREDUCE, ALLTOALL = "allgather", "allreduce", "alltoall"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One collective of an exchange. It is the same on every rank, and at every step of one density.
+
+    Args:
+        name: of the collective, behind the name of the bucket.
+        kind: `ALLGATHER` of equal buffers, `ALLREDUCE` (a sum), or `ALLTOALL` of N equal parts.
+        dtype: of the buffer, "uint8" or "float32".
+        size: elements in the buffer of one rank.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a rank hands to the collective."""
+        return np.dtype(self.dtype).itemsize * self.size
+
+    def received(self, workers: int) -> int:
+        """Bytes that a rank receives, as in ring algorithms.
+
+        Args:
+            workers: N >= 1.
+        """
+        if self.kind == ALLGATHER:
+            return (workers - 1) * self.nbytes
+        whole_ring = 2 if self.kind == ALLREDUCE else 1
+        return whole_ring * (workers - 1) * self.nbytes // workers
+
+
+class Transport(Protocol):
+    """Who carries bytes between the workers of one group. Collectives are asynchronous and have names.
+
+    Buffers are the framework's flat tensors. `wait` ends after DGC_TIMEOUT seconds at the latest, with an error.
+    """
+
+    rank: int
+    workers: int
+
+    def allgather(self, packet: Any, name: str) -> Any:
+        """Start an allgather of equal buffers; the result holds them in rank order."""
+
+    def allreduce(self, tensor: Any, name: str) -> Any:
+        """Start a sum over ranks."""
+
+    def alltoall(self, tensor: Any, name: str) -> Any:
+        """Start an exchange of N equal parts: part i goes to rank i; the result holds what came, in rank order."""
+
+    def broadcast(self, tensor: Any, name: str, root: int = 0) -> Any:
+        """Start a broadcast from rank `root` of the group."""
+
+    def wait(self, pending: Any) -> Any:
+        """The result of a collective that was started."""
+
+
+def start(transport: Transport, collective: Round, buffer: Any, bucket: str) -> Any:
+    """Start a round of the exchange of `bucket`; for `Transport.wait`."""
+    return getattr(transport, collective.kind)(buffer, f"{bucket}.{collective.name}")
+
+
+class Sending(NamedTuple):
+    """What an exchange begins with.
+
+    Args:
+        buffer: for the first round; used again at the next step.
+        elements: what is sent, as it stood in the residual: values that a codec rounds to zero stay behind.
+        decoded: their values as every rank will read them.
+    """
+
+    buffer: np.ndarray
+    elements: Elements
+    decoded: np.ndarray
+
+
+class Exchange(Protocol):
+    """One bucket's exchange at one density: message layout, marks, flags, bytes, and what comes of it.
+
+    ``begin``, then ``proceed`` with what each of `rounds` has brought, then ``aggregate_into``, which may be repeated;
+    ``commit`` or ``rollback`` ends the step. An error leaves the state of the exchange as it was.
+
+    Attributes:
+        rounds: its collectives, in order.
+        finite: whether every rank's gradient was, once all rounds are through.
+        flagged: ranks whose gradient was not, where the exchange knows.
+        ranks_in_join: how many ranks were in join.
+    """
+
+    rounds: tuple[Round, ...]
+    finite: bool
+    flagged: list[int]
+    ranks_in_join: int
+
+    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
+        """Make the memory that a step needs.
+
+        Args:
+            bucket: that is exchanged.
+            wire: the form of one rank's selection.
+            kernels: backend on the device of the outputs.
+            workers: N >= 1.
+        """
+
+    @staticmethod
+    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
+        """`rounds`, before any memory is made: the planner prices them, a graph is traced by them."""
+
+    def sender(self, max_candidates: int) -> Sender | None:
+        """What writes the first buffer on a device, from at most `max_candidates` candidates; None: the host does."""
+
+    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
+        """What this rank hands to the first round.
+
+        Args:
+            elements: selected, ascending; at most the capacity of the wire format.
+            flags: FLAG_NONFINITE and FLAG_JOINED of `packet`, which every round hands on.
+            step: of the schedule, >= 0, equal on all ranks.
+        """
+
+    def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
+        """Check what round `number` has brought; what the next one sends, None after the last.
+
+        Args:
+            number: of the round, from 0.
+            received: kept until the next call of it.
+            step: see `begin`.
+
+        Raises:
+            CorruptPacket, RankMismatch: on every rank alike, since all see the same bytes.
+        """
+
+    def aggregate_into(self, outputs: Any, scale: float) -> bool:
+        """``update = scale * sum over ranks``, in one order on every rank; returns whether every element is finite.
+
+        Args:
+            outputs: of the kernels, one for each segment.
+            scale: 1/N for the mean, 1 for the sum, times the loss scale.
+
+        Raises:
+            CorruptPacket: on every rank alike, where packets are decoded on a device.
+        """
+
+    @property
+    def contributions(self) -> list[Elements]:
+        """What each rank sent, as far as the exchange knows; copies."""
+
+    def commit(self) -> None:
+        """The step is applied on every rank."""
+
+    def rollback(self) -> None:
+        """The step is taken back on every rank: the state of the exchange is as before `begin`."""
