@@ -12,10 +12,10 @@ import numpy as np
 
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.wire.codecs import VALUE_CODECS
 
 RULES = ("exact", "sampled", "gaussian", "random", "threshold")
 SCOPES = ("bucket", "tensor")
-VALUES = ("fp32", "fp16", "bf16", "8bit", "4bit", "2bit")
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
@@ -82,7 +82,7 @@ class DGCConfig:
         _check_fraction("max_density", self.max_density)
         check_choice("rule", self.rule, RULES)
         check_choice("scope", self.scope, SCOPES)
-        check_choice("values", self.values, VALUES)
+        check_choice("values", self.values, tuple(VALUE_CODECS))
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
         check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)

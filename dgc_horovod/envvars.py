@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, ON_NONFINITE, RULES, SCOPES, VALUES, check_choice
+from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, ON_NONFINITE, RULES, SCOPES, check_choice
 from dgc_horovod.errors import ConfigError, nearest
+from dgc_horovod.wire.codecs import VALUE_CODECS
 
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
 OF_METHOD = "of the method"
@@ -149,7 +150,7 @@ FIELDS = (
     _field("warmup.steps_per_epoch", "", "steps in an epoch, where nothing tells the epoch", "whole", _WARM),
     _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WARM),
     _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WARM),
-    _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=VALUES),
+    _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
     _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
     _field("min_numel", "1024", "tensors of fewer elements are sent whole, >= 1", "whole", _WIRE),
     _field("compress_1d", "off", "compress biases and norms too", "switch", _WIRE),

@@ -100,13 +100,13 @@ class _Residual:
         places = {name: i for i, name in enumerate(method.model.names)}
         self._numbers = [places[segment.name] for segment in self._engine.bucket.segments]
         g = np.concatenate([gradients.one(i, rank, step).view(-1).numpy() for i in self._numbers])
-        self._u = np.float32(MOMENTUM) * self._engine.momentum() + g
+        self._u = np.float32(MOMENTUM) * self._engine.state.momentum() + g
         self._v = self._engine.state.v + self._u
         self._method = method
 
     def check(self) -> str:
         """Everything that the algorithm promises of this bucket's step."""
-        u, v = self._engine.momentum(), self._engine.state.v
+        u, v = self._engine.state.momentum(), self._engine.state.v
         sent = self._v - v
         positions = np.flatnonzero(sent)
         least = self._k if self._exact else _LEAST_OF_K * self._k

@@ -63,11 +63,20 @@ class Loopback(Collectives):
         factor = postscale / self.workers if op == hvd.Average else postscale
         return self._post(tensor * prescale, name, lambda parts: sum(parts[1:], parts[0]) * factor)
 
+    def alltoall(self, tensor: Tensor, name: str) -> Pending:
+        """Post N equal parts, of which each rank gets its own from everybody."""
+        return self._post(tensor, name, lambda parts: torch.stack([p.view(self.workers, -1) for p in parts], 1))
+
+    def broadcast(self, tensor: Tensor, name: str, root: int = 0) -> Pending:
+        """Post what only that of rank `root` counts of."""
+        return self._post(tensor, name, lambda parts: parts[root])
+
     def wait(self, pending: Pending) -> Tensor:
         """What comes out; a rank may write to it."""
         message = self._board[pending.name]
         assert len(message.parts) == self.workers, f"{pending.name}: not every rank has posted"
-        return message.result().clone()
+        result = message.result()
+        return (result[self.rank].reshape(-1) if result.dim() == 3 else result).clone()  # of an alltoall: one's own
 
     def _post(self, part: Tensor, name: str, combine: Callable[[list[Tensor]], Tensor]) -> Pending:
         self._board.setdefault(name, _Message(combine)).parts.append(part)

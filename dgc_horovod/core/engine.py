@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.bucket_state import BucketState
 from dgc_horovod.core.selection import RULES, ResidualView, SelectionContext, select
 from dgc_horovod.core.workspace import HostSentRecord, Message, Workspace, message_spec, min_magnitude
 from dgc_horovod.exchange.contract import Exchange, Round
@@ -28,12 +29,12 @@ from dgc_horovod.kernels.contract import (
     MomentumCorrection,
     Sender,
     SentRecord,
-    State,
     joined,
 )
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, PARTS, Arrays
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat
+
+_ENCODING = 2**31  # in place of the number of a range, for codecs that draw
 
 
 class BucketEngine:
@@ -53,7 +54,7 @@ class BucketEngine:
     def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, rank: int, workers: int) -> None:
         self.bucket, self.config, self.kernels = bucket, config, kernels
         self.rank, self.workers = rank, workers
-        self.state = State(kernels.new(bucket.numel))
+        self.state = BucketState(bucket, kernels)
         self.gradients, self.outputs = kernels.gradients(bucket), kernels.outputs(bucket)
         self._every = np.arange(bucket.numel if bucket.uncompressed else 0, dtype=np.int32)
         self._workspace: Workspace | None = None
@@ -79,9 +80,9 @@ class BucketEngine:
                 zeroed.
         """
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
-            self.momentum()
+            self.state.momentum()
         elif self.state.moments is None and isinstance(accumulation, AdamCorrection):
-            self.adam_moments()
+            self.state.adam_moments()
         self.gradients.put(i, gradient, accumulation, in_place)
         if in_place:
             self.outputs.put(i, gradient, cleared=True)
@@ -174,7 +175,9 @@ class BucketEngine:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
     def _send(self, workspace: Workspace, elements: Elements, flags: int) -> Message:
-        sending = workspace.exchange.begin(elements, flags | (FLAG_JOINED if self.in_join else 0), self._step)
+        flags |= FLAG_JOINED if self.in_join else 0
+        draw = partial(self._generator, _ENCODING)
+        sending = workspace.exchange.begin(elements, flags, self._step, draw)
         count = sending.elements.values.size
         masked = workspace.masked[:count] if self._masks else None
         self._sent = HostSentRecord(self.kernels, sending.elements, masked)
@@ -185,72 +188,10 @@ class BucketEngine:
 
     def clear(self) -> None:
         """Empty the residual, the momentum and the moments."""
-        self.kernels.fill_zero(self.state.v)
-        self.state.u = self.state.moments = self._sent = None
+        self.state.clear()
+        self._sent = None
         if self._workspace is not None:
             self._workspace.predictor.forget()
-
-    def momentum(self) -> Array:
-        """The momentum u of the whole bucket, made at first use."""
-        if self.state.u is None:
-            self.state.u = self.kernels.new(self.bucket.numel)
-        return self.state.u
-
-    def adam_moments(self) -> tuple[Array, Array]:
-        """First and second local moments of the whole bucket, made at first use."""
-        if self.state.moments is None:
-            self.state.moments = self.kernels.new(self.bucket.numel), self.kernels.new(self.bucket.numel)
-        return self.state.moments
-
-    def move_in(self, i: int, other: BucketEngine, j: int) -> None:
-        """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""
-        self.write(i, other.read(j))
-        other.write(j, {})
-
-    def read(self, i: int) -> Arrays:
-        """Copies, on the host, of what is kept of segment i: "v", and "u" or Adam's "first" and "second" if it is."""
-        place, parts = self.bucket.segments[i].place, self._parts()
-        return {name: self.kernels.to_host(x[place]).copy() for name, x in parts.items() if x is not None}
-
-    def write(self, i: int, arrays: Arrays) -> None:
-        """Keep of segment i what `read` gave; what it did not give is zero."""
-        if MOMENTUM in arrays:
-            self.momentum()
-        if FIRST in arrays:
-            self.adam_moments()
-        place = self.bucket.segments[i].place
-        for name, x in self._parts().items():
-            if x is not None:
-                x[place] = self.kernels.from_host(arrays[name]) if name in arrays else 0
-
-    def rescale(self, factor: float) -> None:
-        """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
-        if self.state.moments is None:
-            for x in (self.state.v, self.state.u):
-                if x is not None:
-                    x *= factor
-        else:  # v has a direction, which is the same for any size of one gradient
-            first, second = self.state.moments
-            first *= factor
-            second *= factor * factor
-
-    def fade(self, i: int, factor: float) -> None:
-        """Multiply the residual of segment i by `factor`, in [0, 1]: what is faded out is never sent."""
-        self.state.v[self.bucket.segments[i].place] *= factor
-
-    def full_vector(self, part: str) -> np.ndarray:
-        """A copy on the host of one part, over the bucket; zeros where it is not kept."""
-        kept = self._parts()[part]
-        return np.zeros(self.bucket.numel, np.float32) if kept is None else self.kernels.to_host(kept).copy()
-
-    @property
-    def parts(self) -> list[str]:
-        """What is kept: names of `read`."""
-        return [name for name, x in self._parts().items() if x is not None]
-
-    def _parts(self) -> dict[str, Array | None]:
-        state = self.state
-        return dict(zip(PARTS, (state.v, state.u, *(state.moments or (None, None))), strict=True))
 
     @property
     def sent(self) -> Elements:

@@ -203,13 +203,13 @@ class BucketExchange:
     def rescale(self, factor: float) -> None:
         """`BucketEngine.rescale` of every bucket."""
         for engine in self.engines:
-            engine.rescale(factor)
+            engine.state.rescale(factor)
 
     def residuals(self) -> ResidualState:
         """A copy of all that this rank keeps. Between two steps only."""
         state = ResidualState(self.rank, self.workers, self.averages, self.steps, self.epoch)
         for name, (engine, i) in self.place.items():
-            state.tensors[name] = engine.read(i)
+            state.tensors[name] = engine.state.read(i)
         state.thresholds = {_key(engine): engine.thresholds for engine in self.engines}
         return state
 
@@ -228,7 +228,7 @@ class BucketExchange:
         for name, arrays in state.tensors.items():
             if name in self.place:
                 engine, i = self.place[name]
-                engine.write(i, arrays)
+                engine.state.write(i, arrays)
         for engine in self.engines:
             memory = state.thresholds.get(_key(engine), np.empty(0))
             engine.thresholds = memory
@@ -261,7 +261,7 @@ class BucketExchange:
         """Copies of u and v of every tensor in a bucket, by name: what tests and tools look at."""
         arrays = {}
         for name, (engine, i) in self.place.items():
-            kept = engine.read(i)
+            kept = engine.state.read(i)
             arrays[name] = {part: kept.get(part, np.zeros_like(kept[RESIDUAL])) for part in (MOMENTUM, RESIDUAL)}
         return arrays
 

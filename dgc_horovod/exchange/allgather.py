@@ -12,7 +12,8 @@ from dgc_horovod.exchange.coding import Encoder
 from dgc_horovod.exchange.contract import ALLGATHER, Round, Sending
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat
+from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat, coder_for, undrawn
 
 
 class AllgatherExchange:
@@ -34,6 +35,7 @@ class AllgatherExchange:
         self._decoded = [
             Elements(np.empty(wire.capacity, np.int32), np.empty(wire.capacity, np.float32)) for _ in range(held)
         ]
+        self._coder = coder_for(wire, kernels.coder)
         self._packets = np.empty((0, wire.nbytes), np.uint8)
         self._counts = np.empty(0, np.int64)
 
@@ -44,8 +46,8 @@ class AllgatherExchange:
     def sender(self, max_candidates: int) -> Sender | None:
         return self._kernels.sender(self._bucket, self._wire, max_candidates)
 
-    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
-        return Sending(self._encoder.packet, *self._encoder.encode(elements, flags, step))
+    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
+        return Sending(self._encoder.packet, *self._encoder.encode(elements, flags, step, draw))
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> None:
         wire = self._wire
@@ -55,7 +57,7 @@ class AllgatherExchange:
                 f"{wire.nbytes}; the ranks are at different densities: is the epoch the same everywhere?"
             )
         self._packets = received.reshape(self._workers, wire.nbytes)
-        self._counts, flags = wire.read_headers(self._kernels.coder, self._packets, step)
+        self._counts, flags = wire.read_headers(self._coder, self._packets, step)
         self.flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
         self.finite = not self.flagged
         self.ranks_in_join = int(np.count_nonzero(flags & FLAG_JOINED))
@@ -88,7 +90,7 @@ class AllgatherExchange:
                 count = int(self._counts[rank])
                 elements = Elements(memory.positions[:count], memory.values[:count])
                 if not decoded:
-                    self._wire.decode(self._kernels.coder, self._packets[rank], count, rank, *elements)
+                    self._wire.decode(self._coder, self._packets[rank], count, rank, *elements)
                 group.append(elements)
             yield group
 

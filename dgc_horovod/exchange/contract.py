@@ -9,7 +9,8 @@ import numpy as np
 
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.packet import PacketFormat
+from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.packet import PacketFormat, undrawn
 
 ALLGATHER, ALLREDUCE, ALLTOALL = "allgather", "allreduce", "alltoall"
 
@@ -126,13 +127,14 @@ class Exchange(Protocol):
     def sender(self, max_candidates: int) -> Sender | None:
         """What writes the first buffer on a device, from at most `max_candidates` candidates; None: the host does."""
 
-    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
+    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
         """What this rank hands to the first round.
 
         Args:
             elements: selected, ascending; at most the capacity of the wire format.
             flags: FLAG_NONFINITE and FLAG_JOINED of `packet`, which every round hands on.
             step: of the schedule, >= 0, equal on all ranks.
+            draw: gives this rank's random source of the bucket and step, for a codec that rounds at random.
         """
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:

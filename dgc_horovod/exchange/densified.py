@@ -16,7 +16,8 @@ from dgc_horovod.exchange.coding import Encoder
 from dgc_horovod.exchange.contract import ALLREDUCE, Round, Sending
 from dgc_horovod.kernels.contract import Elements, Kernels
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat
+from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat, undrawn
 
 _STEP_MARK, _MARKS = 64, 3
 
@@ -41,8 +42,8 @@ class DensifiedExchange:
     def sender(self, max_candidates: int) -> None:
         return None
 
-    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
-        elements, decoded = self._encoder.encode(elements, flags, step)
+    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
+        elements, decoded = self._encoder.encode(elements, flags, step, draw)
         dense = np.zeros(self._bucket.numel + _MARKS, np.float32)
         dense[elements.positions] = decoded
         mark = step % _STEP_MARK

@@ -36,7 +36,7 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
     for i, v in zip(numbers, kept, strict=True):
         if v is not None:
             run = exchange.steps.place[i]
-            run.engine.write(run.members.index(i), {RESIDUAL: v.reshape(-1) / np.float32(share)})
+            run.engine.state.write(run.members.index(i), {RESIDUAL: v.reshape(-1) / np.float32(share)})
     exchange.steps.take_over_again()
 
 
@@ -48,7 +48,7 @@ def passes_of(optimizer: Any) -> int:
 def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
     """What all ranks together have kept, by number of the variable and part; it is zero here afterwards."""
     steps, collectives = exchange.steps, exchange.collectives
-    own = json.dumps([run.engine.parts for run in steps.runs])
+    own = json.dumps([run.engine.state.parts for run in steps.runs])
     theirs = [json.loads(data) for data in collectives.gather_bytes(own.encode(), "parts")]
     found: dict[int, dict[str, np.ndarray]] = {i: {} for i in steps.place}
     for run, *parts in zip(steps.runs, *theirs, strict=True):
@@ -64,7 +64,7 @@ def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> np.ndarray:
     collectives, name = exchange.collectives, f"left.{engine.bucket.index}.{part}"
     sums = part in (RESIDUAL, MOMENTUM) and not exchange.settings.averages
-    whole = engine.full_vector(part)
+    whole = engine.state.full_vector(part)
     collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
     with watched(collectives.process_set, collectives.full_name(name)):
         combined: np.ndarray = collectives.allreduce(tf.constant(whole), name, hvd.Sum if sums else hvd.Average).numpy()

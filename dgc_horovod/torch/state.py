@@ -201,7 +201,7 @@ def flush(optimizer: Any) -> None:
     for p, v in kept.items():
         if p in exchange.place:
             run, i = exchange.place[p]
-            run.engine.write(i, {RESIDUAL: (v / share).reshape(-1).cpu().numpy()})
+            run.engine.state.write(i, {RESIDUAL: (v / share).reshape(-1).cpu().numpy()})
         else:
             exchange.owed[p] = v / share
     for p in exchange.names:
@@ -215,7 +215,7 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
     that any rank has. Adam's steps become those of the rank that has made most.
     """
     own = {
-        "parts": [run.engine.parts for run in exchange.runs],
+        "parts": [run.engine.state.parts for run in exchange.runs],
         "steps": [update.directions(p) for p in exchange.compressed],
         "owed": sorted(exchange.names[p] for p in exchange.owed),
     }
@@ -240,7 +240,7 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
 
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> torch.Tensor:
     op = exchange.settings.op if part in (RESIDUAL, MOMENTUM) else hvd.Average
-    return _reduced(exchange, torch.from_numpy(engine.full_vector(part)), f"{engine.bucket.index}.{part}", op)
+    return _reduced(exchange, torch.from_numpy(engine.state.full_vector(part)), f"{engine.bucket.index}.{part}", op)
 
 
 def _reduced(exchange: GradientExchange, whole: torch.Tensor, name: str, op: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 from dgc_horovod.errors import CorruptPacket, RankMismatch
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.wire.codecs.indices import EliasFanoIndices
+from dgc_horovod.wire.codecs.values import Draw
 
 MAGIC = int.from_bytes(b"DGCp", "little")
 VERSION = 2
@@ -43,6 +44,11 @@ CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
 # What device coders find in a packet
 BAD_POSITIONS = "positions do not ascend within the bucket"
 BAD_VALUES = "values or scales that no sender writes"
+
+
+def undrawn() -> np.random.Generator:
+    """For whoever has no source that every try of a step draws alike from."""
+    raise AssertionError("this codec rounds at random, and nobody has given it a random source")
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ class PacketFormat:
         flags: int,
         out: np.ndarray,
         decoded: np.ndarray,
+        draw: Draw = undrawn,
     ) -> int:
         """Write a packet into `out`, and into `decoded` the values as the receivers will read them.
 
@@ -129,12 +136,13 @@ class PacketFormat:
             flags: FLAG_NONFINITE where a gradient was not, FLAG_JOINED where the sender is in join; both, or 0.
             out: `nbytes` uint8, overwritten whole.
             decoded: float32, room for the values.
+            draw: gives the random source, for a codec that rounds at random.
 
         Returns:
             How many of the decoded values are zero.
         """
         out.fill(0)
-        zeros = coder.encode(self, positions, values, out[HEADER.itemsize :], decoded)
+        zeros = coder.encode(self, positions, values, out[HEADER.itemsize :], decoded, draw)
         header = out[: HEADER.itemsize].view(HEADER)
         header[:] = self.constants
         header["step"], header["flags"], header["count"] = step % 2**32, flags, positions.size
@@ -191,8 +199,17 @@ class PacketFormat:
 class Coder(Protocol):
     """Writes and reads packets' bodies, byte for byte as `NumpyCoder` does."""
 
+    def supports(self, wire: PacketFormat) -> bool:
+        """Whether it knows both codecs; what it does not know `NumpyCoder` writes and reads."""
+
     def encode(
-        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
+        self,
+        wire: PacketFormat,
+        positions: np.ndarray,
+        values: np.ndarray,
+        body: np.ndarray,
+        decoded: np.ndarray,
+        draw: Draw,
     ) -> int:
         """Write the elements into a body of zeros; `decoded` gets the values as read back. Returns their zeros."""
 
@@ -212,12 +229,21 @@ class Coder(Protocol):
 class NumpyCoder:
     """The coder that is the truth."""
 
+    def supports(self, wire: PacketFormat) -> bool:
+        return True
+
     def encode(
-        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
+        self,
+        wire: PacketFormat,
+        positions: np.ndarray,
+        values: np.ndarray,
+        body: np.ndarray,
+        decoded: np.ndarray,
+        draw: Draw,
     ) -> int:
         INDEX_CODECS[wire.indices].encode(positions, wire.numel, wire.capacity, body[: wire.values_at])
         codec, part = VALUE_CODECS[wire.values], body[wire.values_at :]
-        codec.encode(values, wire.capacity, part)
+        codec.encode(values, wire.capacity, part, draw)
         decoded[:] = codec.decode(part, values.size, wire.capacity)
         return int(values.size - np.count_nonzero(decoded))
 
@@ -236,3 +262,11 @@ class NumpyCoder:
         words[CHECKSUM_WORD] = 0
         total = int(np.dot(words, np.arange(1, 2 * words.size, 2, dtype=np.uint64)))
         return (total * CHECKSUM_FACTOR % 2**64) >> 32
+
+
+_NUMPY = NumpyCoder()
+
+
+def coder_for(wire: PacketFormat, preferred: Coder) -> Coder:
+    """`preferred` where it knows both codecs of `wire`, else the one in NumPy."""
+    return preferred if preferred.supports(wire) else _NUMPY

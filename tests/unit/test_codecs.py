@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from dgc_horovod import DGCConfig
+from dgc_horovod.core.engine import _ENCODING, BucketEngine
+from dgc_horovod.kernels.contract import ErrorFeedback
+from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS
-from tests.helpers.data import DATA
+from dgc_horovod.wire.codecs.values import BlockValues
+from dgc_horovod.wire.packet import NumpyCoder, undrawn
+from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
 
 VALUES = sorted(VALUE_CODECS)
 # Relative error of the whole vector on a heavy-tailed selection: (least, most). The least shows that fewer bits travel.
@@ -24,7 +32,7 @@ BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "8bit": 8.125, "4bit": 4.25, "2bit":
 def through(name, values):
     codec = VALUE_CODECS[name]
     data = np.zeros(codec.nbytes(values.size), np.uint8)
-    codec.encode(values, values.size, data)
+    codec.encode(values, values.size, data, undrawn)
     return codec.decode(data, values.size, values.size)
 
 
@@ -94,3 +102,66 @@ def test_four_bits_keep_the_ends_of_each_block_exactly():
 def test_two_bits_are_a_sign_and_two_means():
     x = np.array([1, -1, 3, -5, 2], np.float32)
     assert through("2bit", x).tolist() == pytest.approx([4 / 3, -4 / 3, 4, -4, 4 / 3])
+
+
+class ThreeBitValues(BlockValues):
+    """Known to NumPy alone: sign, and whole multiples, 0 to 3, of a third of the block's largest."""
+
+    code, name, bits, scales = 7, "3bit", 3, 1
+
+    def encode_rows(self, x, inside):
+        scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(3)
+        steps = np.rint(np.divide(np.abs(x), scale, out=np.zeros_like(x), where=scale > 0)).astype(np.int64)
+        return np.signbit(x).astype(np.int64) << 2 | steps, scale
+
+    def decode_rows(self, codes, scales):
+        size = (codes & 3).astype(np.float32) * scales
+        return np.where(codes & 4, -size, size)
+
+
+class StochasticSigns:
+    """Every value as one of two of one size, at random but right on average: 32 bits a value, for a test."""
+
+    code, name = 8, "signs"
+
+    def nbytes(self, capacity):
+        return 4 * capacity + 4
+
+    scales_at = nbytes
+
+    def encode(self, values, capacity, out, draw):
+        size = np.abs(values).max() if values.size else np.float32(0)
+        up = draw().random(values.size) * 2 * size < values + size
+        out[: 4 * values.size].view("<f4")[:] = np.where(up, size, -size)
+
+    def decode(self, data, count, capacity):
+        return data[: 4 * count].view("<f4").copy()
+
+
+@pytest.mark.parametrize("codec", [ThreeBitValues(), StochasticSigns()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("kernels", [*BACKENDS, "triton"], ids=lambda k: getattr(k, "name", k))
+def test_a_codec_that_numpy_alone_knows_works_on_every_backend(codec, kernels, monkeypatch):
+    """Native kernels had written 2-bit codes in its place."""
+    if kernels == "triton":
+        kernels = pytest.importorskip("dgc_horovod.kernels.triton.kernels").TritonKernels("cpu")
+    monkeypatch.setitem(VALUE_CODECS, codec.name, codec)
+    config, bucket = DGCConfig(density=0.1, values=codec.name), Bucket(0, (Segment("a", 0, 3000),))
+    engine = BucketEngine(bucket, config, kernels, 0, 1)
+    before = np.zeros(3000, np.float32)
+    for step in range(3):
+        g = np.random.default_rng(step).laplace(size=3000).astype(np.float32)
+        engine.add_gradient(0, as_array(kernels, g.copy()), ErrorFeedback())
+        message = engine.compress(1.0, step, 0.1)
+        assert engine.receive(message.payload.copy()) is None and engine.finite
+        update = as_array(kernels, np.zeros(3000, np.float32))
+        engine.outputs.put(0, update)
+        assert engine.aggregate_into(1.0)
+        update, after = as_numpy(kernels, update), engine.state.full_vector("v")
+        assert np.allclose(before + g, update + after, rtol=1e-6, atol=1e-6)
+        wire = engine.wire(0.1)
+        body = np.zeros(wire.nbytes, np.uint8)
+        sent, decoded = engine.sent, np.zeros(engine.sent.values.size, np.float32)
+        wire.encode(NumpyCoder(), *sent, step, 0, body, decoded, partial(engine._generator, _ENCODING))
+        assert body.tobytes() == message.payload.tobytes(), "the same draws, the same bytes"
+        engine.commit()
+        before = after

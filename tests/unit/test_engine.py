@@ -376,7 +376,7 @@ def test_a_segment_moves_with_all_that_is_kept_of_it(kernels, accumulation):
     names = [s.name for s in first.bucket.segments], [s.name for s in second.bucket.segments]
     states = [first.state.v, first.state.u, *(first.state.moments or ())]
     expected = [None if x is None else as_numpy(kernels, x)[old].copy() for x in states]
-    second.move_in(names[1].index("p0"), first, names[0].index("p1"))
+    second.state.move_in(names[1].index("p0"), first.state, names[0].index("p1"))
     moved = [second.state.v, second.state.u, *(second.state.moments or ())]
     for x, was, left in zip(moved, expected, states, strict=True):
         assert (x is None) == (was is None)

@@ -104,7 +104,7 @@ def test_an_engine_goes_on_from_what_another_has_kept(kernels, rule):
     for step in range(12):
         if step == 6:
             for i in range(2):
-                other.write(i, one.read(i))
+                other.state.write(i, one.state.read(i))
             other.thresholds = one.thresholds
         payloads = []
         gradients = [rng.standard_normal(segment.numel).astype(np.float32) for segment in bucket.segments]

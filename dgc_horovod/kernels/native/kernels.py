@@ -21,11 +21,15 @@ from dgc_horovod.kernels.native.tables import (
 )
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc_horovod.wire.codecs.values import Draw
 from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Coder, PacketFormat
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _CACHE_LINE = 16  # elements; state begins with one, so that no vector of it lies in two
 _PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
+# What csrc/codecs.h knows. Any other codec is left to NumPy.
+_INDICES = frozenset(("int32", "elias-fano", "every"))
+_VALUES = frozenset(("fp32", "fp16", "bf16", "8bit", "4bit", "2bit"))
 
 
 class NativeCoder:
@@ -43,13 +47,24 @@ class NativeCoder:
             layout = self._layouts[wire] = np.array([record], LAYOUT)
         return address(layout)
 
+    def supports(self, wire: PacketFormat) -> bool:
+        return wire.indices in _INDICES and wire.values in _VALUES
+
     def encode(
-        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
+        self,
+        wire: PacketFormat,
+        positions: np.ndarray,
+        values: np.ndarray,
+        body: np.ndarray,
+        decoded: np.ndarray,
+        draw: Draw,
     ) -> int:
         layout, count = self._layout(wire), positions.size
-        return self._library.dgc_encode(
+        zeros: int = self._library.dgc_encode(
             layout, address(positions), address(values), count, address(body), address(decoded)
         )
+        assert zeros >= 0, f"the native coder knows no codec {wire.indices} or {wire.values}"
+        return zeros
 
     def decode(
         self, wire: PacketFormat, body: np.ndarray, count: int, positions: np.ndarray, values: np.ndarray

@@ -19,6 +19,7 @@ from dgc_horovod.kernels.triton.encode import (
     FP32,
     HEADER_WORDS,
     OCTAVES,
+    TWO_BIT,
     eight_bits_back,
     four_bits_back,
     two_bits_back,
@@ -144,6 +145,7 @@ def decode_values(
         wrong |= ends | ((least > most) | (most - least > OCTAVES)).to(tl.int32) * BAD_VALUES
         x = four_bits_back(code, least, most)
     else:
+        tl.static_assert(CODEC == TWO_BIT)
         code = (tl.load(area + ((i * 2) >> 5), mask=inside, other=0) >> ((i * 2) & 31)) & 3
         low = tl.load(magnitudes + 2 * block, mask=used, other=0.0)
         high = tl.load(magnitudes + 2 * block + 1, mask=used, other=0.0)

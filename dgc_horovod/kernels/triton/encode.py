@@ -109,6 +109,7 @@ def _encode_values(values, x, i, inside, first, area, scales, CODEC: tl.constexp
         tl.store(scales + 2 * block + 1, most)
         back = four_bits_back(code, least, most)
     else:
+        tl.static_assert(CODEC == TWO_BIT)
         count = tl.sum(inside.to(tl.int32))
         total, _ = _in_order(values, first, count, 0.0)
         middle = total / count.to(tl.float64)

@@ -24,6 +24,8 @@ from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, PacketFormat
 
 _MOST_LOW_BITS = 16
+# The codecs that the device code knows. Packets in any other go by way of the host.
+_INDICES, _VALUES = "elias-fano", frozenset(("fp32", "fp16", "bf16", "8bit", "4bit", "2bit"))
 
 
 class TritonGradients(ListedGradients):
@@ -110,10 +112,14 @@ class TritonKernels(TorchEagerKernels):
         assert isinstance(outputs, TritonOutputs)
         return outputs.filler.listed(outputs, list(contributions), scale, fresh)
 
-    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> TritonSender:
+    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> TritonSender | None:
+        if wire.values not in _VALUES or wire.indices != _INDICES:
+            return None
         return TritonSender(bucket, wire, max_candidates, self.device)
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver | None:
+        if wire.values not in _VALUES or wire.indices != _INDICES:
+            return None
         if wire.low_bits > _MOST_LOW_BITS:  # next to nothing is sent, and one program would have to zero most of it
             return None
         return TritonReceiver(bucket, wire, ranks, self.device)

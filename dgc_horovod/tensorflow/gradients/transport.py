@@ -83,6 +83,17 @@ class Collectives:
             ignore_name_scope=True,
         )
 
+    def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
+        """What rank `root` of the set has."""
+        if self.alone:
+            return tensor
+        first = self.process_set.ranks[root] if self.process_set.ranks else root
+        return hvd.broadcast(tensor, first, self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
+
+    def wait(self, pending: tf.Tensor) -> tf.Tensor:
+        """The result itself: TensorFlow waits where it is used, and `watch` has the deadline."""
+        return pending
+
     def in_time(self, name: str, given: Sequence[Any], reduce: Callable[[], Any]) -> Any:
         """What ``reduce()`` puts into the graph, with the clock running from when all of `given` is there.
 

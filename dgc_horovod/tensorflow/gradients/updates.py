@@ -114,7 +114,7 @@ class SGDUpdate(_SplitUpdate):
 
     def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
         if rate and np.any(slots[0]):  # Keras' velocity is -lr times the sum of past gradients
-            _add(engine, i, engine.momentum(), slots[0].reshape(-1) / np.float32(-rate))
+            _add(engine, i, engine.state.momentum(), slots[0].reshape(-1) / np.float32(-rate))
 
     def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
         return [] if engine.state.u is None else [np.float32(-rate) * _part(engine, i, engine.state.u)]
@@ -151,7 +151,7 @@ class AdamUpdate(_SplitUpdate):
         return [self._optimizer._momentums[i], self._optimizer._velocities[i]]
 
     def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
-        for ours, theirs in zip(engine.adam_moments(), slots, strict=True):
+        for ours, theirs in zip(engine.state.adam_moments(), slots, strict=True):
             if np.any(theirs):
                 _add(engine, i, ours, theirs.reshape(-1))
 

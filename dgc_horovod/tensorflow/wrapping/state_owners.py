@@ -50,7 +50,9 @@ class Homes:
         found = self.find(key)
         if found is not None:
             engine, i = found
-            engine.write(i, {part: kept for part, kept in engine.read(i).items() if part in (FIRST, SECOND)})
+            engine.state.write(
+                i, {part: kept for part, kept in engine.state.read(i).items() if part in (FIRST, SECOND)}
+            )
 
     def forget(self, steps: HostSteps) -> None:
         """Let go of `steps` and the state that is there."""
@@ -60,4 +62,4 @@ class Homes:
 def _move(to: HostSteps, i: int, source: HostSteps, j: int) -> None:
     here, there = to.place.get(i), source.place.get(j)
     if here is not None and there is not None:
-        here.engine.move_in(here.members.index(i), there.engine, there.members.index(j))
+        here.engine.state.move_in(here.members.index(i), there.engine.state, there.members.index(j))

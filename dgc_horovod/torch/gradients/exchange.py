@@ -363,7 +363,7 @@ class GradientExchange:
         self._dense_path.owed.pop(p, None)
         if p in self.place:
             run, i = self.place[p]
-            run.engine.fade(i, factor)
+            run.engine.state.fade(i, factor)
 
     def load(self, state: ResidualState) -> None:
         """Go on from what this rank has kept; see `BucketExchange.load`."""
@@ -389,5 +389,5 @@ class GradientExchange:
         """Take over Adam's moments of `p` from a stock checkpoint."""
         run, i = self.place[p]
         segment = run.engine.bucket.segments[i]
-        for ours, theirs in zip(run.engine.adam_moments(), moments, strict=True):
+        for ours, theirs in zip(run.engine.state.adam_moments(), moments, strict=True):
             torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))

@@ -6,6 +6,7 @@ is smaller than the block. Operations are exact or correctly rounded, so that na
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from dgc_horovod.wire.codecs.indices import word_bytes
 BLOCK = 256  # values that share scales
 _SIZE = np.uint32(0x7FFFFFFF)
 _INFINITY = 0x7F800000
+Draw = Callable[[], np.random.Generator]  # of this rank, bucket and step: the same at every call
 
 
 class ValueCodec(Protocol):
@@ -30,8 +32,8 @@ class ValueCodec(Protocol):
     def scales_at(self, capacity: int) -> int:
         """Where the blocks' scales begin, behind the values' codes."""
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
-        """Write finite values into `out`, `nbytes` zero bytes."""
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
+        """Write finite values into `out`, `nbytes` zero bytes; ``draw()`` gives the random source of this step."""
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
         """The float32 values as receivers read them; CorruptPacket if they cannot have been written."""
@@ -56,7 +58,7 @@ class FloatValues:
     def scales_at(self, capacity: int) -> int:
         return self.nbytes(capacity)  # there are none
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
         out[: self.dtype.itemsize * values.size].view(self.dtype)[:] = np.clip(values, -self._largest, self._largest)
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
@@ -75,7 +77,7 @@ class BFloat16Values:
     def scales_at(self, capacity: int) -> int:
         return self.nbytes(capacity)  # there are none
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
         bits = _bits(values)
         size = np.minimum(bits & _SIZE, self._LARGEST)
         rounded = (size + np.uint32(0x7FFF) + ((size >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -107,7 +109,7 @@ class BlockValues:
     def scales_at(self, capacity: int) -> int:
         return word_bytes(self.bits * capacity)
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
         if not values.size:
             return
         rows, inside = _rows(values)

@@ -11,8 +11,9 @@ constexpr int64_t kScaleBlock = 256;  // values that share scales
 
 inline int64_t words(int64_t bits) { return (bits + 31) / 32; }
 
-void encode_indices(const Layout& layout, const int32_t* positions, int64_t count, uint32_t* out);
-void encode_values(const Layout& layout, const float* values, int64_t count, uint8_t* out);
+// False where the codec is unknown: nothing has been written then.
+bool encode_indices(const Layout& layout, const int32_t* positions, int64_t count, uint32_t* out);
+bool encode_values(const Layout& layout, const float* values, int64_t count, uint8_t* out);
 // False where the data are impossible; what has been written by then is unspecified, and within bounds.
 bool decode_indices(const Layout& layout, const uint32_t* data, int64_t count, int32_t* positions);
 bool decode_values(const Layout& layout, const uint8_t* data, int64_t count, float* values);

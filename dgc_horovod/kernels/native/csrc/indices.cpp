@@ -63,9 +63,13 @@ bool decode_int32(const Layout& layout, const uint32_t* data, int64_t count, int
 
 }  // namespace
 
-void encode_indices(const Layout& layout, const int32_t* positions, int64_t count, uint32_t* out) {
-    if (layout.index_codec == kInt32) memcpy(out, positions, 4 * count);
-    if (layout.index_codec == kEliasFano) encode_elias_fano(layout, positions, count, out);
+bool encode_indices(const Layout& layout, const int32_t* positions, int64_t count, uint32_t* out) {
+    switch (layout.index_codec) {
+        case kInt32: memcpy(out, positions, 4 * count); return true;
+        case kEliasFano: encode_elias_fano(layout, positions, count, out); return true;
+        case kEvery: return true;
+    }
+    return false;
 }
 
 bool decode_indices(const Layout& layout, const uint32_t* data, int64_t count, int32_t* positions) {

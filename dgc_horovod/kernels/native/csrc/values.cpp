@@ -138,16 +138,17 @@ BlockCodec block_codec(int32_t codec) {
 
 }  // namespace
 
-void encode_values(const Layout& layout, const float* values, int64_t count, uint8_t* out) {
+bool encode_values(const Layout& layout, const float* values, int64_t count, uint8_t* out) {
+    if (layout.value_codec < kFp32 || layout.value_codec > k2Bit) return false;
     uint16_t* const halves = reinterpret_cast<uint16_t*>(out);
     switch (layout.value_codec) {
-        case kFp32: memcpy(out, values, 4 * count); return;
+        case kFp32: memcpy(out, values, 4 * count); return true;
         case kFp16:
             for (int64_t i = 0; i < count; i++) halves[i] = fp16_of(values[i]);
-            return;
+            return true;
         case kBf16:
             for (int64_t i = 0; i < count; i++) halves[i] = bf16_of(values[i]);
-            return;
+            return true;
     }
     const BlockCodec codec = block_codec(layout.value_codec);
     float* scales = reinterpret_cast<float*>(out + 4 * words(layout.capacity * codec.bits));
@@ -155,6 +156,7 @@ void encode_values(const Layout& layout, const float* values, int64_t count, uin
         const int64_t numel = count - i < kScaleBlock ? count - i : kScaleBlock;
         codec.encode(values + i, numel, out + i * codec.bits / 8, scales);
     }
+    return true;
 }
 
 bool decode_values(const Layout& layout, const uint8_t* data, int64_t count, float* values) {
@@ -189,8 +191,8 @@ using namespace dgc;
 DGC_API int64_t dgc_encode(const Layout* layout, const int32_t* positions, const float* values, int64_t count,
                            uint8_t* body, float* decoded) {
     const KeepDenormals here;
-    encode_indices(*layout, positions, count, reinterpret_cast<uint32_t*>(body));
-    encode_values(*layout, values, count, body + layout->values_at);
+    if (!encode_indices(*layout, positions, count, reinterpret_cast<uint32_t*>(body))) return -1;
+    if (!encode_values(*layout, values, count, body + layout->values_at)) return -1;
     decode_values(*layout, body + layout->values_at, count, decoded);
     int64_t zeros = 0;
     for (int64_t i = 0; i < count; i++) zeros += decoded[i] == 0;

@@ -1,0 +1,58 @@
+"""Transports of PyTorch on real ranks: Horovod, all ranks and a part of them, and torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.training import Transport as TorchDistributed
+from dgc_horovod.torch.gradients.transport import Collectives
+from tests.helpers.errors import error_of
+from tests.helpers.transports import checked, started
+
+
+def of_all() -> dict[str, bool]:
+    """Horovod, all ranks."""
+    hvd.init()
+    transport = Collectives(hvd.global_process_set, "all")
+    return checked(transport, torch.from_numpy, started(transport, torch.from_numpy))
+
+
+def of_a_part() -> dict[str, bool]:
+    """Horovod, ranks 1 and 2: there they are 0 and 1."""
+    part = hvd.ProcessSet([1, 2])
+    hvd.init(process_sets=[part])
+    found = {}
+    if part.included():
+        transport = Collectives(part, "part")
+        assert transport.workers == 2 and transport.rank == hvd.rank() - 1
+        found = checked(transport, torch.from_numpy, started(transport, torch.from_numpy))
+    hvd.allreduce(torch.zeros(1), name="all are through")  # a rank that ends earlier ends Horovod
+    return found
+
+
+def with_a_deadline() -> str:
+    """What a rank says that waits in vain."""
+    hvd.init()
+    if hvd.rank() == 0:
+        time.sleep(3)
+        return ""
+    transport = Collectives(hvd.global_process_set, "late", timeout=1.0)
+    return error_of(lambda: transport.wait(transport.alltoall(torch.zeros(transport.workers), "parted")))
+
+
+def torch_distributed() -> dict[str, bool]:
+    """PyTorch's own collectives, over Gloo."""
+    hvd.init()
+    folder = os.path.join(tempfile.gettempdir(), f"dgc-transports-{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}")
+    dist.init_process_group("gloo", f"file://{folder}", rank=hvd.rank(), world_size=hvd.size())
+    transport = TorchDistributed()
+    found = checked(transport, torch.from_numpy, started(transport, torch.from_numpy))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found

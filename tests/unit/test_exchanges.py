@@ -1,0 +1,171 @@
+"""The promises of every exchange, with every codec and backend: a new one joins by its line in `EXCHANGES`.
+
+conservation: what is applied and what every rank keeps is what was accumulated; replicas have the same bits; a step
+that is rolled back leaves no trace; flags and steps travel in every round; sizes depend on nothing but the form.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.errors import RankMismatch
+from dgc_horovod.exchange import choose
+from dgc_horovod.exchange.choose import EXCHANGES
+from dgc_horovod.exchange.in_process import carry
+from dgc_horovod.kernels.contract import MomentumCorrection
+from dgc_horovod.wire.bucket import Bucket, Segment
+from dgc_horovod.wire.codecs import VALUE_CODECS
+from tests.helpers.data import BACKENDS, as_array, as_numpy
+
+WORKERS, NUMEL, DENSITY = 3, 700, 0.05
+each_exchange = pytest.mark.parametrize("name", sorted(EXCHANGES))
+each_backend = pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+each_codec = pytest.mark.parametrize("values", sorted(VALUE_CODECS))
+
+
+@pytest.fixture
+def engines_of(monkeypatch):
+    """Makes the engines of all ranks, whose bucket takes the exchange of that name."""
+
+    def make(name, kernels=BACKENDS[0], values="fp32", numel=NUMEL, workers=WORKERS):
+        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n: EXCHANGES[name])
+        half = numel // 2
+        segments = (Segment("a", 0, half), Segment("b", half, numel - half)) if half else (Segment("a", 0, numel),)
+        config = DGCConfig(density=DENSITY, values=values)
+        return [BucketEngine(Bucket(0, segments), config, kernels, rank, workers) for rank in range(workers)]
+
+    return make
+
+
+def gradients_of(engines, step):
+    return [np.random.default_rng([step, e.rank]).laplace(size=e.bucket.numel).astype(np.float32) for e in engines]
+
+
+def compressed(engines, gradients, step):
+    """What every rank sends first."""
+    messages = []
+    for engine, gradient in zip(engines, gradients, strict=True):
+        for i, segment in enumerate(engine.bucket.segments):
+            part = as_array(engine.kernels, gradient[segment.place].copy())
+            engine.add_gradient(i, part, MomentumCorrection(0.9))
+        messages.append(engine.compress(1.0, step, DENSITY))
+    return messages
+
+
+def exchanged(engines, gradients, step):
+    """One step of all ranks; the update of each."""
+    buffers = [message.payload.copy() for message in compressed(engines, gradients, step)]
+    for number, collective in enumerate(engines[0].exchange.rounds):
+        assert {engine.round for engine in engines} == {collective}
+        assert {buffer.nbytes for buffer in buffers} == {collective.nbytes}
+        found = [e.receive(part.copy()) for e, part in zip(engines, carry(collective, buffers), strict=True)]
+        assert all((b is None) == (number + 1 == len(engines[0].exchange.rounds)) for b in found)
+        buffers = [None if b is None else b.copy() for b in found]
+    updates = []
+    for engine in engines:
+        outputs = [as_array(engine.kernels, np.full(s.numel, np.nan, np.float32)) for s in engine.bucket.segments]
+        for i, output in enumerate(outputs):
+            engine.outputs.put(i, output)
+        assert engine.aggregate_into(1.0)
+        updates.append(np.concatenate([as_numpy(engine.kernels, output) for output in outputs]))
+    return updates
+
+
+def kept(engine, part="v"):
+    return engine.state.full_vector(part).astype(np.float64)
+
+
+@each_exchange
+@each_backend
+@each_codec
+def test_nothing_is_lost_and_replicas_are_identical(engines_of, name, kernels, values):
+    engines = engines_of(name, kernels, values)
+    applied = np.zeros(NUMEL)
+    accumulated = np.zeros(NUMEL)
+    for step in range(4):
+        gradients = gradients_of(engines, step)
+        u = [0.9 * kept(engine, "u") + g for engine, g in zip(engines, gradients, strict=True)]
+        accumulated += sum(u)
+        updates = exchanged(engines, gradients, step)
+        assert len({update.tobytes() for update in updates}) == 1
+        assert 0 < np.count_nonzero(updates[0]) <= 2 * WORKERS * DENSITY * NUMEL, "a silently dense path"
+        applied += updates[0]
+        for engine in engines:
+            assert engine.finite
+            engine.commit()
+    residual = sum(kept(engine) for engine in engines)
+    assert np.allclose(applied + residual, accumulated, rtol=0, atol=1e-5 * np.abs(accumulated).max())
+
+
+@each_exchange
+@each_backend
+def test_a_step_that_is_rolled_back_leaves_no_trace(engines_of, name, kernels):
+    ours, others = engines_of(name, kernels), engines_of(name, kernels)
+    for step in range(5):
+        gradients = gradients_of(ours, step)
+        if step == 3:
+            gradients[1][5] = np.inf
+        updates = exchanged(ours, gradients, step)
+        assert {engine.finite for engine in ours} == {step != 3}, "the flag travels to every rank"
+        if step == 3:
+            assert not np.isnan(updates[0]).any()
+            for engine in ours:
+                engine.rollback()
+                engine.rollback()  # twice is once
+        else:
+            for engine in ours:
+                engine.commit()
+    for step in range(5):  # the same, with what is not finite as zero, and nothing sent in that step
+        gradients = gradients_of(others, step)
+        if step == 3:
+            gradients[1][5] = 0
+        exchanged(others, gradients, step)
+        for engine in others:
+            engine.rollback() if step == 3 else engine.commit()
+    for one, other in zip(ours, others, strict=True):
+        assert (kept(one) == kept(other)).all() and (kept(one, "u") == kept(other, "u")).all()
+
+
+@each_exchange
+def test_ranks_in_join_are_counted_on_every_rank(engines_of, name):
+    engines = engines_of(name)
+    engines[2].in_join = True
+    exchanged(engines, gradients_of(engines, 0), 0)
+    assert [engine.ranks_in_join for engine in engines] == [1, 1, 1]
+
+
+@each_exchange
+def test_another_step_or_size_is_refused_and_changes_nothing(engines_of, name):
+    engines = engines_of(name)
+    gradients = gradients_of(engines, 0)
+    messages = [
+        compressed([engine], [g], step)[0] for engine, g, step in zip(engines, gradients, (4, 5, 5), strict=True)
+    ]
+    buffers = [message.payload.copy() for message in messages]
+    before = [(kept(engine), kept(engine, "u")) for engine in engines]
+    for engine, received in zip(engines, carry(messages[0].round, buffers), strict=True):
+        with pytest.raises(RankMismatch, match="step"):
+            engine.receive(received)
+        with pytest.raises(RankMismatch, match="came back"):
+            engine.receive(received[: received.size // 2])
+    for engine, (v, u) in zip(engines, before, strict=True):
+        assert (kept(engine) == v).all() and (kept(engine, "u") == u).all()
+
+
+@each_exchange
+@given(st.integers(1, 400), st.integers(1, 6))
+def test_odd_sizes(name, numel, workers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n: EXCHANGES[name])
+        config = DGCConfig(density=DENSITY, values="8bit")
+        bucket = Bucket(0, (Segment("a", 0, numel),))
+        engines = [BucketEngine(bucket, config, BACKENDS[0], rank, workers) for rank in range(workers)]
+        updates = exchanged(engines, gradients_of(engines, 0), 0)
+    assert len({update.tobytes() for update in updates}) == 1
+    rounds = choose.EXCHANGES[name].rounds_of(engines[0].wire(DENSITY), workers)
+    assert rounds == engines[0].exchange.rounds
