@@ -136,7 +136,7 @@ def texts() -> dict[tuple[Path, str], str]:
         (PAGE, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
         (PAGE, "losses"): losses(rows),
         (README, "benchmarks"): readme_table(rows),
-        (README, "training"): sooner(analysis.rows(study["runs"])),
+        (PAGE, "sooner"): sooner(analysis.rows(study["runs"])),
         **page_of_quality.texts(),
     }
 
@@ -180,7 +180,7 @@ def readme_table(rows: Sequence[Row]) -> str:
 
 
 def sooner(rows: Sequence[analysis.Row]) -> str:
-    """README's table: how many times sooner dgc reaches the target than dense, a line a task; N = 2."""
+    """How many times sooner dgc reaches the target than dense, a line a task; N = 2."""
     mine = [row for row in rows if (row.hosts, row.method) == (2, "dgc")]
     rates = [rate for rate in (runs.FAST, runs.SLOW) if any(row.rate == rate for row in mine)]
     lines = []

@@ -11,15 +11,16 @@ from benchmarks.quality import analysis, plots, runs, selection, selection_table
 from benchmarks.quality.analysis import Outcome
 from benchmarks.report import ROOT
 
-PAGE, README = ROOT / "docs" / "quality.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "quality.md"
 
 
 def texts() -> dict[tuple[Path, str], str]:
-    """The generated parts of the page and of README, by marker."""
+    """The generated parts of the page, by marker."""
     found, kept = analysis.outcomes(runs.load()), selection.load()
     made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
     made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
-    return {**{(PAGE, marker): text for marker, text in made.items()}, (README, "quality"): tables.readme(found)}
+    made["quality"] = tables.by_length(found)
+    return {(PAGE, marker): text for marker, text in made.items()}
 
 
 def made_by(found: Sequence[Outcome]) -> str:

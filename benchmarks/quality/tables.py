@@ -242,8 +242,8 @@ def _counts(found: Sequence[Outcome]) -> str:
     return markdown(["selected, in k", "runs", "steps", "least", "mean", "most"], lines)
 
 
-def readme(found: Sequence[Outcome]) -> str:
-    """README's table: what a run of each length loses to dense training."""
+def by_length(found: Sequence[Outcome]) -> str:
+    """What a run of each length loses to dense training."""
     lines = []
     for task, goal in GOALS.items():
         for workers in WORKERS:

@@ -139,4 +139,4 @@ def test_what_the_longest_runs_lose_has_the_right_sign():
     assert by_variant["topk (TopK-SGD)"][3] == ""
     better = {**kept("dense", [1.0], length=10.0), **kept("dgc", [0.9], length=10.0)}
     assert "0.02: met" in tables.blocks(analysis.outcomes(better))["longer"]
-    assert "-0.100" in tables.readme(analysis.outcomes(better))
+    assert "-0.100" in tables.by_length(analysis.outcomes(better))

@@ -1,4 +1,4 @@
-"""The presets, as the README's table gives them."""
+"""The presets, as the guide's table gives them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dgc_horovod.compression import PRESETS, config_of
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch import Compression, DistributedOptimizer
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 
 
 def test_presets():
@@ -33,8 +33,8 @@ def test_presets():
     assert Compression.threshold(0.5, max_density=0.2).config.final_density == 0.2
 
 
-def test_readme_table_is_the_presets():
-    rows = dict(re.findall(r"^\| `\.(\w+)\(.*?\)` \| (.*?) \|", README.read_text(), re.M))
+def test_the_guides_table_is_the_presets():
+    rows = dict(re.findall(r"^\| `\.(\w+)\(.*?\)` \| (.*?) \|", GUIDE.read_text(), re.M))
     assert rows.keys() == PRESETS.keys()
     for name, cell in rows.items():
         said = dict(re.findall(r"`(\w+)=(\w+)`", cell))
