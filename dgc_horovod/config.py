@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import ConfigError, nearest
+from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
-RULES = ("exact", "sampled", "gaussian", "random", "threshold")
 SCOPES = ("bucket", "tensor")
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 ON_MISMATCH = ("stop", "broadcast")
@@ -80,7 +80,7 @@ class DGCConfig:
     def __post_init__(self) -> None:
         _check_fraction("density", self.density)
         _check_fraction("max_density", self.max_density)
-        check_choice("rule", self.rule, RULES)
+        check_choice("rule", self.rule, tuple(RULES))
         check_choice("scope", self.scope, SCOPES)
         check_choice("values", self.values, tuple(VALUE_CODECS))
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
@@ -98,14 +98,16 @@ class DGCConfig:
             _check_type(
                 "warmup", self.warmup, WarmupSchedule, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000), or None"
             )
-        if (self.rule == "threshold") != (self.threshold is not None):
+        if ("threshold" in RULES[self.rule].parameters) != (self.threshold is not None):
             raise ConfigError(
                 f"rule={self.rule!r} with threshold={self.threshold}: a threshold goes with rule='threshold' and "
                 "only with it; e.g. Compression.threshold(0.01, max_density=0.02), or --compression threshold "
                 "--dgc-threshold 0.01"
             )
-        if self.rule == "threshold" and self.warmup is not None:
-            raise ConfigError("warmup has no meaning with rule='threshold', whose density is not set; drop one of them")
+        if self.warmup is not None and not RULES[self.rule].sets_density:
+            raise ConfigError(
+                f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
+            )
         self._normalise()
 
     def _normalise(self) -> None:
@@ -119,7 +121,7 @@ class DGCConfig:
     @property
     def final_density(self) -> float:
         """Density after the warm-up, which also fixes the packet's capacity."""
-        return self.max_density if self.rule == "threshold" else self.density
+        return self.density if RULES[self.rule].sets_density else self.max_density
 
     def replace(self, **changes: Any) -> DGCConfig:
         """A copy with `changes`; a name that is no field raises ConfigError with the nearest one."""

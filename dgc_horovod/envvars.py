@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, ON_NONFINITE, RULES, SCOPES, check_choice
+from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, ON_NONFINITE, SCOPES, check_choice
 from dgc_horovod.errors import ConfigError, nearest
+from dgc_horovod.rules import RULES
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
@@ -138,7 +139,7 @@ COMPRESSION = EnvironmentVariable(
 )  # fmt: skip
 FIELDS = (
     _field("density", "0.001", "fraction of the elements sent a step, in (0, 1]", "number", _WHAT),
-    _field("rule", OF_METHOD, "selection", "text", _WHAT, choices=RULES),
+    _field("rule", OF_METHOD, "selection", "text", _WHAT, choices=tuple(RULES)),
     _field("scope", "bucket", "what they are selected from together", "text", _WHAT, choices=SCOPES),
     _field("momentum_correction", OF_METHOD, "momentum goes before selection (DGC 3.1)", "switch", _WHAT),
     _field("factor_masking", OF_METHOD, "momentum is cleared where an element was sent (DGC 3.2)", "switch", _WHAT),

@@ -6,7 +6,7 @@ import logging
 
 from dgc_horovod import envvars
 from dgc_horovod.core.bucketing import dense_values
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -39,7 +39,7 @@ def tell_plain(optimizer: str) -> None:
 
 
 def not_finite(step: int, where: str) -> str:
-    """What is said of a step that is not applied: its number from 0, and `BucketExchange.where_not_finite`."""
+    """What is said of a step that is not applied: its number from 0, and `OptimizerExchange.where_not_finite`."""
     return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
 
 
@@ -70,7 +70,7 @@ def make_visible() -> None:
         _log.setLevel(logging.INFO)
 
 
-def describe(exchange: BucketExchange, notice: str = "") -> None:
+def describe(exchange: OptimizerExchange, notice: str = "") -> None:
     """What is compressed and what is not, the one recommendation, and a `notice` of the optimizer."""
     make_visible()
     config, numel = exchange.config, exchange.numel

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from dgc_horovod import DGCConfig, WarmupSchedule
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.exchange.contract import start
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.kernels.triton.kernels import TritonKernels
@@ -73,7 +73,7 @@ class Compressed:
         self.transport, kernels = transport, TritonKernels(device)
         self.parameters = dict(model.named_parameters())
         warmup = WarmupSchedule(steps=steps // 5)
-        self.exchange = BucketExchange(
+        self.exchange = OptimizerExchange(
             [TensorSpec(name, tuple(p.shape)) for name, p in self.parameters.items()],
             DGCConfig(density=0.01, warmup=warmup, dense_values="fp32"), lambda name: kernels, dist.get_rank(),
             dist.get_world_size(), True, Traffic(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dgc_horovod.core.bucketing import ranges
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.schedule import density_at
 
 
@@ -16,7 +16,7 @@ class Counts:
         exchange: of rank 0; None for dense training, of which there is nothing to count.
     """
 
-    def __init__(self, exchange: BucketExchange | None) -> None:
+    def __init__(self, exchange: OptimizerExchange | None) -> None:
         self._exchange, self._before = exchange, 0
         self._k_at: dict[float, int] = {}  # by density
         self._since: list[float] = []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.stats import Traffic
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
@@ -93,7 +93,7 @@ class DenseRanks:
         clip_norm: L2 norm to which the mean, or what has come out of the exchange, is clipped; or None.
     """
 
-    exchange: BucketExchange | None = None  # of rank 0
+    exchange: OptimizerExchange | None = None  # of rank 0
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int, clip_norm: float | None

@@ -14,7 +14,7 @@ from benchmarks.quality.counts import Counts
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
 from benchmarks.quality.tasks import TASKS, WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 
 POINTS = 20  # of a curve
 HOPELESS = 50.0  # a training loss, in nats, from which no run comes back
@@ -25,7 +25,7 @@ class Ranks(Protocol):
     """Whatever trains a task's model a step at a time."""
 
     optimizer: torch.optim.Optimizer
-    exchange: BucketExchange | None  # of rank 0, if they compress
+    exchange: OptimizerExchange | None  # of rank 0, if they compress
 
     def step(self, loss_of: LossOf) -> float:
         """One step; a training loss."""

@@ -14,7 +14,7 @@ from benchmarks.quality.simulation import LossOf
 from benchmarks.quality.tasks import Task
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.torch import Compression, DistributedOptimizer
 
 
@@ -31,7 +31,7 @@ class RealRank:
         self.optimizer = DistributedOptimizer(
             optimizer, task.model.named_parameters(), compression=config or Compression.none
         )
-        self.exchange: BucketExchange | None = self.optimizer._dgc.buckets if config else None
+        self.exchange: OptimizerExchange | None = self.optimizer._dgc.buckets if config else None
 
     def step(self, loss_of: LossOf) -> float:
         """One step; the mean of all ranks' losses, so that all of them give up together."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucket_state import BucketState
-from dgc_horovod.core.selection import RULES, ResidualView, SelectionContext, select
+from dgc_horovod.core.selection import ResidualView, SelectionContext, select
 from dgc_horovod.core.workspace import HostSentRecord, Message, Workspace, message_spec, min_magnitude
 from dgc_horovod.exchange.contract import Exchange, Round
 from dgc_horovod.kernels.contract import (
@@ -31,6 +31,7 @@ from dgc_horovod.kernels.contract import (
     SentRecord,
     joined,
 )
+from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat
 

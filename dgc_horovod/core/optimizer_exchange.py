@@ -32,7 +32,7 @@ def clip_limit(c: float, workers: int, averages: bool) -> float:
     return c * root if averages else c / root
 
 
-class BucketExchange:
+class OptimizerExchange:
     """The engines of one optimizer, and what they have in common at each step.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod import WarmupSchedule
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 
 FILE = Path(__file__).parents[1] / "parallel" / "transcripts.json"
 WORKERS = (2, 3, 4)
@@ -66,22 +66,22 @@ class Transcript:
 
     def __init__(self) -> None:
         self._sent: dict[int, Any] = {}
-        self._stock = BucketExchange.compress
+        self._stock = OptimizerExchange.compress
 
     def __enter__(self) -> Transcript:
         stock = self._stock
 
         @functools.wraps(stock)
-        def compress(exchange: BucketExchange, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def compress(exchange: OptimizerExchange, engine: Any, *args: Any, **kwargs: Any) -> Any:
             message = stock(exchange, engine, *args, **kwargs)
             self._sent.setdefault(engine.bucket.index, hashlib.sha256()).update(message.payload.tobytes())
             return message
 
-        BucketExchange.compress = compress  # type: ignore[method-assign]
+        OptimizerExchange.compress = compress  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        BucketExchange.compress = self._stock  # type: ignore[method-assign]
+        OptimizerExchange.compress = self._stock  # type: ignore[method-assign]
 
     def hashes(self, weights: np.ndarray, residuals: Mapping[str, Any]) -> dict[str, str]:
         """Of the packets, the weights, and what this rank keeps, u and v of each tensor."""

@@ -13,7 +13,7 @@ import pytest
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback
@@ -64,7 +64,7 @@ def test_bytes_are_those_that_the_exchange_counts(workers, density):
     shapes = [("b", (6_000,)), ("w1", (1, 2**20)), ("w2", (1, 2**20)), ("w3", (1, 2_994_000 - 2**21))]
     traffic, kernels = Traffic(), registry.choose("cpu")
     specs = [TensorSpec(*shape) for shape in shapes]
-    exchange = BucketExchange(specs, config, lambda name: kernels, 0, workers, True, traffic)
+    exchange = OptimizerExchange(specs, config, lambda name: kernels, 0, workers, True, traffic)
     for engine in exchange.engines:
         gradient = np.random.default_rng(0).standard_normal(engine.bucket.numel).astype(np.float32)
         engine.add_gradient(0, kernels.from_host(gradient), ErrorFeedback())

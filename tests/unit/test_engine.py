@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.selection import RULES
 from dgc_horovod.errors import CorruptPacket, RankMismatch
 from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.kernels.contract import AdamCorrection, ErrorFeedback, MomentumCorrection
+from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers import hand_table
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy

@@ -11,7 +11,7 @@ import pytest
 from dgc_horovod import metrics
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.launch.rank.summary import Outcome
@@ -22,9 +22,9 @@ from tests.helpers.data import BACKENDS, as_array
 STATS = {"steps": 3, "method": "dgc", "bytes_sent": 100.5, "buckets": [{"age": 2, "threshold": 0.5}, {"age": 4}]}
 
 
-def exchange_of(kernels, numel: int, density: float) -> BucketExchange:
+def exchange_of(kernels, numel: int, density: float) -> OptimizerExchange:
     config = DGCConfig(density=density, min_numel=1, compress_1d=True, values="fp32")
-    return BucketExchange([TensorSpec("w", (numel,))], config, lambda name: kernels, 0, 1, True, Traffic())
+    return OptimizerExchange([TensorSpec("w", (numel,))], config, lambda name: kernels, 0, 1, True, Traffic())
 
 
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)

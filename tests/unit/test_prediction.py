@@ -9,10 +9,11 @@ import pytest
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.selection import RULES, ResidualView, SelectionContext, ThresholdPredictor, select
+from dgc_horovod.core.selection import ResidualView, SelectionContext, ThresholdPredictor, select
 from dgc_horovod.core.selection.base import accepted_counts
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, as_array
 

@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from dgc_horovod import config
-from dgc_horovod.core.selection import RULES, ResidualView, SelectionContext, select
+from dgc_horovod import DGCConfig
+from dgc_horovod.core.selection import ResidualView, SelectionContext, select
 from dgc_horovod.core.selection.base import accepted_counts
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.rules import RULES, Rule
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, as_array
 
@@ -111,8 +113,20 @@ def test_no_positional_bias(rule, kernels):
     assert abs(counts[:32].sum() / counts.sum() - 0.5) < 4 * 0.5 / math.sqrt(counts.sum())
 
 
-def test_config_names_the_rules_and_codecs_there_are():
-    assert set(config.RULES) == set(RULES) and set(config.VALUES) == set(VALUE_CODECS)
+def test_a_rule_is_a_line_and_a_file(monkeypatch):
+    """What is registered, config, engine and launcher know; here a rule that is another's file."""
+    monkeypatch.setitem(RULES, "largest", Rule("exact"))
+    kernels = BACKENDS[0]
+    x = DATA["normal"](1000, 0)
+    config = DGCConfig(rule="largest", density=0.05)
+    assert config.final_density == 0.05
+    assert chosen("largest", kernels, x, 50).tolist() == chosen("exact", kernels, x, 50).tolist()
+    with pytest.raises(ConfigError, match=r"rule must be one of exact.*largest"):
+        DGCConfig(rule="smallest")
+
+
+def test_every_file_of_a_rule_is_there():
+    assert all(callable(rule.select) for rule in RULES.values()) and set(VALUE_CODECS) >= {"fp32", "2bit"}
 
 
 def test_random_draws_anew_each_time_and_is_reproducible(kernels):

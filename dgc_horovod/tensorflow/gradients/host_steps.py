@@ -17,7 +17,7 @@ import numpy as np
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import BackendUnavailable, DGCError, NotFinite, UnsupportedUse
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, Kernels
@@ -62,7 +62,7 @@ class HostSteps:
         number: int,
     ) -> None:
         self.collectives, self.update = collectives, update
-        self.buckets: BucketExchange | None = None
+        self.buckets: OptimizerExchange | None = None
         self.runs: list[BucketRun] = []
         self.place: dict[int, BucketRun] = {}
         self.error: DGCError | None = None
@@ -79,7 +79,7 @@ class HostSteps:
             self.counts = ExchangeStats(collectives.workers, numel_of(sources), collectives.traffic)
             all_exchanges.append(self.counts)
 
-    def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> BucketExchange:
+    def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> OptimizerExchange:
         names = [f"{i} {source.name}" for i, source in enumerate(sources)]
         index = {name: i for i, name in enumerate(names)}
         keys: dict[Any, int] = {}
@@ -90,8 +90,8 @@ class HostSteps:
         kernels = functools.cache(_kernels_on)
         collectives = self.collectives
 
-        def make() -> BucketExchange:
-            return BucketExchange(
+        def make() -> OptimizerExchange:
+            return OptimizerExchange(
                 specs,
                 config,
                 lambda name: kernels(sources[index[name]].cuda),

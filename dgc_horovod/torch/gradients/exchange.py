@@ -13,7 +13,7 @@ import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.optimizer_exchange import BucketExchange
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import start
 from dgc_horovod.kernels import registry
@@ -61,7 +61,7 @@ class GradientExchange:
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
         self._kernels: dict[str, Kernels] = {}
-        self.buckets = BucketExchange(
+        self.buckets = OptimizerExchange(
             specs,
             config,
             lambda name: self._kernels_of(parameters[name]),
@@ -366,7 +366,7 @@ class GradientExchange:
             run.engine.state.fade(i, factor)
 
     def load(self, state: ResidualState) -> None:
-        """Go on from what this rank has kept; see `BucketExchange.load`."""
+        """Go on from what this rank has kept; see `OptimizerExchange.load`."""
         dense = {name: p for p, name in self._dense_path.names.items()}
         self._dense_path.owed.clear()
         self.clipping.goes_on()
