@@ -34,9 +34,9 @@ EDITS = {
     ",\n                        experimental_run_tf_function=False)": ")",
     ",\n              experimental_run_tf_function=False)": ")",
     "tf.keras.datasets.mnist.load_data": "__import__('digits').load_data",
-    "10000 // hvd.size()": "1200 // hvd.size()",
-    "500 // hvd.size()": "100 // hvd.size()",
-    "epochs=24": "epochs=6",
+    "10000 // hvd.size()": "400 // hvd.size()",
+    "500 // hvd.size()": "80 // hvd.size()",
+    "epochs=24": "epochs=4",
 }
 # Stock Horovod's tape fails on Keras 3's variables, which have no "ref": it is given TensorFlow's own.
 STOCK_EDITS = {
