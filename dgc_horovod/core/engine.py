@@ -33,7 +33,7 @@ from dgc_horovod.kernels.contract import (
 )
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, PacketFormat
 
 _ENCODING = 2**31  # in place of the number of a range, for codecs that draw
 
@@ -61,10 +61,10 @@ class BucketEngine:
         self._workspace: Workspace | None = None
         self._sent: SentRecord | None = None
         self._step = self._round = 0
-        self.in_join = False  # whether this rank is: then its messages say so
+        self.in_join = self.clips = False  # whether this rank is, and whether its script clips updates: messages say so
         # of the last exchange that is through: whether every rank's gradient was finite, whose was not where that is
-        # known, and how many ranks were in join
-        self.finite, self.flagged, self.ranks_in_join = True, list[int](), 0
+        # known, how many ranks were in join, and how many scripts clip
+        self.finite, self.flagged, self.ranks_in_join, self.ranks_that_clip = True, list[int](), 0, 0
 
     # -- sending
 
@@ -111,7 +111,7 @@ class BucketEngine:
         workspace.records["floor"] = workspace.predictor.floors if looks else math.inf
         want_sums = rule.needs_sums and not self.bucket.uncompressed
         self._step, self._round = step, 0
-        sender = None if self.in_join else workspace.sender  # what a device writes has no flag
+        sender = None if self.in_join or self.clips else workspace.sender  # what a device writes has no flag
         if sender is not None and workspace.predictor.floors[0] < math.inf and sender.takes(self.gradients):
             seen, sent = self._send_from_device(workspace, sender, scale)
             if sent is not None:
@@ -176,7 +176,7 @@ class BucketEngine:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
     def _send(self, workspace: Workspace, elements: Elements, flags: int) -> Message:
-        flags |= FLAG_JOINED if self.in_join else 0
+        flags |= (FLAG_JOINED if self.in_join else 0) | (FLAG_CLIPS if self.clips else 0)
         draw = partial(self._generator, _ENCODING)
         sending = workspace.exchange.begin(elements, flags, self._step, draw)
         count = sending.elements.values.size
@@ -276,7 +276,7 @@ class BucketEngine:
         self._round += 1
         if buffer is None:
             self.finite, self.flagged = exchange.finite, exchange.flagged
-            self.ranks_in_join = exchange.ranks_in_join
+            self.ranks_in_join, self.ranks_that_clip = exchange.ranks_in_join, exchange.ranks_that_clip
         return buffer
 
     def aggregate_into(self, scale: float) -> bool:

@@ -161,6 +161,11 @@ class OptimizerExchange:
         return any(engine.in_join for engine in self.engines)
 
     @property
+    def all_clip(self) -> bool:
+        """Whether every rank's script clips updates, according to the last messages; the same on every rank."""
+        return bool(self.engines) and self.engines[0].ranks_that_clip == self.workers
+
+    @property
     def ranks_in_join(self) -> int:
         """How many ranks were in join at the last step, according to its messages; the same on every rank."""
         return self.engines[0].ranks_in_join if self.engines else 0

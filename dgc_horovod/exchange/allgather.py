@@ -13,7 +13,7 @@ from dgc_horovod.exchange.contract import ALLGATHER, Round, Sending
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
-from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat, coder_for, undrawn
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, PacketFormat, coder_for, undrawn
 
 
 class AllgatherExchange:
@@ -25,7 +25,7 @@ class AllgatherExchange:
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         self.rounds = self.rounds_of(wire, workers)
-        self.finite, self.flagged, self.ranks_in_join = True, list[int](), 0
+        self.finite, self.flagged, self.ranks_in_join, self.ranks_that_clip = True, list[int](), 0, 0
         self._bucket, self._wire, self._kernels, self._workers = bucket, wire, kernels, workers
         self._encoder = Encoder(wire, kernels.coder, drops_zeros=not bucket.uncompressed)
         self._held = min(workers, max(1, bucket.numel // (8 * wire.capacity)))  # ranks that are held decoded at once
@@ -61,6 +61,7 @@ class AllgatherExchange:
         self.flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
         self.finite = not self.flagged
         self.ranks_in_join = int(np.count_nonzero(flags & FLAG_JOINED))
+        self.ranks_that_clip = int(np.count_nonzero(flags & FLAG_CLIPS))
         if self._receiver is not None:  # what it finds wrong is known after `aggregate_into`, which changes no state
             self._receiver.read(self._packets, self._counts)
         else:

@@ -103,12 +103,14 @@ class Exchange(Protocol):
         finite: whether every rank's gradient was, once all rounds are through.
         flagged: ranks whose gradient was not, where the exchange knows.
         ranks_in_join: how many ranks were in join.
+        ranks_that_clip: how many scripts clip updates, where the exchange knows; else 0.
     """
 
     rounds: tuple[Round, ...]
     finite: bool
     flagged: list[int]
     ranks_in_join: int
+    ranks_that_clip: int
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         """Make the memory that a step needs.
@@ -132,7 +134,7 @@ class Exchange(Protocol):
 
         Args:
             elements: selected, ascending; at most the capacity of the wire format.
-            flags: FLAG_NONFINITE and FLAG_JOINED of `packet`, which every round hands on.
+            flags: those of `packet`; FLAG_NONFINITE and FLAG_JOINED are handed on by every round.
             step: of the schedule, >= 0, equal on all ranks.
             draw: gives this rank's random source of the bucket and step, for a codec that rounds at random.
         """

@@ -30,7 +30,7 @@ class DensifiedExchange:
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         self.rounds = self.rounds_of(wire, workers)
-        self.finite, self.flagged, self.ranks_in_join = True, list[int](), 0
+        self.finite, self.flagged, self.ranks_in_join, self.ranks_that_clip = True, list[int](), 0, 0
         self._bucket, self._kernels, self._workers = bucket, kernels, workers
         self._encoder = Encoder(wire, kernels.coder, drops_zeros=not bucket.uncompressed)
         self._summed = np.empty(0, np.float32)

@@ -20,8 +20,8 @@ from dgc_horovod.wire.codecs.values import Draw
 
 MAGIC = int.from_bytes(b"DGCp", "little")
 VERSION = 2
-FLAG_NONFINITE, FLAG_JOINED = 1, 2
-_FLAGS = np.uint16(FLAG_NONFINITE | FLAG_JOINED)
+FLAG_NONFINITE, FLAG_JOINED, FLAG_CLIPS = 1, 2, 4
+_FLAGS = np.uint16(FLAG_NONFINITE | FLAG_JOINED | FLAG_CLIPS)
 
 HEADER = np.dtype(
     [
@@ -133,7 +133,8 @@ class PacketFormat:
             positions: ascending unique int32 positions, at most `capacity`.
             values: the float32 values there, finite.
             step: schedule step of the sender.
-            flags: FLAG_NONFINITE where a gradient was not, FLAG_JOINED where the sender is in join; both, or 0.
+            flags: a sum of FLAG_NONFINITE where a gradient was not finite, FLAG_JOINED where the sender is in join, and
+                FLAG_CLIPS where its script clips updates.
             out: `nbytes` uint8, overwritten whole.
             decoded: float32, room for the values.
             draw: gives the random source, for a codec that rounds at random.

@@ -17,6 +17,7 @@ CASES = [
     "others",
     "uneven_data",
     "loaded_on_one_rank",
+    "measured_on_one_rank",
 ]
 
 
@@ -75,6 +76,6 @@ def test_gradients_of_others_and_steps_that_are_not_finite(ranks):
         assert found["nan"] and found["norm"] > 100 and found["after"] == pytest.approx(1, rel=1e-3)
 
 
-@pytest.mark.parametrize("case", ["uneven_data", "loaded_on_one_rank"])
+@pytest.mark.parametrize("case", ["uneven_data", "loaded_on_one_rank", "measured_on_one_rank"])
 def test_ranks_that_do_something_else_clip_with_the_others(ranks, case):
     assert len({rank[f"script_clipping.{case}"] for rank in ranks}) == 1

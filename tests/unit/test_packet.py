@@ -13,7 +13,7 @@ from dgc_horovod.kernels.contract import NO_ELEMENTS
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
-from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat
 from tests.helpers.packets import CODERS, random_elements, read, seal, write
 
 NONE, NO_VALUES = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -89,7 +89,7 @@ def test_bits_a_position(numel, capacity):
         ("value_codec", 2, RankMismatch),
         ("index_codec", 2, RankMismatch),
         ("count", 21, CorruptPacket),
-        ("flags", 4, CorruptPacket),
+        ("flags", 8, CorruptPacket),
     ],
 )
 def test_sealed_header_changes_are_named(coder, field, value, error):
@@ -125,7 +125,7 @@ def test_values_that_are_not_finite(coder, values):
         read(coder, wire, seal(out))
 
 
-@pytest.mark.parametrize("flags", [FLAG_NONFINITE, FLAG_JOINED, FLAG_NONFINITE | FLAG_JOINED])
+@pytest.mark.parametrize("flags", [FLAG_NONFINITE, FLAG_JOINED, FLAG_CLIPS, FLAG_NONFINITE | FLAG_JOINED])
 def test_flags_travel(coder, flags):
     wire = PacketFormat(0, 10, 3)
     out, _ = write(coder, wire, np.empty(0, np.int32), np.empty(0, np.float32), flags=flags)

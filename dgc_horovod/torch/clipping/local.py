@@ -89,6 +89,11 @@ class LocalClipping:
         return self._whole() is not None
 
     @property
+    def is_of_updates(self) -> bool:
+        """Whether the script has clipped after synchronize() in the last step, where ranks should see equal norms."""
+        return any(clip.updates for clip in self.clips)
+
+    @property
     def undoes(self) -> bool:
         """Whether updates that the script changes may have to be put back."""
         return self.given is not None or self._cut is not None

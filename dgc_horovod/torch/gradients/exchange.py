@@ -181,6 +181,7 @@ class GradientExchange:
 
     def _launch(self, run: BucketRun, clip: float) -> None:
         engine = run.engine
+        engine.clips = self.clipping.is_of_updates
         message = self.buckets.compress(engine, clip, self._scale_now())
         payload = torch.from_numpy(message.payload)
         run.pending = start(self.collectives, message.round, payload, engine.bucket.name)
@@ -212,11 +213,12 @@ class GradientExchange:
             for run in self.runs:
                 self._add_gradients(run, accumulation_of)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
+        all_clip = self.buckets.all_clip  # as the last step's messages said
         for run in self.runs:
             self._launch(run, clip)
         for p in self._dense_path.names:
             self._dense_path.launch(p, clip)
-        if not self.buckets.ranks_in_join:  # those may not know what the others' scripts do
+        if all_clip and not self.buckets.ranks_in_join:  # a collective that not every rank takes part in never ends
             self.clipping.share(self.collectives)
 
     def _is_first_in(self, grad: torch.Tensor) -> bool:

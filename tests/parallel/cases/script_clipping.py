@@ -158,6 +158,23 @@ def returned_norms() -> dict[str, Any]:
     return results
 
 
+def measured_on_one_rank() -> str:
+    """Rank 0 alone calls clip_grad_norm_ in some steps, to log the norm."""
+    hvd.init()
+    model = smooth_model()
+    sgd = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
+    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.synchronize()
+        if hvd.rank() == 0 and step % 2 == 0:
+            assert clip_grad_norm_(model.parameters(), 1e9) > 0
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return fingerprint(model)
+
+
 def other_clippings() -> dict[str, float]:
     """Distances from runs in which autograd itself gives clipped gradients: by value, by parameter, other norms."""
     hvd.init()
