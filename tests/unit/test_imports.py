@@ -13,9 +13,10 @@ import dgc_horovod
 
 PACKAGE = Path(dgc_horovod.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-DESIGN = PACKAGE.parent / "docs" / "design.md"
+DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 # each line may import from itself and from those after it
-LAYERS = [line.split() for line in DESIGN.read_text().split("<!-- layers -->\n```\n")[1].split("```")[0].splitlines()]
+BLOCK = DESIGN.read_text().split("<!-- layers -->\n```\n")[1].split("```")[0] if DESIGN.exists() else ""
+LAYERS = [line.split() for line in BLOCK.splitlines()]
 
 
 def imported(file: Path) -> set[str]:
@@ -36,6 +37,7 @@ def layer(name: str) -> int:
     return next(i for i, names in enumerate(LAYERS) if name in names)
 
 
+@pytest.mark.skipif(not LAYERS, reason="tests run outside the checkout")
 def test_every_part_is_in_one_layer():
     parts = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in FILES} - {"__init__"}
     assert sorted(name for names in LAYERS for name in names) == sorted(parts)
@@ -46,7 +48,7 @@ def test_imports_go_one_way(file):
     own = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for name in imported(file):
         top, target = name.split(".")[0], part(name)
-        if target and target != "__version__" and own != "__init__":
+        if LAYERS and target and target != "__version__" and own != "__init__":
             assert layer(target) >= layer(own), f"{own} imports {target}"
         if {own, target} == {"torch", "tensorflow"}:
             pytest.fail("the adapters import each other")
