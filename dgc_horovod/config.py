@@ -16,6 +16,7 @@ from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 SCOPES = ("bucket", "tensor")
+VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
