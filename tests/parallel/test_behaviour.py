@@ -149,7 +149,7 @@ def test_exchange_starts_before_backward_ends(tmp_path):
     started: dict[str, list[int]] = {}
     for event in events:
         if event.get("ph") == "B" and str(event.get("name", "")).startswith("NEGOTIATE_"):
-            started.setdefault(names[event["pid"]].rsplit(".", 1)[-1], []).append(event["ts"])
+            started.setdefault(names[event["pid"]].removesuffix(".packets").rsplit(".", 1)[-1], []).append(event["ts"])
     steps = min(len(times) for times in started.values())
     assert steps >= 1, "the timeline holds no whole step"
     for step in range(steps):

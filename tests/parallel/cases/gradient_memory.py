@@ -38,7 +38,7 @@ def update_in_place() -> dict[str, Any]:
         after = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
         results[name] = {
             "in place": places == after,
-            "held": sum(len(run.targets) for run in optimizer._dgc.runs),
+            "held": sum(len(run.outputs) for run in optimizer._dgc.runs),
         }
     return results
 
