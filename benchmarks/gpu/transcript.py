@@ -113,7 +113,7 @@ def _received(kernels: Any, engine: BucketEngine, back: np.ndarray, shift: int) 
     for i, target in enumerate(outputs):
         engine.outputs.put(i, target)
     engine.aggregate_into(1 / engine.workers)
-    if not engine.finite:
+    if not engine.outcome.finite:
         engine.rollback()
     states = (engine.state.v, engine.state.u, *(engine.state.moments or ()))
     return [kernels.to_host(x).tobytes() for x in (*states, *outputs) if x is not None]

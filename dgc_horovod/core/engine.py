@@ -16,8 +16,8 @@ import numpy as np
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucket_state import BucketState
 from dgc_horovod.core.selection import ResidualView, SelectionContext, select
-from dgc_horovod.core.workspace import HostSentRecord, Message, Workspace, message_spec, min_magnitude
-from dgc_horovod.exchange.contract import Exchange, Round
+from dgc_horovod.core.workspace import HostSentRecord, Message, MessageSpec, Workspace, message_spec, min_magnitude
+from dgc_horovod.exchange.contract import Exchange, Outcome, Round
 from dgc_horovod.kernels.contract import (
     NO_ELEMENTS,
     AccumulateResult,
@@ -33,7 +33,7 @@ from dgc_horovod.kernels.contract import (
 )
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, PacketFormat
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE
 
 _ENCODING = 2**31  # in place of the number of a range, for codecs that draw
 
@@ -62,9 +62,7 @@ class BucketEngine:
         self._sent: SentRecord | None = None
         self._step = self._round = 0
         self.in_join = self.clips = False  # whether this rank is, and whether its script clips updates: messages say so
-        # of the last exchange that is through: whether every rank's gradient was finite, whose was not where that is
-        # known, how many ranks were in join, and how many scripts clip
-        self.finite, self.flagged, self.ranks_in_join, self.ranks_that_clip = True, list[int](), 0, 0
+        self.outcome = Outcome()  # of the last exchange that is through
 
     # -- sending
 
@@ -77,7 +75,7 @@ class BucketEngine:
                 change before.
             accumulation: how it enters the residual.
             in_place: the update goes where the gradient is, into memory that nothing else uses and nobody writes to
-                before `aggregate_into`: `compress` leaves zeros there, which saves the pass in which a output is
+                before `aggregate_into`: `compress` leaves zeros there, which saves the pass in which an output is
                 zeroed.
         """
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
@@ -89,7 +87,7 @@ class BucketEngine:
             self.outputs.put(i, gradient, cleared=True)
 
     def compress(self, scale: float, step: int, density: float) -> Message:
-        """Take in the gradients that were offered, then select, encode and subtract what is sent.
+        """Accumulate the gradients that were added, then select, encode and subtract what is sent.
 
         Elements of a gradient that are not finite enter as 0. If there are any, or v leaves the range of fp32 (then u
         and v start again from nothing), nothing is sent, and the message carries a flag on which every rank takes the
@@ -108,11 +106,11 @@ class BucketEngine:
         workspace = self._workspace_for(1.0 if self.bucket.uncompressed else density)
         rule = RULES[self.config.rule]
         looks = rule.by_size and not self.bucket.uncompressed
-        workspace.records["floor"] = workspace.predictor.floors if looks else math.inf
+        workspace.records["threshold"] = workspace.predictor.thresholds if looks else math.inf
         want_sums = rule.needs_sums and not self.bucket.uncompressed
         self._step, self._round = step, 0
         sender = None if self.in_join or self.clips else workspace.sender  # what a device writes has no flag
-        if sender is not None and workspace.predictor.floors[0] < math.inf and sender.takes(self.gradients):
+        if sender is not None and workspace.predictor.thresholds[0] < math.inf and sender.takes(self.gradients):
             seen, sent = self._send_from_device(workspace, sender, scale)
             if sent is not None:
                 return Message(sender.payload, workspace.exchange.rounds[0], sent.count)
@@ -132,7 +130,7 @@ class BucketEngine:
     def _send_from_device(
         self, workspace: Workspace, sender: Sender, scale: float
     ) -> tuple[AccumulateResult, SentRecord | None]:
-        candidate_threshold = workspace.predictor.floors[0]
+        candidate_threshold = workspace.predictor.thresholds[0]
         seen, sent = sender.send(self.gradients, self.state, scale, candidate_threshold, self._step, self._masks)
         if sent is not None:
             self._sent = sent
@@ -151,28 +149,28 @@ class BucketEngine:
 
     def _select(self, workspace: Workspace, seen: AccumulateResult) -> Elements:
         chosen = []
-        for number, span in enumerate(workspace.ranges):
+        for number, part in enumerate(workspace.ranges):
             view = self._view(workspace, number, seen.candidates)
             context = SelectionContext(partial(self._generator, number), self.config.threshold)
             num_candidates = (
-                view.candidates if seen.candidates is not None else seen.num_candidates * span.k / workspace.capacity
+                view.candidates if seen.candidates is not None else seen.num_candidates * part.k / workspace.capacity
             )
-            chosen.append(select(self.config.rule, view, span.k, context))
+            chosen.append(select(self.config.rule, view, part.k, context))
             workspace.predictor.learn(number, chosen[-1].values.size, min_magnitude(chosen[-1]), num_candidates)
         return joined(chosen)
 
     def _view(self, workspace: Workspace, number: int, candidates: Elements | None) -> ResidualView:
-        span, record = workspace.ranges[number], workspace.records[number]
+        part, record = workspace.ranges[number], workspace.records[number]
         if candidates is not None and len(workspace.ranges) > 1:
-            low, high = np.searchsorted(candidates.positions, [span.place.start, span.place.stop])
+            low, high = np.searchsorted(candidates.positions, [part.place.start, part.place.stop])
             candidates = Elements(candidates.positions[low:high], candidates.values[low:high])
-        x = self.state.v[span.place]
+        x = self.state.v[part.place]
         sums = (float(record["sum"]), float(record["squares"])) if RULES[self.config.rule].needs_sums else None
-        return ResidualView(self.kernels, x, span.start, candidates, float(record["floor"]), sums)
+        return ResidualView(self.kernels, x, part.start, candidates, float(record["threshold"]), sums)
 
-    def _generator(self, span: int) -> np.random.Generator:
-        """Random source that depends on rank, bucket, span and step alone, not on what was drawn before."""
-        key = (self.config.seed, self.rank, self.bucket.index, span, self._step)
+    def _generator(self, number: int) -> np.random.Generator:
+        """Random source that depends on rank, bucket, range and step alone, not on what was drawn before."""
+        key = (self.config.seed, self.rank, self.bucket.index, number, self._step)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
     def _send(self, workspace: Workspace, elements: Elements, flags: int) -> Message:
@@ -251,13 +249,9 @@ class BucketEngine:
         """The collective that is next."""
         return self.exchange.rounds[min(self._round, len(self.exchange.rounds) - 1)]
 
-    def rounds(self, density: float) -> tuple[Round, ...]:
-        """The collectives of a step of that density."""
-        return message_spec(self.bucket, self.config, density, self.workers).rounds(self.workers)
-
-    def wire(self, density: float) -> PacketFormat:
-        """The form of one rank's selection at that density."""
-        return message_spec(self.bucket, self.config, density, self.workers).wire
+    def spec(self, density: float) -> MessageSpec:
+        """How the bucket travels at that density."""
+        return message_spec(self.bucket, self.config, density, self.workers)
 
     def receive(self, received: np.ndarray) -> np.ndarray | None:
         """Check what the round under way has brought. Nothing is changed, so an error leaves the state as it was.
@@ -266,7 +260,7 @@ class BucketEngine:
             received: flat, of the round's dtype; kept until the next call.
 
         Returns:
-            What the next round sends; None after the last: then `finite` is known.
+            What the next round sends; None after the last: then `outcome` is known.
 
         Raises:
             CorruptPacket, RankMismatch: on every rank alike, since all see the same bytes.
@@ -275,8 +269,7 @@ class BucketEngine:
         buffer = exchange.proceed(self._round, received, self._step)
         self._round += 1
         if buffer is None:
-            self.finite, self.flagged = exchange.finite, exchange.flagged
-            self.ranks_in_join, self.ranks_that_clip = exchange.ranks_in_join, exchange.ranks_that_clip
+            self.outcome = exchange.outcome
         return buffer
 
     def aggregate_into(self, scale: float) -> bool:

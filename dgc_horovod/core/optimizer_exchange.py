@@ -90,7 +90,7 @@ class OptimizerExchange:
         """`BucketEngine.compress` at the present step.
 
         Args:
-            engine: one of ours, with every gradient offered.
+            engine: one of ours, with every gradient added.
             clip: factor of the gradients, from `clip_factor`.
             loss_scale: by which the loss, hence every gradient, is multiplied.
         """
@@ -130,7 +130,7 @@ class OptimizerExchange:
         """
         self.meters[engine].begins()
         with self.counts.traffic.timing("decoding"):
-            finite = engine.aggregate_into(self.mean_scale * loss_scale) and engine.finite
+            finite = engine.aggregate_into(self.mean_scale * loss_scale) and engine.outcome.finite
         self.meters[engine].decoded()
         return finite
 
@@ -138,7 +138,7 @@ class OptimizerExchange:
         self.counts.traffic.count(collective.nbytes, collective.received(self.workers))
 
     def clip_factor(self, other_squares: float = 0.0, loss_scale: float = 1.0) -> float:
-        """The factor that brings this rank's whole gradient within its limit; every gradient must have been offered.
+        """The factor that brings this rank's whole gradient within its limit; every gradient must have been added.
 
         What is not finite enters as zero, so it counts as zero here.
 
@@ -152,7 +152,7 @@ class OptimizerExchange:
         return limit / norm if norm > limit else 1.0
 
     def squares(self, other_squares: float = 0.0) -> float:
-        """Squared norm of all gradients that were offered, what is not finite as zero, and of `other_squares`."""
+        """Squared norm of all gradients that were added, what is not finite as zero, and of `other_squares`."""
         return other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
 
     @property
@@ -163,12 +163,12 @@ class OptimizerExchange:
     @property
     def all_clip(self) -> bool:
         """Whether every rank's script clips updates, according to the last messages; the same on every rank."""
-        return bool(self.engines) and self.engines[0].ranks_that_clip == self.workers
+        return bool(self.engines) and self.engines[0].outcome.ranks_that_clip == self.workers
 
     @property
     def ranks_in_join(self) -> int:
         """How many ranks were in join at the last step, according to its messages; the same on every rank."""
-        return self.engines[0].ranks_in_join if self.engines else 0
+        return self.engines[0].outcome.ranks_in_join if self.engines else 0
 
     @property
     def mean_scale(self) -> float:
@@ -187,10 +187,10 @@ class OptimizerExchange:
 
     def where_not_finite(self) -> str:
         """In words, where a gradient of the last step was not finite; the same text on every rank."""
-        found = [engine for engine in self.engines if engine.flagged]
+        found = [engine for engine in self.engines if engine.outcome.flagged]
         if not found:
             return "some rank"
-        ranks = sorted({rank for engine in found for rank in engine.flagged})
+        ranks = sorted({rank for engine in found for rank in engine.outcome.flagged})
         names = [segment.name for engine in found for segment in engine.bucket.segments]
         among = f"{names[0]!r}" if len(names) == 1 else f"the {len(names)} tensors from {names[0]!r} to {names[-1]!r}"
         return f"rank {', '.join(map(str, ranks))}, among {among}"

@@ -69,15 +69,12 @@ def min_magnitude(elements: Elements) -> float:
 
 
 class MessageSpec(NamedTuple):
-    """What is selected together, the form of one rank's selection, and the exchange that it takes."""
+    """What is selected together, the form of one rank's selection, the exchange that it takes, and its collectives."""
 
     ranges: tuple[SelectionRange, ...]
     wire: PacketFormat
     exchange: type[Exchange]
-
-    def rounds(self, workers: int) -> tuple[Round, ...]:
-        """Those of the exchange among N workers."""
-        return self.exchange.rounds_of(self.wire, workers)
+    rounds: tuple[Round, ...]
 
 
 def message_spec(bucket: Bucket, config: DGCConfig, density: float, workers: int) -> MessageSpec:
@@ -91,10 +88,11 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, workers: int
     """
     density = 1.0 if bucket.uncompressed else density
     parts = ranges(bucket, config.scope, density)
-    capacity = sum(span.k for span in parts)
+    capacity = sum(part.k for part in parts)
     indices = "every" if bucket.uncompressed else "elias-fano"
     wire = PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
-    return MessageSpec(parts, wire, choose(wire, workers))
+    exchange = choose(wire, workers)
+    return MessageSpec(parts, wire, exchange, exchange.rounds_of(wire, workers))
 
 
 class Workspace:
@@ -110,13 +108,13 @@ class Workspace:
 
     def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, density: float, workers: int) -> None:
         self.density = density
-        self.ranges, wire, exchange = message_spec(bucket, config, density, workers)
+        self.ranges, wire, exchange, _ = message_spec(bucket, config, density, workers)
         self.capacity = wire.capacity
         self.exchange = exchange(bucket, wire, kernels, workers)
-        numels, ks = [span.numel for span in self.ranges], [span.k for span in self.ranges]
+        numels, ks = [part.numel for part in self.ranges], [part.k for part in self.ranges]
         self.predictor = ThresholdPredictor(numels, ks, config.threshold)
         self.records = np.zeros(len(self.ranges), RANGE)  # the ranges as kernels read them
-        self.records["start"] = [span.start for span in self.ranges]
+        self.records["start"] = [part.start for part in self.ranges]
         self.records["numel"] = numels
         alone = RULES[config.rule].on_device and len(self.ranges) == 1 and not bucket.uncompressed
         looks = self.predictor.max_candidates > 0

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import RankMismatch
-from dgc_horovod.exchange.coding import Encoder
-from dgc_horovod.exchange.contract import ALLGATHER, Round, Sending
+from dgc_horovod.exchange.base import CodedExchange
+from dgc_horovod.exchange.contract import ALLGATHER, Outcome, Round, Sending
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
-from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, PacketFormat, coder_for, undrawn
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, PacketFormat, undrawn
 
 
-class AllgatherExchange:
+class AllgatherExchange(CodedExchange):
     """Received per rank: ``(N-1)`` packets. The sum is the same to the last bit on every rank. See `contract.Exchange`.
 
     Memory: the packet, its values decoded, and 8 bytes for each element received, of as many ranks at a time as take a
@@ -24,10 +24,7 @@ class AllgatherExchange:
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
-        self.rounds = self.rounds_of(wire, workers)
-        self.finite, self.flagged, self.ranks_in_join, self.ranks_that_clip = True, list[int](), 0, 0
-        self._bucket, self._wire, self._kernels, self._workers = bucket, wire, kernels, workers
-        self._encoder = Encoder(wire, kernels.coder, drops_zeros=not bucket.uncompressed)
+        super().__init__(bucket, wire, kernels, workers)
         self._held = min(workers, max(1, bucket.numel // (8 * wire.capacity)))  # ranks that are held decoded at once
         together = not bucket.uncompressed and self._held == workers
         self._receiver = kernels.receiver(bucket, wire, workers) if together else None
@@ -35,7 +32,6 @@ class AllgatherExchange:
         self._decoded = [
             Elements(np.empty(wire.capacity, np.int32), np.empty(wire.capacity, np.float32)) for _ in range(held)
         ]
-        self._coder = coder_for(wire, kernels.coder)
         self._packets = np.empty((0, wire.nbytes), np.uint8)
         self._counts = np.empty(0, np.int64)
 
@@ -47,7 +43,7 @@ class AllgatherExchange:
         return self._kernels.sender(self._bucket, self._wire, max_candidates)
 
     def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
-        return Sending(self._encoder.packet, *self._encoder.encode(elements, flags, step, draw))
+        return Sending(self._packet, *self._encode(elements, flags, step, draw))
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> None:
         wire = self._wire
@@ -58,10 +54,9 @@ class AllgatherExchange:
             )
         self._packets = received.reshape(self._workers, wire.nbytes)
         self._counts, flags = wire.read_headers(self._coder, self._packets, step)
-        self.flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
-        self.finite = not self.flagged
-        self.ranks_in_join = int(np.count_nonzero(flags & FLAG_JOINED))
-        self.ranks_that_clip = int(np.count_nonzero(flags & FLAG_CLIPS))
+        flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
+        in_join, that_clip = (int(np.count_nonzero(flags & flag)) for flag in (FLAG_JOINED, FLAG_CLIPS))
+        self.outcome = Outcome(not flagged, flagged, in_join, that_clip)
         if self._receiver is not None:  # what it finds wrong is known after `aggregate_into`, which changes no state
             self._receiver.read(self._packets, self._counts)
         else:
@@ -106,9 +101,3 @@ class AllgatherExchange:
         assert self._receiver is not None
         for rank, problem in self._receiver.problems.items():
             raise self._wire.corrupt(rank, f"impossible: {problem}")
-
-    def commit(self) -> None:
-        pass  # it keeps nothing from step to step
-
-    def rollback(self) -> None:
-        pass

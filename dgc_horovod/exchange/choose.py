@@ -9,7 +9,7 @@ from dgc_horovod.wire.packet import PacketFormat
 
 _LONGEST = 2**31 - 1  # bytes of an allgather's output: its counts are C ints
 
-# A new exchange is one line here. The first of those that cost the same is taken.
+# A new exchange is one line here, and a case of `choose`.
 EXCHANGES: dict[str, type[Exchange]] = {"allgather": AllgatherExchange, "densified": DensifiedExchange}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender
+from dgc_horovod.stats import ring_received
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
 from dgc_horovod.wire.packet import PacketFormat, undrawn
@@ -42,10 +43,10 @@ class Round:
         Args:
             workers: N >= 1.
         """
-        if self.kind == ALLGATHER:
-            return (workers - 1) * self.nbytes
-        whole_ring = 2 if self.kind == ALLREDUCE else 1
-        return whole_ring * (workers - 1) * self.nbytes // workers
+        if self.kind == ALLREDUCE:
+            return ring_received(self.nbytes, workers)
+        others = (workers - 1) * self.nbytes
+        return others if self.kind == ALLGATHER else others // workers
 
 
 class Transport(Protocol):
@@ -92,6 +93,23 @@ class Sending(NamedTuple):
     decoded: np.ndarray
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What the flags of all ranks say once all rounds are through; the same on every rank.
+
+    Args:
+        finite: whether every rank's gradient was finite.
+        flagged: ranks whose gradient was not, where the exchange knows.
+        ranks_in_join: number of ranks in join.
+        ranks_that_clip: number of ranks whose script clips updates, where the exchange knows; else 0.
+    """
+
+    finite: bool = True
+    flagged: list[int] = field(default_factory=list)
+    ranks_in_join: int = 0
+    ranks_that_clip: int = 0
+
+
 class Exchange(Protocol):
     """One bucket's exchange at one density: message layout, marks, flags, bytes, and what comes of it.
 
@@ -100,17 +118,11 @@ class Exchange(Protocol):
 
     Attributes:
         rounds: its collectives, in order.
-        finite: whether every rank's gradient was, once all rounds are through.
-        flagged: ranks whose gradient was not, where the exchange knows.
-        ranks_in_join: how many ranks were in join.
-        ranks_that_clip: how many scripts clip updates, where the exchange knows; else 0.
+        outcome: of the last step whose rounds are all through.
     """
 
     rounds: tuple[Round, ...]
-    finite: bool
-    flagged: list[int]
-    ranks_in_join: int
-    ranks_that_clip: int
+    outcome: Outcome
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         """Make the memory that a step needs.

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import RankMismatch
-from dgc_horovod.exchange.coding import Encoder
-from dgc_horovod.exchange.contract import ALLREDUCE, Round, Sending
+from dgc_horovod.exchange.base import CodedExchange
+from dgc_horovod.exchange.contract import ALLREDUCE, Outcome, Round, Sending
 from dgc_horovod.kernels.contract import Elements, Kernels
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
@@ -22,28 +22,22 @@ from dgc_horovod.wire.packet import FLAG_JOINED, FLAG_NONFINITE, PacketFormat, u
 _STEP_MARK, _MARKS = 64, 3
 
 
-class DensifiedExchange:
+class DensifiedExchange(CodedExchange):
     """Received per rank: ``2*(N-1)/N * 4n`` bytes, as of dense gradients. See `contract.Exchange`.
 
     Values are rounded as in a packet, so the residual is that of any other exchange.
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
-        self.rounds = self.rounds_of(wire, workers)
-        self.finite, self.flagged, self.ranks_in_join, self.ranks_that_clip = True, list[int](), 0, 0
-        self._bucket, self._kernels, self._workers = bucket, kernels, workers
-        self._encoder = Encoder(wire, kernels.coder, drops_zeros=not bucket.uncompressed)
+        super().__init__(bucket, wire, kernels, workers)
         self._summed = np.empty(0, np.float32)
 
     @staticmethod
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
         return (Round("densified", ALLREDUCE, "float32", wire.numel + _MARKS),)
 
-    def sender(self, max_candidates: int) -> None:
-        return None
-
     def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
-        elements, decoded = self._encoder.encode(elements, flags, step, draw)
+        elements, decoded = self._encode(elements, flags, step, draw)
         dense = np.zeros(self._bucket.numel + _MARKS, np.float32)
         dense[elements.positions] = decoded
         mark = step % _STEP_MARK
@@ -62,18 +56,8 @@ class DensifiedExchange:
                 f"bucket {index}: the ranks are at different steps (here {step}); "
                 "all ranks must run the same number of steps"
             )
-        self.ranks_in_join, not_finite = divmod(int(flags), self._workers + 1)
-        self._summed, self.finite = received[:-_MARKS], not_finite == 0
+        in_join, not_finite = divmod(int(flags), self._workers + 1)
+        self._summed, self.outcome = received[:-_MARKS], Outcome(not_finite == 0, ranks_in_join=in_join)
 
     def aggregate_into(self, outputs: Any, scale: float) -> bool:
         return self._kernels.aggregate_dense(outputs, self._kernels.from_host(self._summed), scale)
-
-    @property
-    def contributions(self) -> list[Elements]:
-        return []  # of a sum they are not known
-
-    def commit(self) -> None:
-        pass  # it keeps nothing from step to step
-
-    def rollback(self) -> None:
-        pass

@@ -138,13 +138,13 @@ class ComposedKernels(Primitives, Protocol):
                 self.fill_zero(gradients.arrays[i])
             gradients.arrays[i] = None
         found = []
-        for span in ranges:
-            v = state.v[int(span["start"]) : int(span["start"] + span["numel"])]
+        for part in ranges:
+            v = state.v[int(part["start"]) : int(part["start"] + part["numel"])]
             if want_sums:
-                span["sum"], span["squares"] = self.sampled_sums(v)
-            if span["floor"] < np.inf:
-                positions, values = self.at_least(v, float(span["floor"]))
-                found.append(Elements(positions + np.int32(span["start"]), values))
+                part["sum"], part["squares"] = self.sampled_sums(v)
+            if part["threshold"] < np.inf:
+                positions, values = self.at_least(v, float(part["threshold"]))
+                found.append(Elements(positions + np.int32(part["start"]), values))
         candidates = joined(found)
         num_candidates = candidates.positions.size
         return AccumulateResult(

@@ -26,6 +26,7 @@ Array = Any
 
 CHUNK = 4096
 LANES = 16
+COMPILED_VALUES = frozenset(("fp32", "fp16", "bf16", "8bit", "4bit", "2bit"))  # value codecs of C++ and Triton
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ RANGE = np.dtype(
         ("numel", np.int64),
         ("sum", np.float64),
         ("squares", np.float64),
-        ("floor", np.float32),  # non-zero elements of at least this magnitude are candidates; infinity: none
+        ("threshold", np.float32),  # non-zero elements of at least this magnitude are candidates; infinity: none
         ("unused", np.int32),
     ]
 )
@@ -140,7 +141,7 @@ class AccumulateResult:
 
     Args:
         gradients_finite, residual_finite: whether the gradients were, and v is.
-        num_candidates: how many elements reached their span's floor.
+        num_candidates: how many elements reached their range's threshold.
         candidates: those elements, until the next pass over the bucket; None if there was no room for them.
     """
 
@@ -192,7 +193,7 @@ class Sender(Protocol):
 
         Args:
             gradients, state, scale: as in `Kernels.accumulate`.
-            candidate_threshold: of the bucket's span.
+            candidate_threshold: of the bucket's range.
             step: for the packet's header.
             masks: whether ``u = 0`` where something is sent (DGC 3.2).
 

@@ -203,7 +203,7 @@ def flush(optimizer: Any) -> None:
             run, i = exchange.place[p]
             run.engine.state.write(i, {RESIDUAL: (v / share).reshape(-1).cpu().numpy()})
         else:
-            exchange.owed[p] = v / share
+            exchange.dense_residuals[p] = v / share
     for p in exchange.names:
         p.grad = None
 
@@ -217,7 +217,7 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
     own = {
         "parts": [run.engine.state.parts for run in exchange.runs],
         "steps": [update.directions(p) for p in exchange.compressed],
-        "owed": sorted(exchange.names[p] for p in exchange.owed),
+        "dense_residuals": sorted(exchange.names[p] for p in exchange.dense_residuals),
     }
     theirs = [json.loads(data) for data in exchange.collectives.gather_bytes(json.dumps(own).encode(), "parts")]
     for p, *steps in zip(exchange.compressed, *(each["steps"] for each in theirs), strict=True):
@@ -229,11 +229,11 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
             for segment, p in zip(run.engine.bucket.segments, run.parameters, strict=True):
                 found[p][part] = laid_out_as(combined[segment.place].view(p.shape).to(p.device), torch.empty_like(p))
     of_name = {name: p for p, name in exchange.names.items()}
-    for name in sorted({name for each in theirs for name in each["owed"]}):
+    for name in sorted({name for each in theirs for name in each["dense_residuals"]}):
         p = of_name[name]
-        whole = exchange.owed.get(p, torch.zeros_like(p)).float().contiguous()
+        whole = exchange.dense_residuals.get(p, torch.zeros_like(p)).float().contiguous()
         found[p] = {RESIDUAL: _reduced(exchange, whole, name, exchange.settings.op)}
-    exchange.owed.clear()
+    exchange.dense_residuals.clear()
     exchange.buckets.clear()
     return found
 

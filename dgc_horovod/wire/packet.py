@@ -228,7 +228,7 @@ class Coder(Protocol):
 
 
 class NumpyCoder:
-    """The coder that is the truth."""
+    """The reference: packets in NumPy."""
 
     def supports(self, wire: PacketFormat) -> bool:
         return True

@@ -25,7 +25,8 @@ from dgc_horovod.kernels.triton.memory import EXACT
 # What each parameter is, by name: pointers to int32 unless it is here
 _KINDS = {
     **dict.fromkeys(
-        ("v", "u", "second", "values", "decoded", "masked", "chosen_values", "floors", "numbers", "scale"), "*fp32"),
+        ("v", "u", "second", "values", "decoded", "masked", "chosen_values", "thresholds", "numbers", "scale"), "*fp32"
+    ),
     **dict.fromkeys(("gradients", "outputs", "vectors"), "*i64"),
     "sums": "*fp64",
     **dict.fromkeys(

@@ -152,13 +152,13 @@ def test_a_codec_that_numpy_alone_knows_works_on_every_backend(codec, kernels, m
         g = np.random.default_rng(step).laplace(size=3000).astype(np.float32)
         engine.add_gradient(0, as_array(kernels, g.copy()), ErrorFeedback())
         message = engine.compress(1.0, step, 0.1)
-        assert engine.receive(message.payload.copy()) is None and engine.finite
+        assert engine.receive(message.payload.copy()) is None and engine.outcome.finite
         update = as_array(kernels, np.zeros(3000, np.float32))
         engine.outputs.put(0, update)
         assert engine.aggregate_into(1.0)
         update, after = as_numpy(kernels, update), engine.state.full_vector("v")
         assert np.allclose(before + g, update + after, rtol=1e-6, atol=1e-6)
-        wire = engine.wire(0.1)
+        wire = engine.spec(0.1).wire
         body = np.zeros(wire.nbytes, np.uint8)
         sent, decoded = engine.sent, np.zeros(engine.sent.values.size, np.float32)
         wire.encode(NumpyCoder(), *sent, step, 0, body, decoded, partial(engine._generator, _ENCODING))

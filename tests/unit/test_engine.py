@@ -1,4 +1,4 @@
-"""The engine's laws: conservation, masking, restore, the hand-computed table; every rule on every backend.
+"""The engine's invariants: conservation, masking, rollback, the hand-computed table; every rule on every backend.
 
 Several ranks are several engines here, and what they exchange is handed over in memory: this tests the
 arithmetic. The same table runs on real Horovod ranks in tests/parallel.
@@ -70,7 +70,7 @@ def exchange(engines, gradients, accumulation, step, density):
     payloads = [message.payload for message in messages]
     for engine, received in zip(engines, carry(messages[0].round, payloads), strict=True):
         assert engine.receive(received.copy()) is None
-    finite = {engine.finite for engine in engines}
+    finite = {engine.outcome.finite for engine in engines}
     assert len(finite) == 1
     return messages, finite.pop()
 
@@ -329,9 +329,10 @@ def test_nothing_is_read_from_output_buffers(kernels, rule):
         outputs = []
         for engine in (clean, poisoned):
             if engine is poisoned and engine._workspace is not None:
-                encoder, received = engine.exchange._encoder, engine.exchange._decoded
-                encoder.packet.fill(0xFF)
-                for memory in (encoder._decoded, engine._workspace.masked, *(e.values for e in received)):
+                exchange_ = engine.exchange
+                exchange_._packet.fill(0xFF)
+                received = [e.values for e in exchange_._decoded]
+                for memory in (exchange_._values, engine._workspace.masked, *received):
                     memory.fill(np.nan)
             messages, _ = exchange([engine], [g], MomentumCorrection(0.9), step, 0.1)
             outputs.append((messages[0].payload.tobytes(), update_of(engine).tobytes()))
@@ -408,6 +409,6 @@ def test_in_place_gives_the_same_bits(backend, density):
         assert [p.tobytes() for p in payloads] == [m.payload.tobytes() for m in expected_messages]
         combined = carry(messages[0].round, payloads)[0]
         for engine, other, own in zip(ours, plain, parts, strict=True):
-            assert engine.receive(combined.copy()) is None and engine.finite and engine.aggregate_into(0.2)
+            assert engine.receive(combined.copy()) is None and engine.outcome.finite and engine.aggregate_into(0.2)
             found = np.concatenate([as_numpy(backend, part) for part in own])
             assert found.tobytes() == update_of(other, 0.2).tobytes()

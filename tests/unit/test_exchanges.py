@@ -96,7 +96,7 @@ def test_nothing_is_lost_and_replicas_are_identical(engines_of, name, kernels, v
         assert 0 < np.count_nonzero(updates[0]) <= 2 * WORKERS * DENSITY * NUMEL, "a silently dense path"
         applied += updates[0]
         for engine in engines:
-            assert engine.finite
+            assert engine.outcome.finite
             engine.commit()
     residual = sum(kept(engine) for engine in engines)
     assert np.allclose(applied + residual, accumulated, rtol=0, atol=1e-5 * np.abs(accumulated).max())
@@ -111,7 +111,7 @@ def test_a_step_that_is_rolled_back_leaves_no_trace(engines_of, name, kernels):
         if step == 3:
             gradients[1][5] = np.inf
         updates = exchanged(ours, gradients, step)
-        assert {engine.finite for engine in ours} == {step != 3}, "the flag travels to every rank"
+        assert {engine.outcome.finite for engine in ours} == {step != 3}, "the flag travels to every rank"
         if step == 3:
             assert not np.isnan(updates[0]).any()
             for engine in ours:
@@ -136,7 +136,7 @@ def test_ranks_in_join_are_counted_on_every_rank(engines_of, name):
     engines = engines_of(name)
     engines[2].in_join = True
     exchanged(engines, gradients_of(engines, 0), 0)
-    assert [engine.ranks_in_join for engine in engines] == [1, 1, 1]
+    assert [engine.outcome.ranks_in_join for engine in engines] == [1, 1, 1]
 
 
 @each_exchange
@@ -167,5 +167,5 @@ def test_odd_sizes(name, numel, workers):
         engines = [BucketEngine(bucket, config, BACKENDS[0], rank, workers) for rank in range(workers)]
         updates = exchanged(engines, gradients_of(engines, 0), 0)
     assert len({update.tobytes() for update in updates}) == 1
-    rounds = choose.EXCHANGES[name].rounds_of(engines[0].wire(DENSITY), workers)
+    rounds = choose.EXCHANGES[name].rounds_of(engines[0].spec(DENSITY).wire, workers)
     assert rounds == engines[0].exchange.rounds

@@ -134,7 +134,7 @@ def make_spans(total, cuts, candidate_threshold):
     edges = sorted({0, total, *(cut % total for cut in cuts)})
     ranges = np.zeros(len(edges) - 1, RANGE)
     ranges["start"], ranges["numel"] = edges[:-1], np.diff(edges)
-    ranges["floor"] = [candidate_threshold if i % 3 < 2 else np.inf for i in range(len(ranges))]
+    ranges["threshold"] = [candidate_threshold if i % 3 < 2 else np.inf for i in range(len(ranges))]
     return ranges
 
 
@@ -151,7 +151,7 @@ def make_spans(total, cuts, candidate_threshold):
     seed=st.integers(0, 1000),
 )
 def test_the_pass(backend, sizes, adam, cuts, candidate_threshold, moments, scale, bad, seed):
-    """u, v, moments, candidates, sums and verdicts, with spans and segments at any offset."""
+    """u, v, moments, candidates, sums and verdicts, with ranges and segments at any offset."""
     feeds = [FEEDS[(seed + i) % 3 + 3 if adam else (seed + i) % 3] for i in range(len(sizes))]
     total, ranges = sum(sizes), make_spans(sum(sizes), cuts, candidate_threshold)
     where = sorted(np.random.default_rng(seed).choice(total, min(bad, total), replace=False).tolist())

@@ -143,4 +143,4 @@ def test_a_sum_tells_how_many_are_in_join_and_whether_all_is_finite(workers):
         for flags in ranks:
             summed += kinds[flags]
         assert exchange.proceed(0, summed, 70) is None
-        assert (exchange.finite, exchange.ranks_in_join) == (damaged == 0, joined)
+        assert (exchange.outcome.finite, exchange.outcome.ranks_in_join) == (damaged == 0, joined)

@@ -23,18 +23,18 @@ NUMEL = 200_000
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
 @pytest.mark.parametrize("kind", ["normal", "log-normal scaled", "ties"])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_selection_is_the_same_for_every_floor(rule, kind, kernels):
+def test_the_selection_is_the_same_for_every_threshold(rule, kind, kernels):
     x, k = DATA[kind](NUMEL, 3), 400
     context = SelectionContext(lambda: np.random.default_rng(5), 2.5)
     array = as_array(kernels, x)
     plain = select(rule, ResidualView(kernels, array, 7), k, context)
     sizes = np.sort(np.abs(x))[::-1]
-    for rank in (k // 4, k - 1, k + 50, 4 * k, NUMEL - 1):  # a floor too high, just right, too low
+    for rank in (k // 4, k - 1, k + 50, 4 * k, NUMEL - 1):  # a threshold too high, just right, too low
         candidate_threshold = max(float(sizes[rank]), 1e-30)
         candidates = kernels.at_least(array, candidate_threshold)
         candidates = candidates._replace(positions=candidates.positions + np.int32(7))
         chosen = select(rule, ResidualView(kernels, array, 7, candidates, candidate_threshold), k, context)
-        if rule == "gaussian":  # the floor is a bracket of its search, which may end at another accepted count
+        if rule == "gaussian":  # the threshold is a bracket of its search, which may end at another accepted count
             least, _ = accepted_counts(k)
             assert least <= chosen.values.size <= k
             exact = ResidualView(kernels, array, 7).largest(chosen.values.size)
@@ -132,14 +132,14 @@ def test_nothing_the_size_of_a_bucket_is_allocated_after_the_first_steps():
 
 def test_predictor_alone():
     predictor = ThresholdPredictor([1000, 1000], [10, 500])
-    assert predictor.floors == [np.inf, np.inf] and predictor.max_candidates == 1000
+    assert predictor.thresholds == [np.inf, np.inf] and predictor.max_candidates == 1000
     predictor.learn(0, 10, 1.0, 0)
-    assert 0.9 < predictor.floors[0] < 1 and predictor.floors[1] == np.inf
-    before = predictor.floors[0]
+    assert 0.9 < predictor.thresholds[0] < 1 and predictor.thresholds[1] == np.inf
+    before = predictor.thresholds[0]
     predictor.learn(0, 10, 1.0, 5)  # too few: it looks further down
-    assert predictor.floors[0] < before
+    assert predictor.thresholds[0] < before
     predictor.learn(1, 10, 1.0, 0)
-    assert predictor.floors[1] == np.inf, "where half of everything is sent, candidates save nothing"
+    assert predictor.thresholds[1] == np.inf, "where half of everything is sent, candidates save nothing"
     predictor.learn(0, 2, 1.0, 0)
-    assert predictor.floors[0] == np.inf, "after a step that sent little, nothing is guessed"
-    assert ThresholdPredictor([100], [5], threshold=0.25).floors == [0.25]
+    assert predictor.thresholds[0] == np.inf, "after a step that sent little, nothing is guessed"
+    assert ThresholdPredictor([100], [5], threshold=0.25).thresholds == [0.25]

@@ -34,8 +34,8 @@ def test_check(name):
 def test_odd_sizes(numels, density):
     size = Size("cpu", tuple(numels), steps=3, ranks=2)
     config = DGCConfig(density=density, values="8bit")
-    ours, truth = (transcript(kernels, config, size) for kernels in (TritonKernels("cpu"), ReferenceKernels()))
-    assert ours == truth
+    ours, reference = (transcript(kernels, config, size) for kernels in (TritonKernels("cpu"), ReferenceKernels()))
+    assert ours == reference
 
 
 def test_a_check_can_fail(monkeypatch):

@@ -14,7 +14,7 @@ class SelectionContext:
     """What a rule may need besides the values.
 
     Args:
-        generator: makes the random source of this rank, span and step; called by rules that draw.
+        generator: makes the random source of this rank, range and step; called by rules that draw.
         threshold: magnitude of rule "threshold".
     """
 

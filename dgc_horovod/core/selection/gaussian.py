@@ -43,7 +43,7 @@ def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
 
     Between a threshold that too many reach and one that too few reach, the next is found by interpolation
     on log(count), every third time by halving; while nothing bounds it from above, by fitting a
-    Gaussian to the last count. The floor of the candidates, whose count is known, is the first lower bound.
+    Gaussian to the last count. The threshold of the candidates, whose count is known, is the first lower bound.
     """
 
     def beyond(threshold: float, count: int) -> float:

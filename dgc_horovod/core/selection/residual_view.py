@@ -1,4 +1,4 @@
-"""One span of the residual as a selection rule sees it: candidates first, the whole only where they do not reach."""
+"""One range of the residual as a selection rule sees it: candidates first, the whole only where they do not reach."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SAMPLE = 1 << 14
 
 
 class ResidualView:
-    """Answers about the magnitudes of one span, the same with candidates as without.
+    """Answers about the magnitudes of one range, the same with candidates as without.
 
     The pass over the bucket has noted every element of at least `candidate_threshold`, so whatever concerns larger
-    magnitudes is answered from those few; anything else reads the span once more.
+    magnitudes is answered from those few; anything else reads the range once more.
 
     Args:
         kernels: backend.
-        x: the span of the residual.
+        x: the range of the residual.
         start: its first position in the bucket; all positions that are returned are the bucket's.
-        candidates: every element with ``|x| >= floor``, or None.
+        candidates: every element with ``|x| >= threshold``, or None.
         candidate_threshold: see above.
         sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` looks at, if the pass has taken them.
     """
@@ -67,7 +67,7 @@ class ResidualView:
         """The non-zero elements with ``|x| >= threshold``, the `most` largest if they are more. Ends the view.
 
         The overflow is chosen by size, never by position. Cost: nothing from the candidate threshold up, or where
-        `most` reach the floor; else one read.
+        `most` reach the threshold; else one read.
         """
         if self._candidates.values.size >= most:  # those that are larger than any other
             return self._kernels.keep_at_least(self._kernels.keep_largest(self._candidates, most), threshold)
@@ -96,14 +96,14 @@ class ResidualView:
         return self._kernels.kth_largest(self._kernels.sample(self._x, start, stride), k)
 
     def mean_and_deviation(self) -> tuple[float, float]:
-        """Mean and standard deviation, of a sixteenth of a long span. Cost: nothing if the pass took them."""
+        """Mean and standard deviation, of a sixteenth of a long range. Cost: nothing if the pass took them."""
         total, squares = self._sums if self._sums is not None else self._kernels.sampled_sums(self._x)
         seen = summed_numel(self.numel)
         mean = total / seen
         return mean, math.sqrt(max(squares / seen - mean * mean, 0.0))
 
     def at(self, positions: np.ndarray) -> Elements:
-        """The elements at ascending positions of the span."""
+        """The elements at ascending positions of the range."""
         positions = positions.astype(np.int32)
         return self._placed(Elements(positions, self._kernels.take(self._x, positions)))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_WORTHWHILE = 1 / 8  # of the span: where more is sent, candidates save nothing
+_WORTHWHILE = 1 / 8  # of a range: where more is sent, candidates save nothing
 _AIM, _MOST_AIM = 1.35, 3.0  # candidates per selected element
 _TINY = float(np.finfo(np.float32).tiny)
 _MOST_GROWTH = 1.1
@@ -15,15 +15,15 @@ _FIRST_STEEPNESS, _LEAST_STEEPNESS, _MOST_STEEPNESS = 8.0, 1.0, 60.0
 
 
 class ThresholdPredictor:
-    """Per span, a magnitude that somewhat more than k elements will reach at the next step.
+    """Of each range, a magnitude that somewhat more than k elements will reach at the next step.
 
     The smallest magnitude that is sent moves slowly, and mostly one way, since what is not sent stays in the residual.
     Around it the count falls as a power of the threshold; its exponent, which is learnt, tells how far below to look
-    for a third more candidates than are needed, or for more still after there have been too few. A floor that is too
-    high costs one more read, one that is too low a longer list; the elements in question are the same for every floor.
+    for a third more candidates than are needed, or for more still after there have been too few. A threshold that is
+    too high costs one more read, one that is too low a longer list; what is selected is the same for every one.
 
     Args:
-        numels, ks: elements of each span, and how many are selected of them.
+        numels, ks: elements of each range, and how many are selected of them.
         threshold: of rule "threshold": smaller elements are of no interest.
     """
 
@@ -38,57 +38,58 @@ class ThresholdPredictor:
     def forget(self) -> None:
         """Start anew: the residual has been emptied."""
         ranges = len(self._ks)
-        self._steepness, self._output_for, self._trend = [_FIRST_STEEPNESS] * ranges, [_AIM] * ranges, [1.0] * ranges
+        self._steepness, self._aim, self._trend = [_FIRST_STEEPNESS] * ranges, [_AIM] * ranges, [1.0] * ranges
         self._last = [0.0] * ranges
-        self.floors = [self._unknown(span) for span in range(ranges)]
+        self.thresholds = [self._unknown(number) for number in range(ranges)]
 
     @property
     def min_magnitude(self) -> float:
-        """The least magnitude that was selected at the last step, of all ranges; 0 where it is not known."""
+        """The smallest magnitude that was selected at the last step, of all ranges; 0 where it is not known."""
         return min((value for value in self._last if value), default=0.0)
 
     @property
     def memory(self) -> np.ndarray:
         """All that is learnt, as one vector."""
-        return np.concatenate([self._steepness, self._output_for, self._trend, self._last, self.floors])
+        return np.concatenate([self._steepness, self._aim, self._trend, self._last, self.thresholds])
 
     @memory.setter
     def memory(self, values: np.ndarray) -> None:
-        self._steepness, self._output_for, self._trend, self._last, self.floors = values.reshape(5, -1).tolist()
+        self._steepness, self._aim, self._trend, self._last, self.thresholds = values.reshape(5, -1).tolist()
 
-    def learn(self, span: int, count: int, least: float, num_candidates: float) -> None:
-        """Take note of what was selected from `span`.
+    def learn(self, number: int, count: int, min_magnitude: float, num_candidates: float) -> None:
+        """Take note of what was selected from one range.
 
         Args:
-            span: its number.
-            count: elements selected; `least` the smallest magnitude among them.
-            num_candidates: elements that had reached its floor.
+            number: of the range.
+            count: elements selected; `min_magnitude` the smallest magnitude among them.
+            num_candidates: elements that had reached its threshold.
         """
-        if not self._useful[span]:
+        if not self._useful[number]:
             return
-        few = self._ks[span] if self._threshold is not None else max(1, self._ks[span] // 2)
+        few = self._ks[number] if self._threshold is not None else max(1, self._ks[number] // 2)
         if count < few:
-            self.floors[span], self._last[span] = self._unknown(span), 0.0
+            self.thresholds[number], self._last[number] = self._unknown(number), 0.0
             return
-        if math.isfinite(self.floors[span]):
-            self._adapt(span, least / self.floors[span], num_candidates / count)
-        growth = least / self._last[span] if self._last[span] else 1.0
-        self._last[span] = least
-        self._trend[span] += 0.3 * (min(growth, _MOST_GROWTH) - self._trend[span])
-        below = math.exp(-math.log(self._output_for[span]) / self._steepness[span])
-        self.floors[span] = max(below * min(growth, self._trend[span]) * least, self._threshold or _TINY)
+        if math.isfinite(self.thresholds[number]):
+            self._adapt(number, min_magnitude / self.thresholds[number], num_candidates / count)
+        growth = min_magnitude / self._last[number] if self._last[number] else 1.0
+        self._last[number] = min_magnitude
+        self._trend[number] += 0.3 * (min(growth, _MOST_GROWTH) - self._trend[number])
+        below = math.exp(-math.log(self._aim[number]) / self._steepness[number])
+        guess = below * min(growth, self._trend[number]) * min_magnitude
+        self.thresholds[number] = max(guess, self._threshold or _TINY)
 
-    def _unknown(self, span: int) -> float:
-        """The floor while there is nothing to guess from: none, or the threshold below which nothing is sent."""
-        return self._threshold if self._threshold is not None and self._useful[span] else math.inf
+    def _unknown(self, number: int) -> float:
+        """The threshold while there is nothing to guess from: none, or the threshold below which nothing is sent."""
+        return self._threshold if self._threshold is not None and self._useful[number] else math.inf
 
-    def _adapt(self, span: int, above: float, ratio: float) -> None:
-        """The floor was `above` times too low and brought `ratio` candidates per selected element."""
+    def _adapt(self, number: int, above: float, ratio: float) -> None:
+        """The threshold was `above` times too low and brought `ratio` candidates per selected element."""
         if ratio < 1:
-            self._output_for[span] = min(1.3 * self._output_for[span], _MOST_AIM)
+            self._aim[number] = min(1.3 * self._aim[number], _MOST_AIM)
         else:
-            self._output_for[span] += 0.01 * (_AIM - self._output_for[span])
+            self._aim[number] += 0.01 * (_AIM - self._aim[number])
         if ratio > 0 and abs(math.log(above)) > 1e-3:
             seen = math.log(ratio) / math.log(above)
             seen = min(max(seen, _LEAST_STEEPNESS), _MOST_STEEPNESS)
-            self._steepness[span] += 0.5 * (seen - self._steepness[span])
+            self._steepness[number] += 0.5 * (seen - self._steepness[number])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.kernels.contract import CHUNK, RANGE, AccumulateResult, Elements, State
+from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, RANGE, AccumulateResult, Elements, State
 from dgc_horovod.kernels.native.library import load
 from dgc_horovod.kernels.native.tables import (
     CONTRIBUTION,
@@ -27,9 +27,7 @@ from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Co
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _CACHE_LINE = 16  # elements; state begins with one, so that no vector of it lies in two
 _PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
-# What csrc/codecs.h knows. Any other codec is left to NumPy.
-_INDICES = frozenset(("int32", "elias-fano", "every"))
-_VALUES = frozenset(("fp32", "fp16", "bf16", "8bit", "4bit", "2bit"))
+_INDICES = frozenset(("int32", "elias-fano", "every"))  # what csrc/codecs.h knows; any other is left to NumPy
 
 
 class NativeCoder:
@@ -48,7 +46,7 @@ class NativeCoder:
         return address(layout)
 
     def supports(self, wire: PacketFormat) -> bool:
-        return wire.indices in _INDICES and wire.values in _VALUES
+        return wire.indices in _INDICES and wire.values in COMPILED_VALUES
 
     def encode(
         self,
@@ -168,7 +166,7 @@ class NativeKernels:
             address(ranges), len(ranges), want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
 
-    def _span(self, x: np.ndarray, candidate_threshold: float) -> np.ndarray:
+    def _range(self, x: np.ndarray, candidate_threshold: float) -> np.ndarray:
         return np.array([(0, x.size, 0.0, 0.0, candidate_threshold, 0)], RANGE)
 
     # -- looking at v
@@ -186,18 +184,18 @@ class NativeKernels:
         return sum((self.sums(x)[1] for x in arrays), 0.0)
 
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
-        span = self._span(x, np.inf)
-        self._pass(Scratch(x.size, 1), 0, x, span, True)
-        return float(span["sum"][0]), float(span["squares"][0])
+        range_ = self._range(x, np.inf)
+        self._pass(Scratch(x.size, 1), 0, x, range_, True)
+        return float(range_["sum"][0]), float(range_["squares"][0])
 
     def count_at_least(self, x: np.ndarray, threshold: float) -> int:
         return self._library.dgc_count_at_least(address(x), x.size, threshold, self.threads)
 
     def at_least(self, x: np.ndarray, threshold: float) -> Elements:
-        scratch, span = Scratch(x.size, 1), self._span(x, threshold)
-        self._pass(scratch, min(x.size, x.size // 16 + CHUNK), x, span, False)
+        scratch, range_ = Scratch(x.size, 1), self._range(x, threshold)
+        self._pass(scratch, min(x.size, x.size // 16 + CHUNK), x, range_, False)
         if scratch.elements() is None:
-            self._pass(scratch, scratch.count, x, span, False)
+            self._pass(scratch, scratch.count, x, range_, False)
         found = scratch.elements()
         assert found is not None
         return found

@@ -66,15 +66,15 @@ class Scratch:
         count = self.count
         return Elements(self.positions[:count], self.values[:count]) if count <= self.positions.size else None
 
-    def make_room(self, room: int) -> None:
-        if room == self.positions.size:
+    def make_room(self, capacity: int) -> None:
+        if capacity == self.positions.size:
             return
-        self.positions, self.values = np.empty(room, np.int32), np.empty(room, np.float32)
-        self._loose = np.empty(room, np.int32), np.empty(room, np.float32)
+        self.positions, self.values = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
+        self._loose = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
         arrays = (self.positions, self.values, *self._loose)
         for name, array in zip(("positions", "values", "loose_positions", "loose_values"), arrays, strict=True):
             self.found[name] = address(array)
-        self.found["capacity"] = room
+        self.found["capacity"] = capacity
 
 
 def _table(bucket: Bucket, record: np.dtype) -> np.ndarray:

@@ -56,17 +56,17 @@ def _adam(v, g, numbers, first, second, at, inside):
 
 @triton.jit(do_not_specialize=["max_candidates"])
 def accumulate(
-    v, u, second, gradients, starts, spread, floors, numbers, report, positions, values, bases, counts, histogram,
+    v, u, second, gradients, starts, spread, thresholds, numbers, report, positions, values, bases, counts, histogram,
     numel, max_candidates, FEED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """``v += feed(g)`` and the list of those elements that reach their segment's floor.
+    """``v += accumulate(g)`` and the list of those elements that reach their segment's threshold.
 
     Args:
         v, u, second: state of the bucket, float32; u is Adam's first moment with ADAM_FEED.
         gradients: address of each segment's gradient.
         starts: first element of each segment, and behind the last the end.
         spread: of each block, the first and the last segment that have elements in it.
-        floors: of each segment, float32; infinity: nothing is noted.
+        thresholds: of each segment, float32; infinity: nothing is noted.
         numbers: of this step, float32, see above.
         report: FLAGS and NOTED are added to.
         positions, values: of what is noted, int32 and float32, `max_candidates` of them; the rest is only counted.
@@ -94,7 +94,7 @@ def accumulate(
             start, end, gradient = tl.multiple_of(start, 4), tl.multiple_of(end, 4), tl.multiple_of(gradient, 16)
         here = (at >= start) & (at < end)
         g = tl.where(here, tl.load(gradient + (at - start), mask=here, other=0.0), g)
-        candidate_threshold = tl.where(here, size_of(tl.load(floors + segment)), candidate_threshold)
+        candidate_threshold = tl.where(here, size_of(tl.load(thresholds + segment)), candidate_threshold)
     sound = is_finite(g)
     g = tl.where(sound, g, 0.0) * tl.load(numbers + SCALE)
 

@@ -81,7 +81,7 @@ class BucketPass:
             device,
             {
                 "gradients": (torch.int64, segments),
-                "floors": (torch.float32, segments),
+                "thresholds": (torch.float32, segments),
                 "numbers": (torch.float32, _NUMBERS),
                 "header": (torch.int32, HEADER_WORDS.value),  # of a packet, if one is written
             },
@@ -102,7 +102,7 @@ class BucketPass:
         gradients: ListedGradients,
         state: State,
         scale: float,
-        floors: Sequence[float],
+        thresholds: Sequence[float],
         report: torch.Tensor,
         histogram: torch.Tensor,
     ) -> None:
@@ -110,14 +110,14 @@ class BucketPass:
 
         Args:
             gradients, state, scale: as in `Kernels.accumulate`.
-            floors: of each segment.
+            thresholds: of each segment.
             report, histogram: zeros, for what is seen.
         """
         accumulation, numbers = _described(gradients.accumulations[0])
         host = self.settings.host
         host["gradients"][:] = addresses(gradients.arrays)
         aligned = self.map.aligned and not (host["gradients"] % 16).any()
-        host["floors"][:] = floors
+        host["thresholds"][:] = thresholds
         host["numbers"][SCALE.value] = scale
         for place, number in numbers.items():
             host["numbers"][place] = number
@@ -129,8 +129,8 @@ class BucketPass:
         given = self.settings.device
         accumulate[(self.map.blocks,)](
             state.v, unused if first is None else first, unused if second is None else second, given["gradients"],
-            self.map.starts, self.map.spread, given["floors"], given["numbers"], report, self.positions, self.values,
-            self.bases, self.counts, histogram, self.bucket.numel, self.max_candidates,
+            self.map.starts, self.map.spread, given["thresholds"], given["numbers"], report, self.positions,
+            self.values, self.bases, self.counts, histogram, self.bucket.numel, self.max_candidates,
             FEED=accumulation, ALIGNED=aligned, num_warps=_WARPS, **EXACT,
         )  # fmt: skip
 
@@ -142,11 +142,11 @@ class BucketPass:
         return Elements(positions.cpu().numpy(), self.values[:num_candidates][order].cpu().numpy())
 
 
-def floors_of(bucket: Bucket, ranges: np.ndarray) -> list[float]:
-    """For each segment the candidate threshold of its span."""
+def thresholds_of(bucket: Bucket, ranges: np.ndarray) -> list[float]:
+    """For each segment the candidate threshold of its range."""
     starts = [segment.start for segment in bucket.segments]
     at = np.searchsorted(ranges["start"], starts, side="right") - 1
-    return [float(candidate_threshold) for candidate_threshold in ranges["floor"][at]]
+    return [float(candidate_threshold) for candidate_threshold in ranges["threshold"][at]]
 
 
 def seen(report: np.ndarray, candidates: Callable[[int], Elements | None]) -> AccumulateResult:

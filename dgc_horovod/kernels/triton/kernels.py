@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs
-from dgc_horovod.kernels.contract import CHUNK, AccumulateResult, Elements, State, sum_stride
+from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State, sum_stride
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
-from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, floors_of, seen
+from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, seen, thresholds_of
 from dgc_horovod.kernels.triton.memory import EXACT, addresses, check_that_it_runs, using
 from dgc_horovod.kernels.triton.receiver import Filler, TritonReceiver
 from dgc_horovod.kernels.triton.sender import TritonSender
@@ -24,8 +24,7 @@ from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, PacketFormat
 
 _MOST_LOW_BITS = 16
-# The codecs that the device code knows. Packets in any other go by way of the host.
-_INDICES, _VALUES = "elias-fano", frozenset(("fp32", "fp16", "bf16", "8bit", "4bit", "2bit"))
+_INDICES = "elias-fano"  # what the device code knows; packets in any other codec go by way of the host
 
 
 class TritonGradients(ListedGradients):
@@ -82,12 +81,12 @@ class TritonKernels(TorchEagerKernels):
         taking, board = gradients.taking, gradients.board
         taking.make_room(max_candidates)
         board.zero_()
-        floors = floors_of(gradients.bucket, ranges)
+        thresholds = thresholds_of(gradients.bucket, ranges)
         with using(self.device):
-            taking.run(gradients, state, scale, floors, board[:REPORT], board[REPORT:])
-        for span in ranges if want_sums else ():
-            start = int(span["start"])
-            span["sum"], span["squares"] = self.sampled_sums(state.v[start : start + int(span["numel"])])
+            taking.run(gradients, state, scale, thresholds, board[:REPORT], board[REPORT:])
+        for part in ranges if want_sums else ():
+            start = int(part["start"])
+            part["sum"], part["squares"] = self.sampled_sums(state.v[start : start + int(part["numel"])])
         report = board[:REPORT].cpu().numpy()
         gradients.arrays = [None] * len(gradients.arrays)
         return seen(report, taking.candidates)
@@ -113,12 +112,12 @@ class TritonKernels(TorchEagerKernels):
         return outputs.filler.listed(outputs, list(contributions), scale, fresh)
 
     def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> TritonSender | None:
-        if wire.values not in _VALUES or wire.indices != _INDICES:
+        if wire.values not in COMPILED_VALUES or wire.indices != _INDICES:
             return None
         return TritonSender(bucket, wire, max_candidates, self.device)
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver | None:
-        if wire.values not in _VALUES or wire.indices != _INDICES:
+        if wire.values not in COMPILED_VALUES or wire.indices != _INDICES:
             return None
         if wire.low_bits > _MOST_LOW_BITS:  # next to nothing is sent, and one program would have to zero most of it
             return None

@@ -3,7 +3,7 @@
 Two histograms find the k-th magnitude exactly: `accumulate` counts by the upper bits of the height above the
 candidate threshold, `refine` by the lower bits within the one bin that matters. Whole numbers are added, so the order
 in which programs run does not show. Where the list does not hold what is wanted (too few reach the candidate
-threshold, more than there is room for, a floor that is far off), or something was not finite, READY stays 0, every
+threshold, more than there is room for, a threshold that is far off), or something was not finite, READY stays 0, every
 later kernel does nothing, and the host selects from the bucket itself.
 """
 
@@ -31,12 +31,12 @@ def _bin_of(histogram, k, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["k", "max_candidates"])
-def refine(values, floors, report, histogram, fine, k, max_candidates):
+def refine(values, thresholds, report, histogram, fine, k, max_candidates):
     """Count the candidates in the bin of the k-th largest by their lower bits.
 
     Args:
         values: of the candidates.
-        floors: of which the first is that of the whole bucket.
+        thresholds: of which the first is that of the whole bucket.
         report: NOTED is read.
         histogram, fine: see above; `fine` has FINE_BINS of int32.
     """
@@ -44,7 +44,7 @@ def refine(values, floors, report, histogram, fine, k, max_candidates):
     at = tl.program_id(0) * LIST_BLOCK + tl.arange(0, LIST_BLOCK)
     if (num_candidates >= k) & (num_candidates <= max_candidates) & (tl.program_id(0) * LIST_BLOCK < num_candidates):
         found, _ = _bin_of(histogram, k, BINS)
-        height = size_of(tl.load(values + at, mask=at < num_candidates, other=0.0)) - size_of(tl.load(floors))
+        height = size_of(tl.load(values + at, mask=at < num_candidates, other=0.0)) - size_of(tl.load(thresholds))
         inside = (at < num_candidates) & (tl.minimum(height >> FINE_BITS, BINS - 1) == found)
         tl.atomic_add(fine + (height & (FINE_BINS - 1)), 1, mask=inside, sem="relaxed")
 
@@ -52,7 +52,7 @@ def refine(values, floors, report, histogram, fine, k, max_candidates):
 @triton.jit(do_not_specialize=["k", "max_candidates", "blocks"])
 def count(
     values,
-    floors,
+    thresholds,
     report,
     histogram,
     fine,
@@ -81,7 +81,7 @@ def count(
     ready = (
         (num_candidates >= k) & (num_candidates <= max_candidates) & (found < BINS - 1) & (tl.load(report + FLAGS) == 0)
     )
-    least = size_of(tl.load(floors)) + (found << FINE_BITS) + fine_found
+    least = size_of(tl.load(thresholds)) + (found << FINE_BITS) + fine_found
     if group == 0:
         tl.store(report + READY, ready.to(tl.int32))
         tl.store(report + LEAST, least)

@@ -100,8 +100,8 @@ class TritonSender:
         taking.settings.host["header"][:] = self._header.view(np.int32)
         with using(self.device):
             self._board.zero_()
-            floors = [candidate_threshold] * len(gradients.arrays)
-            taking.run(gradients, state, scale, floors, self._report, self._histogram)
+            thresholds = [candidate_threshold] * len(gradients.arrays)
+            taking.run(gradients, state, scale, thresholds, self._report, self._histogram)
             self._select(taking)
             self._write(taking.settings.device["header"], state, masks)
             self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
@@ -111,15 +111,15 @@ class TritonSender:
 
     def _select(self, taken: BucketPass) -> None:
         k, max_candidates, blocks = self.wire.capacity, taken.max_candidates, taken.map.blocks
-        floors = taken.settings.device["floors"]
+        thresholds = taken.settings.device["thresholds"]
         refine[(triton.cdiv(max_candidates, LIST_BLOCK.value),)](
-            taken.values, floors, self._report, self._histogram, self._fine, k, max_candidates, **EXACT
+            taken.values, thresholds, self._report, self._histogram, self._fine, k, max_candidates, **EXACT
         )
         per_block = taken.bases, taken.counts, self._larger, self._equal, self._larger_sums, self._equal_sums
         groups = (triton.cdiv(blocks, GROUP.value),)
         count[groups](
             taken.values,
-            floors,
+            thresholds,
             self._report,
             self._histogram,
             self._fine,

@@ -120,7 +120,7 @@ def link_bytes(elements: int, config: DGCConfig, workers: int) -> int:
     """
     plan, traffic = bucketing.plan(_tensors(elements, config), config, workers), Traffic()
     for bucket in plan.buckets:
-        for collective in message_spec(bucket, config, config.final_density, workers).rounds(workers):
+        for collective in message_spec(bucket, config, config.final_density, workers).rounds:
             traffic.count(collective.nbytes, collective.received(workers))
     width = 2 if bucketing.dense_values(config, workers) == "fp16" else 4
     traffic.count_allreduce(width * (elements - sum(bucket.numel for bucket in plan.buckets)), workers)

@@ -24,6 +24,7 @@ from dgc_horovod.schedule import densities
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks
 
 TRIPLE = [tf.int32, tf.uint8, tf.float32]
+_Form = tuple[str, str, str] | None
 _NO_BYTES, _NO_FLOATS = np.empty(0, np.uint8), np.empty(0, np.float32)
 
 
@@ -47,27 +48,27 @@ class BucketRun:
         return [self.kernels.new(segment.numel) for segment in self.engine.bucket.segments]
 
     @cached_property
-    def alternatives(self) -> list[list[Round | None]]:
-        """For each round, the collectives that may carry it; None: there may be no such round."""
+    def alternatives(self) -> list[dict[_Form, Round | None]]:
+        """For each round, the collectives that may carry it by their forms; None: there may be no such round."""
         config, engine = self.engine.config, self.engine
         if envvars.horovod_elastic():
-            wire = engine.wire(config.final_density)
+            wire = engine.spec(config.final_density).wire
             possible = [exchange.rounds_of(wire, engine.workers) for exchange in EXCHANGES.values()]
         else:
-            possible = [engine.rounds(density) for density in densities(config.final_density, config.warmup)]
+            possible = [engine.spec(density).rounds for density in densities(config.final_density, config.warmup)]
         most = max(map(len, possible))
-        found: list[dict[Any, Round | None]] = [{} for _ in range(most)]
+        found: list[dict[_Form, Round | None]] = [{} for _ in range(most)]
         for rounds in possible:
             for number in range(most):
                 collective = rounds[number] if number < len(rounds) else None
                 found[number].setdefault(_form(collective), collective)
-        return [list(each.values()) for each in found]
+        return found
 
     def triple(self, number: int, buffer: np.ndarray | None) -> list[Any]:
         """What round `number` sends, for `carried`; None where there is no such round."""
         rounds = self.engine.exchange.rounds
         form = _form(rounds[number] if number < len(rounds) else None)
-        which = np.int32([_form(collective) for collective in self.alternatives[number]].index(form))
+        which = np.int32(list(self.alternatives[number]).index(form))
         if buffer is None:
             return [which, _NO_BYTES, _NO_FLOATS]
         if buffer.dtype == np.uint8:  # the engine writes the next one to the same place
@@ -89,10 +90,10 @@ class BucketRun:
 
             return carry
 
-        branches = [branch(collective) for collective in self.alternatives[number]]
+        branches = [branch(collective) for collective in self.alternatives[number].values()]
         return branches[0]() if len(branches) == 1 else tf.switch_case(which, branches)
 
 
-def _form(collective: Round | None) -> tuple[str, str, str] | None:
+def _form(collective: Round | None) -> _Form:
     """What tells one collective of a graph from another: sizes may differ from density to density."""
     return None if collective is None else (collective.name, collective.kind, collective.dtype)

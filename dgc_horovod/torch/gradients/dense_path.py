@@ -65,7 +65,7 @@ class DensePath:
         self.names, self.collectives, self.settings, self._half = names, collectives, settings, half
         self._loss_scale = loss_scale
         self.gradients: dict[Parameter, torch.Tensor] = {}
-        self.owed: dict[Parameter, torch.Tensor] = {}  # left from when they were in buckets; goes with the next step
+        self.residuals: dict[Parameter, torch.Tensor] = {}  # from when they were in buckets; go with the next step
         self._pending: dict[Parameter, Pending] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
         self._kept: dict[Parameter, torch.Tensor] = {}
@@ -86,8 +86,8 @@ class DensePath:
         if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
             gradient = gradient.float()
         gradient = (gradient * clip).contiguous()
-        if p in self.owed:
-            gradient = gradient + self.owed[p].to(gradient) * self._loss_scale()
+        if p in self.residuals:
+            gradient = gradient + self.residuals[p].to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
         self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
@@ -119,7 +119,7 @@ class DensePath:
     def clear(self, finite: bool = True) -> None:
         """Forget the step, which is applied if `finite`."""
         if finite:
-            self.owed.clear()
+            self.residuals.clear()
         self.gradients.clear()
         self._pending.clear()
         self._results.clear()

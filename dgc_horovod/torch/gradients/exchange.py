@@ -295,7 +295,7 @@ class GradientExchange:
 
         If a gradient was not finite on any rank, or an update is not (in its parameter's dtype), every rank
         takes back what it had sent, and every ``p.grad`` is filled with NaN, so that a GradScaler skips the step
-        too (docs/algorithm.md, law 5).
+        too (docs/algorithm.md, invariant 5).
         """
         self.clipping.take(self.collectives)
         finite = all(run.finite for run in self.runs) and self._dense_path.finite and self._updates_finite()
@@ -330,12 +330,12 @@ class GradientExchange:
         self._dense_path.clear(finite)
 
     def abandon(self) -> None:
-        """Give up the step under way, if there is one, and what is owed from before: other weights come."""
+        """Give up the step under way, if there is one, and the residuals: other weights come."""
         self.buckets.rollback()
         self.clipping.abandon()
         for run in self.runs:
             run.arrived = 0
-        self._dense_path.owed.clear()
+        self._dense_path.residuals.clear()
         self._forget_step()
 
     def undo_clipping(self) -> bool:
@@ -362,7 +362,7 @@ class GradientExchange:
 
     def fade(self, p: Parameter, factor: float) -> None:
         """Multiply what waits of `p` on this rank by `factor`, in [0, 1]."""
-        self._dense_path.owed.pop(p, None)
+        self._dense_path.residuals.pop(p, None)
         if p in self.place:
             run, i = self.place[p]
             run.engine.state.fade(i, factor)
@@ -370,20 +370,20 @@ class GradientExchange:
     def load(self, state: ResidualState) -> None:
         """Go on from what this rank has kept; see `OptimizerExchange.load`."""
         dense = {name: p for p, name in self._dense_path.names.items()}
-        self._dense_path.owed.clear()
+        self._dense_path.residuals.clear()
         self.clipping.goes_on()
         for name, v in self.buckets.load(state).items():
-            self._dense_path.owed[dense[name]] = torch.from_numpy(v).view(dense[name].shape).to(dense[name].device)
+            self._dense_path.residuals[dense[name]] = torch.from_numpy(v).view(dense[name].shape).to(dense[name].device)
 
     @property
-    def owed(self) -> dict[Parameter, torch.Tensor]:
+    def dense_residuals(self) -> dict[Parameter, torch.Tensor]:
         """What dense tensors have from when they were in buckets, for the next step."""
-        return self._dense_path.owed
+        return self._dense_path.residuals
 
     def residuals(self) -> ResidualState:
         """A copy of what this rank has kept."""
         state = self.buckets.residuals()
-        for p, v in self.owed.items():
+        for p, v in self.dense_residuals.items():
             state.tensors[self.names[p]] = {RESIDUAL: v.reshape(-1).float().cpu().numpy()}
         return state
 

@@ -51,8 +51,7 @@ class Replicas:
         self._under_way = None
         if replica_check.same(self._collectives.wait(pending).numpy()):
             return
-        checksum_of = lambda name: replica_check.checksum([self._bytes_of(name)])  # noqa: E731
-        found = replica_check.find(self._collectives, step, names, checksum_of)
+        found = replica_check.find(self._collectives, step, names, self._checksum_of)
         if found is None:  # the script has set it right in the meantime
             return
         replica_check.stop_or_tell(found, self._stops, self._collectives.rank)
@@ -93,6 +92,9 @@ class Replicas:
         flat = x.contiguous().view(-1)
         pending = self._collectives.broadcast(flat.view(torch.uint8).clone(), f"replicas.{name}", root)
         x.copy_(self._collectives.wait(pending).view(flat.dtype).view(x.shape))
+
+    def _checksum_of(self, name: str) -> int:
+        return replica_check.checksum([self._bytes_of(name)])
 
     def _bytes_of(self, name: str) -> Any:
         return _flat_bytes(self._parameters[name])

@@ -1,4 +1,4 @@
-"""How positions and values are written inside a packet: NumPy, the truth that native coders match byte for byte."""
+"""How positions and values are written in a packet: the NumPy reference, which other coders match byte for byte."""
 
 from dgc_horovod.wire.codecs.indices import INDEX_CODECS, IndexCodec
 from dgc_horovod.wire.codecs.values import VALUE_CODECS, ValueCodec

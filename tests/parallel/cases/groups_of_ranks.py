@@ -119,7 +119,7 @@ def _check_against_mpi4py(pair: Any) -> dict[str, Any]:
         for positions, values in everyone:
             update[positions] += values * np.float32(0.5)
         arrays = optimizer._dgc.buckets.state_arrays()
-        payload = optimizer._dgc.runs[0].engine.exchange._encoder.packet.copy()
+        payload = optimizer._dgc.runs[0].engine.exchange._packet.copy()
         agreed["u"] &= bool((np.concatenate([arrays[name]["u"] for name in order]) == u).all())
         agreed["v"] &= bool((np.concatenate([arrays[name]["v"] for name in order]) == v).all())
         grads = np.concatenate([matrices[name].grad.numpy().ravel() for name in order])

@@ -42,10 +42,10 @@ struct Segment {
 };
 
 // A run of a bucket from which elements are selected together; sum and squares are filled in.
-struct Span {
+struct Range {
     int64_t start, numel;
     double sum, squares;
-    float floor;  // elements of at least this magnitude are candidates; infinity: none
+    float threshold;  // elements of at least this magnitude are candidates; infinity: none
     int32_t unused;
 };
 

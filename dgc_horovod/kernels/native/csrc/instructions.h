@@ -9,7 +9,7 @@ struct Piece {
     float *u, *second, *v, *gradient;
     int64_t numel;
     int32_t position;  // of its first element in the bucket
-    float scale, floor;
+    float scale, threshold;
 };
 
 // Candidates of one chunk. Room for a vector more than a chunk: whole vectors are written.

@@ -123,7 +123,7 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
             bad_residual |= not_finite(v);
             store(v_at, v);
         }
-        const uint32_t bits = at_least(magnitude(v), piece.floor) & lanes;
+        const uint32_t bits = at_least(magnitude(v), piece.threshold) & lanes;
         if (__builtin_expect(bits != 0, 0)) note(hits, bits, v, position);
     };
     int64_t i = 0;

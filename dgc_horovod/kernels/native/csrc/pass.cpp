@@ -7,22 +7,22 @@
 namespace dgc {
 namespace {
 
-int64_t chunks_of(const Span& span) { return (span.numel + kChunk - 1) / kChunk; }
+int64_t chunks_of(const Range& range) { return (range.numel + kChunk - 1) / kChunk; }
 
 // Sums are taken of every so many chunks (Kernels.sampled_sums): they are for a first guess, and all of them would cost
 // half as much time as the pass itself.
 int64_t sum_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? chunks / 64 : 16); }
 
-// A floor of zero means every element that is not zero: those from the smallest denormal on.
-float above_zero(float floor) { return bits_of(floor) ? floor : float_of(1); }
+// A threshold of zero means every element that is not zero: those from the smallest denormal on.
+float above_zero(float threshold) { return bits_of(threshold) ? threshold : float_of(1); }
 
 struct Pass {
     float *v, *u, *second;
     const Segment* segments;
     int64_t num_segments;
     float scale;
-    Span* spans;
-    int64_t num_spans;
+    Range* ranges;
+    int64_t num_ranges;
     bool want_sums;
     Found* found;
     int32_t *positions;  // where hits are put as they come
@@ -32,11 +32,11 @@ struct Pass {
 };
 
 // The pieces of segments that lie in [start, end); `segment` is the first of them, and afterwards the last.
-int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float floor, int64_t& segment, Hits& hits) {
+int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float threshold, int64_t& segment, Hits& hits) {
     const Instructions& code = instructions();
     if (!pass.num_segments) {
         const Segment look{};
-        const Piece piece{nullptr, nullptr, pass.v + start, nullptr, end - start, (int32_t)start, 1.0f, floor};
+        const Piece piece{nullptr, nullptr, pass.v + start, nullptr, end - start, (int32_t)start, 1.0f, threshold};
         return code.update(look, piece, hits);
     }
     int32_t bad = 0;
@@ -51,7 +51,7 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float floor,
                           stop - at,
                           (int32_t)at,
                           pass.scale,
-                          floor};
+                          threshold};
         bad |= code.update(how, piece, hits);
         at = stop;
     }
@@ -59,20 +59,20 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float floor,
     return bad;
 }
 
-// The chunks [first, last) of all spans counted through.
+// The chunks [first, last) of all ranges counted through.
 void run_chunks(Pass& pass, int64_t first, int64_t last) {
     Hits hits;
     int32_t bad = 0;
     int64_t segment = 0, chunk = 0;
-    for (int64_t s = 0; s < pass.num_spans && chunk < last; s++) {
-        const Span& span = pass.spans[s];
-        const int64_t skipped = first > chunk ? first - chunk : 0, chunks = chunks_of(span);
+    for (int64_t s = 0; s < pass.num_ranges && chunk < last; s++) {
+        const Range& range = pass.ranges[s];
+        const int64_t skipped = first > chunk ? first - chunk : 0, chunks = chunks_of(range);
         const int64_t stride = sum_stride(chunks);
         for (int64_t i = skipped; i < chunks && chunk + i < last; i++) {
-            const int64_t start = span.start + i * kChunk;
-            const int64_t numel = span.numel - i * kChunk < kChunk ? span.numel - i * kChunk : kChunk;
+            const int64_t start = range.start + i * kChunk;
+            const int64_t numel = range.numel - i * kChunk < kChunk ? range.numel - i * kChunk : kChunk;
             hits.count = 0;
-            bad |= update_pieces(pass, start, start + numel, above_zero(span.floor), segment, hits);
+            bad |= update_pieces(pass, start, start + numel, above_zero(range.threshold), segment, hits);
             if (pass.want_sums && i % stride == 0) {
                 instructions().sums(pass.v + start, numel, pass.found->chunk_sums + 2 * (chunk + i / stride));
             }
@@ -115,12 +115,12 @@ using namespace dgc;
 
 // See Kernels.take_in. With no segments: looks at v only. Returns Bad flags.
 DGC_API int32_t dgc_pass(float* v, float* u, float* second, const Segment* segments, int64_t num_segments, float scale,
-                         Span* spans, int64_t num_spans, int32_t want_sums, Found* found, int64_t threads) {
-    Pass pass{v, u, second, segments, num_segments, scale, spans, num_spans, want_sums != 0, found, nullptr, nullptr};
+                         Range* ranges, int64_t num_ranges, int32_t want_sums, Found* found, int64_t threads) {
+    Pass pass{v, u, second, segments, num_segments, scale, ranges, num_ranges, want_sums != 0, found, nullptr, nullptr};
     int64_t chunks = 0, numel = 0;
-    for (int64_t s = 0; s < num_spans; s++) {
-        chunks += chunks_of(spans[s]);
-        numel += spans[s].numel;
+    for (int64_t s = 0; s < num_ranges; s++) {
+        chunks += chunks_of(ranges[s]);
+        numel += ranges[s].numel;
     }
     const int64_t parts = parts_of(numel, threads);
     pass.positions = parts > 1 ? found->loose_positions : found->positions;
@@ -129,10 +129,10 @@ DGC_API int32_t dgc_pass(float* v, float* u, float* second, const Segment* segme
     found->count = pass.filled;
     if (parts > 1 && found->count <= found->capacity) order(*found, chunks);
     double* sums = found->chunk_sums;
-    for (int64_t s = 0; want_sums && s < num_spans; s++) {
-        const int64_t all = chunks_of(spans[s]), stride = sum_stride(all);
-        spans[s].sum = add_up(sums, (all + stride - 1) / stride, 0);
-        spans[s].squares = add_up(sums, (all + stride - 1) / stride, 1);
+    for (int64_t s = 0; want_sums && s < num_ranges; s++) {
+        const int64_t all = chunks_of(ranges[s]), stride = sum_stride(all);
+        ranges[s].sum = add_up(sums, (all + stride - 1) / stride, 0);
+        ranges[s].squares = add_up(sums, (all + stride - 1) / stride, 1);
         sums += 2 * all;
     }
     return pass.bad;
