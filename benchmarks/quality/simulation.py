@@ -11,17 +11,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation
-from dgc_horovod.stats import Traffic
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.gradients.transport import Collectives, Pending
 from dgc_horovod.torch.updates.choice import choose_update
 from dgc_horovod.torch.updates.rules import PlainUpdate
 
@@ -49,7 +47,7 @@ class Loopback(Collectives):
     """The collectives of one of N ranks of this process, which post in rank order and wait when all have posted."""
 
     def __init__(self, rank: int, workers: int, board: Board) -> None:
-        self.rank, self.workers, self.traffic = rank, workers, Traffic()
+        super().__init__(rank, workers, tag="simulated")
         self._board = board
 
     def allgather(self, packet: Tensor, name: str) -> Pending:
@@ -57,10 +55,10 @@ class Loopback(Collectives):
         return self._post(packet, name, torch.cat)
 
     def allreduce(
-        self, tensor: Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
+        self, tensor: Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
     ) -> Pending:
         """Post a term of what is summed in rank order."""
-        factor = postscale / self.workers if op == hvd.Average else postscale
+        factor = postscale / self.workers if averages else postscale
         return self._post(tensor * prescale, name, lambda parts: sum(parts[1:], parts[0]) * factor)
 
     def alltoall(self, tensor: Tensor, name: str) -> Pending:
@@ -71,16 +69,19 @@ class Loopback(Collectives):
         """Post what only that of rank `root` counts of."""
         return self._post(tensor, name, lambda parts: parts[root])
 
-    def wait(self, pending: Pending) -> Tensor:
+    def _is_done(self, handle: _Message) -> bool:
+        assert len(handle.parts) == self.workers, "not every rank has posted"
+        return True
+
+    def _result(self, handle: _Message) -> Tensor:
         """What comes out; a rank may write to it."""
-        message = self._board[pending.name]
-        assert len(message.parts) == self.workers, f"{pending.name}: not every rank has posted"
-        result = message.result()
+        result = handle.result()
         return (result[self.rank].reshape(-1) if result.dim() == 3 else result).clone()  # of an alltoall: one's own
 
     def _post(self, part: Tensor, name: str, combine: Callable[[list[Tensor]], Tensor]) -> Pending:
-        self._board.setdefault(name, _Message(combine)).parts.append(part)
-        return Pending(None, part, name)
+        message = self._board.setdefault(name, _Message(combine))
+        message.parts.append(part)
+        return Pending(message, part, name)
 
 
 class DenseRanks:
@@ -148,7 +149,7 @@ class CompressedRanks(DenseRanks):
                 dict.fromkeys(self.parameters.values(), 0),
                 config,
                 Loopback(rank, self.workers, self._board),
-                ReduceSettings(hvd.Average, 1.0, False),
+                ReduceSettings(averages=True),
                 lambda: 1.0,
             )
             for rank in range(self.workers)

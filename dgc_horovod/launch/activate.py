@@ -18,7 +18,7 @@ from dgc_horovod.launch.settings import resolve
 from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, is_ours
 
 _ADAPTERS = {
-    "horovod.torch": ("dgc_horovod.torch", torch_names),
+    "horovod.torch": ("dgc_horovod.torch.adapter", torch_names),
     "horovod.tensorflow": ("dgc_horovod.tensorflow", tensorflow_names),
     "horovod.tensorflow.keras": ("dgc_horovod.tensorflow.keras", keras_names),
     "horovod.keras": ("dgc_horovod.tensorflow.keras", keras_names),

@@ -1,39 +1,23 @@
-"""The PyTorch adapter: ``DistributedOptimizer`` and ``Compression``, for unmodified Horovod."""
+"""The PyTorch adapter: ``DistributedOptimizer`` and ``Compression``, for unmodified Horovod.
+
+Horovod is imported with the first name that needs it: `gradients`, `updates` and `clipping` do without.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch  # noqa: F401
 except ImportError as error:
     raise ImportError("dgc_horovod.torch needs PyTorch: pip install torch, or dgc_horovod[torch]") from error
-try:
-    import horovod.torch
-except ImportError as error:
-    raise ImportError(
-        "dgc_horovod.torch needs Horovod built for this PyTorch (horovod.torch does not import: "
-        f"{error}); scripts/build_horovod of dgc_horovod builds it for the torch that is installed"
-    ) from error
-from horovod.torch.optimizer import _DistributedOptimizer
 
-_NEEDED = (
-    "_allreduce_grad_async",
-    "_make_hook",
-    "_register_hooks",
-    "synchronize",
-    "skip_synchronize",
-    "load_state_dict",
-)
-if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, name)]:
-    raise ImportError(
-        f"Horovod {horovod.__version__} is not laid out as 0.28.1 is (its optimizer lacks {', '.join(_missing)}); "
-        "install horovod 0.28.1"
-    )
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.schedule import WarmupSchedule
 
-from dgc_horovod.config import DGCConfig  # noqa: E402
-from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
-from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
-from dgc_horovod.torch.compression import Compression  # noqa: E402
-from dgc_horovod.torch.joining import join  # noqa: E402
-from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
-from dgc_horovod.torch.state import load_checkpoint, save_checkpoint  # noqa: E402
+if TYPE_CHECKING:
+    from dgc_horovod.torch import elastic
+    from dgc_horovod.torch.adapter import Compression, DistributedOptimizer, join, load_checkpoint, save_checkpoint
 
 __all__ = [
     "Compression",
@@ -46,6 +30,10 @@ __all__ = [
     "save_checkpoint",
 ]
 
-broadcast.register()
-elastic.register()
-joining.install()
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dgc_horovod.torch import adapter
+
+    return getattr(adapter, name)

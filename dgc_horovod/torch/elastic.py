@@ -23,8 +23,8 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, going_back
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.torch.gradients.transport import Collectives
 from dgc_horovod.torch.state import copied, kept_by, put_back
+from dgc_horovod.torch.transport import HorovodCollectives
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -58,7 +58,7 @@ class Membership:
                 "step": str(exchange.buckets.steps),
                 "loss scale (keep the scaler's state_dict() in the TorchState)": str(exchange.loss_scale()),
             }
-            check_agreement(Collectives(optimizer.process_set, "start"), fields)
+            check_agreement(HorovodCollectives(optimizer.process_set, "start"), fields)
 
     def follow(self, optimizer: Any) -> None:
         """Work with the ranks that there are: where a host has left, no state is synced."""
@@ -92,7 +92,7 @@ class ResidualHandler(OptimizerStateHandler):
 
     def meet(self) -> None:
         """Compare with the others before anything is exchanged; a newcomer may have data to read before it comes."""
-        collectives = Collectives(hvd.global_process_set, "meeting", envvars.checkpoint_seconds())
+        collectives = HorovodCollectives(hvd.global_process_set, "meeting", envvars.checkpoint_seconds())
         check_agreement(collectives, {"version": __version__, **self.value._dgc_agreed_fields()})
 
     def flush(self) -> None:

@@ -21,7 +21,7 @@ from dgc_horovod import envvars
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.torch import state
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.gradients.transport import Collectives
+from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.wrapping import owners
 
 _log = logging.getLogger("dgc_horovod")
@@ -196,7 +196,7 @@ def _take_part(participants: list[_Participant]) -> None:
 
 def _settle(participants: list[_Participant]) -> int:
     """All ranks are here: those that came earlier become as the last one; returns which that is."""
-    collectives = Collectives(hvd.global_process_set, "join")
+    collectives = HorovodCollectives(hvd.global_process_set, "join")
     own = sum(participant.steps for participant in participants)
     steps = [int(text) for text in collectives.gather_bytes(str(own).encode(), "steps")]
     last = max(range(len(steps)), key=lambda rank: (steps[rank], rank))

@@ -26,7 +26,7 @@ from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.gradients.replica_check import Replicas
-from dgc_horovod.torch.gradients.transport import WITHOUT_CUDA, Collectives, needs_host
+from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 from dgc_horovod.torch.updates.rules import PlainUpdate
 from dgc_horovod.torch.wrapping import owners
 from dgc_horovod.torch.wrapping.arguments import agreed_fields, boundaries
@@ -67,7 +67,7 @@ class CompressedMethods:
         self._groups = None  # their only use here is as bucket boundaries
         self._dgc_membership = Membership(self.process_set) if envvars.horovod_elastic() else None
         if self._dgc_membership is None:
-            check_agreement(Collectives(self.process_set, "start"), self._dgc_agreed_fields())
+            check_agreement(HorovodCollectives(self.process_set, "start"), self._dgc_agreed_fields())
         self._dgc_tag = unique_tag("\n".join([f"process set {self.process_set.process_set_id}", *parameters]))
         self._dgc_build()
         update.prepare(self)
@@ -88,13 +88,13 @@ class CompressedMethods:
 
     def _dgc_build(self: Any) -> None:
         """Everything that depends on which ranks there are; again whenever they change."""
-        config, collectives = self._dgc_config, Collectives(self.process_set, self._dgc_tag)
+        config, collectives = self._dgc_config, HorovodCollectives(self.process_set, self._dgc_tag)
         self._dgc = GradientExchange(
             self._dgc_parameters,
             self._dgc_boundaries,
             config,
             collectives,
-            ReduceSettings(self.op, self.gradient_predivide_factor, self.sparse_as_dense),
+            ReduceSettings(self.op == hvd.Average, self.gradient_predivide_factor, self.sparse_as_dense),
             _scale_of(self._dgc_scaler),
         )
         self._dgc_replicas = Replicas(self._dgc_parameters, config, collectives)

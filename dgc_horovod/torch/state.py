@@ -19,7 +19,7 @@ from dgc_horovod.state import checkpoint
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.gradients.transport import Collectives
+from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.updates.rules import PlainUpdate
 
 
@@ -89,7 +89,7 @@ def load_checkpoint(
     return dict(saved["extra"])
 
 
-def _of(optimizer: Any) -> tuple[Collectives, GradientExchange | None]:
+def _of(optimizer: Any) -> tuple[HorovodCollectives, GradientExchange | None]:
     """Collectives that bear with slow disks, and the exchange of an optimizer, None if it is not compressed."""
     if not hasattr(optimizer, "_requires_update"):
         raise UnsupportedUse("pass the optimizer that DistributedOptimizer has returned")
@@ -98,7 +98,7 @@ def _of(optimizer: Any) -> tuple[Collectives, GradientExchange | None]:
     exchange = getattr(optimizer, "_dgc", None)
     if exchange is not None:
         _follow(optimizer)
-    patient = Collectives(optimizer.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
+    patient = HorovodCollectives(optimizer.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
     return patient, getattr(optimizer, "_dgc", None)
 
 
@@ -197,7 +197,7 @@ def flush(optimizer: Any) -> None:
     check_between_steps(optimizer)
     exchange, update = optimizer._dgc, optimizer._dgc_update
     kept = update.flush(optimizer, _left(exchange, update), exchange.is_compressed)
-    share = 1 if exchange.settings.op == hvd.Average else exchange.collectives.workers
+    share = 1 if exchange.settings.averages else exchange.collectives.workers
     for p, v in kept.items():
         if p in exchange.place:
             run, i = exchange.place[p]
@@ -232,18 +232,19 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
     for name in sorted({name for each in theirs for name in each["dense_residuals"]}):
         p = of_name[name]
         whole = exchange.dense_residuals.get(p, torch.zeros_like(p)).float().contiguous()
-        found[p] = {RESIDUAL: _reduced(exchange, whole, name, exchange.settings.op)}
+        found[p] = {RESIDUAL: _reduced(exchange, whole, name, exchange.settings.averages)}
     exchange.dense_residuals.clear()
     exchange.buckets.clear()
     return found
 
 
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> torch.Tensor:
-    op = exchange.settings.op if part in (RESIDUAL, MOMENTUM) else hvd.Average
-    return _reduced(exchange, torch.from_numpy(engine.state.full_vector(part)), f"{engine.bucket.index}.{part}", op)
+    averages = exchange.settings.averages or part not in (RESIDUAL, MOMENTUM)
+    whole = torch.from_numpy(engine.state.full_vector(part))
+    return _reduced(exchange, whole, f"{engine.bucket.index}.{part}", averages)
 
 
-def _reduced(exchange: GradientExchange, whole: torch.Tensor, name: str, op: int) -> torch.Tensor:
+def _reduced(exchange: GradientExchange, whole: torch.Tensor, name: str, averages: bool) -> torch.Tensor:
     collectives = exchange.collectives
     collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
-    return collectives.wait(collectives.allreduce(whole, f"left.{name}", op))
+    return collectives.wait(collectives.allreduce(whole, f"left.{name}", averages))

@@ -54,6 +54,7 @@ def test_imports_go_one_way(file):
             pytest.fail("the adapters import each other")
         if top == "horovod":
             assert own in ("torch", "tensorflow", "launch")
+            assert not is_without_horovod(file), "what a transport of another kind uses as well"
         if top == "torch":
             assert own == "torch" or file.name == "torch_eager.py" or file.parent == PACKAGE / "kernels" / "triton"
         if top in ("tensorflow", "keras"):
@@ -65,6 +66,31 @@ def test_imports_go_one_way(file):
     # the latter two run before the package can be imported
     if file.name not in ("envvars.py", "build_horovod.py", "sitecustomize.py"):
         assert "os.environ" not in file.read_text() and "getenv" not in file.read_text()
+
+
+def is_without_horovod(file: Path) -> bool:
+    """Whether a file is of those parts of the torch adapter that do without Horovod."""
+    return file.relative_to(PACKAGE).parts[:2] in [("torch", part) for part in ("gradients", "updates", "clipping")]
+
+
+def test_torch_parts_do_without_horovod():
+    names = [
+        ".".join(("dgc_horovod", *file.relative_to(PACKAGE).with_suffix("").parts))
+        for file in FILES
+        if is_without_horovod(file) and file.name != "__init__.py"
+    ]
+    code = f"""
+import importlib, sys
+sys.modules["horovod"] = None  # as where it is not installed
+for name in {names}:
+    importlib.import_module(name)
+try:
+    from dgc_horovod.torch import DistributedOptimizer
+except ImportError as error:
+    print(error)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert len(names) > 10 and "needs Horovod built for this PyTorch" in out.stdout
 
 
 def test_importing_the_package_imports_no_framework():

@@ -1,4 +1,4 @@
-"""Sampled top-k: threshold from a 1% sample, as in the published DGC (section 3, "hierarchical selection")."""
+"""Sampled top-k: threshold from a 1% sample, as in DGC (arXiv 1712.01887, section 5)."""
 
 from __future__ import annotations
 

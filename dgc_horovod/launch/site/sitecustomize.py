@@ -18,7 +18,7 @@ from typing import Any
 
 _ENDS = os.path.join("dgc_horovod", "launch", "site")
 FRAMEWORKS = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras", "horovod.mxnet")
-ADAPTERS = ("dgc_horovod.torch", "dgc_horovod.tensorflow", "dgc_horovod.tensorflow.keras")
+ADAPTERS = ("dgc_horovod.torch.adapter", "dgc_horovod.tensorflow", "dgc_horovod.tensorflow.keras")
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _OFF = ("0", "off", "false", "no")
 

@@ -13,11 +13,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import horovod.torch as hvd
 import torch
 
 from dgc_horovod.core.optimizer_exchange import clip_limit
-from dgc_horovod.torch.gradients.transport import Collectives, Pending
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 Parameter = torch.Tensor
 ELEMENTS = math.nan  # in place of the p of a norm: each element is limited by itself
@@ -240,7 +239,7 @@ class LocalClipping:
         if keys:
             squares = torch.tensor([self.norms[key] ** 2 for key in keys], dtype=torch.float64)
             collectives.traffic.count_allreduce(squares.nbytes, collectives.workers)
-            self._pending = keys, collectives.allreduce(squares, "clip.norms", hvd.Average)
+            self._pending = keys, collectives.allreduce(squares, "clip.norms", averages=True)
 
     def take(self, collectives: Collectives) -> None:
         """From now on those norms are the same on every rank: the root mean square over ranks."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.torch.gradients.transport import Pending
+from dgc_horovod.torch.gradients.collectives import Pending
 
 
 @dataclass

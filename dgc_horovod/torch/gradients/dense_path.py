@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-import horovod.torch as hvd
 import torch
 
-from dgc_horovod.torch.gradients.transport import Collectives, Pending
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 Parameter = torch.Tensor
 
 
 @dataclass(frozen=True)
 class ReduceSettings:
-    """Horovod's arguments that decide how ranks are combined."""
+    """How the gradients of all ranks are combined.
 
-    op: int
-    gradient_predivide_factor: float
-    sparse_as_dense: bool
+    Args:
+        averages: whether they are averaged (True) or summed.
+        gradient_predivide_factor: part of the averaging that is done before the sum.
+        sparse_as_dense: whether sparse gradients are made dense.
+    """
+
+    averages: bool
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
 
     @property
     def scales(self) -> tuple[float, float]:
         """Factors before and after the sum."""
         factor = self.gradient_predivide_factor
-        return (1 / factor, factor) if self.op == hvd.Average else (1.0, 1.0)
+        return (1 / factor, factor) if self.averages else (1.0, 1.0)
 
 
 def laid_out_as(result: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -92,7 +97,7 @@ class DensePath:
             gradient = gradient.half()
         self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
         name, settings = f"dense.{self.names[p]}", self.settings
-        self._pending[p] = self.collectives.allreduce(gradient, name, settings.op, *settings.scales)
+        self._pending[p] = self.collectives.allreduce(gradient, name, settings.averages, *settings.scales)
 
     def result(self, p: Parameter) -> torch.Tensor:
         """Wait for the allreduce; what belongs into ``p.grad``, in its dtype."""

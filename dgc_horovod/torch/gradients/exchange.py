@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-import horovod.torch as hvd
 import torch
 
 from dgc_horovod.config import DGCConfig
@@ -22,9 +21,9 @@ from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from dgc_horovod.torch.clipping.local import Change, LocalClipping, norm_of
 from dgc_horovod.torch.gradients.bucket_run import BucketRun
+from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
 from dgc_horovod.torch.gradients.memory import flat_array, handed, is_alone, is_in, is_plain, wait_for_streams
-from dgc_horovod.torch.gradients.transport import Collectives
 
 Parameter = torch.Tensor
 _WHOLE = ErrorFeedback()
@@ -67,7 +66,7 @@ class GradientExchange:
             lambda name: self._kernels_of(parameters[name]),
             collectives.rank,
             collectives.workers,
-            settings.op == hvd.Average,
+            settings.averages,
             collectives.traffic,
         )
         self.runs = [
@@ -80,7 +79,7 @@ class GradientExchange:
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self.not_finite = ""  # what is to be said of the finished step, if it was not
         self._norm = 0.0  # of all updates of the finished step, known if a script's clipping is to be undone
-        self.clipping = LocalClipping(config.clip_norm, self.names, collectives.workers, settings.op == hvd.Average)
+        self.clipping = LocalClipping(config.clip_norm, self.names, collectives.workers, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
         """The kernels for the device of `p`, chosen once a device."""

@@ -8,12 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
 from dgc_horovod import replica_check
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
-from dgc_horovod.torch.gradients.transport import Collectives, Pending
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 
 class Replicas:
@@ -36,7 +35,7 @@ class Replicas:
         if names:
             found = replica_check.checksum(map(self._bytes_of, names))
             sent = torch.from_numpy(replica_check.record(step, found))
-            with suppress(HorovodInternalError):  # another rank may have ended after its last step
+            with suppress(*self._collectives.failures):  # another rank may have ended after its last step
                 self._under_way = self._collectives.allgather(sent, "replicas"), step, names
 
     def end(self, optimizer: Any) -> None:

@@ -13,7 +13,7 @@ from dgc_horovod import __version__, envvars
 from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.torch.gradients.transport import Collectives
+from dgc_horovod.torch.transport import HorovodCollectives
 
 
 def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
@@ -82,7 +82,7 @@ def check_same_choice(compression: Any, process_set: hvd.ProcessSet, refused: st
     if process_set.included() and not envvars.horovod_elastic():
         name = compression if isinstance(compression, str) else getattr(compression, "__name__", repr(compression))
         fields = {"version": __version__, "compression": name, "refused": refused}
-        check_agreement(Collectives(process_set, "choice"), fields)
+        check_agreement(HorovodCollectives(process_set, "choice"), fields)
 
 
 def agreed_fields(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.training import Transport as TorchDistributed
-from dgc_horovod.torch.gradients.transport import Collectives
+from dgc_horovod.torch.transport import HorovodCollectives
 from tests.helpers.errors import error_of
 from tests.helpers.transports import checked, started
 
@@ -19,7 +19,7 @@ from tests.helpers.transports import checked, started
 def of_all() -> dict[str, bool]:
     """Horovod, all ranks."""
     hvd.init()
-    transport = Collectives(hvd.global_process_set, "all")
+    transport = HorovodCollectives(hvd.global_process_set, "all")
     return checked(transport, torch.from_numpy, started(transport, torch.from_numpy))
 
 
@@ -29,7 +29,7 @@ def of_a_part() -> dict[str, bool]:
     hvd.init(process_sets=[part])
     found = {}
     if part.included():
-        transport = Collectives(part, "part")
+        transport = HorovodCollectives(part, "part")
         assert transport.workers == 2 and transport.rank == hvd.rank() - 1
         found = checked(transport, torch.from_numpy, started(transport, torch.from_numpy))
     hvd.allreduce(torch.zeros(1), name="all are through")  # a rank that ends earlier ends Horovod
@@ -42,7 +42,7 @@ def with_a_deadline() -> str:
     if hvd.rank() == 0:
         time.sleep(3)
         return ""
-    transport = Collectives(hvd.global_process_set, "late", timeout=1.0)
+    transport = HorovodCollectives(hvd.global_process_set, "late", timeout=1.0)
     return error_of(lambda: transport.wait(transport.alltoall(torch.zeros(transport.workers), "parted")))
 
 

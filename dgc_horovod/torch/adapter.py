@@ -1,0 +1,36 @@
+"""The PyTorch adapter for Horovod, put together: Horovod is looked at, and its names that need it get ours."""
+
+try:
+    import horovod.torch
+except ImportError as error:
+    raise ImportError(
+        "dgc_horovod.torch needs Horovod built for this PyTorch (horovod.torch does not import: "
+        f"{error}); scripts/build_horovod of dgc_horovod builds it for the torch that is installed"
+    ) from error
+from horovod.torch.optimizer import _DistributedOptimizer
+
+_NEEDED = (
+    "_allreduce_grad_async",
+    "_make_hook",
+    "_register_hooks",
+    "synchronize",
+    "skip_synchronize",
+    "load_state_dict",
+)
+if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, name)]:
+    raise ImportError(
+        f"Horovod {horovod.__version__} is not laid out as 0.28.1 is (its optimizer lacks {', '.join(_missing)}); "
+        "install horovod 0.28.1"
+    )
+
+from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
+from dgc_horovod.torch.compression import Compression  # noqa: E402
+from dgc_horovod.torch.joining import join  # noqa: E402
+from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
+from dgc_horovod.torch.state import load_checkpoint, save_checkpoint  # noqa: E402
+
+__all__ = ["Compression", "DistributedOptimizer", "elastic", "join", "load_checkpoint", "save_checkpoint"]
+
+broadcast.register()
+elastic.register()
+joining.install()
