@@ -10,8 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dgc_horovod.torch import Compression, DistributedOptimizer
-from dgc_horovod.torch import transport
+from dgc_horovod.torch import Compression, DistributedOptimizer, transport
 from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train
 
 
