@@ -30,7 +30,7 @@ def sound_packets(coder: Coder) -> list[tuple[PacketFormat, np.ndarray]]:
     packets = []
     for numel, capacity in SHAPES:
         for values in VALUE_CODECS:
-            for indices in ("int32", "elias-fano", *(["every"] if capacity == numel else [])):
+            for indices in ("elias-fano", *(["every"] if capacity == numel else [])):
                 wire = PacketFormat(1, numel, capacity, values, indices)
                 count = capacity if indices == "every" else int(rng.integers(0, capacity + 1))
                 positions = np.sort(rng.choice(numel, count, replace=False)).astype(np.int32)

@@ -27,7 +27,7 @@ from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Co
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _CACHE_LINE = 16  # elements; state begins with one, so that no vector of it lies in two
 _PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
-_INDICES = frozenset(("int32", "elias-fano", "every"))  # what csrc/codecs.h knows; any other is left to NumPy
+_INDICES = frozenset(("elias-fano", "every"))  # what csrc/codecs.h knows; any other is left to NumPy
 
 
 class NativeCoder:

@@ -1,6 +1,6 @@
 """Index codecs: ascending positions as bits. The size depends on how many can be written, not on which.
 
-Bits an index at density 0.1% (1%): int32 32, Elias-Fano 11.95 (8.56); the entropy of random positions is 11.41 (8.08).
+Bits an index at density 0.1% (1%): Elias-Fano 11.95 (8.56), int32 would be 32; the entropy of random positions is 11.41 (8.08).
 """
 
 from __future__ import annotations
@@ -37,21 +37,6 @@ def _checked(positions: np.ndarray, numel: int) -> np.ndarray:
     if positions.size and (positions[0] < 0 or positions[-1] >= numel or (np.diff(positions) <= 0).any()):
         raise CorruptPacket(f"positions are not ascending within [0, {numel})")
     return positions.astype(np.int32)
-
-
-class Int32Indices:
-    """Positions as plain int32: what the other codecs are compared with; no message is sent in it."""
-
-    code, name = 1, "int32"
-
-    def nbytes(self, numel: int, capacity: int) -> int:
-        return 4 * capacity
-
-    def encode(self, positions: np.ndarray, numel: int, capacity: int, out: np.ndarray) -> None:
-        out[: 4 * positions.size].view("<i4")[:] = positions
-
-    def decode(self, data: np.ndarray, count: int, numel: int, capacity: int) -> np.ndarray:
-        return _checked(data[: 4 * count].view("<i4").astype(np.int64), numel)
 
 
 class EliasFanoIndices:
@@ -110,4 +95,4 @@ class EveryIndex:
         return np.arange(count, dtype=np.int32)
 
 
-INDEX_CODECS: dict[str, IndexCodec] = {c.name: c for c in (Int32Indices(), EliasFanoIndices(), EveryIndex())}
+INDEX_CODECS: dict[str, IndexCodec] = {c.name: c for c in (EliasFanoIndices(), EveryIndex())}

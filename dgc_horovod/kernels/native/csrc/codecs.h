@@ -4,7 +4,7 @@
 
 namespace dgc {
 
-enum IndexCodec : int32_t { kInt32 = 1, kEliasFano = 2, kEvery = 3 };
+enum IndexCodec : int32_t { kEliasFano = 2, kEvery = 3 };
 enum ValueCodec : int32_t { kFp32 = 1, kFp16 = 2, kBf16 = 3, k8Bit = 4, k4Bit = 5, k2Bit = 6 };
 
 constexpr int64_t kScaleBlock = 256;  // values that share scales

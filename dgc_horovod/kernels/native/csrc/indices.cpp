@@ -50,22 +50,10 @@ bool decode_elias_fano(const Layout& layout, const uint32_t* data, int64_t count
     return found == count;
 }
 
-bool decode_int32(const Layout& layout, const uint32_t* data, int64_t count, int32_t* positions) {
-    int64_t last = -1;
-    for (int64_t i = 0; i < count; i++) {
-        const int32_t position = (int32_t)data[i];
-        if (position <= last || position >= layout.numel) return false;
-        positions[i] = position;
-        last = position;
-    }
-    return true;
-}
-
 }  // namespace
 
 bool encode_indices(const Layout& layout, const int32_t* positions, int64_t count, uint32_t* out) {
     switch (layout.index_codec) {
-        case kInt32: memcpy(out, positions, 4 * count); return true;
         case kEliasFano: encode_elias_fano(layout, positions, count, out); return true;
         case kEvery: return true;
     }
@@ -74,7 +62,6 @@ bool encode_indices(const Layout& layout, const int32_t* positions, int64_t coun
 
 bool decode_indices(const Layout& layout, const uint32_t* data, int64_t count, int32_t* positions) {
     switch (layout.index_codec) {
-        case kInt32: return decode_int32(layout, data, count, positions);
         case kEliasFano: return decode_elias_fano(layout, data, count, positions);
         case kEvery:
             if (count != 0 && count != layout.numel) return false;
