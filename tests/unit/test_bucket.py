@@ -89,4 +89,4 @@ def test_densified_where_an_allgather_costs_more():
     assert not densifies(1000, 500)
     assert [densifies(500_000, n) for n in (3, 4)] == [False, True]
     assert [densifies(250_000, n) for n in (7, 8)] == [False, True]
-    assert densifies(2**25, 8, 2**30), "an allgather's output stays below 2**31 bytes"
+    assert densifies(2**25, 16, 2**30), "an allgather's output stays below 2**31 bytes"

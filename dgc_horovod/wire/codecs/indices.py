@@ -1,6 +1,6 @@
 """Index codecs: ascending positions as bits. The size depends on how many can be written, not on which.
 
-Bits an index at density 0.1% (1%): Elias-Fano 11.95 (8.56), int32 would be 32; the entropy of random positions is 11.41 (8.08).
+Bits an index at density 0.1% (1%): 11.95 (8.56); the entropy of random positions is 11.41 (8.08).
 """
 
 from __future__ import annotations
