@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from benchmarks.exchange.methods import NOTHING
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
 from benchmarks.plots import IMAGES, TITLES
 from benchmarks.quality import page as page_of_quality
-from benchmarks.report import RESULTS, ROOT, markdown, write_into_page
+from benchmarks.report import RESULTS, ROOT, markdown, read_results, write_into_page
 from benchmarks.training import analysis, runs
 from benchmarks.training import tables as tables_of_training
 
@@ -36,7 +35,7 @@ PROMISES = (
 
 def exchange_rows() -> list[Row]:
     """Every row of the exchange study."""
-    kept = json.loads((RESULTS / "exchange.json").read_text())
+    kept = read_results(RESULTS / "exchange.json")
     return [row for cell in kept.values() if cell["density"] == DENSITY for row in cell["rows"]]
 
 
@@ -122,7 +121,7 @@ def losses(rows: Sequence[Row]) -> str:
 
 def texts() -> dict[tuple[Path, str], str]:
     """What stands on the pages, by page and marker."""
-    kept, rows, study = json.loads((RESULTS / "exchange.json").read_text()), exchange_rows(), runs.load()
+    kept, rows, study = read_results(RESULTS / "exchange.json"), exchange_rows(), runs.load()
     cells = [cell(rows, model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
     ours = [row for row in rows if row["method"] in ("dgc", "published DGC") and row["workers"] == 2]
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import lzma
 import os
 import platform
 import re
@@ -44,9 +45,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def save(name: str, figures: Any) -> None:
     """Write `figures` with the environment to ``benchmarks/results/<name>.json``."""
-    RESULTS.mkdir(exist_ok=True)
     text = json.dumps({"environment": environment(), "figures": figures}, indent=1)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
+    write_results(RESULTS / f"{name}.json", text + "\n")
 
 
 def save_figure(figure: Any, file: Path) -> None:
@@ -72,20 +72,32 @@ def check_machine(file: Path, environments: Iterable[dict[str, str]]) -> None:
         )
 
 
-def replace_file(file: Path, text: str) -> None:
-    """Write a file of results in one go: a study may be stopped at any moment."""
+def read_results(file: Path) -> Any:
+    """What a file of results holds: JSON, compressed where the name ends in ``.xz``."""
+    packed = file.read_bytes()
+    return json.loads(lzma.decompress(packed) if file.suffix == ".xz" else packed)
+
+
+def write_results(file: Path, text: str) -> None:
+    """Write a file of results in one go, since a study may be stopped at any moment.
+
+    Args:
+        file: to replace. Where its name ends in ``.xz`` the text is compressed; the same text gives the same bytes.
+        text: the JSON.
+    """
     file.parent.mkdir(exist_ok=True)
     fresh = file.with_suffix(".new")
-    fresh.write_text(text)
+    packed = text.encode()
+    fresh.write_bytes(lzma.compress(packed, preset=lzma.PRESET_EXTREME | 6) if file.suffix == ".xz" else packed)
     fresh.replace(file)
 
 
 def remembered(file: Path, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `file` keeps under `key`; made, and kept, where it is not there: a study that was stopped goes on."""
-    kept = json.loads(file.read_text()) if file.exists() else {}
+    kept = read_results(file) if file.exists() else {}
     if key not in kept:
         kept[key] = {**make(), "environment": environment()}
-        replace_file(file, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+        write_results(file, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
     return kept[key]
 
 
