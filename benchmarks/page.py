@@ -1,4 +1,4 @@
-"""Makes docs/benchmarks.md, docs/quality.md and README's tables from the JSON of the studies."""
+"""Makes docs/benchmarks-network.md, docs/quality.md and README's tables from the JSON of the studies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from benchmarks.report import RESULTS, ROOT, markdown, read_results, write_into_
 from benchmarks.training import analysis, runs
 from benchmarks.training import tables as tables_of_training
 
-PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+NETWORK, KERNELS = (ROOT / "docs" / f"benchmarks-{part}.md" for part in ("network", "kernels"))
+README = ROOT / "README.md"
 _SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -125,17 +126,17 @@ def texts() -> dict[tuple[Path, str], str]:
     cells = [cell(rows, model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
     ours = [row for row in rows if row["method"] in ("dgc", "published DGC") and row["workers"] == 2]
     return {
-        (PAGE, "machine"): machine(kept),
-        (PAGE, "links"): links(kept),
-        (PAGE, "promises"): promises(rows),
-        (PAGE, "alone"): alone(rows),
-        (PAGE, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
-        (PAGE, "phases"): tables.phases(ours, "1gbit"),
-        (PAGE, "efficiency"): _efficiency(rows, DENSITY),
-        (PAGE, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
-        (PAGE, "losses"): losses(rows),
+        (NETWORK, "machine"): machine(kept),
+        (NETWORK, "links"): links(kept),
+        (NETWORK, "promises"): promises(rows),
+        (KERNELS, "alone"): alone(rows),
+        (NETWORK, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
+        (KERNELS, "phases"): tables.phases(ours, "1gbit"),
+        (NETWORK, "efficiency"): _efficiency(rows, DENSITY),
+        (NETWORK, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
+        (NETWORK, "losses"): losses(rows),
         (README, "benchmarks"): readme_table(rows),
-        (PAGE, "sooner"): sooner(analysis.rows(study["runs"])),
+        (NETWORK, "sooner"): sooner(analysis.rows(study["runs"])),
         **page_of_quality.texts(),
     }
 

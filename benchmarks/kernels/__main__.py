@@ -1,4 +1,4 @@
-"""Times the kernels and measures the packets; prints tables, writes JSON and ``docs/performance.md``."""
+"""Times the kernels and measures the packets; prints tables, writes JSON and ``docs/benchmarks-kernels.md``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.report import RESULTS, ROOT, environment, read_results, save, wr
 from benchmarks.shapes import SHAPES
 
 STUDIES = {"compress": compress, "growth": growth, "decode": decode, "wire": wire}
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "benchmarks-kernels.md"
 
 
 def _measured(name: str, quick: bool, model: str | None) -> tuple[list[dict[str, Any]], str]:
