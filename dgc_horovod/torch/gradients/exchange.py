@@ -295,7 +295,7 @@ class GradientExchange:
 
         If a gradient was not finite on any rank, or an update is not (in its parameter's dtype), every rank
         takes back what it had sent, and every ``p.grad`` is filled with NaN, so that a GradScaler skips the step
-        too (docs/algorithm.md, law 5).
+        too (docs/algorithm.md, invariant 5).
         """
         self.clipping.take(self.collectives)
         finite = all(run.finite for run in self.runs) and self._dense_path.finite and self._updates_finite()
