@@ -26,9 +26,9 @@ SANITIZED = Size("cuda", (1, 63, 4097, 333, 9000), steps=3, ranks=2, long_run=3)
 
 
 def _same(size: Size, config: DGCConfig, **how: Any) -> None:
-    ours, truth = (transcript(k, config, size, **how) for k in (TritonKernels(size.device), ReferenceKernels()))
-    wrong = [i for i, (a, b) in enumerate(zip(ours, truth, strict=True)) if a != b]
-    assert not wrong, f"{len(wrong)} of {len(truth)} vectors and packets differ, the first is number {wrong[0]}"
+    ours, reference = (transcript(k, config, size, **how) for k in (TritonKernels(size.device), ReferenceKernels()))
+    wrong = [i for i, (a, b) in enumerate(zip(ours, reference, strict=True)) if a != b]
+    assert not wrong, f"{len(wrong)} of {len(reference)} vectors and packets differ, the first is number {wrong[0]}"
 
 
 def _codec(values: str) -> Callable[[Size], None]:
@@ -91,14 +91,14 @@ def the_device_does_it(size: Size) -> None:
 
 def sums(size: Size) -> None:
     """Sums in the one fixed order, of all chunks and of some, with what is not finite as zero; and a bucket's norm."""
-    ours, truth = TritonKernels(size.device), ReferenceKernels()
+    ours, reference = TritonKernels(size.device), ReferenceKernels()
     for numel in (1, 15, 4096, 4097, 40_000, 600_000):
         x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32) * np.float32(1e10)
         x[numel // 2] = np.inf
-        assert ours.sums(ours.from_host(x)) == truth.sums(x), numel
-        assert ours.sampled_sums(ours.from_host(x)) == truth.sampled_sums(x), numel
+        assert ours.sums(ours.from_host(x)) == reference.sums(x), numel
+        assert ours.sampled_sums(ours.from_host(x)) == reference.sampled_sums(x), numel
     bucket = bucket_of(size.numels)
-    gradients = ours.gradients(bucket), truth.gradients(bucket)
+    gradients = ours.gradients(bucket), reference.gradients(bucket)
     for i, segment in enumerate(bucket.segments):
         g = np.random.default_rng(i).laplace(size=segment.numel).astype(np.float32)
         gradients[0].put(i, ours.from_host(g), ErrorFeedback())
@@ -139,19 +139,19 @@ def damaged_packets(size: Size) -> None:
     """What no sender writes is found in the same packets as by the host's coder."""
     for values in VALUE_CODECS:
         config = DGCConfig(density=0.02, values=values)
-        ours, truth = (
+        ours, reference = (
             BucketEngine(bucket_of(size.numels), config, kernels, 0, 1)
             for kernels in (TritonKernels(size.device), ReferenceKernels())
         )
-        packet = _packet_of(truth)
+        packet = _packet_of(reference)
         _packet_of(ours)
         rng, refused = np.random.default_rng(7), 0
         for _ in range(200 if size.long_run > 100 else 12):
             changed = packet.copy()
             for at in rng.integers(36, packet.size, rng.integers(1, 4)):
                 changed[at] ^= 1 << rng.integers(8)
-            changed[32:36] = np.array([truth.kernels.coder.checksum(changed)], "<u4").view(np.uint8)
-            verdicts = [_verdict(engine, changed) for engine in (ours, truth)]
+            changed[32:36] = np.array([reference.kernels.coder.checksum(changed)], "<u4").view(np.uint8)
+            verdicts = [_verdict(engine, changed) for engine in (ours, reference)]
             assert verdicts[0] == verdicts[1], (values, verdicts)
             refused += not isinstance(verdicts[0], bytes)
         assert refused, f"{values}: nothing was found, so this shows nothing"

@@ -47,11 +47,11 @@ def _ours(name: str, rule: str, density: float) -> list[dict[str, Any]]:
         try:
             with torch_threads(threads):
                 floor_run = partial(stream.run, model.gradients.flat)
-                ours, candidate_threshold = timed(model.compress, floor_run, before=model.gradients.advance)
+                ours, floor = timed(model.compress, floor_run, before=model.gradients.advance)
         finally:
             kernels.use_instructions(widest)
         row = {"model": name, "rule": rule, "density": density, "instructions": instructions, "threads": threads}
-        rows.append({**row, "ms": ours, "floor_ms": candidate_threshold})
+        rows.append({**row, "ms": ours, "floor_ms": floor})
     return rows
 
 
@@ -99,10 +99,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     floors = {r["model"]: statistics.median(_floors(rows, r["model"])) for r in rows}
     lines = []
     for r in rows:
-        candidate_threshold = f"{r['ms'] / r.get('floor_ms', floors[r['model']]):.2f}×" if r["threads"] == 1 else ""
+        of_floor = f"{r['ms'] / r.get('floor_ms', floors[r['model']]):.2f}×" if r["threads"] == 1 else ""
         against = f"{r['ms'] / exact[r['model'], r['threads']]:.1f}×" if "floor_ms" not in r else ""
         name = f"{r['model']}, {r['rule']}" + (f" {r['density']:.1%}" if r["density"] != 0.001 else "")
-        lines.append([name, r.get("instructions", ""), r["threads"], f"{r['ms']:.1f}", candidate_threshold, against])
+        lines.append([name, r.get("instructions", ""), r["threads"], f"{r['ms']:.1f}", of_floor, against])
     head = ["", "instructions", "threads", "ms", "times the 20-byte loop", "ours (exact) is faster by"]
     return markdown(head, lines)
 
