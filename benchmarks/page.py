@@ -1,4 +1,7 @@
-"""Makes docs/benchmarks-network.md, docs/quality.md and README's tables from the JSON of the studies."""
+"""Makes the tables of docs/benchmarks-network.md, docs/quality.md and the README from the JSON of the studies.
+
+Two tables of the exchange, which show where its time goes, stand in docs/benchmarks-kernels.md.
+"""
 
 from __future__ import annotations
 
