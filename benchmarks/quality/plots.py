@@ -120,7 +120,7 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
 
 def longer(found: Sequence[Outcome], file: Path) -> None:
     """The gap to dense over the length of the run; the goal is dotted."""
-    figure, panels = _panels(len(GOALS))
+    figure, panels = _panels(len(GOALS), height=4)
     for axes, (task, goal) in zip(panels[0], GOALS.items(), strict=True):
         for workers, line in zip(WORKERS, ("-", "--"), strict=True):
             place = (task, workers)
@@ -146,7 +146,8 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
         axes.set_xlabel("length of the run")
         axes.set_ylabel(f"{goal.name}, less dense's own")
         axes.grid(alpha=0.3)
-    panels[0][-1].legend(frameon=False, fontsize=7)
+    lines = panels[0][-1].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=len(WORKERS), frameon=False, fontsize=8)
     save_figure(figure, file)
 
 
