@@ -1,8 +1,8 @@
 """Scripts that nobody has edited, dense and under ``dgcrun --dgc``: ``python -m benchmarks.existing``.
 
-Trains examples/existing_torch.py (with fp16 allreduce; and with clipping at c) and examples/existing_keras.py on two
-ranks, over Gloo and over MPI, and compares the accuracies; every run's two replicas must have the same bits. Prints a
-table and puts it into examples/README.md. About 15 minutes on 2 cores. Every run is kept in
+Trains examples/unmodified_torch.py (with fp16 allreduce; and with clipping at c) and examples/unmodified_keras.py on
+two ranks, over Gloo and over MPI, and compares the accuracies; every run's two replicas must have the same bits.
+Prints a table and puts it into examples/README.md. About 15 minutes on 2 cores. Every run is kept in
 ``benchmarks/results/existing.json``, so that a study that was stopped goes on; remove the file to measure anew.
 """
 
@@ -40,18 +40,18 @@ class Script(NamedTuple):
 
 _DGC = ("dgcrun", "--dgc", "--density", DENSITY)
 SCRIPTS = (
-    Script("torch, fp16 flag", ("existing_torch.py", "--fp16-allreduce"), ("horovodrun",), _DGC),
+    Script("torch, fp16 flag", ("unmodified_torch.py", "--fp16-allreduce"), ("horovodrun",), _DGC),
     *(
         Script(
             f"torch, clipping at {c}",
-            ("existing_torch.py", "--fp16-allreduce", "--clip", c),
+            ("unmodified_torch.py", "--fp16-allreduce", "--clip", c),
             ("horovodrun",),
             (*_DGC, "--dgc-clip-norm", c),
         )
         for c in CLIPS
     ),
     # plain horovodrun cannot train it under Keras 3
-    Script("Keras, model.fit", ("existing_keras.py",), ("dgcrun", "--compression", "none"), _DGC),
+    Script("Keras, model.fit", ("unmodified_keras.py",), ("dgcrun", "--compression", "none"), _DGC),
 )
 
 

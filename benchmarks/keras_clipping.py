@@ -1,6 +1,6 @@
 """Keras scripts that clip and that nobody has edited, under ``dgcrun``: ``python -m benchmarks.keras_clipping``.
 
-Trains examples/existing_keras.py, with ``model.fit`` and with a tape, on two ranks: dense, compressed as it is, and
+Trains examples/unmodified_keras.py, with ``model.fit`` and with a tape, on two ranks: dense, compressed as it is, and
 compressed with the limit given by hand (``--dgc-clip-norm``). Every run's two replicas must have the same bits. Prints
 a table and puts it into docs/tensorflow.md. About 20 minutes on 2 cores. Every run is kept in
 ``benchmarks/results/keras-clipping.json``, so that a study that was stopped goes on; remove the file to measure anew.
@@ -18,7 +18,7 @@ from benchmarks.report import RESULTS, ROOT, markdown, remembered, write_into_pa
 
 KEPT = RESULTS / "keras-clipping.json"
 DENSITY = "0.01"
-SCRIPT = "existing_keras.py"
+SCRIPT = "unmodified_keras.py"
 
 
 class Row(NamedTuple):

@@ -1,8 +1,10 @@
-"""Makes docs/benchmarks.md, docs/quality.md and README's tables from the JSON of the studies."""
+"""Makes the tables of docs/benchmarks-network.md, docs/quality.md and the README from the JSON of the studies.
+
+Two tables of the exchange, which show where its time goes, stand in docs/benchmarks-kernels.md.
+"""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +16,12 @@ from benchmarks.exchange.methods import NOTHING
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
 from benchmarks.plots import IMAGES, TITLES
 from benchmarks.quality import page as page_of_quality
-from benchmarks.report import RESULTS, ROOT, markdown, write_into_page
+from benchmarks.report import RESULTS, ROOT, markdown, read_results, write_into_page
 from benchmarks.training import analysis, runs
 from benchmarks.training import tables as tables_of_training
 
-PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+NETWORK, KERNELS = (ROOT / "docs" / f"benchmarks-{part}.md" for part in ("network", "kernels"))
+README = ROOT / "README.md"
 _SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -36,7 +39,7 @@ PROMISES = (
 
 def exchange_rows() -> list[Row]:
     """Every row of the exchange study."""
-    kept = json.loads((RESULTS / "exchange.json").read_text())
+    kept = read_results(RESULTS / "exchange.json")
     return [row for cell in kept.values() if cell["density"] == DENSITY for row in cell["rows"]]
 
 
@@ -122,21 +125,21 @@ def losses(rows: Sequence[Row]) -> str:
 
 def texts() -> dict[tuple[Path, str], str]:
     """What stands on the pages, by page and marker."""
-    kept, rows, study = json.loads((RESULTS / "exchange.json").read_text()), exchange_rows(), runs.load()
+    kept, rows, study = read_results(RESULTS / "exchange.json"), exchange_rows(), runs.load()
     cells = [cell(rows, model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
     ours = [row for row in rows if row["method"] in ("dgc", "published DGC") and row["workers"] == 2]
     return {
-        (PAGE, "machine"): machine(kept),
-        (PAGE, "links"): links(kept),
-        (PAGE, "promises"): promises(rows),
-        (PAGE, "alone"): alone(rows),
-        (PAGE, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
-        (PAGE, "phases"): tables.phases(ours, "1gbit"),
-        (PAGE, "efficiency"): _efficiency(rows, DENSITY),
-        (PAGE, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
-        (PAGE, "losses"): losses(rows),
+        (NETWORK, "machine"): machine(kept),
+        (NETWORK, "links"): links(kept),
+        (NETWORK, "promises"): promises(rows),
+        (KERNELS, "alone"): alone(rows),
+        (NETWORK, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
+        (KERNELS, "phases"): tables.phases(ours, "1gbit"),
+        (NETWORK, "efficiency"): _efficiency(rows, DENSITY),
+        (NETWORK, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
+        (NETWORK, "losses"): losses(rows),
         (README, "benchmarks"): readme_table(rows),
-        (PAGE, "sooner"): sooner(analysis.rows(study["runs"])),
+        (NETWORK, "sooner"): sooner(analysis.rows(study["runs"])),
         **page_of_quality.texts(),
     }
 

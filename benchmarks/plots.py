@@ -1,4 +1,4 @@
-"""The plots of docs/benchmarks.md, drawn from the JSON of the studies; matplotlib is imported when one is drawn."""
+"""The plots of docs/benchmarks-network.md, from the JSON of the studies; matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 

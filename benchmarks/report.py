@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
+import lzma
 import os
 import platform
 import re
@@ -44,18 +46,34 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def save(name: str, figures: Any) -> None:
     """Write `figures` with the environment to ``benchmarks/results/<name>.json``."""
-    RESULTS.mkdir(exist_ok=True)
     text = json.dumps({"environment": environment(), "figures": figures}, indent=1)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
+    write_results(RESULTS / f"{name}.json", text + "\n")
 
 
 def save_figure(figure: Any, file: Path) -> None:
-    """Write a plot of matplotlib; the same figures make the same file."""
+    """Write a plot of matplotlib, small enough for a page; the same figures make the same file.
+
+    SVG: text stays text (where DejaVu is not installed, the reader's own sans-serif takes its place), and coordinates
+    have two decimals of a point. PNG, for what has thousands of points: a palette of 32 colours.
+
+    Args:
+        figure: it is closed.
+        file: ends in ``.svg`` or ``.png``.
+    """
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context({"svg.hashsalt": file.name}):
-        figure.savefig(file, metadata={"Date": None})
+    written = io.BytesIO()
+    if file.suffix == ".png":
+        figure.savefig(written, format="png", dpi=120)
+        picture = Image.open(written).convert("RGB")
+        picture.quantize(32, dither=Image.Dither.NONE).save(file, optimize=True)
+    else:
+        fonts = ["DejaVu Sans", "Verdana", "Arial"]
+        with plt.rc_context({"svg.hashsalt": file.name, "svg.fonttype": "none", "font.sans-serif": fonts}):
+            figure.savefig(written, format="svg", metadata={"Date": None})
+        file.write_text(re.sub(r"(\.\d\d)\d+", r"\1", written.getvalue().decode()))
     plt.close(figure)
 
 
@@ -72,20 +90,32 @@ def check_machine(file: Path, environments: Iterable[dict[str, str]]) -> None:
         )
 
 
-def replace_file(file: Path, text: str) -> None:
-    """Write a file of results in one go: a study may be stopped at any moment."""
+def read_results(file: Path) -> Any:
+    """What a file of results holds: JSON, compressed where the name ends in ``.xz``."""
+    packed = file.read_bytes()
+    return json.loads(lzma.decompress(packed) if file.suffix == ".xz" else packed)
+
+
+def write_results(file: Path, text: str) -> None:
+    """Write a file of results in one go, since a study may be stopped at any moment.
+
+    Args:
+        file: to replace. Where its name ends in ``.xz`` the text is compressed; the same text gives the same bytes.
+        text: the JSON.
+    """
     file.parent.mkdir(exist_ok=True)
     fresh = file.with_suffix(".new")
-    fresh.write_text(text)
+    packed = text.encode()
+    fresh.write_bytes(lzma.compress(packed, preset=lzma.PRESET_EXTREME | 6) if file.suffix == ".xz" else packed)
     fresh.replace(file)
 
 
 def remembered(file: Path, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `file` keeps under `key`; made, and kept, where it is not there: a study that was stopped goes on."""
-    kept = json.loads(file.read_text()) if file.exists() else {}
+    kept = read_results(file) if file.exists() else {}
     if key not in kept:
         kept[key] = {**make(), "environment": environment()}
-        replace_file(file, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+        write_results(file, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
     return kept[key]
 
 

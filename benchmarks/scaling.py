@@ -14,12 +14,11 @@ At N = 2 there is a core for each rank. d, nanoseconds for each element received
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.kernels.decode import nanoseconds_an_element
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, read_results
 from dgc_horovod import DGCConfig
 from dgc_horovod.launch.doctor.cost_model import link_bytes
 
@@ -77,6 +76,6 @@ def _ring_bytes(numel: int, workers: int) -> float:
 
 def _decode_nanoseconds() -> float:
     """For each element received from each rank; the most of those measured at the largest N."""
-    rows = json.loads((RESULTS / "kernels-decode.json").read_text())["figures"]
+    rows = read_results(RESULTS / "kernels-decode.json")["figures"]
     largest = max(map(_workers, rows))
     return max(nanoseconds_an_element(rows, row) or 0.0 for row in rows if row["workers"] == largest)

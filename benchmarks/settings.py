@@ -97,7 +97,7 @@ STUDIES = {
         _examples(*_VALUES),
     ),
     "clip-rule": Study(
-        "docs/differences-from-the-papers.md",
+        "docs/algorithm.md",
         "The LSTM example on 4 ranks, c = 0.1, everything else at its default",
         (
             Variant("dense, clipped at c", "torch_lstm.py", 4, ("--compression", "none")),

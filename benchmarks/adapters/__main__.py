@@ -1,4 +1,4 @@
-"""Times both adapters on real ranks, in turns; prints a table, writes JSON and ``docs/performance.md``."""
+"""Times both adapters on real ranks, in turns; prints a table, writes JSON and ``docs/benchmarks-kernels.md``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.shapes import SHAPES
 
 FRAMEWORKS = ("torch", "tensorflow")
 TIMEOUT_SECONDS = 300
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "benchmarks-kernels.md"
 PLAIN, _, COMPRESSED, ZEROED = ROWS
 
 

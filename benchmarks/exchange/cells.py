@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import ranks
 from benchmarks.exchange.worker import Order
 from benchmarks.netlab import Lab
-from benchmarks.report import environment, replace_file
+from benchmarks.report import environment, read_results, write_results
 from benchmarks.shapes import SHAPES, numel
 
 HERE = "here"  # the rate of ranks on this machine, with no emulated hosts
@@ -46,12 +46,12 @@ class Cell:
 
 def read(file: Path) -> dict[str, Any]:
     """The cells that have been measured, by their keys."""
-    return json.loads(file.read_text()) if file.exists() else {}  # type: ignore[no-any-return]
+    return read_results(file) if file.exists() else {}  # type: ignore[no-any-return]
 
 
 def keep(file: Path, cell: Cell, figures: dict[str, Any]) -> None:
     """Put a cell into the file of results, in the place of what was there: the rows of a cell are of one run."""
-    replace_file(file, json.dumps(dict(sorted({**read(file), cell.key: figures}.items())), indent=1) + "\n")
+    write_results(file, json.dumps(dict(sorted({**read(file), cell.key: figures}.items())), indent=1) + "\n")
 
 
 def methods(kept: dict[str, Any], cell: Cell) -> set[str]:

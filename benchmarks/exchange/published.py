@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import horovod.torch as hvd
 import torch
 
-from benchmarks.peers import PublishedDGC, SentRecord
+from benchmarks.baselines import PublishedDGC, SentRecord
 
 
 class _PerTensor(PublishedDGC):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, ROOT, markdown, save_figure, write_into_page
+from benchmarks.report import RESULTS, ROOT, markdown, read_results, save_figure, write_into_page
 
 SLOWER_AT_MOST, DECODE_AT_MOST = 1.5, 0.3
 OVER_TOPK, OVER_PUBLISHED = 10, 20
@@ -111,7 +110,7 @@ def _line(what: str, value: float, least: float | None = None, most: float | Non
 def main() -> None:
     """Keep what a folder holds: ``python -m benchmarks.gpu.page FOLDER``."""
     folder = Path(sys.argv[1])
-    kept = json.loads((folder / "gpu.json").read_text())
+    kept = read_results(folder / "gpu.json")
     machine, figures = kept["environment"], kept["figures"]
     if "interpreter" in machine["device"]:
         sys.exit("these are of Triton's interpreter, on no GPU: nothing here is a speed")

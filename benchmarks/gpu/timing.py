@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.peers import FLOWS, PerTensorTopK, PublishedDGC, PublishedGaussianK
+from benchmarks.baselines import FLOWS, PerTensorTopK, PublishedDGC, PublishedGaussianK
 from benchmarks.shapes import Shapes, bert_large, gpt_1_3b, resnet50, vgg16
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, plan
@@ -171,10 +171,10 @@ def _model(name: str, shapes: Shapes, device: str, runs: int) -> dict[str, Any]:
     row["decode"] = timed(partial(worker.receive, packets), device, runs)
     numels = [(gradient.numel(),) for gradient in worker.flat_gradients]
     for flow in FLOWS:
-        peer = flow(numels, DENSITY, MOMENTUM, device)
-        action = partial(peer.step, worker.flat_gradients)
+        baseline = flow(numels, DENSITY, MOMENTUM, device)
+        action = partial(baseline.step, worker.flat_gradients)
         row[flow.name] = timed(action, device, max(3, runs // 4), 3, worker.advance)
-        del peer, action
+        del baseline, action
     return row
 
 
@@ -201,8 +201,8 @@ def growth(device: str, runs: int, millions: Sequence[float], say: Callable[[str
         worker.update_residual(SETTLED if device != "cpu" else 3)
         actions: dict[str, Callable[[], Any]] = {"ours": worker.compress}
         for flow in (PerTensorTopK, PublishedDGC, PublishedGaussianK):
-            peer = flow([(numel,)], DENSITY, MOMENTUM, device)
-            actions[flow.name] = partial(peer.step, worker.flat_gradients)
+            baseline = flow([(numel,)], DENSITY, MOMENTUM, device)
+            actions[flow.name] = partial(baseline.step, worker.flat_gradients)
         for name, action in actions.items():
             rows.append({"millions": size, "flow": name, **timed(action, device, runs, 3, worker.advance)})
     return rows

@@ -1,18 +1,17 @@
-"""Times the kernels and measures the packets; prints tables, writes JSON and ``docs/performance.md``."""
+"""Times the kernels and measures the packets; prints tables, writes JSON and ``docs/benchmarks-kernels.md``."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
 from benchmarks.kernels import compress, decode, growth, wire
-from benchmarks.report import RESULTS, ROOT, environment, save, write_into_page
+from benchmarks.report import RESULTS, ROOT, environment, read_results, save, write_into_page
 from benchmarks.shapes import SHAPES
 
 STUDIES = {"compress": compress, "growth": growth, "decode": decode, "wire": wire}
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "benchmarks-kernels.md"
 
 
 def _measured(name: str, quick: bool, model: str | None) -> tuple[list[dict[str, Any]], str]:
@@ -23,7 +22,7 @@ def _measured(name: str, quick: bool, model: str | None) -> tuple[list[dict[str,
     if not (model and name == "compress"):
         return STUDIES[name].study(quick), "a small part" if quick else ""
     rows = compress.study(quick, [model])
-    kept = json.loads((RESULTS / "kernels-compress.json").read_text())
+    kept = read_results(RESULTS / "kernels-compress.json")
     if quick or kept["environment"] != environment():
         return rows, "a small part" if quick else "what was kept is of another machine or of other versions"
     found = {model: rows}

@@ -120,11 +120,11 @@ class Model:
     def compress(self) -> list[Message]:
         """One step of every bucket."""
         arrays = iter(self.gradients.arrays)
-        feeds = {False: MomentumCorrection(MOMENTUM), True: ErrorFeedback()}
+        accumulations = {False: MomentumCorrection(MOMENTUM), True: ErrorFeedback()}
         messages = []
         for engine in self.engines:
             for i in range(len(engine.bucket.segments)):
-                engine.add_gradient(i, next(arrays), feeds[engine.bucket.uncompressed])
+                engine.add_gradient(i, next(arrays), accumulations[engine.bucket.uncompressed])
             messages.append(engine.compress(1.0, self.step, self.config.final_density))
         self.step += 1
         return messages

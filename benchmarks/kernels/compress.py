@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.baselines import FLOWS, Baseline
 from benchmarks.kernels.bench import MOMENTUM, Model, Stream, timed, torch_threads
-from benchmarks.peers import FLOWS, PeerFlow
 from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
@@ -26,7 +26,7 @@ def study(quick: bool, models: Sequence[str] = tuple(SHAPES)) -> list[dict[str, 
     for model in models[:1] if quick else models:
         for rule, density in (("exact", 0.001), ("sampled", 0.001), ("gaussian", 0.001), ("exact", 0.01)):
             rows += _ours(model, rule, density)
-        rows += _peers(model)
+        rows += _baselines(model)
     return rows
 
 
@@ -47,15 +47,15 @@ def _ours(name: str, rule: str, density: float) -> list[dict[str, Any]]:
         try:
             with torch_threads(threads):
                 floor_run = partial(stream.run, model.gradients.flat)
-                ours, candidate_threshold = timed(model.compress, floor_run, before=model.gradients.advance)
+                ours, floor = timed(model.compress, floor_run, before=model.gradients.advance)
         finally:
             kernels.use_instructions(widest)
         row = {"model": name, "rule": rule, "density": density, "instructions": instructions, "threads": threads}
-        rows.append({**row, "ms": ours, "floor_ms": candidate_threshold})
+        rows.append({**row, "ms": ours, "floor_ms": floor})
     return rows
 
 
-def _peers(name: str) -> list[dict[str, Any]]:
+def _baselines(name: str) -> list[dict[str, Any]]:
     """The published flows, from the state that ours has after the same steps, on the same gradients."""
     model, rows = _model(name, "exact", 0.001), []
     sparse = [engine for engine in model.engines if not engine.bucket.uncompressed]
@@ -70,22 +70,22 @@ def _peers(name: str) -> list[dict[str, Any]]:
     for threads in (1, 2):
         with torch_threads(threads):
             for flow in FLOWS:
-                peer = flow([(segment.numel,) for segment in segments], 0.001, MOMENTUM)
-                _give_state(peer, sparse)
-                (ms,) = timed(partial(peer.step, gradients), before=model.gradients.advance, runs=7)
-                rows.append({"model": name, "rule": peer.name, "density": 0.001, "threads": threads, "ms": ms})
+                baseline = flow([(segment.numel,) for segment in segments], 0.001, MOMENTUM)
+                _give_state(baseline, sparse)
+                (ms,) = timed(partial(baseline.step, gradients), before=model.gradients.advance, runs=7)
+                rows.append({"model": name, "rule": baseline.name, "density": 0.001, "threads": threads, "ms": ms})
             (ms,) = timed(eager.compress, before=model.gradients.advance, runs=7)
             rows.append({"model": name, "rule": "ours, torch_eager", "density": 0.001, "threads": threads, "ms": ms})
     return rows
 
 
-def _give_state(peer: PeerFlow, engines: list[Any]) -> None:
+def _give_state(baseline: Baseline, engines: list[Any]) -> None:
     i = 0
     for engine in engines:
         for segment in engine.bucket.segments:
             here = slice(segment.start, segment.start + segment.numel)
-            peer.u[i].copy_(torch.from_numpy(engine.state.u[here]))
-            peer.v[i].copy_(torch.from_numpy(engine.state.v[here]))
+            baseline.u[i].copy_(torch.from_numpy(engine.state.u[here]))
+            baseline.v[i].copy_(torch.from_numpy(engine.state.v[here]))
             i += 1
 
 
@@ -99,10 +99,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     floors = {r["model"]: statistics.median(_floors(rows, r["model"])) for r in rows}
     lines = []
     for r in rows:
-        candidate_threshold = f"{r['ms'] / r.get('floor_ms', floors[r['model']]):.2f}×" if r["threads"] == 1 else ""
+        of_floor = f"{r['ms'] / r.get('floor_ms', floors[r['model']]):.2f}×" if r["threads"] == 1 else ""
         against = f"{r['ms'] / exact[r['model'], r['threads']]:.1f}×" if "floor_ms" not in r else ""
         name = f"{r['model']}, {r['rule']}" + (f" {r['density']:.1%}" if r["density"] != 0.001 else "")
-        lines.append([name, r.get("instructions", ""), r["threads"], f"{r['ms']:.1f}", candidate_threshold, against])
+        lines.append([name, r.get("instructions", ""), r["threads"], f"{r['ms']:.1f}", of_floor, against])
     head = ["", "instructions", "threads", "ms", "times the 20-byte loop", "ours (exact) is faster by"]
     return markdown(head, lines)
 

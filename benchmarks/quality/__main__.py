@@ -84,7 +84,7 @@ def main() -> None:
             plans = [runs.STUDIES[name](options.seeds) for name in studies if name in runs.STUDIES]
             runs.complete(itertools.chain(*plans), options.file, options.processes)
             if "selection" in studies:
-                selection.complete(options.file.with_name(f"{options.file.stem}-selection.json"))
+                selection.complete(selection.beside(options.file))
         print(tables.every_run(runs.load(options.file)) or f"Nothing is kept in {options.file} yet.")
     except (LaunchError, OtherMachine, BrokenProcessPool, ModuleNotFoundError) as error:
         raise SystemExit(f"benchmarks.quality: {error}") from None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.quality import analysis, plots, runs, selection, selection_tables, tables
 from benchmarks.quality.analysis import Outcome
-from benchmarks.report import ROOT
+from benchmarks.report import ROOT, read_results
 
 PAGE = ROOT / "docs" / "quality.md"
 
@@ -25,7 +24,7 @@ def texts() -> dict[tuple[Path, str], str]:
 
 def made_by(found: Sequence[Outcome]) -> str:
     """How many runs there are, and with what."""
-    used = json.loads(runs.KEPT.read_text())["environment"]  # of all of them, see `runs.complete`
+    used = read_results(runs.KEPT)["environment"]  # of all of them, see `runs.complete`
     versions = ", ".join(f"{name} {used[name]}" for name in ("torch", "horovod", "numpy", "python", "dgc-horovod"))
     steps = sum(each.curve[-1][0] for each in found if each.curve)
     seeds = len({each.run.seed for each in found})

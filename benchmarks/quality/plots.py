@@ -47,8 +47,8 @@ def draw(found: Sequence[Outcome], kept: dict[str, Any]) -> None:
     longer(simulated, IMAGES / "quality_longer.svg")
     counts(short, IMAGES / "quality_counts.svg")
     remainders(kept["vectors"], IMAGES / "quality_remainders.svg")
-    histograms(kept["gradients"], "images", IMAGES / "quality_histograms_images.svg")
-    histograms(kept["gradients"], "lstm", IMAGES / "quality_histograms_lstm.svg")
+    histograms(kept["gradients"], "images", IMAGES / "quality_histograms_images.png")
+    histograms(kept["gradients"], "lstm", IMAGES / "quality_histograms_lstm.png")
 
 
 def _panels(count: int, rows: int = 1, width: float = 4.2, height: float = 3.4, **more: Any) -> tuple[Any, Any]:
@@ -68,6 +68,7 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
             for row in analysis.rows(found, lambda run, task=task: run.task == task)
         }
         for workers, colour, shift in zip(WORKERS, ("#0072b2", "#e69f00"), (-0.15, 0.15), strict=True):
+            points = []
             for place, name in enumerate(names):
                 row = rows.get((name, workers))
                 gap = [value for value in row.loss_gap if math.isfinite(value)] if row else []
@@ -77,9 +78,10 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
                     axes.text(0.98, place + 2 * shift, text, color=colour, **right)
                 elif gap:
                     deviation = statistics.stdev(gap) if len(gap) > 1 else 0.0
-                    label = f"N = {workers}" if name == "dgc" else None
-                    style = {"fmt": "o", "markersize": 4, "color": colour, "label": label}
-                    axes.errorbar(statistics.mean(gap), place + shift, xerr=deviation, **style)
+                    points.append((statistics.mean(gap), place + shift, deviation))
+            means, places, deviations = zip(*points, strict=True) if points else ((), (), ())
+            style = {"fmt": "o", "markersize": 4, "color": colour, "label": f"N = {workers}"}
+            axes.errorbar(means, places, xerr=deviations, **style)
         axes.axvline(0, color="#444444", linewidth=1)
         axes.axhline(len(ABLATION) + len(WITHOUT) - 1.5, color="0.8", linewidth=1)
         axes.set_title(TASKS[task].title, fontsize=10)
@@ -118,7 +120,7 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
 
 def longer(found: Sequence[Outcome], file: Path) -> None:
     """The gap to dense over the length of the run; the goal is dotted."""
-    figure, panels = _panels(len(GOALS))
+    figure, panels = _panels(len(GOALS), height=4)
     for axes, (task, goal) in zip(panels[0], GOALS.items(), strict=True):
         for workers, line in zip(WORKERS, ("-", "--"), strict=True):
             place = (task, workers)
@@ -144,7 +146,8 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
         axes.set_xlabel("length of the run")
         axes.set_ylabel(f"{goal.name}, less dense's own")
         axes.grid(alpha=0.3)
-    panels[0][-1].legend(frameon=False, fontsize=7)
+    lines = panels[0][-1].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=len(WORKERS), frameon=False, fontsize=8)
     save_figure(figure, file)
 
 
@@ -217,6 +220,7 @@ def histograms(kept: dict[str, list[dict[str, Any]]], task: str, file: Path) -> 
                 axes.semilogy(middle, np.where(density > 0, density, np.nan), label=f"step {row['step']}", **style)
             axes.semilogy(middle, gaussian, color="#444444", linestyle=":", linewidth=1)
             axes.set_ylim(1e-5, 3)
+            axes.minorticks_off()
             axes.set_title(f"{variant}\n{tensor}", fontsize=8)
             axes.grid(alpha=0.3)
         line[0].set_ylabel("density", fontsize=8)

@@ -18,9 +18,9 @@ from benchmarks.quality.processes import pool
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import ABLATION, CHOICES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
-from benchmarks.report import RESULTS, check_machine, environment, replace_file
+from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
 
-KEPT = RESULTS / "quality.json"
+KEPT = RESULTS / "quality.json.xz"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
 LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, density 0.1%")
 LONGEST = 30.0
@@ -93,7 +93,7 @@ def load(file: Path = KEPT) -> Results:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {"environment": environment(), "runs": {}}
+    return read_results(file) if file.exists() else {"environment": environment(), "runs": {}}
 
 
 def settings(run: Run) -> str:
@@ -147,7 +147,7 @@ def _write(kept: dict[str, Any], file: Path) -> None:
         f"  {json.dumps(key)}: {json.dumps(kept['runs'][key], allow_nan=False)}" for key in sorted(kept["runs"])
     )
     head = f' "environment": {json.dumps(kept["environment"])}'
-    replace_file(file, f'{{\n{head},\n "runs": {{\n{lines}\n }}\n}}\n')  # a line a run
+    write_results(file, f'{{\n{head},\n "runs": {{\n{lines}\n }}\n}}\n')  # a line a run
 
 
 def _launch(run: Run) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
-from benchmarks.report import RESULTS, check_machine, environment, replace_file
+from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import count_for
@@ -129,7 +129,12 @@ def load(file: Path = KEPT) -> dict[str, Any]:
     """What is kept: ``vectors``, and ``gradients`` by task and variant."""
     if not file.exists():
         return {"environment": environment(), "vectors": [], "gradients": {}}
-    return json.loads(file.read_text())
+    return read_results(file)
+
+
+def beside(runs: Path) -> Path:
+    """The file of this study that goes with a file of runs."""
+    return runs.with_name(f"{runs.name.removesuffix('.xz').removesuffix('.json')}-selection.json")
 
 
 def complete(file: Path = KEPT) -> None:
@@ -150,4 +155,4 @@ def complete(file: Path = KEPT) -> None:
 
 
 def _write(kept: dict[str, Any], file: Path) -> None:
-    replace_file(file, json.dumps(kept, allow_nan=False) + "\n")
+    write_results(file, json.dumps(kept, allow_nan=False) + "\n")

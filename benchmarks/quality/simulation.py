@@ -2,7 +2,7 @@
 
 The ranks take turns: each computes the gradients of its shard and hands them to its own `GradientExchange`, the same
 that ``DistributedOptimizer`` uses, with engine, packets and codecs. Where Horovod would carry the messages, they are
-put on a board that all of them can read. A test compares it with real ranks, bit by bit.
+put on a board that all of them can read. A test compares it with real ranks, bit for bit.
 """
 
 from __future__ import annotations

@@ -58,6 +58,8 @@ GOALS = {
     "images": Goal("images, accuracy in points", "accuracy", 0.3),
     "lstm": Goal("LSTM, loss in nats", "loss", 0.02),
 }
+_NO_GOAL = Goal("Transformer, loss in nats", "loss", math.inf)  # its runs have one length
+_SUMMARY = (("images", "dgc"), ("lstm", "dgc"), ("lstm", "dgc, density 0.1%"), ("transformer", "dgc"))
 COUNTED = ("dgc", "dgc, rule=gaussian", "gaussian (GaussianK-SGD)", "dgc, rule=sampled")
 
 
@@ -243,12 +245,19 @@ def _counts(found: Sequence[Outcome]) -> str:
 
 
 def by_length(found: Sequence[Outcome]) -> str:
-    """What a run of each length loses to dense training."""
+    """The main table: what a run of each length loses to dense training, and what the longest sends."""
     lines = []
-    for task, goal in GOALS.items():
+    for task, variant in _SUMMARY:
+        goal = GOALS.get(task, _NO_GOAL)
         for workers in WORKERS:
-            rows = analysis.rows(found, _at(task=task, workers=workers, real=False, variant="dgc"))
-            gaps = {row.run.length: spread(goal.gap(row), goal.form) for row in rows}
-            name = f"{goal.name}, density {TASKS[task].settings.density:.1%}, N = {workers}"
-            lines.append([name, *(gaps.get(length, "") for length in LENGTHS)])
-    return markdown(["`.dgc()` minus dense", *(f"{length:g}× the steps" for length in LENGTHS)], lines)
+            rows = {
+                row.run.length: row
+                for row in analysis.rows(found, _at(task=task, workers=workers, real=False, variant=variant))
+                if row.run.length in LENGTHS
+            }
+            gaps = [spread(goal.gap(rows[length]), goal.form) if length in rows else "" for length in LENGTHS]
+            density = VARIANTS[variant].config(TASKS[task].settings).density
+            sent = _share(rows[max(rows)].traffic) if rows else ""
+            lines.append([f"{goal.name}, density {density:.1%}, N = {workers}", *gaps, sent])
+    head = ["`.dgc()` minus dense", *(f"{length:g}× the steps" for length in LENGTHS), "sent, longest"]
+    return markdown(head, lines)

@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks import ranks
 from benchmarks.netlab import Lab
-from benchmarks.report import RESULTS, environment, replace_file
+from benchmarks.report import RESULTS, environment, read_results, write_results
 from benchmarks.training.tasks import STUDIED, TASKS
 from benchmarks.training.worker import COMPRESSED, NO_OP, STOCK, whole_steps
 
-KEPT = RESULTS / "training.json"
+KEPT = RESULTS / "training.json.xz"
 HOSTS = (2, 4)
 FAST, SLOW = "1gbit", "100mbit"
 UNSHAPED = "none"
@@ -79,7 +79,7 @@ def quick(rate: str) -> Launch:
 
 def load(file: Path = KEPT) -> Study:
     """What is kept: ``runs`` by key, ``links`` in Mbit/s as measured by "hosts, rate"."""
-    return {"links": {}, "runs": {}, **(json.loads(file.read_text()) if file.exists() else {})}
+    return {"links": {}, "runs": {}, **(read_results(file) if file.exists() else {})}
 
 
 def missing(launch: Launch, study: Study) -> Launch | None:
@@ -109,7 +109,7 @@ def keep(launch: Launch, hosts: Lab | None, file: Path = KEPT) -> Study:
     study["runs"].update({launch.key(*run): found[run] for run in launch.methods})
     runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(study["runs"].items()))
     head = f' "environment": {json.dumps(environment())},\n "links": {json.dumps(study["links"])}'
-    replace_file(file, f'{{\n{head},\n "runs": {{\n{runs}\n }}\n}}\n')  # a line a run
+    write_results(file, f'{{\n{head},\n "runs": {{\n{runs}\n }}\n}}\n')  # a line a run
     return study
 
 

@@ -18,8 +18,8 @@ import torch
 from tests.helpers.jobs import ROOT, child_environment, kill_tree, run
 from tests.helpers.ranks import built_controllers
 
-TORCH = [sys.executable, "examples/existing_torch.py", "--epochs", "3"]
-KERAS = [sys.executable, "examples/existing_keras.py", "--epochs", "2"]
+TORCH = [sys.executable, "examples/unmodified_torch.py", "--epochs", "3"]
+KERAS = [sys.executable, "examples/unmodified_keras.py", "--epochs", "2"]
 DGC = ["--dgc", "--density", "0.01"]
 MPI = ["--mpi", "--mpi-args=--oversubscribe --allow-run-as-root"]
 CONTROLLERS = {"gloo": ["--gloo"], "mpi": MPI}
@@ -125,11 +125,11 @@ def test_a_config_file_and_a_metrics_file(tmp_path):
 @pytest.mark.parametrize("how", ["shell script", pytest.param("module", marks=pytest.mark.slow), "console script"])
 def test_however_python_is_started(tmp_path, how):
     (tmp_path / "train_package").mkdir()
-    (tmp_path / "train_package" / "__main__.py").write_text((ROOT / "examples" / "existing_torch.py").read_text())
+    (tmp_path / "train_package" / "__main__.py").write_text((ROOT / "examples" / "unmodified_torch.py").read_text())
     script = tmp_path / "run.sh"
     script.write_text(f"cd {ROOT}\n{shlex.join(TORCH)}\n")
     console = tmp_path / "train"
-    console.write_text(f"#!{sys.executable}\n" + (ROOT / "examples" / "existing_torch.py").read_text())
+    console.write_text(f"#!{sys.executable}\n" + (ROOT / "examples" / "unmodified_torch.py").read_text())
     console.chmod(0o755)
     commands = {
         "shell script": ["bash", str(script)],

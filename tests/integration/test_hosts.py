@@ -15,7 +15,7 @@ from tests.helpers.jobs import KEY_SEEN, child_environment
 
 PACKAGE = Path(dgc_horovod.__file__).parent
 HOSTS = ["-H", "host1:1,host2:1", "-np", "2", "--gloo"]
-TORCH = ["examples/existing_torch.py", "--epochs", "2"]
+TORCH = ["examples/unmodified_torch.py", "--epochs", "2"]
 WHO = (
     "import os, socket, horovod.torch as hvd; hvd.init(); print('rank', hvd.rank(), 'on', socket.gethostname(), "
     "'density', os.environ['DGC_DENSITY'], 'timeout', os.environ['DGC_TIMEOUT'], 'mine', os.environ['MY_OWN'])"

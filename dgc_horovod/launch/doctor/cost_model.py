@@ -9,14 +9,15 @@ n elements, N workers, T seconds of computing a step, a link of B bits a second:
 * p is the size of a rank's packets of all buckets, as `PacketFormat` gives it. 0.2% of the elements count as biases and
   norms, ResNet-50's share, and go as ``dense_values`` says. Where `exchange.choose` densifies, a bucket costs what it
   costs dense. A ring of ranks in host order crosses each link once in each direction, however many ranks a host has.
-* 0.89 is the least of five models' dense steps between two hosts at 1 Gbps over Gloo (docs/benchmarks.md): VGG-16 4,427
-  ms on the bare link and 4,985 measured; ResNet-50 818 and 905, or 0.90. Packets are taken to reach the same share.
+* 0.89 is the least of five models' dense steps between two hosts at 1 Gbps over Gloo (docs/benchmarks-network.md):
+  VGG-16 4,427 ms on the bare link and 4,985 measured; ResNet-50 818 and 905, or 0.90. Packets are taken to reach the
+  same share.
 * Up to 2/3 of T of the exchange hide for dense and fp16; for compression nothing, or in a row of its own as much.
 * Compress is select, encode, decode and add: measured here with normal gradients, by native kernels on one CPU thread.
 
 What it leaves out: N-1 times the latency, the density warm-up, ranks that wait for the slowest, switches that are
-shared, copies that a framework forces (docs/performance.md, Adapters), kernels on a GPU. fp16's conversion is taken
-as free; measured over Gloo, fp16 gained less: ResNet-50 took 654 ms, VGG-16 longer than in fp32.
+shared, copies that a framework forces (docs/benchmarks-kernels.md, Adapters), kernels on a GPU. fp16's conversion is
+taken as free; measured over Gloo, fp16 gained less: ResNet-50 took 654 ms, VGG-16 longer than in fp32.
 """
 
 from __future__ import annotations

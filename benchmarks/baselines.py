@@ -1,4 +1,4 @@
-"""The published selection flows, written anew in eager torch: the yardsticks that ours is timed against.
+"""The published selection flows, written anew in eager torch: the baselines that ours is timed against.
 
 FROZEN: these are measures, not code to improve. They keep what the originals do, also where it is slow or wrong
 (a cut by position, a search that may end anywhere, one host synchronisation after another); a change here
@@ -21,7 +21,7 @@ import torch
 SentRecord = tuple[torch.Tensor, torch.Tensor]
 
 
-class PeerFlow:
+class Baseline:
     """One worker's compress step: accumulate, select, mask, tensor after tensor.
 
     Args:
@@ -66,7 +66,7 @@ class PeerFlow:
         raise NotImplementedError
 
 
-class PublishedDGC(PeerFlow):
+class PublishedDGC(Baseline):
     """The public code of Lin et al. (arXiv 1712.01887): threshold from a strided sample, adapted up to ten times.
 
     With k < hits <= 1.3 k it keeps the k of lowest index, whatever their size.
@@ -111,7 +111,7 @@ class PublishedDGC(PeerFlow):
         return indices[:k]
 
 
-class PublishedGaussianK(PeerFlow):
+class PublishedGaussianK(Baseline):
     """GaussianK of Shi et al. (arXiv 1911.08772), per tensor: threshold from mean and deviation, three tries.
 
     The count that the last try found is sent, be it nothing or many times k.
@@ -136,7 +136,7 @@ class PublishedGaussianK(PeerFlow):
         return indices
 
 
-class PerTensorTopK(PeerFlow):
+class PerTensorTopK(Baseline):
     """Exact top-k of every tensor by ``torch.topk``."""
 
     name = "per-tensor top-k"
@@ -145,4 +145,4 @@ class PerTensorTopK(PeerFlow):
         return torch.topk(v.abs(), self.k[i]).indices
 
 
-FLOWS: tuple[type[PeerFlow], ...] = (PublishedDGC, PublishedGaussianK, PerTensorTopK)
+FLOWS: tuple[type[Baseline], ...] = (PublishedDGC, PublishedGaussianK, PerTensorTopK)

@@ -1,6 +1,6 @@
 """A Keras script as users of Horovod write them: it knows nothing of dgc_horovod.
 
-    dgcrun -np 2 --dgc --density 0.01 python examples/existing_keras.py
+    dgcrun -np 2 --dgc --density 0.01 python examples/unmodified_keras.py
 
 ``model.fit`` with Horovod's own callbacks, or with ``--tape`` the loop of Horovod's examples for TensorFlow 2. Under
 Keras 3 plain ``horovodrun`` can run neither; ``dgcrun`` can, dense (``--compression none``) or compressed.

@@ -1,7 +1,7 @@
 """A PyTorch script as users of Horovod write them: it knows nothing of dgc_horovod.
 
-    horovodrun -np 2 python examples/existing_torch.py
-    dgcrun -np 2 --dgc --density 0.01 python examples/existing_torch.py
+    horovodrun -np 2 python examples/unmodified_torch.py
+    dgcrun -np 2 --dgc --density 0.01 python examples/unmodified_torch.py
 
 SGD with Nesterov momentum, fp16 allreduce, StepLR, DistributedSampler, several backward passes a step, and clipping
 between ``synchronize()`` and ``step()``. scikit-learn's digits: 1,797 images of 8x8.
