@@ -74,7 +74,7 @@ class Presets:
         ``v = v + g;  s = top_k(v);  v = v - s;`` the optimizer's step then takes ``mean(s)`` for the gradient.
 
         Args:
-            density, fields: as of `dgc`.
+            density, fields: see `dgc`.
 
         Memory: 4 bytes an element (v). Cost: one pass over gradient and v, 12 bytes an element.
         """
@@ -85,7 +85,7 @@ class Presets:
         """`topk` with the threshold of a sample of the elements, 1% of them (arXiv 1712.01887, section 5).
 
         Args:
-            density, fields: as of `dgc`; what is sent lies within 0.8 and 1 times k.
+            density, fields: see `dgc`; 0.8 k to k elements are sent (k - 1 to k where k < 10).
         """
         return cls._preset("sampled", density=density, **fields)
 
@@ -96,7 +96,7 @@ class Presets:
         ``threshold = mean + std * ppf(1 - density/2)``, then a bracketed search until the count is near k.
 
         Args:
-            density, fields: as of `dgc`; what is sent lies within 0.8 and 1 times k.
+            density, fields: see `dgc`; 0.8 k to k elements are sent (k - 1 to k where k < 10).
         """
         return cls._preset("gaussian", density=density, **fields)
 
@@ -105,7 +105,7 @@ class Presets:
         """Random-k with error feedback: the baseline, much worse than top-k at the same density.
 
         Args:
-            density, fields: as of `dgc`; ``seed`` draws the elements, differently on each rank and step.
+            density, fields: see `dgc`; ``seed`` seeds the draw, which differs between ranks and steps.
         """
         return cls._preset("random", density=density, **fields)
 
@@ -114,7 +114,7 @@ class Presets:
         """Fixed threshold with error feedback: every element of magnitude `value` or more.
 
         Args:
-            value: magnitude in the residual's unit, > 0.
+            value: smallest magnitude that is sent, in the residual's unit, > 0 and within float32's normal range.
             max_density: largest fraction of a bucket that is sent, in (0, 1]; it fixes the size of packets.
             fields: any other field of DGCConfig but ``density`` and ``warmup``.
         """

@@ -28,31 +28,31 @@ class DGCConfig:
 
     Args:
         density: fraction of elements sent each step, in (0, 1]; lower sends less and waits longer.
-        rule: what selects them: exact (top-k), sampled (threshold from a 1% sample), gaussian (threshold
+        rule: selection rule: exact (top-k), sampled (threshold from a 1% sample), gaussian (threshold
             from mean and deviation), random, threshold (everything at or above a fixed magnitude).
-        scope: "bucket": the largest of a whole bucket; "tensor": the largest of each tensor, as in the papers.
-        momentum_correction: accumulate momentum locally, before selection (DGC section 3.1). For SGD the
+        scope: elements ranked together: "bucket": all of a bucket; "tensor": those of each tensor, as in the papers.
+        momentum_correction: whether momentum is accumulated locally, before selection (DGC section 3.1). For SGD the
             momentum, for Adam and AdamW the local Adam direction; other optimizers have no such form.
-        factor_masking: clear the momentum where an element was sent (DGC section 3.2). Meant for densities of 1% and
-            less: where much is sent, it takes the momentum away.
+        factor_masking: whether momentum is cleared where an element was sent (DGC section 3.2). Meant for densities of
+            1% and less: where much is sent, it takes the momentum away.
         clip_norm: L2 norm c at which the averaged whole-model gradient would be clipped, > 0; each rank
             clips its own to sqrt(N)*c before it enters the momentum. None: no clipping.
-        warmup: density warm-up, or None.
+        warmup: schedule of the density warm-up; None: no warm-up.
         values: number format of sent values: fp32, fp16, bf16, 8bit, 4bit or 2bit; fewer bits send less, and what
             rounding drops stays in the residual.
         dense_values: number format of the tensors that are not compressed (1-D, small): fp32, fp16 by allreduce;
             bf16, 8bit by allgather, with a residual of their own; auto: 8bit up to 4 workers, fp32 beyond.
-        threshold: magnitude for rule "threshold", > 0.
-        max_density: most that rule "threshold" may send, in (0, 1]; it fixes the packet's size.
-        min_numel: tensors with fewer elements are exchanged densely, >= 1.
+        threshold: smallest magnitude that rule "threshold" sends, > 0 and within float32's normal range; else None.
+        max_density: largest fraction of a bucket that rule "threshold" sends, in (0, 1]; it fixes the packet's size.
+        min_numel: number of elements below which a tensor is exchanged densely, >= 1.
         compress_1d: whether 1-D tensors (bias, norm) are compressed too; they are few and sensitive.
-        bucket_bytes: gradient bytes (fp32) that share one message, >= 1; smaller starts earlier, more messages.
-        seed: of the rules that draw at random, >= 0.
-        check_every: steps from one comparison of the ranks' weights to the next, each of at most 16 MiB of them (or one
+        bucket_bytes: most gradient bytes (fp32) that share one message, >= 1; fewer start earlier, in more messages.
+        seed: seed of the rules that draw at random, >= 0.
+        check_every: steps between two comparisons of the ranks' weights, >= 0, each of at most 16 MiB of them (or one
             tensor), in turn; 0: never.
-        on_mismatch: what happens where they differ: "stop": ReplicaMismatch on every rank; "broadcast": all go on with
+        on_mismatch: action where they differ: "stop": ReplicaMismatch on every rank; "broadcast": all go on with
             weights and optimizer state of the first rank.
-        on_nonfinite: what happens where a gradient is NaN or infinite on some rank and there is no loss scaling: "skip"
+        on_nonfinite: action where a gradient is NaN or infinite on some rank and there is no loss scaling: "skip"
             the step, on every rank; "stop": NotFinite on every rank.
         keep_gradients: PyTorch: whether ``p.grad`` holds this rank's gradient until synchronize() puts the update
             there, as in stock Horovod. False zeroes its memory while it is compressed, instead of afterwards.

@@ -59,8 +59,8 @@ def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:
     brings the texts.
 
     Args:
-        collectives: of the process set, under a tag that does not depend on `fields`.
-        fields: name -> text, the same names in the same order on every rank of one version.
+        collectives: transport of the process set, under a tag that does not depend on `fields`.
+        fields: texts by name, the same names in the same order on every rank of one version.
     """
     if collectives.workers == 1:
         return
@@ -77,8 +77,8 @@ def together(collectives: Gatherer, what: str) -> Iterator[None]:
     """Around work that each rank does for itself: if it fails on one, it fails on every rank, with the same text.
 
     Args:
-        collectives: of the ranks.
-        what: they do, for the message.
+        collectives: transport of the group whose ranks do the work.
+        what: name of the work, for the message.
 
     Raises:
         CheckpointError: on every rank, if an Exception was raised inside on any.

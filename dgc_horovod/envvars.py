@@ -65,15 +65,15 @@ class EnvironmentVariable:
     """One setting.
 
     Args:
-        name: of the environment variable, ``DGC_...``.
-        default: as a user would write it; "" for none.
+        name: name of the environment variable, ``DGC_...``.
+        default: default text, as a user would write it; "" for none.
         meaning: one line on what it does, with unit and range.
-        kind: "number", "seconds", "whole", "switch", "text" or "path".
-        group: the heading that it stands under in ``dgcrun --help`` and docs/environment.md.
-        flag: of dgcrun; "" if it has none.
-        field: of DGCConfig, or of WarmupSchedule as "warmup.FIELD"; "" if it is none.
-        choices: the allowed texts, where there are few.
-        acts: in which scripts, ``ACTIVATED`` or ``EVERYWHERE``.
+        kind: kind of the value: "number", "seconds", "whole", "switch", "text" or "path".
+        group: heading that it stands under in ``dgcrun --help`` and docs/environment.md.
+        flag: flag of dgcrun; "" for none.
+        field: field of DGCConfig, or of WarmupSchedule as "warmup.FIELD"; "" for none.
+        choices: allowed texts, where there are few.
+        acts: scripts in which it acts, ``ACTIVATED`` or ``EVERYWHERE``.
     """
 
     name: str

@@ -31,8 +31,8 @@ def writer_for(path: str) -> Writer:
     """The writer that the end of `path` asks for.
 
     Args:
-        path: ``*.prom``: the text format of Prometheus' node exporter, replaced as a whole at every write (extra
-            ``dgc-horovod[prometheus]``); ``*/``: a folder for TensorBoard (extra ``dgc-horovod[tensorboard]``); any
+        path: path of the metrics; ``*.prom``: text format of Prometheus' node exporter, replaced at every write (extra
+            ``dgc-horovod[prometheus]``); ``*/``: folder for TensorBoard (extra ``dgc-horovod[tensorboard]``); any
             other: JSON lines.
 
     Raises:

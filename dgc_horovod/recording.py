@@ -29,8 +29,8 @@ class Recording:
     """The file of this process, until `end`.
 
     Args:
-        path: what `metrics.writer_for` takes.
-        method: of the compression, for the records.
+        path: path of the metrics, see `metrics.writer_for`.
+        method: name of the compression method, for the records.
 
     Raises:
         ConfigError: it cannot be written.
@@ -95,7 +95,7 @@ def begin_as_environment_says(config: DGCConfig) -> None:
     """Begin for a script that has made a compressed optimizer, if ``DGC_METRICS_FILE`` is set; for rank 0 to call.
 
     Args:
-        config: of its compression.
+        config: compression settings of the optimizer.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -39,7 +39,7 @@ class ReplicaCheck:
 
     Args:
         sizes: bytes of each tensor, by name, in an order that is the same on every rank.
-        config: ``check_every`` is used.
+        config: compression settings; ``check_every`` is used.
     """
 
     def __init__(self, sizes: Mapping[str, int], config: DGCConfig) -> None:
@@ -80,9 +80,9 @@ class Difference:
     """Where the ranks differ.
 
     Args:
-        step: after which.
-        ranks: those that are not as most are; none where there are two ranks, of which either may be wrong.
-        names: of the tensors in which they differ.
+        step: number of steps finished when they were compared.
+        ranks: ranks that are not as most are; none where there are two ranks, of which either may be wrong.
+        names: names of the tensors in which they differ.
     """
 
     step: int
@@ -108,9 +108,9 @@ def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> 
     """Which ranks differ, and in what; None if all are the same.
 
     Args:
-        step: after which.
-        names: of the tensors.
-        sums: of each rank: the step, and a checksum for each of `names`.
+        step: number of steps finished.
+        names: names of the tensors that are compared.
+        sums: records of the ranks, in rank order: the step, and a CRC-32 for each of `names`.
     """
     usual, count = Counter(map(tuple, sums)).most_common(1)[0]
     if count == len(sums):

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule, and what it would like the pass over the bucket to note for it.
+    """One rule, and what it needs of the pass over the bucket.
 
     Args:
         file: module in ``core/selection`` with ``select(view, k, context)``, loaded at first use.

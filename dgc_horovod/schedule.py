@@ -25,7 +25,7 @@ class WarmupSchedule:
         steps_per_epoch: optimizer steps in an epoch, >= 1; only with `epochs`.
             Where the epoch is observed instead, the density changes at the start of an epoch only.
         first_density: density of the first stage, in (0, 1]; a final density at or above it needs no warm-up.
-        factor: from one stage to the next, in (0, 1).
+        factor: ratio of the densities of one stage and the stage before, in (0, 1).
     """
 
     steps: int | None = None

@@ -59,9 +59,9 @@ class ExchangeStats:
     """One exchange's counts. It is small and outlives the exchange, whose gradients and residuals are not.
 
     Args:
-        workers: N.
-        elements: of all tensors together, a step.
-        traffic: of its collectives.
+        workers: N >= 1.
+        elements: number of elements of all tensors together.
+        traffic: bytes and seconds of its collectives.
     """
 
     workers: int

@@ -13,8 +13,8 @@ class BucketState(State):
     """The residual v, and the momentum u or Adam's two moments from their first use on.
 
     Args:
-        bucket: its layout.
-        kernels: backend on the device of the gradients.
+        bucket: layout of the bucket.
+        kernels: backend on the device that holds the gradients.
 
     Memory: v, 4 bytes an element; with momentum 4 more, with Adam's moments 8 more.
     """

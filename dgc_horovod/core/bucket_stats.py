@@ -17,7 +17,7 @@ class BucketMeter:
     """The counts of one bucket.
 
     Args:
-        engine: of the bucket.
+        engine: engine of the bucket.
     """
 
     def __init__(self, engine: BucketEngine) -> None:

@@ -59,9 +59,9 @@ def plan(specs: Sequence[TensorSpec], config: DGCConfig, workers: int = 1) -> Bu
     ready. A tensor larger than a bucket has one of its own. A pure function: every rank gets the same.
 
     Args:
-        specs: the parameters in the model's order.
-        config: ``bucket_bytes``, ``min_numel``, ``compress_1d`` and ``dense_values`` are used.
-        workers: N.
+        specs: name, shape and boundary of each parameter, in the model's order.
+        config: compression settings; ``bucket_bytes``, ``min_numel``, ``compress_1d`` and ``dense_values`` are used.
+        workers: N >= 1.
 
     Raises:
         UnsupportedUse: a tensor has 2^31 elements or more.

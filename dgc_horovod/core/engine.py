@@ -42,11 +42,11 @@ class BucketEngine:
     """State and arithmetic of one bucket on one rank.
 
     Args:
-        bucket: its layout.
-        config: the settings, equal on all ranks.
-        kernels: backend on the device of the gradients.
-        rank: of this worker among `workers`; seeds the rules that draw.
-        workers: N, the number of packets that come back.
+        bucket: layout of the bucket.
+        config: compression settings, equal on all ranks.
+        kernels: backend on the device that holds the gradients.
+        rank: index of this worker, 0 <= rank < workers; seeds the rules that draw.
+        workers: N >= 1, the number of packets that come back.
 
     Memory: v, 4 bytes an element; u from the first step with momentum, 4 more (Adam: two moments, 8 more); for the
     candidates and packets of a step about 80 bytes for each of the k elements selected, and 8 for each received.
@@ -70,13 +70,12 @@ class BucketEngine:
         """Segment i's gradient is ready.
 
         Args:
-            i: its number in the bucket.
+            i: index of the segment in the bucket, from 0.
             gradient: flat float32 Array, or what `Kernels.takes_tensors` allows; read by `compress`, and must not
                 change before.
-            accumulation: how it enters the residual.
-            in_place: the update goes where the gradient is, into memory that nothing else uses and nobody writes to
-                before `aggregate_into`: `compress` leaves zeros there, which saves the pass in which an output is
-                zeroed.
+            accumulation: form in which the gradient enters the residual.
+            in_place: whether the update goes where the gradient is, into memory that nothing else uses and nobody
+                writes to before `aggregate_into`: `compress` leaves zeros there, which saves zeroing an output.
         """
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             self.state.momentum()
@@ -95,8 +94,8 @@ class BucketEngine:
 
         Args:
             scale: factor of the gradients (clipping, loss scale), > 0.
-            step: schedule step, equal on all ranks.
-            density: of this step, in (0, 1]; 1 for a bucket that is sent whole.
+            step: schedule step, >= 0, equal on all ranks.
+            density: fraction of the elements sent at this step, in (0, 1]; not used for an uncompressed bucket.
 
         Returns:
             The message. Its payload is reused by the next call.
@@ -199,7 +198,7 @@ class BucketEngine:
 
     @property
     def sent_positions(self) -> np.ndarray:
-        """Of `sent`, without the values; until the next step."""
+        """Positions of `sent`, int32, ascending; until the next step."""
         return self._sent.positions if self._sent is not None else NO_ELEMENTS.positions
 
     @property
@@ -240,7 +239,7 @@ class BucketEngine:
 
     @property
     def exchange(self) -> Exchange:
-        """That of the step under way."""
+        """The exchange of the step under way."""
         assert self._workspace is not None, "compress comes first"
         return self._workspace.exchange
 
@@ -257,10 +256,10 @@ class BucketEngine:
         """Check what the round under way has brought. Nothing is changed, so an error leaves the state as it was.
 
         Args:
-            received: flat, of the round's dtype; kept until the next call.
+            received: buffer that the round has brought, flat, of the round's dtype; kept until the next call.
 
         Returns:
-            What the next round sends; None after the last: then `outcome` is known.
+            The buffer of the next round; None after the last: then `outcome` is known.
 
         Raises:
             CorruptPacket, RankMismatch: on every rank alike, since all see the same bytes.
@@ -279,7 +278,7 @@ class BucketEngine:
         it is called again, until the next `receive`, all must be put anew: none is zero any more.
 
         Args:
-            scale: 1/N for the mean, 1 for the sum, times the loss scale.
+            scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.
 
         Returns:
             Whether every element is finite.

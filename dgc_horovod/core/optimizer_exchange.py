@@ -36,13 +36,13 @@ class OptimizerExchange:
     """The engines of one optimizer, and what they have in common at each step.
 
     Args:
-        specs: every tensor that takes part, in the model's order.
-        config: the compression.
-        kernels_of: name of a tensor -> kernels on its device.
-        rank: of this worker among `workers`.
-        workers: N.
+        specs: name, shape and boundary of every tensor that takes part, in the model's order.
+        config: compression settings.
+        kernels_of: function that gives the kernels on the device of the tensor of that name.
+        rank: index of this worker, 0 <= rank < workers.
+        workers: N >= 1.
         averages: whether the ranks' gradients are averaged (True) or summed.
-        traffic: where the messages are counted; the adapter's collectives count there too.
+        traffic: counter of the messages; the adapter's collectives count there too.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class OptimizerExchange:
         """`BucketEngine.compress` at the present step.
 
         Args:
-            engine: one of ours, with every gradient added.
-            clip: factor of the gradients, from `clip_factor`.
-            loss_scale: by which the loss, hence every gradient, is multiplied.
+            engine: engine of this exchange, with every gradient added.
+            clip: factor of the gradients, in (0, 1], from `clip_factor`.
+            loss_scale: factor of the loss, hence of every gradient, > 0.
         """
         traffic, meter = self.counts.traffic, self.meters[engine]
         meter.begins()
@@ -110,8 +110,8 @@ class OptimizerExchange:
         """Take what a round of the exchange of `engine` has brought; what the next one sends, None after the last.
 
         Args:
-            engine: one of ours.
-            received: see `BucketEngine.receive`.
+            engine: engine of this exchange.
+            received: buffer that the round has brought, see `BucketEngine.receive`.
         """
         self.meters[engine].begins()
         with self.counts.traffic.timing("decoding"):
@@ -125,8 +125,8 @@ class OptimizerExchange:
         """Put what all ranks sent together, into the outputs of `engine`; returns whether it is finite.
 
         Args:
-            engine: one of ours, all of whose rounds are through.
-            loss_scale: see `compress`.
+            engine: engine of this exchange, all of whose rounds are through.
+            loss_scale: factor of the gradients, > 0, see `compress`.
         """
         self.meters[engine].begins()
         with self.counts.traffic.timing("decoding"):
@@ -143,8 +143,8 @@ class OptimizerExchange:
         What is not finite enters as zero, so it counts as zero here.
 
         Args:
-            other_squares: squared norm of the gradients that are in no bucket.
-            loss_scale: see `compress`.
+            other_squares: sum of the squares of the gradients that are in no bucket, >= 0.
+            loss_scale: factor of the gradients, > 0, see `compress`.
         """
         assert self.config.clip_norm is not None
         limit = clip_limit(self.config.clip_norm, self.workers, self.averages)
@@ -206,7 +206,7 @@ class OptimizerExchange:
             engine.clear()
 
     def rescale(self, factor: float) -> None:
-        """`BucketEngine.rescale` of every bucket."""
+        """`BucketState.rescale` of every bucket."""
         for engine in self.engines:
             engine.state.rescale(factor)
 

@@ -23,9 +23,9 @@ class Message:
     """What one rank sends of one bucket in the first round of its exchange.
 
     Args:
-        payload: the buffer; used again at the next step.
-        round: the collective that carries it.
-        count: elements selected.
+        payload: buffer of that round, flat; may be used again at the next step.
+        round: collective that carries it.
+        count: number of elements selected.
     """
 
     payload: np.ndarray
@@ -81,9 +81,9 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, workers: int
     """How a bucket is sent at a density.
 
     Args:
-        bucket: of which the message is.
-        config: the compression.
-        density: of the step, in (0, 1]; an uncompressed bucket does not mind.
+        bucket: layout of the bucket that is sent.
+        config: compression settings.
+        density: fraction of the elements sent at the step, in (0, 1]; not used for an uncompressed bucket.
         workers: N >= 1.
     """
     density = 1.0 if bucket.uncompressed else density
@@ -99,10 +99,10 @@ class Workspace:
     """What depends on the density alone, and the memory that a step of that density needs.
 
     Args:
-        bucket: that is sent.
-        config: the compression.
-        kernels: backend of the bucket.
-        density: of the step, in (0, 1].
+        bucket: layout of the bucket that is sent.
+        config: compression settings.
+        kernels: backend on the device that holds the gradients.
+        density: fraction of the elements sent at each of its steps, in (0, 1].
         workers: N >= 1.
     """
 

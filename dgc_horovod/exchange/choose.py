@@ -20,7 +20,7 @@ def choose(wire: PacketFormat, workers: int) -> type[Exchange]:
     bytes: packets are left where ``N*k*b > 64*n`` bits.
 
     Args:
-        wire: the form of one rank's selection.
+        wire: packet format of one rank's selection.
         workers: N >= 1.
     """
     gathered = workers * wire.body_bytes

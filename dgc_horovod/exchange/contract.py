@@ -21,10 +21,10 @@ class Round:
     """One collective of an exchange. It is the same on every rank, and at every step of one density.
 
     Args:
-        name: of the collective, behind the name of the bucket.
-        kind: `ALLGATHER` of equal buffers, `ALLREDUCE` (a sum), or `ALLTOALL` of N equal parts.
-        dtype: of the buffer, "uint8" or "float32".
-        size: elements in the buffer of one rank.
+        name: name of the collective, behind that of the bucket.
+        kind: kind of collective: `ALLGATHER` of equal buffers, `ALLREDUCE` (a sum), or `ALLTOALL` of N equal parts.
+        dtype: dtype of the buffer, "uint8" or "float32".
+        size: number of elements in the buffer of one rank.
     """
 
     name: str
@@ -83,9 +83,9 @@ class Sending(NamedTuple):
     """What an exchange begins with.
 
     Args:
-        buffer: for the first round; used again at the next step.
-        elements: what is sent, as it stood in the residual: values that a codec rounds to zero stay behind.
-        decoded: their values as every rank will read them.
+        buffer: buffer of the first round; may be used again at the next step.
+        elements: elements sent, as they stood in the residual: values that a codec rounds to zero stay behind.
+        decoded: values of `elements` as every rank will read them, float32.
     """
 
     buffer: np.ndarray
@@ -99,7 +99,7 @@ class Outcome:
 
     Args:
         finite: whether every rank's gradient was finite.
-        flagged: ranks whose gradient was not, where the exchange knows.
+        flagged: ranks whose gradient was not finite, where the exchange knows.
         ranks_in_join: number of ranks in join.
         ranks_that_clip: number of ranks whose script clips updates, where the exchange knows; else 0.
     """
@@ -117,8 +117,8 @@ class Exchange(Protocol):
     ``commit`` or ``rollback`` ends the step. An error leaves the state of the exchange as it was.
 
     Attributes:
-        rounds: its collectives, in order.
-        outcome: of the last step whose rounds are all through.
+        rounds: collectives of the exchange, in order.
+        outcome: outcome of the last step whose rounds are all through.
     """
 
     rounds: tuple[Round, ...]
@@ -128,9 +128,9 @@ class Exchange(Protocol):
         """Make the memory that a step needs.
 
         Args:
-            bucket: that is exchanged.
-            wire: the form of one rank's selection.
-            kernels: backend on the device of the outputs.
+            bucket: layout of the bucket that is exchanged.
+            wire: packet format of one rank's selection.
+            kernels: backend on the device that holds the outputs.
             workers: N >= 1.
         """
 
@@ -145,19 +145,19 @@ class Exchange(Protocol):
         """What this rank hands to the first round.
 
         Args:
-            elements: selected, ascending; at most the capacity of the wire format.
-            flags: those of `packet`; FLAG_NONFINITE and FLAG_JOINED are handed on by every round.
-            step: of the schedule, >= 0, equal on all ranks.
-            draw: gives this rank's random source of the bucket and step, for a codec that rounds at random.
+            elements: selected elements, ascending; at most the capacity of the wire format.
+            flags: sum of flags of `packet`; FLAG_NONFINITE and FLAG_JOINED are handed on by every round.
+            step: schedule step, >= 0, equal on all ranks.
+            draw: function that makes this rank's random source of bucket and step, for a codec that rounds at random.
         """
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
         """Check what round `number` has brought; what the next one sends, None after the last.
 
         Args:
-            number: of the round, from 0.
-            received: kept until the next call of it.
-            step: see `begin`.
+            number: index of the round, from 0.
+            received: buffer that the round has brought, flat; kept until the next call.
+            step: schedule step, see `begin`.
 
         Raises:
             CorruptPacket, RankMismatch: on every rank alike, since all see the same bytes.
@@ -167,8 +167,8 @@ class Exchange(Protocol):
         """``update = scale * sum over ranks``, in one order on every rank; returns whether every element is finite.
 
         Args:
-            outputs: of the kernels, one for each segment.
-            scale: 1/N for the mean, 1 for the sum, times the loss scale.
+            outputs: outputs of the kernels, one for each segment.
+            scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.
 
         Raises:
             CorruptPacket: on every rank alike, where packets are decoded on a device.

@@ -13,8 +13,8 @@ def carry(collective: Round, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:
     """What each rank receives when rank i hands over ``buffers[i]``; sums are taken in rank order.
 
     Args:
-        collective: the round.
-        buffers: of all N ranks, each of the size and dtype of the round.
+        collective: round that is carried.
+        buffers: buffers of all N ranks, in rank order, each of the size and dtype of the round.
     """
     if collective.kind == ALLGATHER:
         return [np.concatenate(buffers)] * len(buffers)

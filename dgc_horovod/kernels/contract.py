@@ -40,7 +40,7 @@ class MomentumCorrection:
 
     Args:
         momentum: m in [0, 1), read from the parameter group at every step.
-        nesterov: which of the two forms.
+        nesterov: whether Nesterov's form is used.
     """
 
     momentum: float
@@ -55,8 +55,8 @@ class AdamCorrection:
     ``v += (first / (1-b1**step)) / (sqrt(second) / sqrt(1-b2**step) + eps)``.
 
     Args:
-        betas, eps: as in Adam.
-        step: of this parameter, from 1.
+        betas, eps: Adam's b1 and b2, in [0, 1), and its eps, >= 0.
+        step: number of this parameter's step, from 1.
     """
 
     betas: tuple[float, float]
@@ -95,7 +95,7 @@ class State:
     moments: tuple[Array, Array] | None = None
 
 
-# A run of a bucket from which elements are selected together, as a pass sees it: what to note, and what it noted. The
+# A run of a bucket from which elements are selected together, as a pass sees it: its threshold, and its sums. The
 # layout is that of csrc/dgc.h.
 RANGE = np.dtype(
     [
@@ -140,9 +140,9 @@ class AccumulateResult:
     """What a pass over a bucket saw.
 
     Args:
-        gradients_finite, residual_finite: whether the gradients were, and v is.
-        num_candidates: how many elements reached their range's threshold.
-        candidates: those elements, until the next pass over the bucket; None if there was no room for them.
+        gradients_finite, residual_finite: whether all gradients were finite, and whether v is.
+        num_candidates: number of elements that reached their range's threshold.
+        candidates: elements that reached it, until the next pass over the bucket; None if there was no room for them.
     """
 
     gradients_finite: bool
@@ -164,7 +164,7 @@ class SentRecord(Protocol):
 
     @property
     def positions(self) -> np.ndarray:
-        """Of what was sent; on the host, for free."""
+        """Positions of what was sent, int32, ascending; on the host, for free."""
 
     @property
     def elements(self) -> Elements:
@@ -178,7 +178,7 @@ class Sender(Protocol):
     """A whole step on a device: pass, exact selection among the bucket, packet, and what is left, with one wait.
 
     Attributes:
-        payload: the packet, on the host, after `send`.
+        payload: packet, uint8, on the host, after `send`.
     """
 
     payload: np.ndarray
@@ -192,9 +192,9 @@ class Sender(Protocol):
         """Take in the gradients and send the largest elements of the bucket.
 
         Args:
-            gradients, state, scale: as in `Kernels.accumulate`.
-            candidate_threshold: of the bucket's range.
-            step: for the packet's header.
+            gradients, state, scale: see `Kernels.accumulate`.
+            candidate_threshold: smallest magnitude that makes a candidate, > 0 and finite.
+            step: schedule step, >= 0, for the packet's header.
             masks: whether ``u = 0`` where something is sent (DGC 3.2).
 
         Returns:
@@ -210,8 +210,8 @@ class Receiver(Protocol):
         """Begin to decode packets whose headers have been checked.
 
         Args:
-            packets: (ranks, nbytes) uint8.
-            counts: of the elements in each.
+            packets: packets of all ranks, (ranks, nbytes) uint8.
+            counts: number of elements in each, (ranks,) int64.
         """
 
     def aggregate_into(self, outputs: Any, scale: float) -> bool:
@@ -267,11 +267,11 @@ class Kernels(Protocol):
         What is not finite in a gradient enters as 0.
 
         Args:
-            gradients: of this backend, one of each segment; let go of afterwards.
+            gradients: gradients of this backend, one of each segment; let go of afterwards.
             state: v, and u or moments where a feed needs them.
-            scale: > 0.
-            ranges: RANGE records in ascending order.
-            max_candidates: most candidates wanted.
+            scale: factor of the gradients, > 0.
+            ranges: RANGE records of the bucket, in ascending order.
+            max_candidates: largest number of candidates wanted, >= 0.
             want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
 
         Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28; each
@@ -330,10 +330,10 @@ class Kernels(Protocol):
         """``update = sum over contributions of values * fp32(scale)``, added in their order.
 
         Args:
-            outputs: of this backend, one for each segment.
-            contributions: of ranks, in rank order.
-            scale: 1/N for the mean, 1 for the sum, times the loss scale.
-            fresh: begin with zero; if not, add to what is there.
+            outputs: outputs of this backend, one for each segment.
+            contributions: elements that each rank sent, in rank order.
+            scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.
+            fresh: whether to begin with zero; if not, the sum is added to what is there.
 
         Returns:
             Whether every element is finite.
@@ -347,14 +347,14 @@ class Kernels(Protocol):
     # -- the same without the host in between, where there is a device for it
 
     def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> Sender | None:
-        """For steps that send the ``wire.capacity`` largest of the bucket, from at most `max_candidates` candidates."""
+        """What sends the ``wire.capacity`` largest, from at most `max_candidates` candidates; None: the host does."""
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
-        """For packets of that form."""
+        """What reads packets of that form; None: the host does."""
 
 
 def sum_stride(chunks: int) -> int:
-    """Of how many chunks one is summed: all of them up to 128, a sixteenth from 1,024 on."""
+    """Distance between two summed chunks: 1 below 128 chunks, then ``chunks // 64``, at most 16."""
     return 1 if chunks < 128 else min(chunks // 64, 16)
 
 

@@ -85,8 +85,8 @@ def choose(device: str, threads: int = 0) -> Kernels:
     """The kernels for tensors of `device` ("cpu", "cuda:0"), as ``DGC_BACKEND`` asks.
 
     Args:
-        device: of the gradients.
-        threads: most that the native kernels use; 0: as many as torch does.
+        device: device that holds the gradients, such as "cpu" or "cuda:0".
+        threads: largest number of threads of the native kernels, >= 0; 0: as many as torch uses.
 
     Raises:
         ConfigError: ``DGC_BACKEND`` names no backend.

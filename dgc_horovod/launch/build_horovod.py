@@ -114,9 +114,9 @@ class Build:
     """What Horovod is built for.
 
     Args:
-        frameworks: name -> version, of those installed here.
+        frameworks: versions of those installed here, by name.
         mpi: path of the MPI C++ compiler wrapper; None for Gloo alone.
-        cuda: let Horovod compile its CUDA code for a CUDA torch.
+        cuda: whether Horovod compiles its CUDA code for a CUDA torch.
     """
 
     frameworks: dict[str, str]

@@ -20,7 +20,7 @@ class Child:
     """Runs ``work(told)`` in a session of its own, once it is told something.
 
     Args:
-        work: what to run; returns an exit code.
+        work: function that takes what it is told and returns an exit code.
     """
 
     def __init__(self, work: Callable[[str], int]) -> None:

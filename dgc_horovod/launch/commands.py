@@ -53,7 +53,7 @@ def job_of(args: Any, given: dict[str, str]) -> Job:
 
     Args:
         args: Horovod's parsed arguments.
-        given: name of a variable -> text, of our flags.
+        given: texts of our flags, by name of the variable.
 
     Raises:
         ConfigError: one is wrong.

@@ -49,11 +49,11 @@ def load(path: str, for_everyone: bool = False) -> dict[str, str]:
     """The ``compression:`` section of a config file.
 
     Args:
-        path: of a YAML file; the other sections are Horovod's and are checked for unknown keys only.
-        for_everyone: it is the one that ``DGC_CONFIG_FILE`` names, which Horovod does not read.
+        path: path of a YAML file; its other sections are Horovod's and are checked for unknown keys only.
+        for_everyone: whether it is the file that ``DGC_CONFIG_FILE`` names, which Horovod does not read.
 
     Returns:
-        Name of the environment variable -> text.
+        The texts, by name of the environment variable.
 
     Raises:
         ConfigError: the file cannot be read, is no mapping, or has an unknown key; names file, key and nearest key.

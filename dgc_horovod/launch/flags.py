@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     """Parse a command line.
 
     Args:
-        arguments: without the name of the program.
+        arguments: command line without the name of the program.
 
     Raises:
         ConfigError: a value of Horovod's, or its config file, is wrong.

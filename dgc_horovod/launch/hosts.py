@@ -56,9 +56,9 @@ class HostReport:
     """What one host has answered.
 
     Args:
-        host: as the job names it.
+        host: name of the host, as the job gives it.
         found: hostname, python, folder, site and the versions of packages there; empty if it did not answer.
-        problem: why the job would not be compressed there, with what to do; "" if it would.
+        problem: reason why the job would not be compressed there, with what to do; "" if it would.
     """
 
     host: str
@@ -116,9 +116,9 @@ def run_on(
     """Run `command` on `host` in this folder and with this environment, as Horovod starts a rank.
 
     Args:
-        host, command, ssh: what to run where, and how to get there.
-        seconds: until it must have ended.
-        secret: what it reads from its standard input, where ``ps`` does not show it; without spaces.
+        host, command, ssh: name of the host, command line to run there, and way in which the host is reached.
+        seconds: seconds within which it must have ended.
+        secret: text that it reads from its standard input, where ``ps`` does not show it; without spaces.
 
     Raises:
         subprocess.TimeoutExpired: it did not end within `seconds`.
@@ -192,9 +192,9 @@ def check(slots: str, command: Sequence[str], ssh: Ssh) -> list[str]:
     """Check every host before anything is started; returns the folders of the activation, this host's first.
 
     Args:
-        slots: ``a:8,b:8``.
-        command: of the job.
-        ssh: how to reach the hosts.
+        slots: hosts and their slots, ``a:8,b:8``.
+        command: command line of the job.
+        ssh: way in which the hosts are reached.
 
     Raises:
         ConfigError: on some host the job would run uncompressed; names every such host and the reason.

@@ -37,8 +37,8 @@ class Ssh:
     """How Horovod's launcher reaches other hosts.
 
     Args:
-        port: 1 to 65535; None: ssh's own.
-        identity_file: of the key; None: ssh's own.
+        port: port of ssh, 1 to 65535; None: ssh's own.
+        identity_file: path of the private key; None: ssh's own.
 
     Raises:
         ConfigError: one of them is not fit for a command line.
@@ -58,7 +58,7 @@ def make_safe(args: Any) -> Ssh:
     """Check what a shell, ssh or mpirun would see of Horovod's parsed arguments, and put it into `args` as checked.
 
     Args:
-        args: Horovod's; changed are hosts, the discovery script and what is for mpirun.
+        args: Horovod's parsed arguments; changed are hosts, the discovery script and what is for mpirun.
 
     Raises:
         ConfigError: something in there could be taken for a command or an option; nothing was started.

@@ -30,8 +30,8 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
 
     Args:
         args: Horovod's parsed arguments.
-        job: the settings of the compression.
-        ssh: how to reach the hosts.
+        job: resolved settings of the job.
+        ssh: way in which the hosts are reached.
 
     Raises:
         ConfigError: some host is not fit for it; nothing was started.

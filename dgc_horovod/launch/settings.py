@@ -48,9 +48,9 @@ class Job:
 
     Args:
         method: "none", "fp16" or one of the presets; "" if no compression was asked for.
-        config: of the compression; None for the methods that have none.
-        settings: every variable with its source, in the order of ``envvars.SETTABLE``.
-        switched_off: by ``DGC_ENABLED``, whatever else was asked for.
+        config: compression settings; None for the methods that have none.
+        settings: settings of all variables with their sources, in the order of ``envvars.SETTABLE``.
+        switched_off: whether ``DGC_ENABLED`` is off, whatever else was asked for.
     """
 
     method: str
@@ -81,9 +81,9 @@ def resolve(
     """Put the layers over one another.
 
     Args:
-        flags: name of a variable -> text, as given on the command line.
-        environment: what is set of ``envvars.ALL``, by name.
-        files: (path, name -> text) of each config file, the one that goes first first.
+        flags: texts given on the command line, by name of the variable.
+        environment: texts of those of ``envvars.ALL`` that are set, by name.
+        files: path and texts by name of each config file, the one that goes first first.
 
     Raises:
         ConfigError: a value is not allowed, or some do not go together; names value and source.

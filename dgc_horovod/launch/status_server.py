@@ -186,7 +186,7 @@ class StatusBoard:
     """A rank's view of the stores that it can report to; whoever can reach any of them sees what is there.
 
     Args:
-        addresses: each ``KEY@ADDRESS,ADDRESS:PORT``, as ``envvars.store_addresses`` gives them.
+        addresses: addresses of the stores, each ``KEY@ADDRESS,ADDRESS:PORT``, see ``envvars.store_addresses``.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:

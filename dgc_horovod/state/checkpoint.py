@@ -38,10 +38,10 @@ class Content:
     """What one rank brings to a checkpoint.
 
     Args:
-        holds: see `Manifest`.
+        holds: digest of what is saved, see `Manifest`.
         model: bytes of the model's file; those of rank 0 are written.
-        state: residuals of this rank, or None.
-        config: the compression, or None.
+        state: residuals of this rank; None: there are none.
+        config: compression settings; None: there are none.
     """
 
     holds: str
@@ -51,7 +51,7 @@ class Content:
 
 
 def digest_of_names(names: Iterable[str], process_set_id: int) -> str:
-    """For `Manifest.holds`."""
+    """Digest of the names, for `Manifest.holds`."""
     return digest("\n".join([str(process_set_id), *names]).encode())
 
 
@@ -59,9 +59,9 @@ def save(given: str | os.PathLike[str], collectives: Gatherer, make: Callable[[]
     """Write a checkpoint; called on every rank. The one that was there before is replaced when all is written.
 
     Args:
-        given: the directory, made if it is not there; other files in it are left alone.
-        collectives: of the ranks.
-        make: gives what is written; an error of it is one on every rank.
+        given: path of the directory, made if it is not there; other files in it are left alone.
+        collectives: transport of the ranks that save.
+        make: function that makes what is written; an error of it is one on every rank.
 
     Raises:
         CheckpointError: on every rank, if any could not write; what was there before is still there then.
@@ -192,11 +192,11 @@ def load(
     file system that all ranks see.
 
     Args:
-        given: the directory of `save`.
-        collectives: of the ranks.
-        config: the compression now; None: no residuals are wanted.
+        given: path of the directory of `save`.
+        collectives: transport of the ranks that load.
+        config: compression settings now; None: no residuals are wanted.
         averages: whether gradients are averaged or summed now.
-        residuals: "required"; "if sound": without those that are missing or damaged, whose content is lost; "ignored".
+        residuals: "required", "ignored", or "if sound": without those missing or damaged, whose content is lost.
 
     Raises:
         CheckpointError: on every rank, if a file that is wanted is missing or damaged on any, or of another method.
@@ -239,7 +239,7 @@ def tell_if_empty(found: Checkpoint, directory: object) -> None:
 def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None:
     """With momentum correction a residual holds updates, without it gradients: one is no good for the other.
 
-    So are those of a tensor that was compressed no good for one that is sent whole.
+    Nor are those of a compressed tensor any good for an uncompressed one.
     """
     now = _as_texts(config)
     for name in ("momentum_correction", "min_numel", "compress_1d"):

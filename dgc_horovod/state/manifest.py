@@ -30,12 +30,12 @@ class Manifest:
 
     Args:
         holds: digest of what it is a checkpoint of: another optimizer's is not replaced.
-        step: steps that were finished.
-        epoch: the last one that the density warm-up was told, or None.
-        workers: N; 0 where there are no residuals.
+        step: number of steps finished, >= 0.
+        epoch: last epoch that the density warm-up was told, from 0, or None.
+        workers: N >= 1; 0 where there are no residuals.
         averages: whether the ranks' gradients were averaged or summed.
-        config: the compression, field by field.
-        files: "model" and "rank 0", "rank 1", ...
+        config: compression settings as texts, by field; empty without compression.
+        files: file of "model" and of "rank 0", "rank 1", ..., by that key.
     """
 
     holds: str

@@ -36,12 +36,12 @@ class ResidualState:
     """The state of one rank.
 
     Args:
-        rank, workers: whose it is, and of how many.
+        rank, workers: index of the rank, 0 <= rank < workers, and N.
         averages: whether the ranks' gradients are averaged or summed.
-        step: steps that were finished.
-        epoch: the last one that the density warm-up was told, or None.
-        tensors: what is kept of each tensor, by name.
-        directions: Adam's steps so far, by name of the tensor.
+        step: number of steps finished, >= 0.
+        epoch: last epoch that the density warm-up was told, from 0, or None.
+        tensors: arrays kept of each tensor, flat float32, by name of the tensor and part, one of `PARTS`.
+        directions: number of Adam's steps so far, by name of the tensor.
         thresholds: `BucketEngine.thresholds`, by bucket; they matter to the Gaussian rule, and are dropped where the
             layout is another one.
     """
@@ -86,7 +86,7 @@ class ResidualState:
         return out.getvalue()
 
     def carried_on(self, rank: int, workers: int) -> ResidualState:
-        """What this rank goes on with as `rank` of `workers`, so that its part of what is owed to the model stays."""
+        """What this rank goes on with as `rank` of `workers`, so that its part of the combined residual stays."""
         if (rank, workers) == (self.rank, self.workers):
             return self
         changed = dataclasses.replace(self, rank=rank, workers=workers)
@@ -160,12 +160,12 @@ def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, fl
     """How much of each old rank's residual a new rank takes over, by old rank.
 
     The old ranks' residuals lie beside each other on [0, 1), the new ranks' too; a new one takes what lies under it.
-    What is owed to the model does not change: ``(1/N) * sum of v`` if gradients are averaged, ``sum of v`` if they are
+    The combined residual does not change: ``(1/N) * sum of v`` if gradients are averaged, ``sum of v`` if they are
     summed. From 4 to 2 ranks it is the mean (the sum) of pairs, from 2 to 4 copies (halves).
 
     Args:
-        rank, workers: the new rank, and how many there are now.
-        before: how many there were.
+        rank, workers: index of the new rank, 0 <= rank < workers, and number of ranks now.
+        before: number of ranks before, >= 1.
         averages: whether gradients are averaged.
     """
     scale = before if averages else workers
@@ -181,8 +181,8 @@ def handed_on(states: Mapping[int, ResidualState], rank: int, workers: int) -> R
     """The state of a new rank among `workers`, from those of the old ranks that `shares` names.
 
     Args:
-        states: by old rank, at least one; one that is lost is left out, and counts as zero.
-        rank, workers: see `shares`.
+        states: states of old ranks, by rank, at least one; one that is lost is left out, and counts as zero.
+        rank, workers: index of the new rank and number of ranks, see `shares`.
     """
     one = next(iter(states.values()))
     if one.workers == workers and rank in states:

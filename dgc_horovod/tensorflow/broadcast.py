@@ -50,10 +50,10 @@ def broadcast_variables(
     """Set `variables` on every rank to what they are on `root_rank`, at once or when the tf.function gets there.
 
     Args:
-        variables: of Keras or TensorFlow, the same in the same order on every rank.
-        root_rank: whose values are sent.
-        process_set: the ranks that take part.
-        inplace: as in Horovod; for variables of dtypes that it knows.
+        variables: Keras or TensorFlow variables, the same in the same order on every rank.
+        root_rank: rank whose values are sent, 0 <= root_rank < hvd.size().
+        process_set: ranks that take part.
+        inplace: whether Horovod broadcasts in place; for variables of dtypes that it knows.
 
     Raises:
         ConfigError: `root_rank` is none, or these are no variables.

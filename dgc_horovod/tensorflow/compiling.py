@@ -18,7 +18,7 @@ def install(set_right: Callable[[Any, bool], None]) -> None:
     """Wrap ``Trainer.compile``, once a process, so that ``set_right(model, explicit)`` follows it.
 
     Args:
-        set_right: takes the compiled model, and whether the user asked for XLA.
+        set_right: function of the compiled model, and of whether the user asked for XLA.
     """
     if not hasattr(Trainer.compile, "_dgc_installed"):
         Trainer.compile = _followed_by(set_right, Trainer.compile)

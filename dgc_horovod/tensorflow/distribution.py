@@ -47,9 +47,9 @@ class Distribution:
 
     Args:
         settings: Horovod's arguments and the compression.
-        update: how gradients enter the residual.
+        update: form in which gradients enter the residual.
         what: "optimizer" or "tape", for messages; equal on all ranks.
-        stride: see `Clock`.
+        stride: iterations from one exchange to the next, >= 1, see `Clock`.
         kind: name of the optimizer's class, where there is one.
     """
 
@@ -93,10 +93,10 @@ class Distribution:
         """The set of `variables`; the first time, the ranks compare what they are about to do.
 
         Args:
-            variables: those that ``apply`` or ``gradient`` is called with.
-            gradients: one for each, None where there is none.
+            variables: variables that ``apply`` or ``gradient`` is called with.
+            gradients: gradient of each variable, None where there is none.
             local: keys of variables that are left to each rank.
-            number: tells sets of the same variables apart.
+            number: index that tells sets of the same variables apart, from 0.
 
         Raises:
             RankMismatch: on every rank, if they differ.

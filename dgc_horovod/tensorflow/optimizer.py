@@ -52,17 +52,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: any Keras optimizer, a LossScaleOptimizer too.
-        name, use_locking: for compatibility; without effect.
-        device_dense, device_sparse: where dense and sparse gradients are reduced.
+        name, use_locking: without effect, for compatibility.
+        device_dense, device_sparse: TensorFlow devices on which dense and sparse gradients are reduced.
         compression: ``Compression.none``, ``.fp16``, ``.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig.
-        sparse_as_dense: exchange IndexedSlices as dense tensors; compressed tensors always are.
-        backward_passes_per_step: gradients accumulated before one exchange, >= 1.
-        op: hvd.Average or hvd.Sum.
-        gradient_predivide_factor: part of the averaging done before the sum.
-        average_aggregated_gradients: average over the backward passes, instead of summing.
-        num_groups, groups: gradients reduced together; with compression, boundaries of buckets.
-        process_set: the ranks that take part.
-        scale_local_gradients: divide the gradients of ``register_local_var`` variables by N.
+        sparse_as_dense: whether IndexedSlices are exchanged as dense tensors; compressed tensors always are.
+        backward_passes_per_step: number of gradients accumulated before one exchange, >= 1.
+        op: reduction, hvd.Average or hvd.Sum.
+        gradient_predivide_factor: divisor of the gradients before the sum, made good after it, > 0.
+        average_aggregated_gradients: whether the backward passes are averaged, instead of summed.
+        num_groups, groups: groups of gradients reduced together, or their number; with compression, borders of buckets.
+        process_set: ranks that take part.
+        scale_local_gradients: whether the gradients of ``register_local_var`` variables are divided by N.
 
     Returns:
         An instance of ``type(optimizer)`` with ``compression_stats()``, ``set_epoch()``, ``flush()``,
@@ -114,7 +114,7 @@ def set_right(model: Any, explicit: bool = False) -> None:
     """Make a compiled `model` fit for a distributed optimizer, if it has one; see `compiling`.
 
     Args:
-        model: compiled.
+        model: compiled Keras model.
         explicit: whether the user asked for XLA.
     """
     optimizer = getattr(model, "optimizer", None)
@@ -169,7 +169,7 @@ def _adopt(optimizer: Any, methods: type, again: Callable[[Any], Any]) -> Any:
     """`optimizer`'s state in an object of a class made for it: `methods` over the user's class, under its name.
 
     Args:
-        again: makes another optimizer distributed in the same way.
+        again: function that makes another optimizer distributed in the same way.
     """
     user_class: Any = type(optimizer)
 

@@ -205,7 +205,7 @@ class DistributedMethods(UsersClass):
         return {} if state is None else state.to_dict()
 
     def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Go on, bit by bit, from ``residual_state_dict()`` of this rank; after weights and optimizer were loaded.
+        """Go on, bit for bit, from ``residual_state_dict()`` of this rank; after weights and optimizer were loaded.
 
         Raises:
             CheckpointError: it is of another rank, another number of ranks or another model.

@@ -27,11 +27,11 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     """Save a model, its optimizer's variables and every rank's residuals; called on every rank, between two steps.
 
     Args:
-        directory: made if it is not there. A checkpoint in it is replaced once the new one is complete; other files
-            are left alone.
-        model: built.
-        optimizer: of ``DistributedOptimizer``, if it is not compiled into the model.
-        extra: more to keep, as JSON can: numbers, texts, lists, dicts (the epoch); those of rank 0 are kept.
+        directory: path, made if it is not there. A checkpoint in it is replaced once the new one is complete; other
+            files are left alone.
+        model: Keras model, built.
+        optimizer: optimizer of ``DistributedOptimizer``; None: the one compiled into the model.
+        extra: more values to keep, as JSON can: numbers, texts, lists, dicts (the epoch); those of rank 0 are kept.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write.
@@ -62,14 +62,14 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Go on from ``save_checkpoint``; called on every rank, whatever their number is now.
 
-    With the same number of ranks training goes on bit by bit. With another number what the ranks together owe the
-    model stays the same (to fp32 rounding); all ranks must then see the directory.
+    With the same number of ranks training goes on bit for bit. With another number the combined residual of all ranks
+    stays the same (to fp32 rounding); all ranks must then see the directory.
 
     Args:
-        directory: of the checkpoint.
-        model, optimizer: built as they were when it was saved.
-        residuals: "required"; "if sound": go on without those that are missing or damaged, whose content is lost;
-            "ignored": all start from zero.
+        directory: path of the checkpoint.
+        model, optimizer: model and optimizer, built as they were when it was saved.
+        residuals: demand on them: "required"; "if sound": go on without those missing or damaged, whose content
+            is lost; "ignored": all start from zero.
 
     Returns:
         The `extra` of ``save_checkpoint``.

@@ -49,7 +49,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 
     Args:
         gradtape: a GradientTape, persistent or not, before or after its ``with``.
-        device_dense, device_sparse, ...: as for ``DistributedOptimizer``.
+        device_dense, device_sparse, ...: see ``DistributedOptimizer``.
 
     Returns:
         A tape of the same class; also ``register_local_source(variable)`` and ``compression_stats()``.

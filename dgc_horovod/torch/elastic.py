@@ -2,7 +2,7 @@
 
 ``hvd.elastic.TorchState`` finds the handler of this file by itself. What a rank has kept is its own: it is never
 broadcast. When N ranks become M, what the survivors have kept is scaled by M/N (where gradients are averaged), so that
-what they owe the model stays the same; newcomers begin with nothing.
+the combined residual stays the same; newcomers begin with nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ResidualHandler(OptimizerStateHandler):
     """The handler of a compressed optimizer in a ``TorchState``: what Horovod's does, and this rank's residuals.
 
     Args:
-        optimizer: of ``DistributedOptimizer``.
+        optimizer: optimizer of ``DistributedOptimizer``.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -143,9 +143,9 @@ class TorchState(HorovodTorchState):
     """Horovod's, with a choice of what a commit does.
 
     Args:
-        model, optimizer, kwargs: as for ``hvd.elastic.TorchState``.
-        flush_on_commit: apply everything that ranks have kept before each commit, by one dense exchange: a rank that is
-            lost then loses nothing that was committed (see ``flush`` for what it leaves under Adam).
+        model, optimizer, kwargs: see ``hvd.elastic.TorchState``.
+        flush_on_commit: whether everything that ranks have kept is applied before each commit, by one dense exchange: a
+            rank that is lost then loses nothing that was committed (see ``flush`` for what it leaves under Adam).
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, flush_on_commit: bool = False, **kwargs: Any) -> None:

@@ -39,7 +39,7 @@ def join(device: int = -1) -> int:
     it, the ranks may exchange nothing but steps of compressed optimizers.
 
     Args:
-        device: for stock Horovod, which is asked where nothing is compressed.
+        device: argument of stock Horovod's join, which is called where nothing is compressed.
 
     Returns:
         The rank that joined last.
@@ -103,7 +103,7 @@ class _Participant:
     """One optimizer of a rank in join.
 
     Args:
-        optimizer: of ``DistributedOptimizer``, between two steps.
+        optimizer: optimizer of ``DistributedOptimizer``, between two steps.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -120,7 +120,7 @@ class _Participant:
 
     @property
     def exchange(self) -> GradientExchange:
-        """Of the optimizer."""
+        """The exchange of the optimizer."""
         return self._exchange(self.optimizer)
 
     def _mark(self, in_join: bool) -> None:

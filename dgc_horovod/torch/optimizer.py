@@ -47,13 +47,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: any torch optimizer; its state and parameter groups are kept.
         named_parameters: ``model.named_parameters()``; names must be unique and the same on every rank.
         compression: ``Compression.none``, ``.fp16``, ``.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig.
-        backward_passes_per_step: backward passes summed before one exchange, >= 1.
-        op: hvd.Average or hvd.Sum; with compression no other.
-        gradient_predivide_factor: part of the averaging done before the sum; no effect on exact arithmetic.
-        num_groups, groups: with compression, boundaries of buckets.
-        sparse_as_dense: exchange sparse gradients as dense ones; with compression, compressed.
-        process_set: the ranks that take part.
-        grad_scaler: the script's GradScaler; residuals are then kept in unscaled units.
+        backward_passes_per_step: number of backward passes summed before one exchange, >= 1.
+        op: reduction, hvd.Average or hvd.Sum; with compression no other.
+        gradient_predivide_factor: divisor of the gradients before the sum, made good after it, > 0.
+        num_groups, groups: groups of gradients reduced together, or their number; with compression, borders of buckets.
+        sparse_as_dense: whether sparse gradients are exchanged as dense ones; with compression, compressed.
+        process_set: ranks that take part.
+        grad_scaler: GradScaler of the script; residuals are then kept in unscaled units.
 
     Returns:
         An instance of ``type(optimizer)`` with Horovod's methods, and ``compression_stats()``, ``set_epoch()``,

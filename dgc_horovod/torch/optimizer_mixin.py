@@ -313,7 +313,7 @@ class CompressedMethods:
         return state.to_dict(state.kept_by(self)) if self.process_set.included() else {}
 
     def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Go on, bit by bit, from ``residual_state_dict()`` of this rank; after ``load_state_dict``.
+        """Go on, bit for bit, from ``residual_state_dict()`` of this rank; after ``load_state_dict``.
 
         Raises:
             CheckpointError: it is of another rank, another number of ranks or another model.

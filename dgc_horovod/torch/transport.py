@@ -35,7 +35,7 @@ class HorovodCollectives(Collectives):
     """`Collectives` by Horovod.
 
     Args:
-        process_set: Horovod's; N is its size.
+        process_set: Horovod's process set; N is its size.
         tag, timeout: see `Collectives`.
     """
 

@@ -24,10 +24,10 @@ class Bucket:
     """A flat run of parameters exchanged as one message.
 
     Args:
-        index: its number among all.
-        segments: its parameters, one after another.
-        uncompressed: every element is sent, none selected: small tensors whose values are coded.
-        values: value codec of an uncompressed bucket.
+        index: index of the bucket among all, from 0.
+        segments: parameters of the bucket, one after another.
+        uncompressed: whether every element is sent, none selected: small tensors whose values are coded.
+        values: value codec of an uncompressed bucket; "" otherwise.
     """
 
     index: int
@@ -37,7 +37,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """Of its collective."""
+        """Name of its collective."""
         return f"bucket{self.index}"
 
     @property

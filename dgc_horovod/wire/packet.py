@@ -56,10 +56,10 @@ class PacketFormat:
     """What the ranks must agree on to read each other's packets of one bucket.
 
     Args:
-        bucket: its index.
-        numel: elements in the bucket, below 2^31.
-        capacity: most elements a packet can carry.
-        values: name of the value codec; `indices` of the index codec.
+        bucket: index of the bucket, from 0.
+        numel: number of elements in the bucket, below 2^31.
+        capacity: largest number of elements that a packet carries.
+        values: name of the value codec; `indices`: name of the index codec.
     """
 
     bucket: int
@@ -129,18 +129,18 @@ class PacketFormat:
         """Write a packet into `out`, and into `decoded` the values as the receivers will read them.
 
         Args:
-            coder: writes the body.
-            positions: ascending unique int32 positions, at most `capacity`.
-            values: the float32 values there, finite.
-            step: schedule step of the sender.
+            coder: coder that writes the body.
+            positions: positions of the elements, int32, ascending and unique, at most `capacity`.
+            values: values at them, float32, finite.
+            step: schedule step of the sender, >= 0.
             flags: a sum of FLAG_NONFINITE where a gradient was not finite, FLAG_JOINED where the sender is in join, and
                 FLAG_CLIPS where its script clips updates.
-            out: `nbytes` uint8, overwritten whole.
-            decoded: float32, room for the values.
-            draw: gives the random source, for a codec that rounds at random.
+            out: buffer of the packet, `nbytes` uint8, overwritten.
+            decoded: buffer for the values, float32, of their size.
+            draw: function that makes the random source, for a codec that rounds at random.
 
         Returns:
-            How many of the decoded values are zero.
+            The number of decoded values that are zero.
         """
         out.fill(0)
         zeros = coder.encode(self, positions, values, out[HEADER.itemsize :], decoded, draw)
@@ -180,11 +180,11 @@ class PacketFormat:
         """Read the elements of one packet whose header has been checked.
 
         Args:
-            coder: reads the body.
-            packet: `nbytes` uint8.
-            count: as its header says.
-            rank: the sender, for the message.
-            positions, values: int32 and float32 of `count` elements, filled in.
+            coder: coder that reads the body.
+            packet: packet of `nbytes` uint8.
+            count: number of its elements, as its header says.
+            rank: index of the sender, for the message.
+            positions, values: buffers of `count` elements, int32 and float32, filled in.
 
         Raises:
             CorruptPacket: the positions are not ascending within the bucket, or a value is not finite.

@@ -14,8 +14,8 @@ class SelectionContext:
     """What a rule may need besides the values.
 
     Args:
-        generator: makes the random source of this rank, range and step; called by rules that draw.
-        threshold: magnitude of rule "threshold".
+        generator: function that makes the random source of this rank, range and step; called by rules that draw.
+        threshold: smallest magnitude that rule "threshold" selects, > 0; None for other rules.
     """
 
     generator: Callable[[], np.random.Generator]

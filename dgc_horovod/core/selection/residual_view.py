@@ -15,16 +15,16 @@ _SAMPLE = 1 << 14
 class ResidualView:
     """Answers about the magnitudes of one range, the same with candidates as without.
 
-    The pass over the bucket has noted every element of at least `candidate_threshold`, so whatever concerns larger
+    The pass over the bucket has collected every element of at least `candidate_threshold`, so whatever concerns larger
     magnitudes is answered from those few; anything else reads the range once more.
 
     Args:
-        kernels: backend.
-        x: the range of the residual.
-        start: its first position in the bucket; all positions that are returned are the bucket's.
-        candidates: every element with ``|x| >= threshold``, or None.
-        candidate_threshold: see above.
-        sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` looks at, if the pass has taken them.
+        kernels: backend that holds the range.
+        x: residual of the range, a flat float32 Array.
+        start: position of its first element in the bucket, >= 0; all positions that are returned are the bucket's.
+        candidates: every non-zero element with ``|x| >= candidate_threshold``; None: they have not been collected.
+        candidate_threshold: smallest magnitude of a candidate; infinity: none.
+        sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` looks at; None: the pass took none.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ResidualView:
 
     @property
     def candidates(self) -> int:
-        """How many elements the pass has noted."""
+        """How many candidates the pass has collected in the range."""
         return self._candidates.values.size
 
     def largest(self, k: int) -> Elements:

@@ -1,4 +1,4 @@
-"""Guesses, a step ahead, how large an element must be to be worth a note: what makes selection cost no extra pass."""
+"""Guesses, a step ahead, how large an element must be to be a candidate: what makes selection cost no extra pass."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ThresholdPredictor:
     too high costs one more read, one that is too low a longer list; what is selected is the same for every one.
 
     Args:
-        numels, ks: elements of each range, and how many are selected of them.
-        threshold: of rule "threshold": smaller elements are of no interest.
+        numels, ks: number of elements of each range, and of those selected of it at most, both >= 1.
+        threshold: magnitude of rule "threshold", > 0, below which nothing is sent; None for other rules.
     """
 
     def __init__(self, numels: Sequence[int], ks: Sequence[int], threshold: float | None = None) -> None:
@@ -57,12 +57,12 @@ class ThresholdPredictor:
         self._steepness, self._aim, self._trend, self._last, self.thresholds = values.reshape(5, -1).tolist()
 
     def learn(self, number: int, count: int, min_magnitude: float, num_candidates: float) -> None:
-        """Take note of what was selected from one range.
+        """Learn from what was selected from one range.
 
         Args:
-            number: of the range.
-            count: elements selected; `min_magnitude` the smallest magnitude among them.
-            num_candidates: elements that had reached its threshold.
+            number: index of the range, from 0.
+            count: number of elements selected; `min_magnitude` is the smallest magnitude among them.
+            num_candidates: number of elements that reached its threshold; an estimate where they had no room.
         """
         if not self._useful[number]:
             return

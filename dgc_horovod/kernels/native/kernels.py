@@ -78,8 +78,8 @@ class NativeKernels:
     """`contract.Kernels` on NumPy arrays, in C++.
 
     Args:
-        threads: most threads to use; 0: as many as torch does, one without torch.
-        library: as returned by `library.load`.
+        threads: largest number of threads, >= 0; 0: as many as torch uses, one without torch.
+        library: compiled library that `library.load` returned; None: loaded here.
     """
 
     name = "native"

@@ -1,7 +1,7 @@
-"""Triton device code: the pass over a bucket that adds its gradients to u and v and notes the candidates.
+"""Triton device code: the pass over a bucket that adds its gradients to u and v and collects the candidates.
 
-A program has one block of the flat bucket. Gradients lie anywhere: a table has the address of each segment's. What is
-noted goes to one list for the whole bucket; a program takes its place there by one atomic addition, and writes down
+A program has one block of the flat bucket. Gradients lie anywhere: a table has the address of each segment's.
+Candidates go to one list for the whole bucket; a program takes its place there by one atomic addition, and writes down
 which place that is, so that later kernels find the blocks' candidates in the order of their positions.
 """
 
@@ -62,17 +62,17 @@ def accumulate(
     """``v += accumulate(g)`` and the list of those elements that reach their segment's threshold.
 
     Args:
-        v, u, second: state of the bucket, float32; u is Adam's first moment with ADAM_FEED.
-        gradients: address of each segment's gradient.
-        starts: first element of each segment, and behind the last the end.
-        spread: of each block, the first and the last segment that have elements in it.
-        thresholds: of each segment, float32; infinity: nothing is noted.
-        numbers: of this step, float32, see above.
-        report: FLAGS and NOTED are added to.
-        positions, values: of what is noted, int32 and float32, `max_candidates` of them; the rest is only counted.
+        v, u, second: state of the bucket, flat float32; u is Adam's first moment with ADAM_FEED.
+        gradients: address of each segment's gradient, int64.
+        starts: position of each segment's first element, int32, and behind the last the end.
+        spread: first and last segment that have elements in each block, int32, two a block.
+        thresholds: smallest magnitude that makes a candidate, float32, one a segment; infinity: none.
+        numbers: scale and hyper-parameters of this step, float32, at the places above.
+        report: report of the step, int32; FLAGS and NOTED are added to.
+        positions, values: candidates, int32 and float32, `max_candidates` of them; the rest is only counted.
         ALIGNED: whether segments begin at multiples of four elements, in the bucket and in memory.
-        bases, counts: of each block, where in the list its own begin, and how many they are.
-        histogram: of how far above the candidate threshold they are, BINS of int32; the last one is open.
+        bases, counts: place in the list of each block's candidates, and their number, int32.
+        histogram: number of candidates by height above the threshold, BINS of int32; the last one is open.
 
     Cost: 20 bytes an element with momentum, 12 without, 28 with Adam.
     """

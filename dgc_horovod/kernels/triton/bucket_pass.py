@@ -69,8 +69,8 @@ class BucketPass:
     """`accumulate` for one bucket, and its memory.
 
     Args:
-        bucket: its layout.
-        device: of its state.
+        bucket: layout of the bucket.
+        device: device that holds u and v.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -109,9 +109,9 @@ class BucketPass:
         """Start the pass; all gradients must have the same feed, and stay until the device has read them.
 
         Args:
-            gradients, state, scale: as in `Kernels.accumulate`.
-            thresholds: of each segment.
-            report, histogram: zeros, for what is seen.
+            gradients, state, scale: see `Kernels.accumulate`.
+            thresholds: smallest magnitude that makes a candidate, one a segment; infinity: none.
+            report, histogram: int32 zeros, REPORT and HISTOGRAM of them, for what is seen.
         """
         accumulation, numbers = _described(gradients.accumulations[0])
         host = self.settings.host
@@ -135,7 +135,7 @@ class BucketPass:
         )  # fmt: skip
 
     def candidates(self, num_candidates: int) -> Elements | None:
-        """What has been noted, on the host, by ascending position; None if there was no room for it."""
+        """The candidates, on the host, by ascending position; None if there was no room for them."""
         if num_candidates > self.max_candidates:
             return None
         positions, order = torch.sort(self.positions[:num_candidates])

@@ -43,10 +43,10 @@ def count_ones(packets, ones, packet_words, high_at, bits, chunks):
     """How many positions begin in each chunk of each rank's bitmap.
 
     Args:
-        packets: int32 words of all ranks, one after another.
-        ones: int32, chunk by chunk, rank by rank.
-        high_at: word of a packet where the bitmap begins.
-        bits: of the bitmap.
+        packets: packets of all ranks, int32 words, one after another.
+        ones: number of those positions, int32, chunk by chunk, rank by rank.
+        high_at: index of the word of a packet where the bitmap begins.
+        bits: number of bits in the bitmap.
     """
     rank, chunk = tl.program_id(1), tl.program_id(0)
     area = packets + rank.to(tl.int64) * packet_words + high_at
@@ -62,12 +62,12 @@ def decode_positions(
     """The positions of all ranks, and where those of each block of the bucket begin.
 
     Args:
-        ones: of `count_ones`.
-        counts: of each rank's elements, as its header says.
-        positions: int32, `capacity` for each rank.
-        starts: for each rank and block (``2**BLOCK_BITS`` elements), and behind the last: the first element in it. That
-            of the first block is not written, and the one behind the last not always.
-        problems: of each rank; BAD_POSITIONS if the bitmap has another count.
+        ones: result of `count_ones`.
+        counts: number of each rank's elements, int32, as its header says.
+        positions: positions read, int32, `capacity` for each rank.
+        starts: index of the first element in each block (``2**BLOCK_BITS`` elements) and behind the last, int32, for
+            each rank. That of the first block is not written, and the one behind the last not always.
+        problems: problems of each rank, int32; BAD_POSITIONS is set if the bitmap has another count.
     """
     rank, chunk = tl.program_id(1), tl.program_id(0)
     count = tl.load(counts + rank)
@@ -108,8 +108,8 @@ def decode_values(
     """The values of all ranks; and whether what was read is what a sender can have written.
 
     Args:
-        values: float32, `capacity` for each rank.
-        values_at, scales_at: the words of a packet where the values and their scales begin.
+        values: values read, float32, `capacity` for each rank.
+        values_at, scales_at: indices of the words of a packet where the values and their scales begin.
     """
     rank = tl.program_id(1)
     count = tl.load(counts + rank)
@@ -172,14 +172,14 @@ def aggregate_into(
     """``update = sum over ranks of values * scale``, in their order.
 
     Args:
-        outputs: address of each segment's update.
-        segment_starts: first element of each segment, and behind the last the end.
-        spread: of each block (``2**BLOCK_BITS`` elements), the first and the last segment that have elements in it.
-        positions, values: `capacity` for each rank.
-        starts, counts: of `decode_positions`.
-        scale: float32.
-        flag: set to 1 if an element is not finite.
-        FRESH: begin with zero.
+        outputs: address of each segment's update, int64.
+        segment_starts: position of each segment's first element, int32, and behind the last the end.
+        spread: first and last segment that have elements in each block (``2**BLOCK_BITS`` elements), int32.
+        positions, values: elements of the ranks, int32 and float32, `capacity` for each rank.
+        starts, counts: see `decode_positions`.
+        scale: factor of the sum, one float32.
+        flag: one int32, set to 1 if an element is not finite.
+        FRESH: whether the outputs are zeroed first; if not, the sum is added to what is there.
 
     Cost: one write of the bucket, 4 bytes an element, and 16 bytes for each element that is added.
     """

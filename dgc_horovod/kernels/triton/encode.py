@@ -134,14 +134,14 @@ def encode(
     """Write the header and the elements into a packet of zeros.
 
     Args:
-        positions, values: `capacity` of them, ascending.
-        decoded: float32, the values as receivers read them.
-        report: ZEROS counts those that are read as zero, which must not be sent.
-        packet: int32 words.
-        header: its first words, without the checksum.
-        values_at, scales_at: the words of the packet where the values and their scales begin.
-        LOW: Elias-Fano's number of low bits.
-        CODEC: of the values.
+        positions, values: selected elements, int32 and float32, `capacity` of them, ascending.
+        decoded: values as receivers read them, float32, written here.
+        report: report of the step; ZEROS counts values that are read as zero, which must not be sent.
+        packet: words of the packet, int32.
+        header: first words of the packet, int32, without the checksum.
+        values_at, scales_at: indices of the words of the packet where the values and their scales begin.
+        LOW: number of low bits of Elias-Fano.
+        CODEC: code of the value codec, 1 to 6.
     """
     if tl.load(report + READY) != 0:
         first = tl.program_id(0) * CODED
@@ -174,9 +174,9 @@ def update_residual(positions, values, decoded, masked, v, u, report, packet, ca
     """``v = values - decoded`` and, with MASKS, ``u = 0`` at the positions; and the packet's sum, for its checksum.
 
     Args:
-        masked: what stood in u.
-        report: the sum is added to the 64 bits at CHECKSUM.
-        packet, words: what is summed; its checksum is still zero.
+        masked: values of u at the positions, float32, written here.
+        report: report of the step; the sum is added to the 64 bits at CHECKSUM.
+        packet, words: packet that is summed, its checksum still zero, and the number of its words.
     """
     if (tl.load(report + READY) != 0) & (tl.load(report + ZEROS) == 0):
         i = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)

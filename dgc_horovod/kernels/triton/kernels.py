@@ -1,7 +1,7 @@
 """The kernels in Triton, for CUDA tensors; and for torch CPU tensors under Triton's interpreter, for tests.
 
-A pass, an exact selection of the bucket and the coder run one after another on the device (`triton_sender`), and so
-does what comes back (`triton_receiver`). Everything else, other rules and the seldom paths, is `torch_eager`'s, around
+A pass, an exact selection of the bucket and the coder run one after another on the device (`sender`), and so
+does what comes back (`receiver`). Everything else, other rules and the seldom paths, is `torch_eager`'s, around
 the same pass.
 """
 
@@ -48,8 +48,8 @@ class TritonKernels(TorchEagerKernels):
     """`contract.Kernels` on flat float32 torch tensors of one CUDA device.
 
     Args:
-        device: such as "cuda:0"; "cpu" with TRITON_INTERPRET=1 alone.
-        coder: for packets that the host writes and reads.
+        device: CUDA device, such as "cuda:0"; "cpu" with TRITON_INTERPRET=1 alone.
+        coder: coder of packets that the host writes and reads; None: NumPy's.
 
     Raises:
         BackendUnavailable: Triton has nothing to run its kernels on here.
@@ -128,8 +128,8 @@ def _sums_of(tensors: Sequence[torch.Tensor], stride: int = 1) -> np.ndarray:
     """Sum and sum of squares of each of `tensors`, of every `stride`-th chunk; (tensors, 2) float64. One launch.
 
     Args:
-        tensors: flat, float32, on one device.
-        stride: see `Kernels.sampled_sums`.
+        tensors: flat float32 tensors on one device.
+        stride: distance between two summed chunks, >= 1, see `Kernels.sampled_sums`.
     """
     numels = np.array([len(x) for x in tensors])
     chunks = np.ceil(np.ceil(numels / CHUNK) / stride).astype(np.int64)  # of each that are looked at

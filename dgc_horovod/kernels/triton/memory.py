@@ -24,12 +24,12 @@ class Upload:
     """Small arrays that the host writes at each step and the device reads, sent by one copy.
 
     Args:
-        device: where they go.
-        fields: name -> dtype and number of elements.
+        device: device that the arrays are sent to.
+        fields: dtype and number of elements of each array, by name.
 
     Attributes:
-        host: name -> NumPy array, to be written.
-        device: name -> tensor, as after the last `send`.
+        host: NumPy arrays to be written, by name.
+        device: tensors as after the last `send`, by name.
     """
 
     def __init__(self, device: torch.device, fields: dict[str, tuple[torch.dtype, int]]) -> None:
@@ -52,9 +52,9 @@ class BucketMap:
     """Where the segments of a bucket are, for programs that have a block of it each.
 
     Args:
-        bucket: its layout.
-        block: elements of a program.
-        device: of the tables.
+        bucket: layout of the bucket.
+        block: number of elements of a program.
+        device: device that holds the tables.
     """
 
     def __init__(self, bucket: Bucket, block: int, device: torch.device) -> None:

@@ -41,9 +41,9 @@ class Filler:
     """The kernel `aggregate_into` for one bucket, and its tables.
 
     Args:
-        bucket: its layout.
-        device: of the outputs.
-        bits: two to this power is a program's part of the bucket.
+        bucket: layout of the bucket.
+        device: device that holds the outputs.
+        bits: exponent of a program's part of the bucket, which is ``2**bits`` elements; None: `block_bits`.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, bits: int | None = None) -> None:
@@ -98,10 +98,10 @@ class TritonReceiver:
     """`contract.Receiver` for one bucket and one form of packet.
 
     Args:
-        bucket: its layout.
-        wire: of the packets.
-        ranks: that send one each.
-        device: of the outputs.
+        bucket: layout of the bucket.
+        wire: format of the packets.
+        ranks: number of ranks, which send one packet each.
+        device: device that holds the outputs.
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, ranks: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Triton device code: of the elements that a pass has noted, the k largest, in the order of their positions.
+"""Triton device code: of the candidates of a pass, the k largest, in the order of their positions.
 
 Two histograms find the k-th magnitude exactly: `accumulate` counts by the upper bits of the height above the
 candidate threshold, `refine` by the lower bits within the one bin that matters. Whole numbers are added, so the order
@@ -35,10 +35,10 @@ def refine(values, thresholds, report, histogram, fine, k, max_candidates):
     """Count the candidates in the bin of the k-th largest by their lower bits.
 
     Args:
-        values: of the candidates.
-        thresholds: of which the first is that of the whole bucket.
-        report: NOTED is read.
-        histogram, fine: see above; `fine` has FINE_BINS of int32.
+        values: values of the candidates, float32.
+        thresholds: smallest magnitude of a candidate, float32; the first is that of the whole bucket.
+        report: report of the pass; NOTED is read.
+        histogram, fine: counts by upper and by lower bits, see above, BINS and FINE_BINS of int32; `fine` is added to.
     """
     num_candidates = tl.load(report + NOTED)
     at = tl.program_id(0) * LIST_BLOCK + tl.arange(0, LIST_BLOCK)
@@ -69,10 +69,10 @@ def count(
     """Of each block, how many are larger than the k-th largest and how many equal; of each group, the sums.
 
     Args:
-        report: READY, LEAST (the k-th magnitude as `size_of`) and TIES (how many equal ones are sent) are written.
-        bases, counts: of each block, where its candidates begin and how many they are.
-        larger, equal: of each block.
-        larger_sums, equal_sums: of each group.
+        report: report of the step; READY, LEAST (the k-th magnitude as `size_of`) and TIES (equal ones sent) are set.
+        bases, counts: place in the list of each block's candidates, and their number, int32.
+        larger, equal: number of larger and of equal candidates, int32, one a block.
+        larger_sums, equal_sums: sums of `larger` and of `equal`, int32, one a group.
     """
     group = tl.program_id(0)
     num_candidates = tl.load(report + NOTED)
@@ -123,8 +123,8 @@ def gather(
     """Write the k largest one after another, by ascending position; of equal ones the first are taken.
 
     Args:
-        positions, values: of the candidates.
-        chosen_positions, chosen_values: k of them.
+        positions, values: candidates, int32 and float32.
+        chosen_positions, chosen_values: k largest candidates, int32 and float32, written here.
     """
     if tl.load(report + READY) != 0:
         group = tl.program_id(0)

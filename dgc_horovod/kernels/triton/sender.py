@@ -56,10 +56,10 @@ class TritonSender:
     """`contract.Sender` for one bucket and one form of packet.
 
     Args:
-        bucket: its layout.
-        wire: of the packet; `wire.capacity` elements are sent at each step.
-        max_candidates: most candidates.
-        device: of the state.
+        bucket: layout of the bucket.
+        wire: format of the packet; `wire.capacity` elements are sent at each step.
+        max_candidates: largest number of candidates.
+        device: device that holds u and v.
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, max_candidates: int, device: torch.device) -> None:

@@ -32,9 +32,9 @@ def chunk_sums(vectors, table, sums):
     """Sum and sum of squares of each chunk, in float64; what is not finite counts as zero.
 
     Args:
-        vectors: address of each vector.
-        table: of each program, int32: its vector, where it begins, and how many elements the vector has.
-        sums: two float64 of each program.
+        vectors: address of each vector, int64.
+        table: vector of each program, place where it begins there, and number of elements of the vector, int32.
+        sums: sum and sum of squares of each program, float64.
     """
     number = tl.program_id(0)
     vector = tl.load(vectors + tl.load(table + 3 * number)).to(tl.pointer_type(tl.float32))

@@ -60,10 +60,10 @@ class Plan:
     """What a step is like.
 
     Args:
-        elements: of the model, n >= 1.
-        step_seconds: of one step on one worker without any exchange, T > 0.
+        elements: number of elements of the model, n >= 1.
+        step_seconds: seconds of one step on one worker without any exchange, T, > 0 and finite.
         workers: N >= 2.
-        link_bits: B, bits a second of the slowest host's link, > 0; None: to be measured.
+        link_bits: bits a second of the slowest host's link, B, > 0 and finite; None: to be measured.
     """
 
     elements: int
@@ -115,9 +115,9 @@ def link_bytes(elements: int, config: DGCConfig, workers: int) -> int:
     """Bytes that pass a host's link in each direction at a step, compressed, after the warm-up.
 
     Args:
-        elements: of the model.
-        config: the compression.
-        workers: N.
+        elements: number of elements of the model, n >= 1.
+        config: compression settings.
+        workers: N >= 1.
     """
     plan, traffic = bucketing.plan(_tensors(elements, config), config, workers), Traffic()
     for bucket in plan.buckets:
@@ -143,9 +143,9 @@ def measure_compress(elements: int, config: DGCConfig, workers: int) -> float:
     It runs the engine on a bucket of at most 16 Mi elements and scales linearly. Memory: 17 bytes an element of it.
 
     Args:
-        elements: of the model.
-        config: the compression.
-        workers: N.
+        elements: number of elements of the model, n >= 1.
+        config: compression settings.
+        workers: N >= 1.
     """
     numel = min(elements, _MEASURED_ELEMENTS)
     kernels = registry.choose("cpu", threads=1)
@@ -188,10 +188,10 @@ def price(plan: Plan, config: DGCConfig, method: str, compress_seconds: float) -
     """The rows: dense fp32, fp16, the method without any overlap, and with as much as dense.
 
     Args:
-        plan: its link known.
-        config: the compression.
-        method: its name.
-        compress_seconds: of a step, from `measure_compress`.
+        plan: model, step and link, the link known.
+        config: compression settings.
+        method: name of the method, for the table.
+        compress_seconds: seconds of compression and decoding in a step, from `measure_compress`.
     """
     assert plan.link_bits is not None
     fp32, compressed = Traffic(), link_bytes(plan.elements, config, plan.workers)

@@ -38,10 +38,10 @@ class Facts:
     """What child processes have found on this host; "error" in one of them says what went wrong there.
 
     Args:
-        interpreter: the Python they ran.
+        interpreter: Python that they ran.
         packages: versions of horovod, torch, tensorflow, triton; what Horovod was built for; the kernels.
-        frameworks: "torch", "tensorflow" -> what importing it and Horovod for it has shown; those installed.
-        mpirun: its path, "" if there is none.
+        frameworks: findings of importing "torch" or "tensorflow", and Horovod for it, by name; those installed.
+        mpirun: path of mpirun; "" if there is none.
     """
 
     interpreter: str

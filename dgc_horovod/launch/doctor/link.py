@@ -36,11 +36,11 @@ class Link:
     """What was measured between this host and another.
 
     Args:
-        host: the other, as the job names it.
+        host: name of the other host, as the job gives it.
         there_bits: payload bits a second from here to there.
-        back_bits: and from there to here.
+        back_bits: payload bits a second from there to here.
         round_trip: seconds for one byte there and back, median.
-        problem: why there are no figures; "" if there are.
+        problem: reason why there are no figures; "" if there are.
     """
 
     host: str
@@ -56,10 +56,10 @@ def measure(
     """Measure the link to `host`; takes about 2.5 s once the program has started there.
 
     Args:
-        host: the other host's name, for the result.
+        host: name of the other host, for the result.
         address: IPv4 address of this host that the other one can reach.
-        run: runs this file on the other host with these arguments and this token for its input, and waits for its end.
-        patience: seconds until it must have connected.
+        run: function that runs this file there with these arguments and this token as input, and waits for its end.
+        patience: seconds until the other host must have connected.
     """
     token = secrets.token_hex(_TOKEN_BYTES // 2)
     try:
@@ -94,8 +94,8 @@ def serve(
     """This host's part: wait for the other one, echo, send, receive.
 
     Args:
-        listener: where it connects.
-        token: what it must say first; any other connection is closed and forgotten.
+        listener: socket that the other host connects to.
+        token: text that it must send first; any other connection is closed and forgotten.
         patience: seconds until it must have connected.
         ended: whether there is nobody left to wait for.
 

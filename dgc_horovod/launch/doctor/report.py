@@ -93,11 +93,11 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Plan | None
     """Print what was found; returns 1 if something would stop a compressed job, else 0.
 
     Args:
-        slots: the hosts, ``a:8,b:8``; "" for this one.
-        interpreter: the Python that the job runs.
-        ssh: how to reach the other hosts.
-        job: what it asks for.
-        plan: a model and a step for which to say whether compression pays; None: not asked.
+        slots: hosts and their slots, ``a:8,b:8``; "" for this host.
+        interpreter: Python that the job runs.
+        ssh: way in which the other hosts are reached.
+        job: resolved settings of the job.
+        plan: model and step for which to say whether compression pays; None: not asked.
 
     Raises:
         ConfigError: the plan needs a link, and none was given or measured.

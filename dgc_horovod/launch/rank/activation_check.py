@@ -37,8 +37,8 @@ def hold(rank: int, workers: int) -> None:
     """Return on every rank if all are active; otherwise raise the same error on each that is.
 
     Args:
-        rank: of this process.
-        workers: N.
+        rank: index of this process, 0 <= rank < workers.
+        workers: N >= 1.
 
     Raises:
         NotActivated: names the missing ranks and their hosts.

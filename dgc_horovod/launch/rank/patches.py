@@ -27,7 +27,7 @@ class Replacements:
     """Everything replaced in this process, and what has come of it.
 
     Args:
-        job: the settings.
+        job: resolved settings of the job.
     """
 
     def __init__(self, job: Job) -> None:
@@ -57,7 +57,7 @@ class Replacements:
         """`ours` under the name and signature of `stock`, with the job's compression.
 
         Args:
-            stock, ours: take an argument ``compression``.
+            stock, ours: functions that take an argument ``compression``.
             compressions: Horovod's class ``Compression`` of the framework.
         """
         signature = inspect.signature(stock)

@@ -28,7 +28,7 @@ class Outcome:
     """What this rank knows of the job.
 
     Args:
-        job: the settings.
+        job: resolved settings of the job.
     """
 
     def __init__(self, job: Job) -> None:

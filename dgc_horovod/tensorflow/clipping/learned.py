@@ -31,8 +31,8 @@ class LearntClipping:
     """What a script clips of the gradients of one traced exchange, or of all eager ones.
 
     Args:
-        count: of the gradients.
-        settings: of the tape.
+        count: number of gradients.
+        settings: settings of the tape.
     """
 
     def __init__(self, count: int, settings: Settings) -> None:
@@ -52,10 +52,10 @@ class LearntClipping:
         """Clip by `kind` from now on; returns whether this step's gradients are, or will be, clipped so.
 
         Args:
-            kind: as Keras calls it, see `KINDS`.
-            numbers: of the gradients.
-            c: the limit of the averaged (or summed) gradient.
-            what: asks for it, for messages.
+            kind: name of the clipping as Keras calls it, one of `KINDS`.
+            numbers: indices of the gradients, from 0.
+            c: limit of the averaged (or summed) gradient, > 0 and finite.
+            what: name of the call that asks for it, for messages.
         """
         config, limit = self._settings.config, number(c)
         assert config is not None
@@ -129,10 +129,10 @@ class Returned:
     """What a compressed tape has returned in one call.
 
     Args:
-        clipping: of its exchange.
-        own: this rank's gradients.
-        combined: what came back for them; it carries a mark from now on.
-        collectives: of its exchange.
+        clipping: learnt clipping of its exchange.
+        own: gradients of this rank.
+        combined: tensors that came back for them; each carries a mark from now on.
+        collectives: transport of its exchange.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Returned:
 
     @property
     def norm(self) -> tf.Tensor:
-        """Of the gradients before they were clipped: the root mean square of the ranks' norms, equal on every rank."""
+        """Norm of the gradients before they were clipped: root mean square of the ranks' norms, equal on every rank."""
         if self._norm is None:
             squares = tf.square(tf.linalg.global_norm([_fp32(tf.convert_to_tensor(g)) for g in self._own]))
             name, collectives = "norm", self._collectives  # whose clock is free once the exchange has ended

@@ -1,4 +1,4 @@
-"""Gradients that travel whole: an allreduce each, which Horovod fuses; sparse ones as Horovod sends them."""
+"""Gradients on the dense path: an allreduce each, which Horovod fuses; sparse ones as Horovod sends them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class DensePath:
     """The dense exchange of one optimizer or tape.
 
     Args:
-        collectives: of that optimizer.
+        collectives: transport of that optimizer or tape.
         settings: Horovod's arguments.
-        compression: Horovod's none or fp16.
-        groups: index of a gradient -> group, -1 for none; a group is reduced as one operation.
+        compression: Horovod's ``Compression.none`` or ``Compression.fp16``.
+        groups: group of each gradient by its index, -1 for none; a group is reduced as one operation.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class GradientExchange:
 
     Args:
         sources, settings, collectives, update, generation, homes, number: see `HostSteps`.
-        keeps_fp32: return updates of compressed float16 variables as float32: times the learning rate they fit.
+        keeps_fp32: whether compressed float16 variables get float32 updates: times the learning rate they fit.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class GradientExchange:
 
         Args:
             gradients: tensors or IndexedSlices, one for each source.
-            iterations: steps that the optimizer has made, and
-            learning_rate: its present one; both are used to take over a checkpoint.
-            weights: a variable for each source, and
-            everything: what is to be set right where they differ between ranks; see `Replicas`.
+            iterations: number of steps that the optimizer has made, >= 0.
+            learning_rate: present learning rate; it and `iterations` are used to take over a checkpoint.
+            weights: variables, one for each source.
+            everything: variables that are set right where they differ between ranks; see `Replicas`.
 
         Raises:
             UnsupportedUse: in a graph that XLA compiles.

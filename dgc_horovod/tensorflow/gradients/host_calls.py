@@ -17,7 +17,7 @@ _ALIGNMENT = 64  # bytes; TensorFlow copies what is not aligned so
 
 
 def threads() -> int:
-    """As many as TensorFlow uses inside an operation."""
+    """Number of threads that TensorFlow uses inside an operation."""
     return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
 
@@ -27,10 +27,10 @@ def host_call(
     """The tensors that ``function(*inputs)`` returns, when the graph gets there.
 
     Args:
-        function: takes and returns Arrays of `kernels` (NumPy arrays without), one returned for each of `dtypes`.
+        function: function of Arrays of `kernels` (NumPy arrays without) that returns one for each of `dtypes`.
         inputs: tensors. A NumPy function sees their memory; a torch function gets them by DLPack, on their device.
-        dtypes: of what is returned.
-        kernels: `contract.Kernels` whose arrays the function works on.
+        dtypes: dtypes of the results.
+        kernels: `contract.Kernels` whose arrays the function works on; None: NumPy's.
     """
     if kernels is None or kernels.array_kind == "numpy":
         return _as_list(tf.numpy_function(lambda *arrays: list(function(*arrays)), list(inputs), list(dtypes)))
@@ -59,7 +59,7 @@ class Blocks:
     A step's updates are as large as the model: new memory for them would cost a page fault for every 4 KiB.
 
     Args:
-        sizes: elements of each float32 vector.
+        sizes: number of elements of each float32 vector.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:

@@ -41,14 +41,14 @@ class HostSteps:
     """The steps of one exchange on this rank.
 
     Args:
-        sources: of the gradients.
+        sources: variables whose gradients are exchanged, in that order.
         settings: the compression and Horovod's arguments.
-        collectives: of this exchange, for its traffic and its watch.
-        update: how gradients enter the residual.
-        generation: called with the optimizer's iterations at each step: a number that changes when a checkpoint
+        collectives: transport of this exchange, for its traffic and its watch.
+        update: form in which gradients enter the residual.
+        generation: function of the optimizer's iterations, called at each step: a number that changes when a checkpoint
             has been loaded since the last.
-        homes: shared by all exchanges that may meet the same variables.
-        number: of the exchange, among those of the same variables that have each a state of their own.
+        homes: places of u and v, shared by all exchanges that may meet the same variables.
+        number: index of the exchange, from 0, among those of the same variables that have each a state of their own.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class HostSteps:
         """Go on from what `residuals` gave; without residuals the optimizer's slots are taken over at the next step.
 
         Args:
-            state: of this rank.
-            iterations: of the optimizer.
-            generation: that it belongs to; if a checkpoint has been loaded since, it is not wanted any more.
+            state: residuals of this rank.
+            iterations: number of steps that the optimizer has made, >= 0.
+            generation: generation of `state`; if a checkpoint has been loaded since, it is not wanted any more.
         """
         assert self.buckets is not None
         if self._generation_now(iterations) != generation:
@@ -210,9 +210,9 @@ class HostSteps:
         """Put what stood in the optimizer's slots into the engines.
 
         Args:
-            counts: for each variable its number in the list of gradients, and how many slots it has.
-            rate: the learning rate.
-            slots: all of them.
+            counts: index in the list of gradients and number of slots, for each variable.
+            rate: learning rate, a scalar.
+            slots: values of all slots, variable by variable.
         """
         assert self.buckets is not None
         rest, factor = list(slots), 1 if self.buckets.averages else self.buckets.workers
@@ -287,7 +287,7 @@ class HostSteps:
         """Close the step; returns whether every rank may apply it.
 
         Args:
-            dense_bytes: that went by the dense path.
+            dense_bytes: bytes of this rank's gradients on the dense path.
             flags: whether each part is finite.
         """
         finite = all(bool(flag) for flag in flags)

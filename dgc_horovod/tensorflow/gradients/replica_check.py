@@ -21,10 +21,10 @@ class Replicas:
     """The weights of the variables of one exchange, as `ReplicaCheck` sees them.
 
     Args:
-        sources: of the variables.
-        config: ``check_every`` and ``on_mismatch`` are used.
-        collectives: of the exchange.
-        noting: keeps an error that a function raises, see `HostSteps.noting`.
+        sources: variables of the exchange, in its order.
+        config: compression settings; ``check_every`` and ``on_mismatch`` are used.
+        collectives: transport of the exchange.
+        noting: wrapper of a function that keeps the error it raises, see `HostSteps.noting`.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Replicas:
         """Compare `part`, if there is one; a tensor on which what follows must depend.
 
         Args:
-            part: from `due`.
-            step: steps that were finished.
-            weights: a variable for each of the sources.
-            everything: what is set to the first rank's values where weights differ: `weights`, and the optimizer's.
+            part: index of the part, from `due`; -1: none.
+            step: number of steps finished.
+            weights: variables, one for each of the sources.
+            everything: variables set to the first rank's values where weights differ: `weights`, and the optimizer's.
         """
         branches = [lambda: tf.constant(True), *(self._compared(numbers, step, weights) for numbers in self.parts)]
         same = tf.switch_case(part + 1, branches)

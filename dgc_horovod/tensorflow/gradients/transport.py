@@ -20,7 +20,7 @@ class Collectives:
     """The exchanges of one optimizer or tape on one process set.
 
     Args:
-        process_set: Horovod's; N is its size.
+        process_set: Horovod's process set; N is its size.
         tag: prefix of every name; names are fixed over the run, so that Horovod's cache always hits.
         timeout: seconds that `gather_bytes` waits for the others; None: DGC_TIMEOUT.
     """
@@ -98,9 +98,9 @@ class Collectives:
         """What ``reduce()`` puts into the graph, with the clock running from when all of `given` is there.
 
         Args:
-            name: what is waited for.
+            name: name of what is waited for.
             given: tensors that this rank contributes.
-            reduce: makes the operations, and returns their results.
+            reduce: function that makes the operations, and returns their results.
         """
 
         def arm() -> list[Any]:

@@ -32,7 +32,7 @@ class PlainUpdate:
     """Error feedback alone.
 
     Args:
-        notice: for the user, once.
+        notice: text for the user, said once; "" for none.
     """
 
     is_split = False
@@ -53,9 +53,9 @@ class PlainUpdate:
         """Put into segment i of `engine` what stood in `slots`.
 
         Args:
-            engine, i: where the variable is.
-            slots: values of `slots`.
-            rate: the learning rate; for a sum over ranks, times their number.
+            engine, i: engine of the variable, and index of its segment.
+            slots: values of the optimizer's variables that `slots` names.
+            rate: learning rate; for a sum over ranks, times their number.
         """
 
     def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
@@ -66,7 +66,7 @@ class PlainUpdate:
         """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
 
         Args:
-            optimizer: wrapped.
+            optimizer: wrapped Keras optimizer.
             left: variables and what is left of each, in its shape, by part.
             compressed: keys of the variables on the sparse path.
 
@@ -79,7 +79,7 @@ class PlainUpdate:
 
 
 class TapeUpdate(PlainUpdate):
-    """Of gradients that go back to the script."""
+    """The update of gradients that go back to the script."""
 
     is_optimizers = False
 
@@ -122,7 +122,7 @@ class SGDUpdate(_SplitUpdate):
     def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> None:
         """All of v is applied, and u joins the velocity, from which it is taken over again: nothing is lost.
 
-        Of a variable that is sent whole v is a gradient, whose momentum is still to come.
+        Of an uncompressed variable v is a gradient, whose momentum is still to come.
         """
         v, momentum = left[RESIDUAL], float(self._optimizer.momentum)
         later = left.get(MOMENTUM) if compressed else v
@@ -161,7 +161,7 @@ class AdamUpdate(_SplitUpdate):
     def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
         """All of v is applied, and the mean moments go where Keras has them, from which they are taken over again.
 
-        What coding has left of a variable that is sent whole is a gradient, which is not applied alone: Adam would take
+        What coding has left of an uncompressed variable is a gradient, which is not applied alone: Adam would take
         a full step for it, however small it is.
         """
         if not compressed:

@@ -55,9 +55,9 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
     gradients left in residuals is then dropped. Random generators stay each rank's own.
 
     Args:
-        root_rank: whose variables are sent.
-        device: where they are sent from.
-        local_variables: one or several that are not sent.
+        root_rank: rank whose variables are sent, 0 <= root_rank < hvd.size().
+        device: TensorFlow device from which they are sent; "": TensorFlow's choice.
+        local_variables: variable, or several, that are not sent; None: all are.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -100,7 +100,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the epoch's metrics over the ranks, for the callbacks after it and the history.
 
     Args:
-        device: where they are averaged.
+        device: TensorFlow device on which they are averaged; "": TensorFlow's choice.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -122,13 +122,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` between two epochs.
 
     Args:
-        initial_lr: the learning rate that is multiplied, > 0.
-        multiplier: a factor for each epoch after `start_epoch` (an exponential decay), or a function of the epoch.
+        initial_lr: learning rate that is multiplied, > 0 and finite.
+        multiplier: factor for each epoch after `start_epoch` (an exponential decay), or a function of the epoch.
         start_epoch, end_epoch: first epoch, and the one after the last (None: no end).
-        staircase: the epoch is a whole number, set at its first batch; otherwise at every batch, with a fraction.
-        momentum_correction: where the learning rate changes, scale the velocity of SGD, which has the learning rate in
+        staircase: whether the epoch is an integer, set at its first batch; otherwise a fraction, set at every batch.
+        momentum_correction: whether a change of the learning rate scales the velocity of SGD, which has that rate in
             it, by the same factor (Goyal et al. 2017, section 3.1). Compressed tensors do not need it.
-        steps_per_epoch: batches in an epoch; asked of Keras where it is None.
+        steps_per_epoch: batches in an epoch; None: asked of Keras.
     """
 
     def __init__(
@@ -199,10 +199,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from ``initial_lr / N`` to ``initial_lr`` (Goyal et al. 2017, section 2.2).
 
     Args:
-        initial_lr: reached after the warm-up.
-        warmup_epochs: its length.
-        momentum_correction, steps_per_epoch: as above.
-        verbose: 1: say on rank 0 when it is over.
+        initial_lr: learning rate after the warm-up, > 0 and finite.
+        warmup_epochs: length of the warm-up in epochs.
+        momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
+        verbose: verbosity; above 0: say on rank 0 when it is over.
     """
 
     def __init__(

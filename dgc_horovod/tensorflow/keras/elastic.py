@@ -46,7 +46,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     TensorFlow: the training function would end there as if all was well.
 
     Args:
-        func: takes a state first, and is run again from its last commit whenever the ranks change.
+        func: function that takes a state first, and is run again from its last commit whenever the ranks change.
     """
 
     @functools.wraps(func)
@@ -80,14 +80,14 @@ class KerasState(ObjectState):
     """Weights and the optimizer's variables of a Keras 3 model, saved, restored and sent to newcomers.
 
     What a rank has kept of gradients (u, v) is saved and restored with them, and is its own: it is never sent. When N
-    ranks become M, what the survivors have kept is scaled by M/N (where gradients are averaged), so that what they owe
-    the model stays the same; newcomers begin with nothing.
+    ranks become M, what the survivors have kept is scaled by M/N (where gradients are averaged), so that the combined
+    residual stays the same; newcomers begin with nothing.
 
     Args:
-        model: built.
-        optimizer: of the model, if it is not compiled into it.
-        flush_on_commit: apply everything that ranks have kept before each commit: a rank that is lost loses nothing
-            that was committed (see ``flush`` for what it leaves under Adam).
+        model: Keras 3 model, built.
+        optimizer: optimizer of the model; None: the one compiled into it.
+        flush_on_commit: whether everything that ranks have kept is applied before each commit: a rank that is lost
+            loses nothing that was committed (see ``flush`` for what it leaves under Adam).
         kwargs: more values to keep in step, attributes of this object.
     """
 

@@ -25,12 +25,12 @@ def load_model(
     start from zero, and the momentum of the file is taken over.
 
     Args:
-        filepath: of the saved model.
+        filepath: path of the saved model.
         custom_optimizers: classes of optimizers that Keras does not know.
-        custom_objects: as for ``keras.models.load_model``.
-        compression: as for ``DistributedOptimizer``.
-        legacy_opts: for compatibility; Keras 3 has no legacy optimizers.
-        arguments: others for ``DistributedOptimizer``: op, backward_passes_per_step, ...; they are in no file.
+        custom_objects: objects by name, see ``keras.models.load_model``.
+        compression: compression of the optimizer, see ``DistributedOptimizer``.
+        legacy_opts: without effect, for compatibility; Keras 3 has no legacy optimizers.
+        arguments: other arguments of ``DistributedOptimizer``: op, backward_passes_per_step, ...; they are in no file.
 
     Returns:
         The model, compiled if it was saved so.

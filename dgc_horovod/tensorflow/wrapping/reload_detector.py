@@ -13,8 +13,8 @@ class Clock:
     """Notices that a checkpoint was loaded: it is told, or the optimizer's iterations jump.
 
     Args:
-        stride: iterations from one exchange to the next.
-        says: whether to tell the user (one rank does).
+        stride: iterations from one exchange to the next, >= 1.
+        says: function that tells whether to warn the user (on one rank).
     """
 
     def __init__(self, stride: int, says: Callable[[], bool]) -> None:
@@ -32,7 +32,7 @@ class Clock:
         return self._generation
 
     def generation(self, iterations: int) -> int:
-        """A number that changes when a checkpoint has been loaded. `iterations`: of the optimizer, at an exchange."""
+        """A number that changes when a checkpoint has been loaded. `iterations`: the optimizer's, at an exchange."""
         last, self._last = self._last, iterations
         if last is not None and not 0 <= iterations - last <= _SKIPPED_AT_MOST * self._stride:
             self._generation += 1

@@ -17,10 +17,10 @@ class VariableSet:
     """Variables that are given to ``apply`` or ``gradient`` together, and what the ranks have agreed on for them.
 
     Args:
-        sources: as the caller gives them.
-        kinds: of each one's gradient, over all ranks: "none", "sparse" or "dense".
+        sources: variables, as the caller gives them.
+        kinds: kind of each one's gradient, over all ranks: "none", "sparse" or "dense".
         local: whether each is left to its rank.
-        make: gives the exchange of those that have a gradient on some rank and are not local.
+        make: function that makes the exchange of those that have a gradient on some rank and are not local.
     """
 
     def __init__(

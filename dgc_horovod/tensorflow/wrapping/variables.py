@@ -30,7 +30,7 @@ def keys_of(given: Any, argument: str) -> set[Key]:
     """The keys of one variable, or of several, or of none (None).
 
     Args:
-        given: what a script has passed as `argument`, for the message.
+        given: variables that a script has passed as `argument`, whose name is for the message.
 
     Raises:
         ConfigError: something in it is no variable, or one whose layer is not built: it would be passed over unseen.
@@ -69,10 +69,10 @@ class Source:
     """What is to be known of a variable (or a watched tensor) whose gradient is exchanged, without keeping it alive.
 
     Args:
-        key: see `key_of`; of a tensor, its place among the sources.
-        name: how the user knows it.
-        shape, dtype: of it and its gradient.
-        cuda: "cuda:0" on the first GPU, None on the host.
+        key: key of the variable, see `key_of`; of a tensor, its index among the sources.
+        name: name by which the user knows it.
+        shape, dtype: shape and dtype of it and its gradient.
+        cuda: torch's name of the GPU that holds it, such as "cuda:0"; None on the host.
     """
 
     key: Key

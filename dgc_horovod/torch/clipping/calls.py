@@ -116,7 +116,7 @@ def end_step(optimizer: Any) -> None:
 
 
 def _look_again() -> None:
-    """What torch's function has just done to gradients has been noted: it is no change that a script should hear of."""
+    """What torch's function has just done to gradients is known: it is no change that a script should hear of."""
     for optimizer in owners.live():
         optimizer._dgc_watch.look_again()
 

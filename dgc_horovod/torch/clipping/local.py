@@ -1,7 +1,7 @@
 """Clipping as DGC does it: each rank its own gradient, before the momentum; whoever asks for it.
 
 Local gradient clipping (DGC section 3.1) is asked for by ``clip_norm``, or by the script itself: its calls of
-``clip_grad_norm_`` and ``clip_grad_value_`` are seen by `clip_calls` and noted here. Such a call comes when the
+``clip_grad_norm_`` and ``clip_grad_value_`` are seen by `calls` and recorded here. Such a call comes when the
 gradients have been taken already, so it holds for the next step, in which it is renewed or ends.
 """
 
@@ -27,9 +27,9 @@ class Clip:
     """One limit.
 
     Args:
-        parameters: whose gradients are limited, by their norm together.
-        limit: of the averaged gradient, > 0; inf measures and clips nothing.
-        p: of the norm, > 0 or inf; `ELEMENTS` limits each element's magnitude.
+        parameters: parameters whose gradients are limited, by their norm together.
+        limit: limit of the averaged gradient, > 0; inf measures and clips nothing.
+        p: order of the norm, > 0 or inf; `ELEMENTS` limits each element's magnitude.
         updates: whether the script clips after synchronize(), where every rank sees the same numbers.
     """
 
@@ -56,9 +56,9 @@ class LocalClipping:
     """What limits the gradients of one optimizer on this rank.
 
     Args:
-        given: ``clip_norm``, or None: what the script itself asks for.
-        parameters: all of the optimizer's that are exchanged.
-        workers: N.
+        given: ``clip_norm`` of the compression, > 0; None: what the script itself asks for.
+        parameters: all parameters of the optimizer that are exchanged.
+        workers: N >= 1.
         averages: whether gradients are averaged (True) or summed.
     """
 
@@ -101,8 +101,8 @@ class LocalClipping:
         """The script has made a call; it will hold for the next step.
 
         Returns:
-            Whether a limit of the same gradients holds in this step already, so that the call is to change nothing:
-            their norm before they were clipped, 0 for elements; None if it does not.
+            Norm of the same gradients before they were clipped, 0 for elements, if a limit of them holds in this step
+            already, so that the call is to change nothing; None if none does.
         """
         if self.given is not None and not math.isnan(clip.p):
             held = self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
@@ -124,7 +124,7 @@ class LocalClipping:
         """A call that holds from the next step on: clip the updates of this one, in ``p.grad``, as it says.
 
         Args:
-            clip: noted.
+            clip: limit of the call, recorded already.
             steps: parameters whose updates are no gradients; they stay as they are.
 
         Returns:
@@ -162,7 +162,7 @@ class LocalClipping:
         return late
 
     def step_ends(self, in_join: bool = False) -> None:
-        """What was noted in this step holds in the next.
+        """What was recorded in this step holds in the next.
 
         Args:
             in_join: whether no script has made this step: what holds goes on, as on the ranks whose scripts do.
@@ -181,7 +181,7 @@ class LocalClipping:
         next step on each rank clips to it.
 
         Args:
-            before, after: L2 norm of all updates; `before` is 0 if it is not known.
+            before, after: L2 norm of all updates, before and after the change; `before` is 0 if it is not known.
         """
         limit = self.given or self.by_hand
         nothing = math.isclose(after, before, rel_tol=1e-6)
@@ -207,8 +207,8 @@ class LocalClipping:
         """Find what `clipped` does, in the order of the script's calls.
 
         Args:
-            gradients: all of this rank.
-            loss_scale: by which they are multiplied.
+            gradients: all gradients of this rank, by parameter.
+            loss_scale: factor of the gradients, > 0.
 
         Cost: a read of each gradient for each norm that it is part of.
         """

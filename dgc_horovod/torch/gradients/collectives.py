@@ -24,10 +24,10 @@ class Pending:
     """A collective under way.
 
     Args:
-        handle: the transport's; None where there was nobody to talk to.
-        result: what comes of it, where there is no handle.
-        name: its full name.
-        home: the tensor that gets the result, if a copy on the host was sent.
+        handle: handle of the transport; None where there was nobody to talk to.
+        result: result of the collective, where there is no handle.
+        name: full name of the collective.
+        home: tensor that gets the result, if a copy on the host was sent; else None.
     """
 
     handle: Any
@@ -43,7 +43,7 @@ class Collectives(ABC):
         rank: index of this worker in the group, 0 <= rank < workers.
         workers: N >= 1; where it is 1 nothing is sent.
         tag: prefix of every name; names are fixed over the run, so that caches of them always hit.
-        timeout: seconds that are waited for the others; None: DGC_TIMEOUT.
+        timeout: seconds to wait for the others, > 0; None: DGC_TIMEOUT.
     """
 
     failures: tuple[type[Exception], ...] = ()  # what a collective raises once another rank has ended

@@ -1,4 +1,4 @@
-"""Small tensors (bias, norm) that are not sent as a whole bucket: an allreduce each, which Horovod fuses."""
+"""Small tensors (bias, norm) that are in no bucket: an allreduce each, which Horovod fuses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ReduceSettings:
     """How the gradients of all ranks are combined.
 
     Args:
-        averages: whether they are averaged (True) or summed.
-        gradient_predivide_factor: part of the averaging that is done before the sum.
+        averages: whether gradients are averaged (True) or summed.
+        gradient_predivide_factor: divisor of the gradients before the sum, made good after it, > 0.
         sparse_as_dense: whether sparse gradients are made dense.
     """
 
@@ -52,11 +52,11 @@ class DensePath:
     """The dense tensors of one optimizer, and how far this step has come.
 
     Args:
-        names: parameter -> name.
-        collectives: of the optimizer.
+        names: name of each dense parameter.
+        collectives: transport of this optimizer's group.
         settings: Horovod's arguments.
-        loss_scale: gives the factor by which gradients are multiplied at present.
-        half: whether they travel as fp16, as with Horovod's own Compression.fp16.
+        loss_scale: function that gives the present factor of the gradients, > 0.
+        half: whether gradients travel as fp16, as with Horovod's own Compression.fp16.
     """
 
     def __init__(

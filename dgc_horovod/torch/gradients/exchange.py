@@ -35,12 +35,12 @@ class GradientExchange:
     """Everything between ``p.grad`` of one rank and ``p.grad`` of all.
 
     Args:
-        parameters: name -> parameter, in the model's order; only those that require a gradient.
-        boundaries: parameter -> number; tensors of different numbers never share a bucket.
-        config: the compression.
-        collectives: of this optimizer.
+        parameters: parameters by name, in the model's order; only those that require a gradient.
+        boundaries: number of each parameter; tensors of different numbers never share a bucket.
+        config: compression settings.
+        collectives: transport of this optimizer's group.
         settings: Horovod's arguments.
-        loss_scale: gives the factor by which the loss, hence every gradient, is multiplied at present.
+        loss_scale: function that gives the present factor of the loss, hence of every gradient, > 0.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class GradientExchange:
         little, and what a bucket's tensors need is done when all of them are there.
 
         Args:
-            p: a parameter with a gradient.
-            accumulation_of: how a compressed tensor's gradient enters the residual, and what decay is added to it
-                before.
+            p: parameter with a gradient.
+            accumulation_of: function of a compressed parameter: form in which its gradient enters the residual, and the
+                weight decay that is added to the gradient before.
 
         Returns:
             A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.

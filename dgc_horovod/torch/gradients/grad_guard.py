@@ -62,7 +62,7 @@ class GradientWatch:
         """Whether an update was changed since synchronize.
 
         Args:
-            loss_scale: a GradScaler's unscale_, which divides by it, does not count as a change.
+            loss_scale: loss scale, > 0; a GradScaler's unscale_, which divides by it, does not count as a change.
         """
         if any(_version(p) != seen for p, seen in self._synchronized):
             return True

@@ -19,9 +19,9 @@ class Replicas:
     """The weights of one optimizer on this rank, as `ReplicaCheck` sees them.
 
     Args:
-        parameters: by name.
-        config: ``check_every`` and ``on_mismatch`` are used.
-        collectives: of the optimizer.
+        parameters: parameters of the optimizer, by name.
+        config: compression settings; ``check_every`` and ``on_mismatch`` are used.
+        collectives: transport of this optimizer's group.
     """
 
     def __init__(self, parameters: dict[str, torch.Tensor], config: DGCConfig, collectives: Collectives) -> None:

@@ -31,7 +31,7 @@ class PlainUpdate:
     """Error feedback alone: the gradient enters the residual, the user's optimizer takes what comes back.
 
     Args:
-        kind: whose arithmetic the user's optimizer has: "sgd", "adam" (AdamW too) or "other".
+        kind: name of the user's optimizer's arithmetic: "sgd", "adam" (AdamW too) or "other".
     """
 
     sends_directions = False  # whether updates are steps already, and no gradients
@@ -82,12 +82,12 @@ class PlainUpdate:
         """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
 
         Args:
-            optimizer: wrapped.
-            left: of every tensor in a bucket, by part.
-            is_compressed: whether a tensor is on the sparse path.
+            optimizer: wrapped torch optimizer.
+            left: combined u, v or moments of every tensor in a bucket, by part.
+            is_compressed: function that tells whether a tensor is on the sparse path.
 
         Returns:
-            What cannot be applied, and is to be kept on every rank.
+            What cannot be applied, by parameter, and is to be kept on every rank.
         """
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -178,7 +178,7 @@ class SGDUpdate(_SplitUpdate):
     def flush_one(self, p: Parameter, left: Left, group: Group, state: dict[str, Any], compressed: bool) -> None:
         """All of v is applied, and u joins the buffer: by linearity nothing is lost, and the buffer is stock's.
 
-        Of a tensor that is sent whole v is a gradient, whose momentum is still to come.
+        Of an uncompressed tensor v is a gradient, whose momentum is still to come.
         """
         sign = -1.0 if group["maximize"] else 1.0  # stock's buffer is of what is descended
         lr, m, v = float(group["lr"]), float(group["momentum"]), sign * left[RESIDUAL].to(p.dtype)
@@ -258,7 +258,7 @@ class AdamUpdate(_SplitUpdate):
     def flush_one(self, p: Parameter, left: Left, group: Group, state: dict[str, Any], compressed: bool) -> Any:
         """All of v is applied, and the mean moments go where stock Adam has them.
 
-        What coding has left of a tensor that is sent whole is a gradient, which is not applied alone: Adam would take a
+        What coding has left of an uncompressed tensor is a gradient, which is not applied alone: Adam would take a
         full step for it, however small it is.
         """
         if not compressed:
