@@ -21,8 +21,8 @@ class Step(NamedTuple):
 
 STEPS = (
     Step("1  accumulate", ("u = m·u + g", "v = v + u"), 92),
-    Step("2  select", ("the k largest |v|,", "0.1–1% of them"), 340),
-    Step("3  exchange", ("packets to every worker,", "added in rank order"), 588),
+    Step("2  select", ("k largest |v|: 0.1–1%", "leave v; u = 0 there"), 340),
+    Step("3  exchange", ("packets to every worker,", "mean, in rank order"), 588),
 )
 
 
@@ -71,7 +71,7 @@ def picture() -> str:
         text((right + WIDTH) / 2, middle - 10, "update"),
         arrow(f"M{second + BOX_WIDTH / 2} {bottom}V{low}H{first + BOX_WIDTH / 2}V{bottom + 4}", ACCENT),
         text((first + second + BOX_WIDTH) / 2, low + 20, "residual: what is not sent stays in v", 14, ACCENT),
-        text((first + second + BOX_WIDTH) / 2, low + 38, "and is sent later; nothing is lost", 13, GREY),
+        text((first + second + BOX_WIDTH) / 2, low + 38, "and is sent later", 13, GREY),
         text(WIDTH / 2, 30, "every worker, every step, for every bucket of gradients", 14, GREY),
     ]
     return "\n".join(

@@ -1,36 +1,69 @@
-"""What each rank of `tests.helpers.ranks.run_ranks` runs: ``python -m tests.helpers.rank_main FOLDER CASE...``"""
+"""What each rank of `tests.helpers.ranks` runs: ``python -m tests.helpers.rank_main FOLDER [CASE...]``.
+
+Without cases it serves: it runs what each new file ``N.order`` in the folder lists, until its launcher has gone.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import itertools
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
+from typing import Any
+
+_PAUSE = 0.01  # seconds between two looks for an order
+
+
+def run_cases(cases: list[str]) -> dict[str, Any]:
+    """What each case returns; a case that raises ends this rank with its traceback."""
+    results = {}
+    for case in cases:
+        faulthandler.dump_traceback_later(float(os.environ.get("CASE_TIMEOUT", "200")), exit=True)
+        module, function = case.split(".")
+        results[case] = getattr(importlib.import_module(f"tests.parallel.cases.{module}"), function)()
+    faulthandler.cancel_dump_traceback_later()
+    return results
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write JSON so that nobody reads a part of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(results))
+    partial.rename(path)
+
+
+def serve(folder: Path, rank: str) -> None:
+    """Run orders until the process that launched the ranks has gone."""
+    for number in itertools.count():
+        order = folder / f"{number}.order"
+        while not order.exists():
+            if not Path(f"/proc/{os.environ['DGC_TEST_LAUNCHER']}").exists():
+                return
+            time.sleep(_PAUSE)
+        write(folder / f"{number}.{rank}.json", run_cases(json.loads(order.read_text())))
 
 
 def main() -> int:
-    """Run the cases and write this rank's JSON; a case that raises ends the run with its traceback."""
+    """Run the cases and write this rank's JSON."""
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
-    faulthandler.dump_traceback_later(float(os.environ.get("CASE_TIMEOUT", "200")), exit=True)
-    if not all(case.startswith("keras_") for case in cases):
+    rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+    if os.environ["DGC_TEST_KIND"] == "torch":
         import torch
 
         torch.set_num_threads(1)
-    results = {}
-    for case in cases:
-        module, function = case.split(".")
-        try:
-            results[case] = getattr(importlib.import_module(f"tests.parallel.cases.{module}"), function)()
-        except Exception:
-            print(traceback.format_exc(), flush=True)
-            return 1
-    rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-    partial = folder / f"{rank}.partial"
-    partial.write_text(json.dumps(results))
-    partial.rename(folder / f"{rank}.json")
+    try:
+        if cases:
+            write(folder / f"0.{rank}.json", run_cases(cases))
+        else:
+            serve(folder, rank)
+    except Exception:
+        print(traceback.format_exc(), flush=True)
+        return 1
     return 0
 
 

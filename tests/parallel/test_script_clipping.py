@@ -18,6 +18,7 @@ CASES = [
     "uneven_data",
     "loaded_on_one_rank",
     "measured_on_one_rank",
+    "odd_orders",
 ]
 
 
@@ -79,3 +80,10 @@ def test_gradients_of_others_and_steps_that_are_not_finite(ranks):
 @pytest.mark.parametrize("case", ["uneven_data", "loaded_on_one_rank", "measured_on_one_rank"])
 def test_ranks_that_do_something_else_clip_with_the_others(ranks, case):
     assert len({rank[f"script_clipping.{case}"] for rank in ranks}) == 1
+
+
+def test_norms_of_order_zero_and_below_are_torchs(ranks):
+    found = ranks[0]["script_clipping.odd_orders"]
+    assert found["fingerprint"] == ranks[1]["script_clipping.odd_orders"]["fingerprint"]
+    for own, returned in found["found"]:
+        assert returned == pytest.approx(own, rel=1e-4, nan_ok=True)

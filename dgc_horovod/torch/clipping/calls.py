@@ -72,7 +72,8 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
     norms, left = [], parameters
     for optimizer in owners.live():
         own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
-        norm = _note(optimizer, Clip(own, limit, p)) if own and 0 < limit < math.inf else None
+        known = own and 0 < limit < math.inf and (math.isnan(p) or p > 0)  # a norm of order p <= 0 is torch's affair
+        norm = _note(optimizer, Clip(own, limit, p)) if known else None
         if norm is not None:
             norms.append(norm)
             taken = set(own)

@@ -158,21 +158,53 @@ def returned_norms() -> dict[str, Any]:
     return results
 
 
-def measured_on_one_rank() -> str:
-    """Rank 0 alone calls clip_grad_norm_ in some steps, to log the norm."""
+def _trained(
+    clip: Callable[[int, Any], None],
+    steps: int = STEPS,
+    before: Callable[[int, Any], None] = lambda step, optimizer: None,
+) -> nn.Module:
+    """Train as such scripts do, with ``clip(step, model)`` after synchronize().
+
+    Args:
+        clip: what this rank does to the updates of a step.
+        steps: number of batches of this rank.
+        before: called with the number of a step and the optimizer before its backward pass.
+    """
     hvd.init()
     model = smooth_model()
     sgd = torch.optim.SGD(model.parameters(), 0.05, 0.9)
     optimizer = DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
-    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+    for step, (x, y) in enumerate(batches(steps, hvd.rank())):
+        before(step, optimizer)
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.synchronize()
-        if hvd.rank() == 0 and step % 2 == 0:
-            assert clip_grad_norm_(model.parameters(), 1e9) > 0
+        clip(step, model)
         with optimizer.skip_synchronize():
             optimizer.step()
-    return fingerprint(model)
+    return model
+
+
+def measured_on_one_rank() -> str:
+    """Rank 0 alone calls clip_grad_norm_ in some steps, to log the norm."""
+
+    def clip(step: int, model: Any) -> None:
+        if hvd.rank() == 0 and step % 2 == 0:
+            assert clip_grad_norm_(model.parameters(), 1e9) > 0
+
+    return fingerprint(_trained(clip))
+
+
+def odd_orders() -> dict[str, Any]:
+    """Norms of order 0 and below: torch's own function, on what stands in ``p.grad``."""
+    found = []
+
+    def clip(step: int, model: Any) -> None:
+        for p in (0.0, -1.0, -math.inf):
+            own = torch.nn.utils.get_total_norm([x.grad for x in model.parameters()], p)
+            found.append((float(own), float(clip_grad_norm_(model.parameters(), 1e9, p))))
+
+    return {"fingerprint": fingerprint(_trained(clip)), "found": found}
 
 
 def other_clippings() -> dict[str, float]:
@@ -233,35 +265,18 @@ def others() -> dict[str, Any]:
 def uneven_data() -> str:
     """A script that clips after synchronize(), whose ranks have different numbers of batches."""
     hvd.init()
-    model = smooth_model()
-    sgd = torch.optim.SGD(model.parameters(), 0.05, 0.9)
-    optimizer = DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
-    for x, y in batches(STEPS if hvd.rank() else STEPS // 2, hvd.rank()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.synchronize()
-        clip_grad_norm_(model.parameters(), C)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+    model = _trained(lambda step, model: _norm(model), STEPS if hvd.rank() else STEPS // 2)
     assert hvd.join() == hvd.size() - 1
     return fingerprint(model)
 
 
 def loaded_on_one_rank() -> str:
     """A script that clips after synchronize() loads a state on rank 0 alone, in the middle, and broadcasts it."""
-    hvd.init()
-    model = smooth_model()
-    sgd = torch.optim.SGD(model.parameters(), 0.05, 0.9)
-    optimizer = DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
-    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+
+    def load(step: int, optimizer: Any) -> None:
         if step in (0, STEPS // 2):
             if hvd.rank() == 0:
                 optimizer.load_state_dict(optimizer.state_dict())
             hvd.broadcast_optimizer_state(optimizer, 0)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.synchronize()
-        clip_grad_norm_(model.parameters(), C)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    return fingerprint(model)
+
+    return fingerprint(_trained(lambda step, model: _norm(model), before=load))
