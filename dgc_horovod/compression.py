@@ -130,7 +130,7 @@ def method_of(config: DGCConfig) -> str:
     """The preset that a config is of, or is nearest to."""
     if config.momentum_correction:
         return "dgc"
-    return "topk" if config.rule == "exact" else config.rule
+    return config.rule if config.rule in PRESETS else "topk"
 
 
 def config_of(compression: Any) -> DGCConfig | None:

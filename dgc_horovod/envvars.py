@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, ON_NONFINITE, SCOPES, check_choice
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.rules import RULES
@@ -123,7 +124,7 @@ class EnvironmentVariable:
             raise ConfigError(f"{where}: {self.key} must be {_KINDS[self.kind][2]}, got {text!r}") from None
 
 
-METHODS = ("none", "fp16", "dgc", "topk", "sampled", "gaussian", "random", "threshold")
+METHODS = ("none", "fp16", *PRESETS)
 
 
 def _field(field: str, default: str, meaning: str, kind: str, group: str, **more: Any) -> EnvironmentVariable:

@@ -18,6 +18,7 @@ from dgc_horovod.errors import CorruptPacket
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.kernels.triton.kernels import TritonKernels
+from dgc_horovod.rules import RULES
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 INTERPRETED = Size("cpu", (1, 63, 2049, 333, 1500), steps=4, ranks=2, long_run=5)
@@ -183,7 +184,7 @@ CHECKS: dict[str, Callable[[Size], None]] = {
     **{f"values {name}": _codec(name) for name in VALUE_CODECS},
     **{f"feed {name}": _feed(name) for name in FEEDS if name != "momentum"},  # what the others have
     **{f"data {name}": _data(name) for name in DATA if name != "laplace"},
-    **{f"rule {name}, per tensor": _rule(name) for name in ("exact", "sampled", "gaussian", "random", "threshold")},
+    **{f"rule {name}, per tensor": _rule(name) for name in RULES},
     "densities": densities,
     "denormals": denormals,
     "off the grid": off_the_grid,

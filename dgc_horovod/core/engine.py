@@ -104,7 +104,7 @@ class BucketEngine:
         """
         workspace = self._workspace_for(1.0 if self.bucket.uncompressed else density)
         rule = RULES[self.config.rule]
-        looks = rule.by_size and not self.bucket.uncompressed
+        looks = rule.wants_candidates and not self.bucket.uncompressed
         workspace.records["threshold"] = workspace.predictor.thresholds if looks else math.inf
         want_sums = rule.needs_sums and not self.bucket.uncompressed
         self._step, self._round = step, 0

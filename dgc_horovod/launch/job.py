@@ -10,6 +10,7 @@ import types
 from typing import Any
 from unittest import mock
 
+from horovod.common import util
 from horovod.runner import launch
 from horovod.runner.util import network
 
@@ -112,6 +113,9 @@ def _say(text: str) -> None:
 
 def _horovods_launcher(args: Any) -> int:
     """What ``horovodrun`` does after it has parsed its command line; returns the exit code."""
+    util.EXTENSIONS.sort(
+        reverse=True
+    )  # the first one is asked what Horovod can do; TensorFlow loads slowly
     try:
         if args.log_level:
             logging.addLevelName(logging.NOTSET, "TRACE")

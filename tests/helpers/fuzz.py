@@ -18,7 +18,7 @@ from dgc_horovod.errors import CorruptPacket, RankMismatch
 from dgc_horovod.kernels.native import library
 from dgc_horovod.kernels.native.kernels import NativeCoder
 from dgc_horovod.wire.codecs import VALUE_CODECS
-from dgc_horovod.wire.packet import CHECKSUM_WORD, HEADER, Coder, NumpyCoder, PacketFormat
+from dgc_horovod.wire.packet import CHECKSUM_WORD, HEADER, Coder, NumpyCoder, PacketFormat, coder_for
 
 STEP, GUARD = 7, 64
 SHAPES = [(1, 1), (40, 40), (1000, 20), (5000, 700), (70_000, 300)]  # numel, capacity
@@ -62,6 +62,7 @@ def change(packet: np.ndarray, rng: np.random.Generator) -> None:
 
 def outcome(coder: Coder, wire: PacketFormat, packet: np.ndarray) -> str:
     """What reading the packet ends in; AssertionError where it must not end so."""
+    coder = coder_for(wire, coder)
     try:
         counts, _ = wire.read_headers(coder, packet[None], STEP)
         count = int(counts[0])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.kernels.native.kernels import NativeKernels
-from dgc_horovod.wire.packet import HEADER, Coder, NumpyCoder, PacketFormat
+from dgc_horovod.wire.packet import HEADER, Coder, NumpyCoder, PacketFormat, coder_for
 
 NATIVE: Coder = NativeKernels().coder
 CODERS: dict[str, Coder] = {"numpy": NumpyCoder(), "native": NATIVE}
@@ -26,7 +26,7 @@ def write(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A packet in poisoned memory, and the values as decoded."""
     out, decoded = np.full(wire.nbytes, 0xAA, np.uint8), np.full(len(positions), np.nan, np.float32)
-    zeros = wire.encode(coder, positions, values, step, flags, out, decoded)
+    zeros = wire.encode(coder_for(wire, coder), positions, values, step, flags, out, decoded)
     assert zeros == np.count_nonzero(decoded == 0)
     return out, decoded
 
@@ -36,6 +36,7 @@ def read(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Positions, values and flags of the packet of `rank`, all others before it the same."""
     packets = np.stack([packet] * (rank + 1)) if rank == 0 else np.stack([sound_packet(wire, step)] * rank + [packet])
+    coder = coder_for(wire, coder)
     counts, flags = wire.read_headers(coder, packets, step)
     count = int(counts[rank])
     positions, values = np.full(count, -1, np.int32), np.full(count, np.nan, np.float32)

@@ -118,7 +118,7 @@ def test_impossible_positions(coder, bad):
         read(coder, wire, seal(out))
 
 
-@pytest.mark.parametrize("values", ["fp32", "fp16", "bf16", "8bit", "4bit", "2bit"])
+@pytest.mark.parametrize("values", VALUES)
 def test_values_that_are_not_finite(coder, values):
     wire, *_, out, _ = make(coder, values=values)
     out[HEADER.itemsize + wire.values_at :] = 0xFF

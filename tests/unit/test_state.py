@@ -15,6 +15,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, DGCError
 from dgc_horovod.kernels.contract import AdamCorrection, MomentumCorrection
+from dgc_horovod.rules import RULES
 from dgc_horovod.state import checkpoint, manifest
 from dgc_horovod.state.residual_state import ResidualState, handed_on, shares
 from dgc_horovod.wire.bucket import Bucket, Segment
@@ -95,7 +96,7 @@ def test_pairs_are_averaged_and_single_ranks_copied():
 
 
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
-@pytest.mark.parametrize("rule", ["exact", "gaussian", "sampled", "random"])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.parameters])
 def test_an_engine_goes_on_from_what_another_has_kept(kernels, rule):
     config = DGCConfig(density=0.01, rule=rule, values="fp32")
     bucket = Bucket(0, (Segment("a", 0, 3000), Segment("b", 3000, 2000)))

@@ -37,7 +37,7 @@ class ResidualView:
         sums: tuple[float, float] | None = None,
     ) -> None:
         self.numel = len(x)
-        self._kernels, self._x, self._start = kernels, x, start
+        self._kernels, self._x, self.start = kernels, x, start
         self._candidates = NO_ELEMENTS if candidates is None else candidates
         self._floor = math.inf if candidates is None else candidate_threshold
         self._sums = sums
@@ -89,7 +89,7 @@ class ResidualView:
 
     def kth_of_sample(self, start: int, stride: int, k: int) -> float:
         """The k-th largest magnitude of ``x[start::stride]``, found among the candidates if k of them are in it."""
-        offsets = self._candidates.positions - np.int32(self._start + start)
+        offsets = self._candidates.positions - np.int32(self.start + start)
         hits = self._candidates.values[(offsets >= 0) & (offsets % np.int32(stride) == 0)]
         if hits.size >= k:
             return self._kernels.kth_largest(hits, k)
@@ -115,7 +115,7 @@ class ResidualView:
         return self._placed(self._kernels.at_least(self._x, threshold))
 
     def _placed(self, elements: Elements) -> Elements:
-        return Elements(elements.positions + np.int32(self._start), elements.values) if self._start else elements
+        return Elements(elements.positions + np.int32(self.start), elements.values) if self.start else elements
 
 
 def _low_guess(sample: np.ndarray, density: float) -> float:
