@@ -37,7 +37,8 @@ class BucketMeter:
         """`message` is about to be sent."""
         self._compressing += self._lap()
         self._steps += 1
-        self._selected, self._nbytes = message.count, message.payload.nbytes
+        self._selected = message.count
+        self._nbytes = sum(collective.nbytes for collective in self._engine.exchange.rounds)
         if not self._engine.bucket.uncompressed:
             sampled = self._engine.sent_positions
             sampled = sampled[sampled & ((1 << self._shift) - 1) == 0]

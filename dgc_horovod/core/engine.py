@@ -248,6 +248,11 @@ class BucketEngine:
         """The collective that is next."""
         return self.exchange.rounds[min(self._round, len(self.exchange.rounds) - 1)]
 
+    @property
+    def has_more_rounds(self) -> bool:
+        """Whether another one follows it."""
+        return self._round + 1 < len(self.exchange.rounds)
+
     def spec(self, density: float) -> MessageSpec:
         """How the bucket travels at that density."""
         return message_spec(self.bucket, self.config, density, self.workers)

@@ -160,7 +160,8 @@ class Exchange(Protocol):
             step: schedule step, see `begin`.
 
         Raises:
-            CorruptPacket, RankMismatch: on every rank alike, since all see the same bytes.
+            CorruptPacket, RankMismatch: on every rank alike. After an alltoall not all see the same bytes: what one
+                rank finds wrong it hands on, and all raise in a later round.
         """
 
     def aggregate_into(self, outputs: Any, scale: float) -> bool:

@@ -113,9 +113,7 @@ def _say(text: str) -> None:
 
 def _horovods_launcher(args: Any) -> int:
     """What ``horovodrun`` does after it has parsed its command line; returns the exit code."""
-    util.EXTENSIONS.sort(
-        reverse=True
-    )  # the first one is asked what Horovod can do; TensorFlow loads slowly
+    util.EXTENSIONS.sort(reverse=True)  # the first one is asked what Horovod can do; TensorFlow loads slowly
     try:
         if args.log_level:
             logging.addLevelName(logging.NOTSET, "TRACE")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.errors import RankMismatch
+from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
 from dgc_horovod.exchange import choose
 from dgc_horovod.exchange.choose import EXCHANGES
 from dgc_horovod.exchange.in_process import carry
@@ -155,6 +155,32 @@ def test_another_step_or_size_is_refused_and_changes_nothing(engines_of, name):
             engine.receive(received[: received.size // 2])
     for engine, (v, u) in zip(engines, before, strict=True):
         assert (kept(engine) == v).all() and (kept(engine, "u") == u).all()
+
+
+@each_exchange
+def test_a_damaged_buffer_is_an_error_on_every_rank_in_the_same_round(engines_of, name):
+    for damaged in range(len(EXCHANGES[name].rounds_of(engines_of(name)[0].spec(DENSITY).wire, WORKERS))):
+        engines = engines_of(name)
+        buffers = [message.payload.copy() for message in compressed(engines, gradients_of(engines, 0), 0)]
+        errors: list[type] = []
+        for number, collective in enumerate(engines[0].exchange.rounds):
+            if number == damaged:
+                buffers[1].view(np.uint8)[:] = 0xFF
+            found = [outcome_of(e, part.copy()) for e, part in zip(engines, carry(collective, buffers), strict=True)]
+            errors = [each for each in found if isinstance(each, type)]
+            assert len(errors) in (0, WORKERS), "a rank that goes on alone waits for ever"
+            if errors:
+                break
+            buffers = [each.copy() for each in found if each is not None]
+        assert errors and set(errors) <= {CorruptPacket, RankMismatch}
+
+
+def outcome_of(engine, received):
+    """What the next round sends, or the kind of the error."""
+    try:
+        return engine.receive(received)
+    except DGCError as error:
+        return type(error)
 
 
 @each_exchange

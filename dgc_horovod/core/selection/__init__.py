@@ -1,6 +1,7 @@
 """Selection rules: which k elements of a residual are sent. One file per rule, one signature.
 
-Every rule returns non-zero elements, ascending, at most k, and at least `Rule.min_fraction` of k, or all of them. What is not selected stays in the residual.
+Every rule returns non-zero elements, ascending, at most k, and at least `Rule.min_fraction` of k, or all there are.
+What is not selected stays in the residual.
 """
 
 from __future__ import annotations

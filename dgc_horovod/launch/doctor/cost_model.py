@@ -154,10 +154,17 @@ def measure_compress(elements: int, config: DGCConfig, workers: int) -> float:
     engine.outputs.put(0, kernels.new(numel))
     compress, payloads = _steps(engine, numel)
     # as if the ranks had sent what this one has sent in several tries at the same step
-    (received, *_) = carry(engine.exchange.rounds[0], [payloads[rank % len(payloads)] for rank in range(workers)])
+    buffers, exchange = [payloads[rank % len(payloads)] for rank in range(workers)], engine.exchange
+    received: list[np.ndarray] = []
+    for number, collective in enumerate(exchange.rounds):
+        received.append(carry(collective, buffers)[0])
+        buffer = exchange.proceed(number, received[-1], 1)
+        buffers = [] if buffer is None else [buffer.copy()] * workers
 
     def decode() -> None:
-        engine.exchange.proceed(0, received, 1)
+        exchange.rollback()
+        for number, each in enumerate(received):
+            exchange.proceed(number, each, 1)
         engine.aggregate_into(1 / workers)
 
     return (compress + statistics.median(_seconds(decode) for _ in range(3))) * elements / numel

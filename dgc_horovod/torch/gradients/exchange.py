@@ -260,15 +260,11 @@ class GradientExchange:
             run.finite = self.buckets.aggregate(run.engine, self._scale_now())
             self._launched.popleft()
 
-    @staticmethod
-    def _has_more_rounds(run: BucketRun) -> bool:
-        return run.engine.round is not run.engine.exchange.rounds[-1]
-
     @property
     def arrived(self) -> bool:
         """Whether everything that is under way has come back."""
         for run in self._launched:
-            while self._has_more_rounds(run) and run.pending is not None and self.collectives.done(run.pending):
+            while run.engine.has_more_rounds and run.pending is not None and self.collectives.done(run.pending):
                 self._take_round(run)
         pending = [run.pending for run in self._launched] + self._dense_path.pending
         return all(self.collectives.done(each) for each in pending if each is not None)
