@@ -54,7 +54,7 @@ def run_ranks(
         timeout: seconds for the whole launch.
         launcher_flags: more flags for horovodrun.
         environment: more environment variables.
-        fresh: whether the cases need processes of their own: they look at memory, or at what is done once.
+        fresh: whether the cases need processes of their own: they look at memory, or start Horovod with process sets.
     """
     if controller not in built_controllers():
         pytest.skip(
@@ -76,17 +76,19 @@ def run_ranks(
 
 
 class StandingRanks:
-    """Ranks that stay up and run what they are asked to, as long as nothing fails.
+    """Ranks that stay up and run what they are asked to, as long as nothing fails and nobody asks for others.
+
+    There is one such set at a time: ranks of Horovod that wait take a tenth to a fifth of a core each.
 
     Args:
         workers: number of ranks.
         kind: "torch" or "keras": what they import.
     """
 
-    _all: ClassVar[dict[tuple[int, str], StandingRanks]] = {}
+    _up: ClassVar[StandingRanks | None] = None
 
     def __init__(self, workers: int, kind: str) -> None:
-        self._workers, self._orders = workers, itertools.count()
+        self._workers, self._kind, self._orders = workers, kind, itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="dgc-ranks-")
         self._path = Path(self._folder.name)
         environment = child_environment({"DGC_TEST_KIND": kind, "DGC_TEST_LAUNCHER": str(os.getpid())})
@@ -98,10 +100,11 @@ class StandingRanks:
 
     @classmethod
     def of(cls, workers: int, kind: str) -> StandingRanks:
-        """Those that are up, or new ones."""
-        if (workers, kind) not in cls._all:
-            cls._all[workers, kind] = cls(workers, kind)
-        return cls._all[workers, kind]
+        """Those that are up, or new ones in their place."""
+        if cls._up is None or (cls._up._workers, cls._up._kind) != (workers, kind):
+            cls.end_any()
+            cls._up = cls(workers, kind)
+        return cls._up
 
     def run(self, cases: list[str], timeout: float) -> Results | None:
         """What `run_ranks` returns; None if a case failed, or took longer than `timeout` seconds: all end then."""
@@ -127,16 +130,16 @@ class StandingRanks:
         kill_tree(self._process.pid)
         self._process.wait()
         self._folder.cleanup()
-        StandingRanks._all = {key: ranks for key, ranks in StandingRanks._all.items() if ranks is not self}
+        StandingRanks._up = None
 
     @classmethod
-    def end_all(cls) -> None:
-        """Kill all that are up."""
-        for ranks in list(cls._all.values()):
-            ranks.end()
+    def end_any(cls) -> None:
+        """Kill those that are up."""
+        if cls._up is not None:
+            cls._up.end()
 
 
-atexit.register(StandingRanks.end_all)
+atexit.register(StandingRanks.end_any)
 
 
 def _kind(cases: list[str]) -> str:

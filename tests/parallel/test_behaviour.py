@@ -128,7 +128,7 @@ def test_single_process_is_the_same_mathematics():
 
 
 def test_process_set_subset():
-    ranks = run_ranks(3, ["groups_of_ranks.process_set_subset"])
+    ranks = run_ranks(3, ["groups_of_ranks.process_set_subset"], fresh=True)
     found = [rank["groups_of_ranks.process_set_subset"] for rank in ranks]
     assert all(result["distance"] < 1e-5 for result in found)
     assert found[0]["fingerprint"] == found[1]["fingerprint"] != found[2]["fingerprint"]
@@ -136,7 +136,7 @@ def test_process_set_subset():
 
 
 def test_overlapping_process_sets():
-    ranks = run_ranks(3, ["behaviour.overlapping_process_sets"])
+    ranks = run_ranks(3, ["behaviour.overlapping_process_sets"], fresh=True)
     assert len({rank["behaviour.overlapping_process_sets"]["fingerprint"] for rank in ranks}) == 1
 
 

@@ -23,7 +23,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(3, [f"join.{case}" for case in CASES])
+    return run_ranks(3, [f"join.{case}" for case in CASES], fresh=True)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "nesterov"])

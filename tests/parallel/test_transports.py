@@ -28,7 +28,7 @@ def test_horovod_and_torch_distributed(controller):
 
 
 def test_a_transport_of_a_part_of_the_ranks_is_a_transport():
-    first, *others = (rank["transports.of_a_part"] for rank in run_ranks(3, ["transports.of_a_part"]))
+    first, *others = (rank["transports.of_a_part"] for rank in run_ranks(3, ["transports.of_a_part"], fresh=True))
     assert first == {}
     for found in others:
         assert_all(found)
