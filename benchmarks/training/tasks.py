@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import re
 import sysconfig
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -203,6 +205,14 @@ def token_numbers() -> Tensor:
     frequent = collections.Counter(tokens).most_common(VOCABULARY - 1)
     number = {token: place for place, (token, _) in enumerate(frequent, start=1)}
     return torch.tensor([number.get(token, 0) for token in tokens])
+
+
+def digest(parameters: Iterable[Tensor]) -> str:
+    """Hash of the bits of all weights."""
+    found = hashlib.sha256()
+    for parameter in parameters:
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 class Smoke(Tokens):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks import connections
-from benchmarks.training.tasks import TASKS, Task
+from benchmarks.training.tasks import TASKS, Task, digest
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 
 STOCK = ("dense", "fp16")  # Horovod's own
@@ -118,14 +117,6 @@ def train(task: Task, method: str, steps: int) -> dict[str, Any]:
         "batch": settings.batch,
         **traffic(task, method, optimizer, steps),
     }
-
-
-def digest(parameters: Iterable[torch.Tensor]) -> str:
-    """Hash of the bits of all weights."""
-    found = hashlib.sha256()
-    for parameter in parameters:
-        found.update(parameter.detach().numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def traffic(task: Task, method: str, optimizer: Any, steps: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.quality.processes import pool
 from benchmarks.quality.training import MakeRanks, Run, simulated, train
-from benchmarks.training.worker import digest
+from benchmarks.training.tasks import digest
 
 STEPS = 80
 
