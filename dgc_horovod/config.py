@@ -18,6 +18,7 @@ from dgc_horovod.wire.codecs import VALUE_CODECS
 SCOPES = ("bucket", "tensor")
 VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
+EXCHANGES = ("auto", "flat", "hierarchical")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
 
@@ -42,6 +43,10 @@ class DGCConfig:
             rounding drops stays in the residual.
         dense_values: number format of the tensors that are not compressed (1-D, small): fp32, fp16 by allreduce;
             bf16, 8bit by allgather, with a residual of their own; auto: 8bit up to 4 workers, fp32 beyond.
+        exchange: who exchanges packets with whom: "flat": every worker with every other; "hierarchical": the workers
+            of a node average their gradients densely, then each exchanges its slice with the other nodes; "auto":
+            hierarchical where nodes have several workers and their process sets are declared.
+        node_size: number of workers of a node, >= 1; None: those on one host.
         threshold: smallest magnitude that rule "threshold" sends, > 0 and within float32's normal range; else None.
         max_density: largest fraction of a bucket that rule "threshold" sends, in (0, 1]; it fixes the packet's size.
         min_numel: number of elements below which a tensor is exchanged densely, >= 1.
@@ -67,6 +72,8 @@ class DGCConfig:
     warmup: WarmupSchedule | None = None
     values: str = "bf16"
     dense_values: str = "auto"
+    exchange: str = "auto"
+    node_size: int | None = None
     threshold: float | None = None
     max_density: float = 0.01
     min_numel: int = 1024
@@ -85,12 +92,15 @@ class DGCConfig:
         check_choice("scope", self.scope, SCOPES)
         check_choice("values", self.values, tuple(VALUE_CODECS))
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
+        check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         for name in ("momentum_correction", "factor_masking", "compress_1d", "keep_gradients"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
             _check_whole(name, getattr(self, name), least)
+        if self.node_size is not None:
+            _check_whole("node_size", self.node_size, 1)
         _check_positive("clip_norm", self.clip_norm)
         _check_positive("threshold", self.threshold)
         if self.threshold is not None and not np.finfo(np.float32).tiny <= self.threshold <= np.finfo(np.float32).max:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgc_horovod.compression import PRESETS
-from dgc_horovod.config import DENSE_VALUES, ON_MISMATCH, ON_NONFINITE, SCOPES, check_choice
+from dgc_horovod.config import DENSE_VALUES, EXCHANGES, ON_MISMATCH, ON_NONFINITE, SCOPES, check_choice
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.codecs import VALUE_CODECS
@@ -154,6 +154,8 @@ FIELDS = (
     _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WARM),
     _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
     _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
+    _field("exchange", "auto", "who exchanges packets with whom", "text", _WIRE, choices=EXCHANGES),
+    _field("node_size", "", "workers that average densely first; if not given, those of a host", "whole", _WIRE),
     _field("min_numel", "1024", "tensors of fewer elements are sent whole, >= 1", "whole", _WIRE),
     _field("compress_1d", "off", "compress biases and norms too", "switch", _WIRE),
     _field("bucket_bytes", "67108864", "bytes of gradient that share a message, >= 1", "whole", _WIRE),
@@ -238,6 +240,13 @@ def warn_of_stalls_within(seconds: float) -> None:
 def horovod_elastic() -> bool:
     """Whether this process was started by Horovod's elastic launcher."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def launched_workers() -> tuple[int, int]:
+    """How many ranks the launcher has started, and how many of them on this host; 0 where it does not say."""
+    names = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE"), ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    workers, local = (next((os.environ[n] for n in each if os.environ.get(n)), "0") for each in names)
+    return (int(workers), int(local)) if workers.isdigit() and local.isdigit() else (0, 0)
 
 
 def horovod_autotune() -> bool:

@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """Bytes this rank hands to collectives and receives from them, counted as for ring algorithms; and seconds."""
+    """Bytes this rank hands to collectives and receives from them, counted as for ring algorithms; and seconds.
+
+    What workers of one node tell each other crosses no network, and is counted apart.
+    """
 
     sent: int = 0
     received: int = 0
+    inside: int = 0  # received inside the node
     compressing: float = 0.0  # seconds in compression
     decoding: float = 0.0  # and in putting together what came back
     waiting: float = 0.0  # seconds in which nothing was left to do but wait for the other ranks
@@ -25,6 +29,10 @@ class Traffic:
     def count(self, sent: int, received: int) -> None:
         """Count a collective by the bytes that this rank hands over, and those it receives."""
         self._add(sent=sent, received=received)
+
+    def count_inside(self, received: int) -> None:
+        """Count a collective among the workers of a node by the bytes that this rank receives."""
+        self._add(inside=received)
 
     def count_allreduce(self, nbytes: int, workers: int) -> None:
         """Count a ring allreduce of `nbytes`."""
@@ -81,6 +89,7 @@ class ExchangeStats:
             "selected": self.selected,
             "bytes_sent": self.traffic.sent,
             "bytes_received": self.traffic.received,
+            "bytes_inside_node": self.traffic.inside,
             "bytes_dense": dense,
             "bytes_dense_received": ring_received(dense, self.workers),
             "compress_seconds": self.traffic.compressing + self.traffic.decoding,

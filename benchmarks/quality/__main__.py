@@ -24,6 +24,8 @@ studies:
   lowest      what brings the LSTM at density 0.1% closer to dense training; up to 30 times the length
   optimizers  Nesterov's momentum and AdamW
   real        some of the runs on Horovod's own ranks; the others are simulated in one process
+  exchanges   nodes and shards of 16, 32 and 64 workers, beside a flat exchange of as many bytes
+  longer-exchanges  the same at 4 times the length
   selection   what top-k and the Gaussian rule leave behind, on vectors and on gradients
 
 All of them take three hours on two cores. What has been run is kept, so that a study that was stopped goes

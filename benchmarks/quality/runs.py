@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +19,12 @@ from benchmarks import ranks
 from benchmarks.quality.processes import pool
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
-from benchmarks.quality.variants import ABLATION, CHOICES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
+from benchmarks.quality.variants import ABLATION, CHOICES, EXCHANGES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
 from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
 
 KEPT = RESULTS / "quality.json.xz"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
+NODES = {16: 4, 32: 4, 64: 8}  # workers, of them in a node
 LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, density 0.1%")
 LONGEST = 30.0
 LOWEST_LONGEST = ("half the rate, dgc, density 0.1%", "half the rate, dgc, density 0.3%, values=2bit")
@@ -83,7 +86,24 @@ def _real(seeds: Sequence[int]) -> Iterator[Run]:
         yield from (Run(task, variant, workers, seed, real=True) for task in TASKS for variant in shown)
 
 
-STUDIES = {"ablation": _ablation, "longer": _longer, "lowest": _lowest, "optimizers": _optimizers, "real": _real}
+def _exchanges(seeds: Sequence[int], lengths: Sequence[float]) -> Iterator[Run]:
+    for i, (workers, node_size) in enumerate(NODES.items(), start=len(WORKERS)):
+        other_nodes = [f"nodes of {other}" for other in set(NODES.values()) - {node_size}]
+        for seed, length, task in itertools.product(seeds, lengths, TASKS):
+            for variant in ("dense", "dgc", *EXCHANGES):
+                if not variant.endswith(tuple(other_nodes)):
+                    yield Run(task, variant, workers, seed + 100 * i, length)
+
+
+STUDIES = {
+    "ablation": _ablation,
+    "longer": _longer,
+    "lowest": _lowest,
+    "optimizers": _optimizers,
+    "real": _real,
+    "exchanges": functools.partial(_exchanges, lengths=LENGTHS[:1]),
+    "longer-exchanges": functools.partial(_exchanges, lengths=LENGTHS[1:2]),
+}
 
 
 def load(file: Path = KEPT) -> Results:
@@ -101,10 +121,12 @@ def settings(run: Run) -> str:
     if run.task not in TASKS or run.variant not in VARIANTS:
         return "none"
     task, variant = TASKS[run.task].settings, VARIANTS[run.variant]
-    config = variant.config(task)
+    config = variant.config(task, run.workers)
     given = {} if config is None else vars(config)
     fields = sorted((name, value) for name, value in given.items() if name not in _NOT_LEARNING)
     others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
+    if variant in EXCHANGES.values():
+        others = (*others, variant.node_size, variant.shard_density)
     return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
 
 

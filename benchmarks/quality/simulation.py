@@ -133,13 +133,24 @@ class CompressedRanks(DenseRanks):
         config: the compression.
         forgets: whether residual and momentum are thrown away at each step.
         masks_below: density above which momentum is not masked.
+        node_size: G >= 1, a divisor of N: so many workers average their gradients densely, and are one sender.
+        shard_density: elements that the owners of shards send on, in those of one sender; 0: they send on all.
         others: see `DenseRanks`.
     """
 
-    def __init__(self, *others: Any, config: DGCConfig, forgets: bool = False, masks_below: float = 1.0) -> None:
+    def __init__(
+        self,
+        *others: Any,
+        config: DGCConfig,
+        forgets: bool = False,
+        masks_below: float = 1.0,
+        node_size: int = 1,
+        shard_density: float = 0.0,
+    ) -> None:
         super().__init__(*others)
         self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
-        self._updates = [choose_update(self.optimizer, config) for _ in range(self.workers)]
+        self._node_size, senders = node_size, self.workers // node_size
+        self._updates = [choose_update(self.optimizer, config) for _ in range(senders)]
         for update in self._updates:  # each counts its own steps
             update.prepare(self.optimizer)
         self._group = self.optimizer.param_groups[0]
@@ -148,21 +159,23 @@ class CompressedRanks(DenseRanks):
                 self.parameters,
                 dict.fromkeys(self.parameters.values(), 0),
                 config,
-                Loopback(rank, self.workers, self._board),
+                Loopback(rank, senders, self._board),
                 ReduceSettings(averages=True),
                 lambda: 1.0,
             )
-            for rank in range(self.workers)
+            for rank in range(senders)
         ]
         self.exchange = self.exchanges[0].buckets
+        self._owners = Owners(self.exchanges[0].compressed, shard_density) if shard_density else None
 
     def step(self, loss_of: LossOf) -> float:
         """One step of all ranks; the mean of their losses."""
         losses, turns = [], []
         self._board.clear()
         self._set_masking()
-        for rank, (exchange, update) in enumerate(zip(self.exchanges, self._updates, strict=True)):
-            losses.append(self._backward(loss_of(rank)))
+        density = self.exchanges[0].buckets.density()
+        for sender, (exchange, update) in enumerate(zip(self.exchanges, self._updates, strict=True)):
+            losses.append(self._backward(self._loss_of_node(sender, loss_of)))
             accumulation_of = functools.partial(self._accumulation_of, update)
             # as hooks do: the last parameter's gradient is there first
             results = {p: exchange.add_gradient(p, accumulation_of) for p in reversed(self.parameters.values())}
@@ -176,9 +189,17 @@ class CompressedRanks(DenseRanks):
             if self._forgets:
                 exchange.buckets.clear()
         if finite:
+            if self._owners is not None:
+                self._owners.reselect(density)
             compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
             self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
-        return sum(losses) / self.workers
+        return sum(losses) / len(losses)
+
+    def _loss_of_node(self, node: int, loss_of: LossOf) -> Tensor:
+        """The mean over the workers of a node, whose gradient is the mean of theirs."""
+        workers = range(node * self._node_size, (node + 1) * self._node_size)
+        losses = [loss_of(worker) for worker in workers]
+        return sum(losses[1:], losses[0]) / self._node_size
 
     def _set_masking(self) -> None:
         if self._masks_below < 1:
@@ -190,3 +211,30 @@ class CompressedRanks(DenseRanks):
     def _accumulation_of(self, update: PlainUpdate, p: Tensor) -> tuple[Accumulation, float]:
         update.adopt_state(p, self._group, self.optimizer.state)  # zeros: nothing was trained before
         return update.accumulation(p, self._group), update.decay_before(self._group)
+
+
+class Owners:
+    """The second half of a sharded exchange, as a trial: who owns a coordinate sends on the largest sums.
+
+    ``r += mean_i(s_i);  s = Top_{k_out}(r);  r -= decoded(s)`` (DoubleSqueeze, arXiv 1905.05957). All shards are
+    looked at together, as if each had its share of the largest: so it is for shards of thousands of elements.
+
+    Args:
+        parameters: on the sparse path.
+        shard_density: k_out in k.
+    """
+
+    def __init__(self, parameters: list[Tensor], shard_density: float) -> None:
+        self._parameters, self._shard_density = parameters, shard_density
+        self.remainder = torch.zeros(sum(p.numel() for p in parameters))
+
+    def reselect(self, density: float) -> None:
+        """Replace the mean of what was sent by what the owners send on."""
+        self.remainder += torch.cat([p.grad.reshape(-1) for p in self._parameters])
+        k = min(self.remainder.numel(), max(1, round(self._shard_density * density * self.remainder.numel())))
+        chosen = self.remainder.abs().topk(k, sorted=False).indices
+        sent = torch.zeros_like(self.remainder)
+        sent[chosen] = self.remainder[chosen].bfloat16().float()
+        self.remainder -= sent
+        for p, part in zip(self._parameters, sent.split([p.numel() for p in self._parameters]), strict=True):
+            p.grad.copy_(part.view_as(p))

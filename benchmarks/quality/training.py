@@ -74,12 +74,19 @@ class Run:
 def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
     """All ranks in this process."""
     variant: Variant = VARIANTS[run.variant]
-    config = variant.config(task.settings)
+    config = variant.config(task.settings, run.workers)
     clip_norm = task.settings.clip_norm if variant.clips == AFTERWARDS else None
     basics = (task.model, optimizer, run.workers, clip_norm)
     if config is None:
         return DenseRanks(*basics)
-    return CompressedRanks(*basics, config=config, forgets=variant.forgets, masks_below=variant.masks_below)
+    return CompressedRanks(
+        *basics,
+        config=config,
+        forgets=variant.forgets,
+        masks_below=variant.masks_below,
+        node_size=variant.node_size,
+        shard_density=variant.shard_density,
+    )
 
 
 def train(

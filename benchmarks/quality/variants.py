@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ class Variant:
         falls: whether the density falls over the whole run, from 12/7 to 3/7 of the task's own, at equal traffic.
         optimizer: "sgd", "nesterov" (both with momentum 0.9) or "adamw".
         rate: highest learning rate of SGD, in the task's own.
+        node_size: workers of a node, which average densely and are one sender.
+        shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
+        received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
 
     fields: Mapping[str, Any] | None
@@ -43,6 +46,9 @@ class Variant:
     falls: bool = False
     optimizer: str = "sgd"
     rate: float = 1.0
+    node_size: int = 1
+    shard_density: float = 0.0
+    received: Callable[[int], float] | None = None
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """The optimizer on all parameters of `model`, not wrapped."""
@@ -51,12 +57,13 @@ class Variant:
         nesterov = self.optimizer == "nesterov"
         return torch.optim.SGD(model.parameters(), lr=self.rate * settings.lr, momentum=MOMENTUM, nesterov=nesterov)
 
-    def config(self, settings: Settings) -> DGCConfig | None:
-        """The compression for a task."""
+    def config(self, settings: Settings, workers: int = 1) -> DGCConfig | None:
+        """The compression for a task and N workers."""
         if self.fields is None:
             return None
         clip_norm = settings.clip_norm if self.clips == LOCALLY else None
-        config = DGCConfig(density=settings.density * self.density, clip_norm=clip_norm).replace(**self.fields)
+        density = settings.density * (self.received(workers) if self.received else self.density)
+        config = DGCConfig(density=density, clip_norm=clip_norm).replace(**self.fields)
         if self.falls:  # three densities, each half of the one before, each for a third of the run
             density = config.density * 3 / 7
             schedule = WarmupSchedule(steps=round(settings.steps * 2 / 3), first_density=4 * density, factor=0.5)
@@ -131,4 +138,18 @@ LOWEST = {
     "half the rate, dgc, density 0.1%": Variant(_dgc(density=0.001), rate=0.5),
     "half the rate, dgc, density 0.3%, values=2bit": Variant(_dgc(density=0.003, values="2bit"), rate=0.5),
 }
-VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **LOWEST}
+# Exchanges of many workers, each beside the flat one at a density that brings a network card as many bytes:
+# flat (N-1)*k, nodes of G (N/G - 1)*k, shards (N-1)/N * (k + k_out)
+EXCHANGES = {
+    "nodes of 4": Variant(_dgc(), node_size=4),
+    "dgc, bytes of nodes of 4": Variant(_dgc(), received=lambda workers: (workers / 4 - 1) / (workers - 1)),
+    "nodes of 8": Variant(_dgc(), node_size=8),
+    "dgc, bytes of nodes of 8": Variant(_dgc(), received=lambda workers: (workers / 8 - 1) / (workers - 1)),
+    "sharded, k": Variant(_dgc(), shard_density=1.0),
+    "dgc, bytes of sharded, k": Variant(_dgc(), received=lambda workers: 2 / workers),
+    "sharded, 2k": Variant(_dgc(), shard_density=2.0),
+    "dgc, bytes of sharded, 2k": Variant(_dgc(), received=lambda workers: 3 / workers),
+    "sharded, 4k": Variant(_dgc(), shard_density=4.0),
+    "dgc, bytes of sharded, 4k": Variant(_dgc(), received=lambda workers: 5 / workers),
+}
+VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **LOWEST, **EXCHANGES}

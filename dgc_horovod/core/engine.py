@@ -18,6 +18,8 @@ from dgc_horovod.core.bucket_state import BucketState
 from dgc_horovod.core.selection import ResidualView, SelectionContext, select
 from dgc_horovod.core.workspace import HostSentRecord, Message, MessageSpec, Workspace, message_spec, min_magnitude
 from dgc_horovod.exchange.contract import Exchange, Outcome, Round
+from dgc_horovod.exchange.hierarchical import SlicedOutputs
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import (
     NO_ELEMENTS,
     AccumulateResult,
@@ -27,6 +29,7 @@ from dgc_horovod.kernels.contract import (
     Elements,
     Kernels,
     MomentumCorrection,
+    Outputs,
     Sender,
     SentRecord,
     joined,
@@ -41,22 +44,39 @@ _ENCODING = 2**31  # in place of the number of a range, for codecs that draw
 class BucketEngine:
     """State and arithmetic of one bucket on one rank.
 
+    On a node of several workers each keeps a slice of the bucket: gradients, selection and state are of that slice,
+    `outputs` of the whole bucket.
+
     Args:
-        bucket: layout of the bucket.
+        bucket: layout of the whole bucket.
         config: compression settings, equal on all ranks.
         kernels: backend on the device that holds the gradients.
         rank: index of this worker, 0 <= rank < workers; seeds the rules that draw.
-        workers: N >= 1, the number of packets that come back.
+        workers: N >= 1.
+        node_size: G >= 1, the workers of a node whose gradients are averaged before they are added here.
 
-    Memory: v, 4 bytes an element; u from the first step with momentum, 4 more (Adam: two moments, 8 more); for the
-    candidates and packets of a step about 80 bytes for each of the k elements selected, and 8 for each received.
+    Attributes:
+        bucket: layout of the slice that this worker keeps; the whole bucket where G is 1.
+        whole: layout of the whole bucket.
+
+    Memory, of the slice: v, 4 bytes an element; u from the first step with momentum, 4 more (Adam: two moments, 8
+    more); for the candidates and packets of a step about 80 bytes for each of the k elements selected, and 8 for each
+    received.
     """
 
-    def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, rank: int, workers: int) -> None:
-        self.bucket, self.config, self.kernels = bucket, config, kernels
+    def __init__(
+        self, bucket: Bucket, config: DGCConfig, kernels: Kernels, rank: int, workers: int, node_size: int = 1
+    ) -> None:
+        self.topology = Topology(rank, workers, node_size)
+        self.whole, self.config, self.kernels = bucket, config, kernels
         self.rank, self.workers = rank, workers
+        slices = bucket.slices(node_size)
+        self.bucket = bucket = slices[self.topology.local_rank]
         self.state = BucketState(bucket, kernels)
-        self.gradients, self.outputs = kernels.gradients(bucket), kernels.outputs(bucket)
+        self.gradients = kernels.gradients(bucket)
+        self.outputs: Outputs = (
+            kernels.outputs(bucket) if node_size == 1 else SlicedOutputs(self.whole, slices, kernels)
+        )
         self._every = np.arange(bucket.numel if bucket.uncompressed else 0, dtype=np.int32)
         self._workspace: Workspace | None = None
         self._sent: SentRecord | None = None
@@ -143,7 +163,7 @@ class BucketEngine:
 
     def _workspace_for(self, density: float) -> Workspace:
         if self._workspace is None or self._workspace.density != density:
-            self._workspace = Workspace(self.bucket, self.config, self.kernels, density, self.workers)
+            self._workspace = Workspace(self.whole, self.config, self.kernels, density, self.topology)
         return self._workspace
 
     def _select(self, workspace: Workspace, seen: AccumulateResult) -> Elements:
@@ -221,6 +241,15 @@ class BucketEngine:
             if predictor.memory.size == memory.size - 1:
                 predictor.memory = memory[1:]
 
+    def as_one_of_all(self, part: str) -> np.ndarray:
+        """A copy on the host of one part over the whole bucket, whose mean over all ranks is the mean over nodes."""
+        kept, place = self.state.full_vector(part), self.topology
+        if place.node_size == 1:
+            return kept
+        whole = np.zeros((place.node_size, kept.size), np.float32)
+        whole[place.local_rank] = kept * np.float32(place.node_size)
+        return whole.reshape(-1)[: self.whole.numel]
+
     def commit(self) -> None:
         """The step is applied everywhere: what it sent is not to be taken back any more."""
         self._sent = None
@@ -255,7 +284,7 @@ class BucketEngine:
 
     def spec(self, density: float) -> MessageSpec:
         """How the bucket travels at that density."""
-        return message_spec(self.bucket, self.config, density, self.workers)
+        return message_spec(self.whole, self.config, density, self.topology)
 
     def receive(self, received: np.ndarray) -> np.ndarray | None:
         """Check what the round under way has brought. Nothing is changed, so an error leaves the state as it was.

@@ -15,18 +15,26 @@ from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.contract import Round
+from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, Round
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
+from dgc_horovod.wire.bucket import PADDING, Segment
 
 
 def clip_limit(c: float, workers: int, averages: bool) -> float:
     """DGC 3.1, local gradient clipping: the norm to which one rank's gradient is clipped.
 
     The paper's ``c * N**-0.5`` is for a gradient already divided by N; with Horovod a rank's gradient is the mean over
-    its own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``).
+    its own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). Of M nodes whose workers average first
+    each has one gradient, the mean over its workers' shards: there the rule is ``sqrt(M)*c``.
+
+    Args:
+        c: threshold of the averaged gradient, > 0.
+        workers: number of gradients that are averaged, N or M.
+        averages: whether they are averaged or summed.
     """
     root = math.sqrt(workers)
     return c * root if averages else c / root
@@ -43,6 +51,8 @@ class OptimizerExchange:
         workers: N >= 1.
         averages: whether the ranks' gradients are averaged (True) or summed.
         traffic: counter of the messages; the adapter's collectives count there too.
+        node_size: G >= 1, the workers of a node, which combine their gradients before they are added here; each keeps a
+            slice of every bucket.
     """
 
     def __init__(
@@ -54,17 +64,28 @@ class OptimizerExchange:
         workers: int,
         averages: bool,
         traffic: Traffic,
+        node_size: int = 1,
     ) -> None:
         self.config, self.rank, self.workers, self.averages = config, rank, workers, averages
+        self.topology = Topology(rank, workers, node_size)
         self.numel = {spec.name: spec.numel for spec in specs}
-        self.layout = plan(specs, config, workers)
+        self.layout = plan(specs, config, self.topology.nodes)
         self.engines = [
-            BucketEngine(bucket, config, kernels_of(bucket.segments[0].name), rank, workers)
+            BucketEngine(bucket, config, kernels_of(bucket.segments[0].name), rank, workers, node_size)
             for bucket in self.layout.buckets
         ]
         self.meters = {engine: BucketMeter(engine) for engine in self.engines}
-        self.place = {
-            segment.name: (engine, i) for engine in self.engines for i, segment in enumerate(engine.bucket.segments)
+        self.place = {  # of the tensors, or runs of tensors, that this rank keeps
+            segment.name: (engine, i)
+            for engine in self.engines
+            for i, segment in enumerate(engine.bucket.segments)
+            if segment.name != PADDING
+        }
+        self._compressed = {
+            segment.name
+            for engine in self.engines
+            for segment in engine.whole.segments
+            if not engine.whole.uncompressed
         }
         self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic)
         self.counts.buckets = weakref.WeakMethod(self.bucket_stats)
@@ -75,7 +96,7 @@ class OptimizerExchange:
 
     def is_compressed(self, name: str) -> bool:
         """Whether a tensor is on the sparse path."""
-        return name in self.place and not self.place[name][0].bucket.uncompressed
+        return name in self._compressed
 
     @property
     def compressed(self) -> list[str]:
@@ -135,7 +156,12 @@ class OptimizerExchange:
         return finite
 
     def _count(self, collective: Round) -> None:
-        self.counts.traffic.count(collective.nbytes, collective.received(self.workers))
+        workers = {ALL: self.workers, BETWEEN: self.topology.nodes, INSIDE: self.topology.node_size}[collective.group]
+        received = collective.received(workers)
+        if collective.group == INSIDE:
+            self.counts.traffic.count_inside(received)
+        else:
+            self.counts.traffic.count(collective.nbytes, received)
 
     def clip_factor(self, other_squares: float = 0.0, loss_scale: float = 1.0) -> float:
         """The factor that brings this rank's whole gradient within its limit; every gradient must have been added.
@@ -147,7 +173,7 @@ class OptimizerExchange:
             loss_scale: factor of the gradients, > 0, see `compress`.
         """
         assert self.config.clip_norm is not None
-        limit = clip_limit(self.config.clip_norm, self.workers, self.averages)
+        limit = clip_limit(self.config.clip_norm, self.topology.nodes, self.averages)
         norm = math.sqrt(self.squares(other_squares)) / loss_scale
         return limit / norm if norm > limit else 1.0
 
@@ -172,8 +198,8 @@ class OptimizerExchange:
 
     @property
     def mean_scale(self) -> float:
-        """What the sum over ranks is multiplied by."""
-        return 1 / self.workers if self.averages else 1.0
+        """What the sum over nodes is multiplied by."""
+        return 1 / self.topology.nodes if self.averages else 1.0
 
     def close(self, finite: bool) -> None:
         """End the step; unless `finite`, take back what was sent in it, as every rank does."""
@@ -191,7 +217,7 @@ class OptimizerExchange:
         if not found:
             return "some rank"
         ranks = sorted({rank for engine in found for rank in engine.outcome.flagged})
-        names = [segment.name for engine in found for segment in engine.bucket.segments]
+        names = [segment.name for engine in found for segment in engine.whole.segments]
         among = f"{names[0]!r}" if len(names) == 1 else f"the {len(names)} tensors from {names[0]!r} to {names[-1]!r}"
         return f"rank {', '.join(map(str, ranks))}, among {among}"
 
@@ -212,14 +238,17 @@ class OptimizerExchange:
 
     def residuals(self) -> ResidualState:
         """A copy of all that this rank keeps. Between two steps only."""
-        state = ResidualState(self.rank, self.workers, self.averages, self.steps, self.epoch)
+        node_size = self.topology.node_size
+        state = ResidualState(self.rank, self.workers, self.averages, self.steps, self.epoch, node_size=node_size)
         for name, (engine, i) in self.place.items():
-            state.tensors[name] = engine.state.read(i)
+            state.tensors[name], kept = engine.state.read(i), engine.bucket.segments[i]
+            if kept.numel < self.numel[name]:
+                state.runs[name] = [kept.offset, self.numel[name]]
         state.thresholds = {_key(engine): engine.thresholds for engine in self.engines}
         return state
 
     def load(self, state: ResidualState) -> Arrays:
-        """Go on from `state`, of this rank; what it does not name is zero.
+        """Go on from `state`, of this rank; what it does not name is zero. Of whole tensors it takes what it keeps.
 
         Returns:
             The residuals of tensors that are in no bucket any more: the number of ranks decides which are.
@@ -233,37 +262,66 @@ class OptimizerExchange:
         for name, arrays in state.tensors.items():
             if name in self.place:
                 engine, i = self.place[name]
-                engine.state.write(i, arrays)
+                run = self._run_in(state, name, engine.bucket.segments[i])
+                engine.state.write(i, {part: array[run] for part, array in arrays.items()})
         for engine in self.engines:
             memory = state.thresholds.get(_key(engine), np.empty(0))
             engine.thresholds = memory
-        left = {name: arrays[RESIDUAL] for name, arrays in state.tensors.items() if name not in self.place}
+        dense = set(self.layout.dense)
+        left = {name: arrays[RESIDUAL] for name, arrays in state.tensors.items() if name in dense}
         return {name: v for name, v in left.items() if v.any()}
 
+    def keep(self, name: str, arrays: Arrays) -> None:
+        """Keep of a tensor, of which these arrays are whole, what this rank keeps of it."""
+        if name in self.place:
+            engine, i = self.place[name]
+            kept = engine.bucket.segments[i]
+            run = slice(kept.offset, kept.offset + kept.numel)
+            engine.state.write(i, {part: array[run] for part, array in arrays.items()})
+
+    def _run_in(self, state: ResidualState, name: str, kept: Segment) -> slice:
+        """Where what this rank keeps of a tensor lies in the arrays of `state`."""
+        start = kept.offset - state.runs.get(name, [0])[0]
+        return slice(start, start + kept.numel)
+
     def _check_fits(self, state: ResidualState) -> None:
-        ours, theirs = (self.workers, self.rank, self.averages), (state.workers, state.rank, state.averages)
-        if ours != theirs:
+        node_size = self.topology.node_size
+        ours = self.workers, self.rank, self.averages, node_size
+        if ours != (state.workers, state.rank, state.averages, state.node_size):
             raise CheckpointError(
-                f"the residuals are of rank {state.rank} of {state.workers}, {combining(state.averages)} gradients; "
-                f"this is rank {self.rank} of {self.workers}, {combining(self.averages)}; load_checkpoint hands them on"
+                f"the residuals are of rank {state.rank} of {state.workers} in nodes of {state.node_size}, "
+                f"{combining(state.averages)} gradients; this is rank {self.rank} of {self.workers} in nodes of "
+                f"{node_size}, {combining(self.averages)}; load_checkpoint hands them on"
             )
         for name, arrays in state.tensors.items():
             sizes = {array.size for array in arrays.values()}
-            if sizes != {self.numel.get(name)}:
+            start, numel = state.runs.get(name, [0, *sizes])[:2] if len(sizes) == 1 else (0, None)
+            kept = self._kept(name)
+            if numel != self.numel.get(name) or (
+                kept is not None and not start <= kept.offset <= kept.offset + kept.numel <= start + max(sizes)
+            ):
                 raise CheckpointError(
                     f"the residual of {name!r} has {sorted(sizes)} elements, the model's tensor has "
                     f"{self.numel.get(name, 'been removed')}; they must be of the same model"
                 )
-        missing = [name for name in self.compressed if RESIDUAL not in state.tensors.get(name, {})]
+        ours_to_keep = [name for name in self.compressed if name in self.place]
+        missing = [name for name in ours_to_keep if RESIDUAL not in state.tensors.get(name, {})]
         if missing and state.tensors:
             raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: of another model?")
+
+    def _kept(self, name: str) -> Segment | None:
+        """The run of a tensor that this rank keeps, if it does."""
+        if name not in self.place:
+            return None
+        engine, i = self.place[name]
+        return engine.bucket.segments[i]
 
     def bucket_stats(self) -> list[dict[str, float]]:
         """`BucketMeter.stats` of every bucket."""
         return [meter.stats() for meter in self.meters.values()]
 
     def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Copies of u and v of every tensor in a bucket, by name: what tests and tools look at."""
+        """Copies of u and v of what this rank keeps of tensors, by name: what tests and tools look at."""
         arrays = {}
         for name, (engine, i) in self.place.items():
             kept = engine.state.read(i)

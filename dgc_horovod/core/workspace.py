@@ -11,7 +11,9 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import ranges
 from dgc_horovod.core.selection import ThresholdPredictor
 from dgc_horovod.exchange.choose import choose
-from dgc_horovod.exchange.contract import Exchange, Round
+from dgc_horovod.exchange.contract import Exchange, FlatExchange, Round
+from dgc_horovod.exchange.hierarchical import HierarchicalExchange, rounds_of
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import RANGE, Elements, Kernels, State
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, SelectionRange
@@ -69,30 +71,32 @@ def min_magnitude(elements: Elements) -> float:
 
 
 class MessageSpec(NamedTuple):
-    """What is selected together, the form of one rank's selection, the exchange that it takes, and its collectives."""
+    """What is selected together, the form of one rank's selection, the exchange (of nodes), and all collectives."""
 
     ranges: tuple[SelectionRange, ...]
     wire: PacketFormat
-    exchange: type[Exchange]
+    exchange: type[FlatExchange]
     rounds: tuple[Round, ...]
 
 
-def message_spec(bucket: Bucket, config: DGCConfig, density: float, workers: int) -> MessageSpec:
-    """How a bucket is sent at a density.
+def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: Topology) -> MessageSpec:
+    """How a worker's slice of a bucket is sent at a density; on one node of one worker or none, the whole bucket.
 
     Args:
         bucket: layout of the bucket that is sent.
         config: compression settings.
         density: fraction of the elements sent at the step, in (0, 1]; not used for an uncompressed bucket.
-        workers: N >= 1.
+        topology: place of the worker.
     """
     density = 1.0 if bucket.uncompressed else density
-    parts = ranges(bucket, config.scope, density)
-    capacity = sum(part.k for part in parts)
+    slices = bucket.slices(topology.node_size)
+    parts = [ranges(each, config.scope, density) for each in slices]
+    capacity = max(sum(part.k for part in each) for each in parts)  # packets of all slices are of one size
     indices = "every" if bucket.uncompressed else "elias-fano"
-    wire = PacketFormat(bucket.index, bucket.numel, capacity, bucket.values or config.values, indices)
-    exchange = choose(wire, workers)
-    return MessageSpec(parts, wire, exchange, exchange.rounds_of(wire, workers))
+    wire = PacketFormat(bucket.index, slices[0].numel, capacity, bucket.values or config.values, indices)
+    exchange = choose(wire, topology.nodes)
+    rounds = rounds_of(exchange.rounds_of(wire, topology.nodes), topology.nodes, topology.node_size)
+    return MessageSpec(parts[topology.local_rank], wire, exchange, rounds)
 
 
 class Workspace:
@@ -103,14 +107,14 @@ class Workspace:
         config: compression settings.
         kernels: backend on the device that holds the gradients.
         density: fraction of the elements sent at each of its steps, in (0, 1].
-        workers: N >= 1.
+        topology: place of the worker.
     """
 
-    def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, density: float, workers: int) -> None:
+    def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, density: float, topology: Topology) -> None:
         self.density = density
-        self.ranges, wire, exchange, _ = message_spec(bucket, config, density, workers)
+        self.ranges, wire, exchange, _ = message_spec(bucket, config, density, topology)
         self.capacity = wire.capacity
-        self.exchange = exchange(bucket, wire, kernels, workers)
+        self.exchange = self._made(exchange, bucket, wire, kernels, topology)
         numels, ks = [part.numel for part in self.ranges], [part.k for part in self.ranges]
         self.predictor = ThresholdPredictor(numels, ks, config.threshold)
         self.records = np.zeros(len(self.ranges), RANGE)  # the ranges as kernels read them
@@ -120,3 +124,12 @@ class Workspace:
         looks = self.predictor.max_candidates > 0
         self.sender = self.exchange.sender(self.predictor.max_candidates) if alone and looks else None
         self.masked = np.empty(wire.capacity, np.float32)
+
+    @staticmethod
+    def _made(
+        exchange: type[FlatExchange], bucket: Bucket, wire: PacketFormat, kernels: Kernels, topology: Topology
+    ) -> Exchange:
+        if topology.node_size == 1:
+            return exchange(bucket, wire, kernels, topology.workers)
+        slices = bucket.slices(topology.node_size)
+        return HierarchicalExchange(slices, topology.local_rank, wire, kernels, topology.nodes, exchange)

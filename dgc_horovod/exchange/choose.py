@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dgc_horovod.exchange.allgather import AllgatherExchange
-from dgc_horovod.exchange.contract import Exchange
+from dgc_horovod.exchange.contract import FlatExchange
 from dgc_horovod.exchange.densified import DensifiedExchange
 from dgc_horovod.wire.packet import PacketFormat
 
 _LONGEST = 2**31 - 1  # bytes of an allgather's output: its counts are C ints
 
 # A new exchange is one line here, and a case of `choose`.
-EXCHANGES: dict[str, type[Exchange]] = {"allgather": AllgatherExchange, "densified": DensifiedExchange}
+EXCHANGES: dict[str, type[FlatExchange]] = {"allgather": AllgatherExchange, "densified": DensifiedExchange}
 
 
-def choose(wire: PacketFormat, workers: int) -> type[Exchange]:
+def choose(wire: PacketFormat, workers: int) -> type[FlatExchange]:
     """The exchange for messages of the form `wire` among N workers.
 
     An allgather brings N packets of coded elements to every rank, a ring allreduce of fp32 passes ``2 * 4 * numel``

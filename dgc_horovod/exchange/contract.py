@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +15,8 @@ from dgc_horovod.wire.codecs.values import Draw
 from dgc_horovod.wire.packet import PacketFormat, undrawn
 
 ALLGATHER, ALLREDUCE, ALLTOALL = "allgather", "allreduce", "alltoall"
+# Groups of workers: all; those of equal local rank, one of each node; those of one node
+ALL, BETWEEN, INSIDE = "all", "between nodes", "inside a node"
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,14 @@ class Round:
         kind: kind of collective: `ALLGATHER` of equal buffers, `ALLREDUCE` (a sum), or `ALLTOALL` of N equal parts.
         dtype: dtype of the buffer, "uint8" or "float32".
         size: number of elements in the buffer of one rank.
+        group: group of workers among which it is made: `ALL`, `BETWEEN` or `INSIDE`.
     """
 
     name: str
     kind: str
     dtype: str
     size: int
+    group: str = ALL
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +46,7 @@ class Round:
         """Bytes that a rank receives, as in ring algorithms.
 
         Args:
-            workers: N >= 1.
+            workers: number of workers of its group, >= 1.
         """
         if self.kind == ALLREDUCE:
             return ring_received(self.nbytes, workers)
@@ -74,9 +79,16 @@ class Transport(Protocol):
         """The result of a collective that was started."""
 
 
-def start(transport: Transport, collective: Round, buffer: Any, bucket: str) -> Any:
-    """Start a round of the exchange of `bucket`; for `Transport.wait`."""
-    return getattr(transport, collective.kind)(buffer, f"{bucket}.{collective.name}")
+def start(transports: Mapping[str, Transport], collective: Round, buffer: Any, bucket: str) -> Any:
+    """Start a round of the exchange of `bucket`; for `Transport.wait`.
+
+    Args:
+        transports: transport of each group of workers.
+        collective: round that is started.
+        buffer: buffer of this rank, see `Round`.
+        bucket: name of the bucket.
+    """
+    return getattr(transports[collective.group], collective.kind)(buffer, f"{bucket}.{collective.name}")
 
 
 class Sending(NamedTuple):
@@ -124,20 +136,6 @@ class Exchange(Protocol):
     rounds: tuple[Round, ...]
     outcome: Outcome
 
-    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
-        """Make the memory that a step needs.
-
-        Args:
-            bucket: layout of the bucket that is exchanged.
-            wire: packet format of one rank's selection.
-            kernels: backend on the device that holds the outputs.
-            workers: N >= 1.
-        """
-
-    @staticmethod
-    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
-        """`rounds`, before any memory is made: the planner prices them, a graph is traced by them."""
-
     def sender(self, max_candidates: int) -> Sender | None:
         """What writes the first buffer on a device, from at most `max_candidates` candidates; None: the host does."""
 
@@ -160,8 +158,9 @@ class Exchange(Protocol):
             step: schedule step, see `begin`.
 
         Raises:
-            CorruptPacket, RankMismatch: on every rank alike. After an alltoall not all see the same bytes: what one
-                rank finds wrong it hands on, and all raise in a later round.
+            CorruptPacket, RankMismatch: on every rank alike. After an alltoall, or a round of a group, not all see the
+                same bytes: what one rank finds wrong it hands on, and all raise in a later round. Only what is damaged
+                in the last round of a node is seen there alone; the others wait for the next step until DGC_TIMEOUT.
         """
 
     def aggregate_into(self, outputs: Any, scale: float) -> bool:
@@ -184,3 +183,21 @@ class Exchange(Protocol):
 
     def rollback(self) -> None:
         """The step is taken back on every rank: the state of the exchange is as before `begin`."""
+
+
+class FlatExchange(Exchange, Protocol):
+    """An exchange of a whole bucket, or slice of one, among equal workers."""
+
+    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
+        """Make the memory that a step needs.
+
+        Args:
+            bucket: layout of the bucket that is exchanged.
+            wire: packet format of one rank's selection.
+            kernels: backend on the device that holds the outputs.
+            workers: N >= 1.
+        """
+
+    @staticmethod
+    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
+        """`rounds`, before any memory is made: the planner prices them, a graph is traced by them."""

@@ -22,8 +22,9 @@ from typing import Any
 from dgc_horovod.config import DGCConfig, check_choice
 from dgc_horovod.config_check import Gatherer, shared_from, together
 from dgc_horovod.errors import CheckpointError
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.state.manifest import MANIFEST, File, Manifest, digest
-from dgc_horovod.state.residual_state import ResidualState, combining, handed_on, shares
+from dgc_horovod.state.residual_state import ResidualState, combining, handed_on, needed
 
 _log = logging.getLogger("dgc_horovod")
 MODEL = "model"
@@ -103,11 +104,17 @@ def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], t
     with together(collectives, f"saving to {directory}"):
         if collectives.rank == 0:
             fields = {} if content.config is None else _as_texts(content.config)
-            step, epoch, workers, averages = (
-                (0, None, 0, True) if state is None else (state.step, state.epoch, state.workers, state.averages)
+            kept = state or ResidualState(0, 0, averages=True)
+            manifest = Manifest(
+                content.holds,
+                kept.step,
+                kept.epoch,
+                kept.workers,
+                kept.averages,
+                kept.node_size,
+                fields,
+                dict(sorted(files.items())),
             )
-            found = dict(sorted(files.items()))
-            manifest = Manifest(content.holds, step, epoch, workers, averages, fields, found)
             _write(directory, MANIFEST, manifest.to_bytes())
 
 
@@ -184,12 +191,13 @@ def load(
     config: DGCConfig | None,
     averages: bool,
     residuals: str = REQUIRED,
+    node_size: int = 1,
 ) -> Checkpoint:
     """Read a checkpoint; called on every rank.
 
     Manifest and model are read by rank 0 and sent to the others; residuals are read by the rank that goes on from them.
-    With another number of ranks than before they are handed on (`state.shares`), for which the directory must be on a
-    file system that all ranks see.
+    With another number of ranks than before they are handed on (`residual_state.handed_on`), for which the directory
+    must be on a file system that all ranks see.
 
     Args:
         given: path of the directory of `save`.
@@ -197,6 +205,7 @@ def load(
         config: compression settings now; None: no residuals are wanted.
         averages: whether gradients are averaged or summed now.
         residuals: "required", "ignored", or "if sound": without those missing or damaged, whose content is lost.
+        node_size: G >= 1, the workers of a node now, see `OptimizerExchange`.
 
     Raises:
         CheckpointError: on every rank, if a file that is wanted is missing or damaged on any, or of another method.
@@ -211,13 +220,15 @@ def load(
             model = _sound(directory, Manifest.from_bytes(data).file(MODEL))
     manifest = Manifest.from_bytes(shared_from(collectives, data, "manifest"))
     model = shared_from(collectives, model, "model")
-    empty = ResidualState(collectives.rank, collectives.workers, averages, manifest.step, manifest.epoch)
+    topology = Topology(collectives.rank, collectives.workers, node_size)
+    place = topology.rank, topology.workers
+    empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
     if config is None or residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)
     found: dict[int, ResidualState] = {}
     with together(collectives, f"loading {directory}"):
         _check_method(manifest, config, averages)
-        for old in shares(collectives.rank, collectives.workers, manifest.workers, manifest.averages):
+        for old in needed(topology, manifest.workers, manifest.node_size):
             try:
                 found[old] = _residuals(directory, manifest, old)
             except CheckpointError as error:
@@ -227,7 +238,7 @@ def load(
                         'the directory. residuals="if sound" goes on without the file; what it held is lost'
                     ) from None
                 _log.warning("dgc_horovod: rank %d goes on without it: %s", collectives.rank, error)
-    return Checkpoint(manifest, model, handed_on(found, collectives.rank, collectives.workers) if found else empty)
+    return Checkpoint(manifest, model, handed_on(found, topology) if found else empty)
 
 
 def tell_if_empty(found: Checkpoint, directory: object) -> None:
@@ -258,8 +269,8 @@ def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None
 def _residuals(directory: Path, manifest: Manifest, rank: int) -> ResidualState:
     file = manifest.file(f"rank {rank}")
     state = ResidualState.from_bytes(_sound(directory, file))
-    expected = (rank, manifest.workers, manifest.averages, manifest.step)
-    if (state.rank, state.workers, state.averages, state.step) != expected:
+    expected = (rank, manifest.workers, manifest.averages, manifest.step, manifest.node_size)
+    if (state.rank, state.workers, state.averages, state.step, state.node_size) != expected:
         raise CheckpointError(f"{file.name} is not what {MANIFEST} says")
     return state
 

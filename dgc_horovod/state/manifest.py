@@ -34,6 +34,7 @@ class Manifest:
         epoch: last epoch that the density warm-up was told, from 0, or None.
         workers: N >= 1; 0 where there are no residuals.
         averages: whether the ranks' gradients were averaged or summed.
+        node_size: G >= 1, the workers of a node, each of which kept a part of its residual.
         config: compression settings as texts, by field; empty without compression.
         files: file of "model" and of "rank 0", "rank 1", ..., by that key.
     """
@@ -43,6 +44,7 @@ class Manifest:
     epoch: int | None
     workers: int
     averages: bool
+    node_size: int
     config: dict[str, str]
     files: dict[str, File]
 
@@ -71,6 +73,7 @@ class Manifest:
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{MANIFEST} has format {body['format']!r}; this version reads {FORMAT}")
             files = {key: File(**record) for key, record in body["files"].items()}
+            body.setdefault("node_size", 1)  # earlier versions knew no nodes
             others = {field.name: body[field.name] for field in dataclasses.fields(cls) if field.name != "files"}
             return cls(**others, files=files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

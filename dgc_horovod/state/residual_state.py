@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import CheckpointError
+from dgc_horovod.exchange.topology import Topology
 
 FORMAT = 1
 # residual v, momentum u, Adam's moments
@@ -44,6 +45,8 @@ class ResidualState:
         directions: number of Adam's steps so far, by name of the tensor.
         thresholds: `BucketEngine.thresholds`, by bucket; they matter to the Gaussian rule, and are dropped where the
             layout is another one.
+        node_size: number of workers of a node, each of which keeps a part of it, G >= 1.
+        runs: [index of the first element kept, number of elements of the tensor], by name, where not all are kept.
     """
 
     rank: int
@@ -54,6 +57,8 @@ class ResidualState:
     tensors: dict[str, Arrays] = field(default_factory=dict)
     directions: dict[str, int] = field(default_factory=dict)
     thresholds: dict[str, np.ndarray] = field(default_factory=dict)
+    node_size: int = 1
+    runs: dict[str, list[int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As a dict of plain values and arrays."""
@@ -76,7 +81,7 @@ class ResidualState:
 
     def to_bytes(self) -> bytes:
         """As the bytes of an ``.npz`` file, which holds arrays and no code."""
-        head = {name: getattr(self, name) for name in ("rank", "workers", "averages", "step", "epoch", "directions")}
+        head = {name: getattr(self, name) for name in _HEAD_FIELDS}
         names, buckets = list(self.tensors), list(self.thresholds)
         arrays = {f"{i}.{part}": array for i, name in enumerate(names) for part, array in self.tensors[name].items()}
         arrays |= {f"{i}.{_GUESS}": self.thresholds[bucket] for i, bucket in enumerate(buckets)}
@@ -89,7 +94,7 @@ class ResidualState:
         """What this rank goes on with as `rank` of `workers`, so that its part of the combined residual stays."""
         if (rank, workers) == (self.rank, self.workers):
             return self
-        changed = dataclasses.replace(self, rank=rank, workers=workers)
+        changed = dataclasses.replace(self.as_one_of_all(), rank=rank, workers=workers)
         if workers == self.workers:
             return changed
         scale = np.float32(workers / self.workers if self.averages else 1.0)
@@ -131,6 +136,8 @@ class ResidualState:
             None if head["epoch"] is None else _checked(head["epoch"], int),
             {name: {} for name in names},
             {_checked(name, str): _checked(steps, int) for name, steps in head["directions"].items()},
+            node_size=_checked(head.get("node_size", 1), int),  # records of earlier versions know no nodes
+            runs={name: [_checked(x, int) for x in run] for name, run in head.get("runs", {}).items()},
         )
         for key, array in arrays.items():
             number, part = key.split(".")
@@ -142,11 +149,39 @@ class ResidualState:
             state.tensors[names[int(number)]][part] = array
         if not 0 <= state.rank < state.workers or state.step < 0:
             raise ValueError(f"rank {state.rank} of {state.workers}, step {state.step}")
+        if state.node_size < 1 or state.workers % state.node_size:
+            raise ValueError(f"nodes of {state.node_size} of {state.workers} workers")
+        state._check_runs()
         return state
 
+    def _check_runs(self) -> None:
+        for name, run in self.runs.items():
+            sizes = {array.size for array in self.tensors[name].values()}
+            if len(run) != 2 or any(not 0 <= run[0] <= run[0] + size <= run[1] for size in sizes):
+                raise ValueError(f"{name!r} keeps {sizes} elements of the run {run}")
 
+    def as_one_of_all(self) -> ResidualState:
+        """The same as a rank keeps it that has no node: zero where the other workers of its node keep something.
+
+        The mean over all ranks is then the mean over nodes that it was, the sum the sum over nodes.
+        """
+        if self.node_size == 1:
+            return self
+        tensors: dict[str, Arrays] = {}
+        for name, arrays in self.tensors.items():
+            kept = next(iter(arrays.values())).size if arrays else 0
+            start, numel = self.runs.get(name, [0, kept])
+            for part, array in arrays.items():
+                is_mean = self.averages or part not in (RESIDUAL, MOMENTUM)
+                whole = tensors.setdefault(name, {})[part] = np.zeros(numel, np.float32)
+                whole[start : start + array.size] = array * np.float32(self.node_size if is_mean else 1)
+        return dataclasses.replace(self, node_size=1, tensors=tensors, runs={}, thresholds={})
+
+
+_HEAD_FIELDS = ("rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions")
 _KINDS = {
-    "rank": int, "workers": int, "averages": bool, "step": int, "tensors": dict, "directions": dict, "thresholds": dict,
+    "rank": int, "workers": int, "averages": bool, "step": int, "node_size": int, "tensors": dict, "runs": dict,
+    "directions": dict, "thresholds": dict,
 }  # fmt: skip
 
 
@@ -164,7 +199,7 @@ def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, fl
     summed. From 4 to 2 ranks it is the mean (the sum) of pairs, from 2 to 4 copies (halves).
 
     Args:
-        rank, workers: index of the new rank, 0 <= rank < workers, and number of ranks now.
+        rank, workers: index of the new rank, 0 <= rank < workers, and number of ranks now; or of the node, and nodes.
         before: number of ranks before, >= 1.
         averages: whether gradients are averaged.
     """
@@ -177,23 +212,37 @@ def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, fl
     return found
 
 
-def handed_on(states: Mapping[int, ResidualState], rank: int, workers: int) -> ResidualState:
-    """The state of a new rank among `workers`, from those of the old ranks that `shares` names.
+def needed(topology: Topology, before: int, node_size: int) -> list[int]:
+    """The old ranks whose states a worker goes on from.
+
+    Args:
+        topology: place of the worker now.
+        before, node_size: number of ranks before, and of those of a node.
+    """
+    if (before, node_size) == (topology.workers, topology.node_size):
+        return [topology.rank]
+    return list(shares(topology.node, topology.nodes, before, averages=True))
+
+
+def handed_on(states: Mapping[int, ResidualState], topology: Topology) -> ResidualState:
+    """The state of a worker, from those of the old ranks that `needed` names.
+
+    Where it shares its node, it is that of all its workers together: each takes what it keeps of it.
 
     Args:
         states: states of old ranks, by rank, at least one; one that is lost is left out, and counts as zero.
-        rank, workers: index of the new rank and number of ranks, see `shares`.
+        topology: place of the worker now.
     """
-    one = next(iter(states.values()))
-    if one.workers == workers and rank in states:
+    rank, workers, one = topology.rank, topology.workers, next(iter(states.values()))
+    if (one.workers, one.node_size) == (workers, topology.node_size) and rank in states:
         return states[rank]
-    made = ResidualState(rank, workers, one.averages, one.step, one.epoch)
-    weights = shares(rank, workers, one.workers, one.averages)
-    means = shares(rank, workers, one.workers, averages=True)  # Adam's moments are never summed
+    made = ResidualState(rank, workers, one.averages, one.step, one.epoch, node_size=topology.node_size)
+    weights = shares(topology.node, topology.nodes, one.workers, one.averages)
+    means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed
     for old, state in states.items():
         for name, count in state.directions.items():
             made.directions[name] = max(count, made.directions.get(name, 0))
-        for name, arrays in state.tensors.items():
+        for name, arrays in state.as_one_of_all().tensors.items():
             for part, array in arrays.items():
                 weight = (weights if part in (RESIDUAL, MOMENTUM) else means).get(old, 0.0)
                 ours = made.tensors.setdefault(name, {})

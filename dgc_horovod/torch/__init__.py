@@ -17,7 +17,14 @@ from dgc_horovod.schedule import WarmupSchedule
 
 if TYPE_CHECKING:
     from dgc_horovod.torch import elastic
-    from dgc_horovod.torch.adapter import Compression, DistributedOptimizer, join, load_checkpoint, save_checkpoint
+    from dgc_horovod.torch.adapter import (
+        Compression,
+        DistributedOptimizer,
+        join,
+        load_checkpoint,
+        node_process_sets,
+        save_checkpoint,
+    )
 
 __all__ = [
     "Compression",
@@ -27,6 +34,7 @@ __all__ = [
     "elastic",
     "join",
     "load_checkpoint",
+    "node_process_sets",
     "save_checkpoint",
 ]
 

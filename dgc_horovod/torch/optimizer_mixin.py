@@ -25,7 +25,9 @@ from dgc_horovod.torch.elastic import Membership
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
+from dgc_horovod.torch.gradients.node_exchange import NodeGradientExchange
 from dgc_horovod.torch.gradients.replica_check import Replicas
+from dgc_horovod.torch.nodes import transports
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 from dgc_horovod.torch.updates.rules import PlainUpdate
 from dgc_horovod.torch.wrapping import owners
@@ -89,14 +91,13 @@ class CompressedMethods:
     def _dgc_build(self: Any) -> None:
         """Everything that depends on which ranks there are; again whenever they change."""
         config, collectives = self._dgc_config, HorovodCollectives(self.process_set, self._dgc_tag)
-        self._dgc = GradientExchange(
-            self._dgc_parameters,
-            self._dgc_boundaries,
-            config,
-            collectives,
-            ReduceSettings(self.op == hvd.Average, self.gradient_predivide_factor, self.sparse_as_dense),
-            _scale_of(self._dgc_scaler),
-        )
+        settings = ReduceSettings(self.op == hvd.Average, self.gradient_predivide_factor, self.sparse_as_dense)
+        names, groups = (self._dgc_parameters, self._dgc_boundaries), transports(collectives, config, settings.averages)
+        scale = _scale_of(self._dgc_scaler)
+        if len(groups) == 1:
+            self._dgc = GradientExchange(*names, config, collectives, settings, scale)
+        else:
+            self._dgc = NodeGradientExchange(*names, config, groups, settings, scale)
         self._dgc_replicas = Replicas(self._dgc_parameters, config, collectives)
         if config.warmup is not None and config.warmup.needs_epoch:
             epochs.observe(self._dgc.buckets)

@@ -73,7 +73,8 @@ def load_checkpoint(
     """
     collectives, exchange = _of(optimizer)
     config = None if exchange is None else exchange.config
-    found = checkpoint.load(directory, collectives, config, optimizer.op == hvd.Average, residuals)
+    node_size = 1 if exchange is None else exchange.buckets.topology.node_size
+    found = checkpoint.load(directory, collectives, config, optimizer.op == hvd.Average, residuals, node_size)
     with together(collectives, f"loading {directory}"):
         if exchange is not None:
             check_between_steps(optimizer)
@@ -200,8 +201,7 @@ def flush(optimizer: Any) -> None:
     share = 1 if exchange.settings.averages else exchange.collectives.workers
     for p, v in kept.items():
         if p in exchange.place:
-            run, i = exchange.place[p]
-            run.engine.state.write(i, {RESIDUAL: (v / share).reshape(-1).cpu().numpy()})
+            exchange.buckets.keep(exchange.names[p], {RESIDUAL: (v / share).reshape(-1).cpu().numpy()})
         else:
             exchange.dense_residuals[p] = v / share
     for p in exchange.names:
@@ -226,7 +226,7 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
     for run, *parts in zip(exchange.runs, *(each["parts"] for each in theirs), strict=True):
         for part in sorted({part for one in parts for part in one}):
             combined = _combined(exchange, run.engine, part)
-            for segment, p in zip(run.engine.bucket.segments, run.parameters, strict=True):
+            for segment, p in zip(run.engine.whole.segments, run.parameters, strict=True):
                 found[p][part] = laid_out_as(combined[segment.place].view(p.shape).to(p.device), torch.empty_like(p))
     of_name = {name: p for p, name in exchange.names.items()}
     for name in sorted({name for each in theirs for name in each["dense_residuals"]}):
@@ -240,7 +240,7 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
 
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> torch.Tensor:
     averages = exchange.settings.averages or part not in (RESIDUAL, MOMENTUM)
-    whole = torch.from_numpy(engine.state.full_vector(part))
+    whole = torch.from_numpy(engine.as_one_of_all(part))
     return _reduced(exchange, whole, f"{engine.bucket.index}.{part}", averages)
 
 

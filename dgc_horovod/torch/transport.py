@@ -55,7 +55,8 @@ class HorovodCollectives(Collectives):
         full_name = self._full_name(name)
         if self.workers == 1:
             return Pending(None, tensor, full_name)
-        return Pending(hvd.alltoall_async(tensor, None, full_name, self.process_set), tensor, full_name)
+        sent, home = _sendable(tensor)
+        return Pending(hvd.alltoall_async(sent, None, full_name, self.process_set), sent, full_name, home)
 
     def allreduce(
         self, tensor: torch.Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0

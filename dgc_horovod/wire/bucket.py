@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+PADDING = ""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter inside a bucket: elements ``start`` to ``start + numel``."""
+    """One parameter inside a bucket, or a run of one: elements ``start`` to ``start + numel``.
+
+    Args:
+        name: name of the parameter; `PADDING` for zeros that belong to none.
+        start: index of its first element in the bucket.
+        numel: number of its elements in the bucket.
+        offset: index of the first of them in the parameter.
+    """
 
     name: str
     start: int
     numel: int
+    offset: int = 0
 
     @property
     def place(self) -> slice:
@@ -44,6 +54,28 @@ class Bucket:
     def numel(self) -> int:
         last = self.segments[-1]
         return last.start + last.numel
+
+    def slices(self, count: int) -> tuple[Bucket, ...]:
+        """The bucket cut into `count` equal runs, buckets of ``ceil(numel / count)`` elements; the last are padded.
+
+        Args:
+            count: G >= 1, the workers of a node, each of which keeps one.
+        """
+        if count == 1:
+            return (self,)
+        size = -(-self.numel // count)
+        return tuple(self._slice(i * size, (i + 1) * size) for i in range(count))
+
+    def _slice(self, low: int, high: int) -> Bucket:
+        segments = []
+        for each in self.segments:
+            start, stop = max(low, each.start), min(high, each.start + each.numel)
+            if start < stop:
+                segments.append(Segment(each.name, start - low, stop - start, each.offset + start - each.start))
+        if high > self.numel:
+            first = max(low, self.numel)
+            segments.append(Segment(PADDING, first - low, high - first))
+        return replace(self, segments=tuple(segments))
 
 
 @dataclass(frozen=True)

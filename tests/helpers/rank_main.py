@@ -48,6 +48,15 @@ def serve(folder: Path, rank: str) -> None:
         write(folder / f"{number}.{rank}.json", run_cases(json.loads(order.read_text())))
 
 
+def start_with_nodes() -> None:
+    """Start Horovod with the process sets of nodes; a case's own ``hvd.init()`` then does nothing."""
+    import horovod.torch as hvd
+
+    from dgc_horovod.torch import node_process_sets
+
+    hvd.init(process_sets=node_process_sets())
+
+
 def main() -> int:
     """Run the cases and write this rank's JSON."""
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
@@ -56,6 +65,8 @@ def main() -> int:
         import torch
 
         torch.set_num_threads(1)
+    if os.environ.get("DGC_TEST_NODES"):
+        start_with_nodes()
     try:
         if cases:
             write(folder / f"0.{rank}.json", run_cases(cases))

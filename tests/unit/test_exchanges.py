@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange import choose
 from dgc_horovod.exchange.choose import EXCHANGES
+from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
 from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
@@ -23,7 +23,11 @@ from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, as_array, as_numpy
 
 WORKERS, NUMEL, DENSITY = 3, 700, 0.05
-each_exchange = pytest.mark.parametrize("name", sorted(EXCHANGES))
+# name of an exchange, workers of a node: with nodes of two, that of the nodes among each other
+CASES = [(name, node_size) for name in sorted(EXCHANGES) for node_size in (1, 2)]
+each_exchange = pytest.mark.parametrize(
+    "name", CASES, ids=[f"{name}, nodes of {size}" if size > 1 else name for name, size in CASES]
+)
 each_backend = pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
 each_codec = pytest.mark.parametrize("values", sorted(VALUE_CODECS))
 
@@ -32,18 +36,39 @@ each_codec = pytest.mark.parametrize("values", sorted(VALUE_CODECS))
 def engines_of(monkeypatch):
     """Makes the engines of all ranks, whose bucket takes the exchange of that name."""
 
-    def make(name, kernels=BACKENDS[0], values="fp32", numel=NUMEL, workers=WORKERS):
-        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n: EXCHANGES[name])
-        half = numel // 2
+    def make(name, kernels=BACKENDS[0], values="fp32", numel=NUMEL, workers=None):
+        kind, node_size = name
+        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n: EXCHANGES[kind])
+        half = numel // 3
         segments = (Segment("a", 0, half), Segment("b", half, numel - half)) if half else (Segment("a", 0, numel),)
-        config = DGCConfig(density=DENSITY, values=values)
-        return [BucketEngine(Bucket(0, segments), config, kernels, rank, workers) for rank in range(workers)]
+        config, workers = DGCConfig(density=DENSITY, values=values), node_size * (workers or WORKERS)
+        return [BucketEngine(Bucket(0, segments), config, kernels, rank, workers, node_size) for rank in range(workers)]
 
     return make
 
 
 def gradients_of(engines, step):
-    return [np.random.default_rng([step, e.rank]).laplace(size=e.bucket.numel).astype(np.float32) for e in engines]
+    """What enters each engine: of its worker, or its slice of the mean over its node."""
+    found = []
+    for engine in engines:
+        of_node = [
+            np.random.default_rng([step, rank]).laplace(size=engine.whole.numel).astype(np.float32)
+            for rank in engine.topology.inside
+        ]
+        padded = np.zeros(engine.topology.node_size * engine.bucket.numel, np.float32)
+        padded[: engine.whole.numel] = np.mean(of_node, axis=0)
+        found.append(padded.reshape(engine.topology.node_size, -1)[engine.topology.local_rank])
+    return found
+
+
+def carried(collective, buffers, engines):
+    """What every rank receives in a round of its group."""
+    received = [None] * len(engines)
+    for engine in engines:
+        place = engine.topology
+        ranks = {ALL: range(len(engines)), BETWEEN: place.between, INSIDE: place.inside}[collective.group]
+        received[engine.rank] = carry(collective, [buffers[rank] for rank in ranks])[list(ranks).index(engine.rank)]
+    return received
 
 
 def compressed(engines, gradients, step):
@@ -63,12 +88,13 @@ def exchanged(engines, gradients, step):
     for number, collective in enumerate(engines[0].exchange.rounds):
         assert {engine.round for engine in engines} == {collective}
         assert {buffer.nbytes for buffer in buffers} == {collective.nbytes}
-        found = [e.receive(part.copy()) for e, part in zip(engines, carry(collective, buffers), strict=True)]
+        parts = carried(collective, buffers, engines)
+        found = [e.receive(part.copy()) for e, part in zip(engines, parts, strict=True)]
         assert all((b is None) == (number + 1 == len(engines[0].exchange.rounds)) for b in found)
         buffers = [None if b is None else b.copy() for b in found]
     updates = []
     for engine in engines:
-        outputs = [as_array(engine.kernels, np.full(s.numel, np.nan, np.float32)) for s in engine.bucket.segments]
+        outputs = [as_array(engine.kernels, np.full(s.numel, np.nan, np.float32)) for s in engine.whole.segments]
         for i, output in enumerate(outputs):
             engine.outputs.put(i, output)
         assert engine.aggregate_into(1.0)
@@ -78,6 +104,12 @@ def exchanged(engines, gradients, step):
 
 def kept(engine, part="v"):
     return engine.state.full_vector(part).astype(np.float64)
+
+
+def together(engines, slices):
+    """The sum over nodes of what their workers have, each of its slice."""
+    node_size, numel = engines[0].topology.node_size, engines[0].whole.numel
+    return sum(np.concatenate(slices[i : i + node_size])[:numel] for i in range(0, len(engines), node_size))
 
 
 @each_exchange
@@ -90,15 +122,16 @@ def test_nothing_is_lost_and_replicas_are_identical(engines_of, name, kernels, v
     for step in range(4):
         gradients = gradients_of(engines, step)
         u = [0.9 * kept(engine, "u") + g for engine, g in zip(engines, gradients, strict=True)]
-        accumulated += sum(u)
+        accumulated += together(engines, u)
         updates = exchanged(engines, gradients, step)
         assert len({update.tobytes() for update in updates}) == 1
-        assert 0 < np.count_nonzero(updates[0]) <= 2 * WORKERS * DENSITY * NUMEL, "a silently dense path"
+        nodes = engines[0].topology.nodes
+        assert 0 < np.count_nonzero(updates[0]) <= 2 * nodes * DENSITY * NUMEL, "a silently dense path"
         applied += updates[0]
         for engine in engines:
             assert engine.outcome.finite
             engine.commit()
-    residual = sum(kept(engine) for engine in engines)
+    residual = together(engines, [kept(engine) for engine in engines])
     assert np.allclose(applied + residual, accumulated, rtol=0, atol=1e-5 * np.abs(accumulated).max())
 
 
@@ -136,22 +169,25 @@ def test_ranks_in_join_are_counted_on_every_rank(engines_of, name):
     engines = engines_of(name)
     engines[2].in_join = True
     exchanged(engines, gradients_of(engines, 0), 0)
-    assert [engine.outcome.ranks_in_join for engine in engines] == [1, 1, 1]
+    assert [engine.outcome.ranks_in_join for engine in engines] == len(engines) * [1]
 
 
 @each_exchange
 def test_another_step_or_size_is_refused_and_changes_nothing(engines_of, name):
     engines = engines_of(name)
     gradients = gradients_of(engines, 0)
-    messages = [
-        compressed([engine], [g], step)[0] for engine, g, step in zip(engines, gradients, (4, 5, 5), strict=True)
-    ]
+    steps = [4, *[5] * (len(engines) - 1)]
+    messages = [compressed([engine], [g], step)[0] for engine, g, step in zip(engines, gradients, steps, strict=True)]
     buffers = [message.payload.copy() for message in messages]
     before = [(kept(engine), kept(engine, "u")) for engine in engines]
-    for engine, received in zip(engines, carry(messages[0].round, buffers), strict=True):
+    *others, last = engines[0].exchange.rounds
+    for collective in others:
+        parts = carried(collective, buffers, engines)
+        buffers = [e.receive(part).copy() for e, part in zip(engines, parts, strict=True)]
+    for engine, received in zip(engines, carried(last, buffers, engines), strict=True):
         with pytest.raises(RankMismatch, match="step"):
             engine.receive(received)
-        with pytest.raises(RankMismatch, match="came back"):
+        with pytest.raises(RankMismatch, match=r"densities|came back"):
             engine.receive(received[: received.size // 2])
     for engine, (v, u) in zip(engines, before, strict=True):
         assert (kept(engine) == v).all() and (kept(engine, "u") == u).all()
@@ -159,16 +195,19 @@ def test_another_step_or_size_is_refused_and_changes_nothing(engines_of, name):
 
 @each_exchange
 def test_a_damaged_buffer_is_an_error_on_every_rank_in_the_same_round(engines_of, name):
-    for damaged in range(len(EXCHANGES[name].rounds_of(engines_of(name)[0].spec(DENSITY).wire, WORKERS))):
+    for damaged in range(len(engines_of(name)[0].spec(DENSITY).rounds)):
         engines = engines_of(name)
         buffers = [message.payload.copy() for message in compressed(engines, gradients_of(engines, 0), 0)]
         errors: list[type] = []
         for number, collective in enumerate(engines[0].exchange.rounds):
             if number == damaged:
                 buffers[1].view(np.uint8)[:] = 0xFF
-            found = [outcome_of(e, part.copy()) for e, part in zip(engines, carry(collective, buffers), strict=True)]
+            parts = carried(collective, buffers, engines)
+            found = [outcome_of(e, part.copy()) for e, part in zip(engines, parts, strict=True)]
             errors = [each for each in found if isinstance(each, type)]
-            assert len(errors) in (0, WORKERS), "a rank that goes on alone waits for ever"
+            # what is damaged on its way round one node, the other nodes never see
+            seen = 2 if collective.group == INSIDE and damaged == number else len(engines)
+            assert len(errors) in (0, seen), "a rank that goes on alone waits for ever"
             if errors:
                 break
             buffers = [each.copy() for each in found if each is not None]
@@ -184,14 +223,14 @@ def outcome_of(engine, received):
 
 
 @each_exchange
-@given(st.integers(1, 400), st.integers(1, 6))
-def test_odd_sizes(name, numel, workers):
+@given(st.integers(1, 400), st.integers(1, 4), st.integers(1, 5), st.booleans())
+def test_odd_sizes(name, numel, nodes, size, uncompressed):
+    kind, node_size = name[0], size if name[1] > 1 else 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n: EXCHANGES[name])
-        config = DGCConfig(density=DENSITY, values="8bit")
-        bucket = Bucket(0, (Segment("a", 0, numel),))
-        engines = [BucketEngine(bucket, config, BACKENDS[0], rank, workers) for rank in range(workers)]
+        patch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n: EXCHANGES[kind])
+        config, workers = DGCConfig(density=DENSITY, values="8bit"), nodes * node_size
+        bucket = Bucket(0, (Segment("a", 0, numel),), uncompressed, "8bit" if uncompressed else "")
+        engines = [BucketEngine(bucket, config, BACKENDS[0], rank, workers, node_size) for rank in range(workers)]
         updates = exchanged(engines, gradients_of(engines, 0), 0)
+        assert engines[0].spec(DENSITY).rounds == engines[0].exchange.rounds
     assert len({update.tobytes() for update in updates}) == 1
-    rounds = choose.EXCHANGES[name].rounds_of(engines[0].spec(DENSITY).wire, workers)
-    assert rounds == engines[0].exchange.rounds

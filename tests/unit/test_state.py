@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, DGCError
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import AdamCorrection, MomentumCorrection
 from dgc_horovod.rules import RULES
 from dgc_horovod.state import checkpoint, manifest
@@ -80,7 +81,10 @@ def test_a_record_survives_its_file():
 @given(before=WORKERS, after=WORKERS, averages=st.booleans())
 def test_what_is_owed_does_not_change_with_the_number_of_ranks(before, after, averages):
     old = [state_of(rank, before, averages) for rank in range(before)]
-    new = [handed_on({i: old[i] for i in shares(rank, after, before, averages)}, rank, after) for rank in range(after)]
+    new = [
+        handed_on({i: old[i] for i in shares(rank, after, before, averages)}, Topology(rank, after))
+        for rank in range(after)
+    ]
     for name, part in (("a", "v"), ("a", "u"), ("b", "v")):
         np.testing.assert_allclose(owed(new, name, part), owed(old, name, part), rtol=1e-5, atol=1e-6)
     mean = [np.mean([state.tensors["b"]["first"] for state in states], axis=0) for states in (old, new)]

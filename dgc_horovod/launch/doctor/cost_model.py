@@ -40,6 +40,7 @@ from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.in_process import carry
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.stats import Traffic
@@ -121,7 +122,7 @@ def link_bytes(elements: int, config: DGCConfig, workers: int) -> int:
     """
     plan, traffic = bucketing.plan(_tensors(elements, config), config, workers), Traffic()
     for bucket in plan.buckets:
-        for collective in message_spec(bucket, config, config.final_density, workers).rounds:
+        for collective in message_spec(bucket, config, config.final_density, Topology(0, workers)).rounds:
             traffic.count(collective.nbytes, collective.received(workers))
     width = 2 if bucketing.dense_values(config, workers) == "fp16" else 4
     traffic.count_allreduce(width * (elements - sum(bucket.numel for bucket in plan.buckets)), workers)

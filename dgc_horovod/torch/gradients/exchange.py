@@ -14,7 +14,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.exchange.contract import start
+from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
@@ -41,6 +41,8 @@ class GradientExchange:
         collectives: transport of this optimizer's group.
         settings: Horovod's arguments.
         loss_scale: function that gives the present factor of the loss, hence of every gradient, > 0.
+        transports: transport of each group of workers that rounds are made in; None: of all, no nodes are known.
+        node_size: G >= 1, see `OptimizerExchange`.
     """
 
     def __init__(
@@ -51,8 +53,11 @@ class GradientExchange:
         collectives: Collectives,
         settings: ReduceSettings,
         loss_scale: Callable[[], float],
+        transports: Mapping[str, Collectives] | None = None,
+        node_size: int = 1,
     ) -> None:
         self.config, self.collectives, self.settings = config, collectives, settings
+        self._transports = transports or {ALL: collectives}
         self.names = {p: name for name, p in parameters.items()}
         self.loss_scale = loss_scale
         self._scale: float | None = None  # of the step under way
@@ -68,9 +73,10 @@ class GradientExchange:
             collectives.workers,
             settings.averages,
             collectives.traffic,
+            node_size,
         )
         self.runs = [
-            BucketRun(engine, tuple(parameters[segment.name] for segment in engine.bucket.segments))
+            BucketRun(engine, tuple(parameters[segment.name] for segment in engine.whole.segments))
             for engine in self.buckets.engines
         ]
         self.place = {p: (run, i) for run in self.runs for i, p in enumerate(run.parameters)}
@@ -79,7 +85,8 @@ class GradientExchange:
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self.not_finite = ""  # what is to be said of the finished step, if it was not
         self._norm = 0.0  # of all updates of the finished step, known if a script's clipping is to be undone
-        self.clipping = LocalClipping(config.clip_norm, self.names, collectives.workers, settings.averages)
+        nodes = self.buckets.topology.nodes
+        self.clipping = LocalClipping(config.clip_norm, self.names, nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
         """The kernels for the device of `p`, chosen once a device."""
@@ -122,13 +129,13 @@ class GradientExchange:
                 if p.is_cuda:
                     place[0].streams.add(torch.cuda.current_stream(p.device))
             if self.clipping.active:
-                self._launch_if_all_arrived(accumulation_of)
+                if self._dense_path.complete and all(run.complete for run in self.runs):
+                    self._take_all(accumulation_of)
             elif place is None:
                 self._dense_path.launch(p)
             elif place[0].complete:
-                self._add_gradients(place[0], accumulation_of)
-                self._launch(place[0], 1.0)
-        return partial(self._dense_path.result, p) if place is None else partial(self._result, p, *place)
+                self._take_bucket(place[0], accumulation_of)
+        return partial(self._dense_result, p) if place is None else partial(self._result, p, *place)
 
     def _grad(self, p: Parameter) -> torch.Tensor:
         """``p.grad``, which must be there from its hook to the end of the step."""
@@ -183,7 +190,7 @@ class GradientExchange:
         engine.clips = self.clipping.is_of_updates
         message = self.buckets.compress(engine, clip, self._scale_now())
         payload = torch.from_numpy(message.payload)
-        run.pending = start(self.collectives, message.round, payload, engine.bucket.name)
+        run.pending = start(self._transports, message.round, payload, engine.bucket.name)
         self._launched.append(run)
 
     def _take_round(self, run: BucketRun) -> bool:
@@ -193,13 +200,16 @@ class GradientExchange:
         buffer = self.buckets.receive(run.engine, received)
         if buffer is not None:
             name = run.engine.bucket.name
-            run.pending = start(self.collectives, run.engine.round, torch.from_numpy(buffer), name)
+            run.pending = start(self._transports, run.engine.round, torch.from_numpy(buffer), name)
         return buffer is None
 
-    def _launch_if_all_arrived(self, accumulation_of: AccumulationOf) -> None:
+    def _take_bucket(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
+        """Every gradient of a bucket is there: send it."""
+        self._add_gradients(run, accumulation_of)
+        self._launch(run, 1.0)
+
+    def _take_all(self, accumulation_of: AccumulationOf) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
-        if not (self._dense_path.complete and all(run.complete for run in self.runs)):
-            return
         dense = self._dense_path.gradients
         if self.clipping.is_of_all:
             for run in self.runs:
@@ -212,6 +222,9 @@ class GradientExchange:
             for run in self.runs:
                 self._add_gradients(run, accumulation_of)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
+        self._launch_all(clip)
+
+    def _launch_all(self, clip: float) -> None:
         all_clip = self.buckets.all_clip  # as the last step's messages said
         for run in self.runs:
             self._launch(run, clip)
@@ -239,6 +252,9 @@ class GradientExchange:
         return sum(kernels.squares(arrays) for kernels, arrays in found.items())
 
     # -- gradients out
+
+    def _dense_result(self, p: Parameter) -> torch.Tensor:
+        return self._dense_path.result(p)
 
     def _result(self, p: Parameter, run: BucketRun, i: int) -> torch.Tensor:
         if run.finite is None:
@@ -358,9 +374,9 @@ class GradientExchange:
     def fade(self, p: Parameter, factor: float) -> None:
         """Multiply what waits of `p` on this rank by `factor`, in [0, 1]."""
         self._dense_path.residuals.pop(p, None)
-        if p in self.place:
-            run, i = self.place[p]
-            run.engine.state.fade(i, factor)
+        if self.names[p] in self.buckets.place:
+            engine, i = self.buckets.place[self.names[p]]
+            engine.state.fade(i, factor)
 
     def load(self, state: ResidualState) -> None:
         """Go on from what this rank has kept; see `OptimizerExchange.load`."""
@@ -383,8 +399,11 @@ class GradientExchange:
         return state
 
     def load_moments(self, p: Parameter, moments: Sequence[torch.Tensor]) -> None:
-        """Take over Adam's moments of `p` from a stock checkpoint."""
-        run, i = self.place[p]
-        segment = run.engine.bucket.segments[i]
-        for ours, theirs in zip(run.engine.state.adam_moments(), moments, strict=True):
-            torch.as_tensor(ours[segment.place]).copy_(theirs.detach().reshape(-1))
+        """Take over Adam's moments of what this rank keeps of `p` from a stock checkpoint."""
+        if self.names[p] not in self.buckets.place:
+            return
+        engine, i = self.buckets.place[self.names[p]]
+        segment = engine.bucket.segments[i]
+        for ours, theirs in zip(engine.state.adam_moments(), moments, strict=True):
+            kept = theirs.detach().reshape(-1)[segment.offset :][: segment.numel]
+            torch.as_tensor(ours[segment.place]).copy_(kept)

@@ -1,0 +1,163 @@
+"""Dense inside a node, sparse between nodes: every worker exchanges the slice of the bucket that it keeps.
+
+The gradients that enter have been averaged inside the node already. Workers of equal local rank make any exchange of
+their slice; what its last round brings goes round inside the node as it came, and everybody reads all of it. So a
+network card receives ``M-1`` packets of the bucket's k elements, whatever the number of workers of a node (DGC's
+authors, TODO of their code; HiTopKComm, MLSys 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod.errors import RankMismatch
+from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchange, Outcome, Round, Sending
+from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender
+from dgc_horovod.wire.bucket import PADDING, Bucket
+from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.packet import PacketFormat, undrawn
+
+_UNREADABLE = 0xFF  # every byte of what goes round in place of a message of another size
+
+
+def rounds_of(between: Sequence[Round], nodes: int, node_size: int) -> tuple[Round, ...]:
+    """The rounds between nodes, then the one inside.
+
+    Args:
+        between: rounds of the exchange between nodes.
+        nodes: M >= 1.
+        node_size: G >= 1; of nodes of one worker the rounds are those between them.
+    """
+    if node_size == 1:
+        return tuple(between)
+    last = between[-1]
+    brought = last.size * nodes if last.kind == ALLGATHER else last.size
+    around = Round("around", ALLGATHER, last.dtype, brought, INSIDE)
+    return (*(replace(each, group=BETWEEN) for each in between), around)
+
+
+class HierarchicalExchange:
+    """An exchange for each slice of a bucket, of which this worker makes one and reads all. See `contract.Exchange`.
+
+    Args:
+        slices: slices of the bucket, one for each worker of the node.
+        own: index of the slice that this worker keeps.
+        wire: packet format of one worker's selection, the same for every slice.
+        kernels: backend on the device that holds the outputs.
+        nodes: M >= 1.
+        inner: exchange between the nodes.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[Bucket],
+        own: int,
+        wire: PacketFormat,
+        kernels: Kernels,
+        nodes: int,
+        inner: type[FlatExchange],
+    ) -> None:
+        self.rounds = rounds_of(inner.rounds_of(wire, nodes), nodes, len(slices))
+        self.outcome = Outcome()
+        self._bucket, self._nodes, self._size = slices[0].index, nodes, slices[0].numel
+        self._exchanges = [inner(bucket, wire, kernels, nodes) for bucket in slices]
+        self._own = self._exchanges[own]
+        self._round = np.empty(self.rounds[-1].size, self.rounds[-1].dtype)
+
+    def sender(self, max_candidates: int) -> Sender | None:
+        return self._own.sender(max_candidates)
+
+    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
+        return self._own.begin(elements, flags, step, draw)
+
+    def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
+        if number < len(self.rounds) - 2:
+            return self._own.proceed(number, received, step)
+        if number == len(self.rounds) - 2:  # only the workers of one local rank see it: all see it after the next
+            if received.size == self._round.size:
+                return received
+            self._round.view(np.uint8).fill(_UNREADABLE)
+            return self._round
+        self._read(received, step)
+        return None
+
+    def _read(self, received: np.ndarray, step: int) -> None:
+        slices = len(self._exchanges)
+        expected = slices * self._round.size
+        if received.size != expected:
+            raise self._mismatch(f"{received.size} elements went round inside this node, expected {expected}")
+        parts = received.reshape(slices, -1)
+        for local_rank, part in enumerate(parts):
+            if (part.view(np.uint8) == _UNREADABLE).all():
+                raise self._mismatch(f"the workers of local rank {local_rank} have sent messages of different sizes")
+        last = len(self.rounds) - 2
+        for exchange, part in zip(self._exchanges, parts, strict=True):
+            exchange.proceed(last, part, step)
+        found = [exchange.outcome for exchange in self._exchanges]
+        self.outcome = Outcome(
+            all(each.finite for each in found),
+            sorted(node * slices + local for local, each in enumerate(found) for node in each.flagged),
+            sum(each.ranks_in_join for each in found),
+            sum(each.ranks_that_clip for each in found),
+        )
+
+    def _mismatch(self, what: str) -> RankMismatch:
+        return RankMismatch(
+            f"bucket {self._bucket}: {what}; the ranks are at different densities: is the epoch the same everywhere?"
+        )
+
+    def aggregate_into(self, outputs: SlicedOutputs, scale: float) -> bool:
+        pairs = zip(self._exchanges, outputs.slices, strict=True)
+        return all([exchange.aggregate_into(each, scale) for exchange, each in pairs])
+
+    @property
+    def contributions(self) -> list[Elements]:
+        return [
+            Elements(each.positions + np.int32(i * self._size), each.values)
+            for i, exchange in enumerate(self._exchanges)
+            for each in exchange.contributions
+        ]
+
+    def commit(self) -> None:
+        self._own.commit()
+
+    def rollback(self) -> None:
+        self._own.rollback()
+
+
+class SlicedOutputs:
+    """`kernels.contract.Outputs` of a bucket, for exchanges that each write a slice of it.
+
+    Args:
+        bucket: layout of the whole bucket.
+        slices: its slices.
+        kernels: backend on the device that holds the outputs.
+    """
+
+    def __init__(self, bucket: Bucket, slices: Sequence[Bucket], kernels: Kernels) -> None:
+        self.slices = [kernels.outputs(each) for each in slices]
+        place = {segment.name: i for i, segment in enumerate(bucket.segments)}
+        self._runs: list[list[tuple[Any, int, slice]]] = [[] for _ in bucket.segments]
+        self._padding: list[tuple[Any, int, Array]] = []
+        for outputs, each in zip(self.slices, slices, strict=True):
+            for j, segment in enumerate(each.segments):
+                if segment.name == PADDING:
+                    self._padding.append((outputs, j, kernels.new(segment.numel)))
+                else:
+                    run = slice(segment.offset, segment.offset + segment.numel)
+                    self._runs[place[segment.name]].append((outputs, j, run))
+
+    def put(self, i: int, output: Array, cleared: bool = False) -> None:
+        flat = output.reshape(-1)
+        for outputs, j, run in self._runs[i]:
+            outputs.put(j, flat[run], cleared)
+        for outputs, j, zeros in self._padding:
+            outputs.put(j, zeros)
+
+    def clear(self) -> None:
+        for outputs in self.slices:
+            outputs.clear()

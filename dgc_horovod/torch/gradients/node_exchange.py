@@ -1,0 +1,164 @@
+"""One torch optimizer's gradients where workers share nodes: averaged inside the node first, then as ever."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.exchange.contract import ALL, INSIDE
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
+from dgc_horovod.torch.gradients.bucket_run import BucketRun
+from dgc_horovod.torch.gradients.collectives import Collectives
+from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients.exchange import AccumulationOf, GradientExchange, Parameter
+from dgc_horovod.torch.gradients.memory import handed, wait_for_streams
+from dgc_horovod.torch.gradients.node_average import Averaging, NodeAverage
+from dgc_horovod.wire.bucket import PADDING
+
+_WHOLE: tuple[Accumulation, float] = ErrorFeedback(), 0.0
+
+
+class _Bucket(NamedTuple):
+    """A bucket whose gradients are being averaged, and how those of its parameters enter the residual."""
+
+    run: BucketRun
+    averaging: Averaging
+    accumulations: list[tuple[Accumulation, float]]
+
+
+class NodeGradientExchange(GradientExchange):
+    """`GradientExchange` with a hierarchical exchange; gradients are averaged, not summed.
+
+    Where nothing is clipped, each worker of a node gets the average of its slice of a bucket and selects from it while
+    the backward pass goes on. A limit is one of the node's gradient, all of which has to be there first: then every
+    worker gets the whole average.
+
+    Args:
+        parameters, boundaries, config, settings, loss_scale: see `GradientExchange`.
+        transports: transports of `ALL` workers, `BETWEEN` nodes and `INSIDE` this one.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        boundaries: Mapping[Parameter, int],
+        config: DGCConfig,
+        transports: Mapping[str, Collectives],
+        settings: ReduceSettings,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        inside = transports[INSIDE]
+        super().__init__(
+            parameters, boundaries, config, transports[ALL], settings, loss_scale, transports, inside.workers
+        )
+        self._node = NodeAverage(inside)
+        self._averaged: deque[_Bucket] = deque()  # inside the node, or about to be
+        self._dense_averaging: Averaging | None = None
+        self._index = {
+            segment.name: i for run in self.runs for i, segment in enumerate(run.engine.whole.segments)
+        }  # in its bucket
+
+    def _take_bucket(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
+        self._average(run, accumulation_of, whole=False)
+        self._launch_averaged()
+
+    def _take_all(self, accumulation_of: AccumulationOf) -> None:
+        for run in self.runs:
+            self._average(run, accumulation_of, whole=True)
+        dense = self._dense_path.gradients
+        if dense:
+            numel = sum(gradient.numel() for gradient in dense.values())
+            self._dense_averaging = self._node.start("dense", dense.values(), numel, whole=True)
+        self._launch_averaged()
+
+    def _average(self, run: BucketRun, accumulation_of: AccumulationOf, whole: bool) -> None:
+        """Start to average a bucket inside the node; `_launch_averaged` goes on with it."""
+        bucket, run.arrived = run.engine.whole, 0
+        wait_for_streams(run.streams)
+        accumulations = [_WHOLE if bucket.uncompressed else accumulation_of(p) for p in run.parameters]
+        gradients = map(self._gradient, run.parameters)
+        averaging = self._node.start(bucket.name, gradients, bucket.numel, whole)
+        self._averaged.append(_Bucket(run, averaging, accumulations))
+
+    def _launch_averaged(self, wait: bool = False) -> None:
+        """Go on with what is averaged inside the node by now; with everything if `wait`."""
+        while self._averaged:
+            first = self._averaged[0]
+            if first.averaging.whole:
+                under_way = [each.averaging for each in self._averaged]
+                if self._dense_averaging is not None:
+                    under_way.append(self._dense_averaging)
+                if wait or all(self._node.done(each) for each in under_way):
+                    self._clip_and_launch()
+                return
+            if not (wait or self._node.done(first.averaging)):
+                return
+            self._averaged.popleft()
+            self._add_slice(first, self._node.take(first.averaging))
+            self._launch(first.run, 1.0)
+
+    def _clip_and_launch(self) -> None:
+        """Clip the gradient of the node, all of which is here, and send it: the same on all of its workers."""
+        dense, gradients, averages = self._dense_path.gradients, {}, []
+        if self._dense_averaging is not None:
+            start, flat = 0, self._node.take(self._dense_averaging)
+            for p, gradient in dense.items():
+                dense[p] = flat[start : start + p.numel()].view(gradient.shape).to(gradient.dtype)
+                start += p.numel()
+            self._dense_averaging = None
+        for run, averaging, _ in self._averaged:
+            averages.append(self._node.take(averaging))
+            for segment, p in zip(run.engine.whole.segments, run.parameters, strict=True):
+                gradients[p] = averages[-1][segment.place]
+        clip = 1.0
+        if self.clipping.is_of_all:
+            clip = self.clipping.of_all(self._squares([*gradients.values(), *dense.values()]), self._scale_now())
+        else:
+            self.clipping.measure({**gradients, **dense}, self._scale_now())
+            dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
+        for bucket, average in zip(self._averaged, averages, strict=True):
+            self._add_slice(bucket, average.view(self.buckets.topology.node_size, -1)[self.buckets.topology.local_rank])
+        self._averaged.clear()
+        self._launch_all(clip)
+
+    def _add_slice(self, bucket: _Bucket, gradients: torch.Tensor) -> None:
+        """Give the engine its slice of the node's gradients, and all of the bucket's targets."""
+        run, _, accumulations = bucket
+        engine, kernels = run.engine, run.engine.kernels
+        run.outputs.clear()
+        run.versions.clear()
+        for i, p in enumerate(run.parameters):
+            engine.outputs.put(i, handed(self._output_for(run, p)[0], kernels))
+        for j, segment in enumerate(engine.bucket.segments):
+            gradient = gradients[segment.place]
+            accumulation: Accumulation = ErrorFeedback()
+            if segment.name != PADDING:
+                i = self._index[segment.name]
+                p, (accumulation, decay) = run.parameters[i], accumulations[i]
+                gradient = self.clipping.clipped(p, gradient)
+                if decay:
+                    weights = p.detach().contiguous().float().reshape(-1)[segment.offset :][: segment.numel]
+                    gradient = gradient + weights * (decay * self._scale_now())
+            engine.add_gradient(j, handed(gradient, kernels), accumulation)
+
+    def _dense_result(self, p: Parameter) -> torch.Tensor:
+        self._launch_averaged(wait=True)
+        return super()._dense_result(p)
+
+    def _decode_launched(self) -> None:
+        self._launch_averaged(wait=True)
+        super()._decode_launched()
+
+    @property
+    def arrived(self) -> bool:
+        self._launch_averaged()
+        return not self._averaged and super().arrived
+
+    def _forget_step(self, finite: bool = True) -> None:
+        self._averaged.clear()
+        self._dense_averaging = None
+        super()._forget_step(finite)

@@ -1,0 +1,161 @@
+"""Four ranks on two nodes of two, by Horovod's own list of hosts: what a hierarchical exchange promises."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+
+
+def _wrapped(model: nn.Module, compression: Any, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    made = DistributedOptimizer(
+        optimizer or momentum_sgd(model), named_parameters=model.named_parameters(), compression=compression
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return made
+
+
+def layout() -> dict[str, Any]:
+    """Which exchange it is, and how much each rank keeps."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(density=0.01))
+    train(model, optimizer, 3)
+    engines = optimizer._dgc.buckets.engines
+    stats = optimizer.compression_stats()
+    return {
+        "kind": type(optimizer._dgc).__name__,
+        "kept": sum(engine.state.v.size for engine in engines if not engine.bucket.uncompressed),
+        "momentum": sum(engine.state.u.size for engine in engines if engine.state.u is not None),
+        "all": sum(engine.whole.numel for engine in engines if not engine.bucket.uncompressed),
+        "inside": stats["bytes_inside_node"],
+        "received": stats["bytes_received"],
+    }
+
+
+def long_run() -> dict[str, Any]:
+    """A thousand steps, one of which is not finite on one rank."""
+    hvd.init()
+    model = smooth_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = _wrapped(model, Compression.dgc(density=0.01), sgd)
+
+    def spoil(step: int) -> None:
+        if step == 500 and hvd.rank() == 3:
+            hook = model[0].weight.register_hook(lambda grad: (hook.remove(), grad * math.inf)[1])
+
+    losses = train(model, optimizer, 1000, before_backward=spoil)
+    return {
+        "fingerprint": fingerprint(model),
+        "first": losses[0],
+        "last": sum(losses[-20:]) / 20,
+        "skipped": optimizer._dgc.buckets.counts.steps,
+    }
+
+
+def stock() -> dict[str, float]:
+    """Everything sent and nothing masked: as far from stock Horovod as rounding is."""
+    hvd.init()
+    found = {}
+    cases = {
+        "sgd": momentum_sgd,
+        "decay": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+        "nesterov": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+        "plain": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    }
+    for name, make in cases.items():
+        for clipped in (False, True):
+            models = []
+            for compression in (
+                hvd.Compression.none,
+                Compression.dgc(density=1.0, factor_masking=False, **UNROUNDED),
+            ):
+                model = smooth_model()
+                optimizer = (
+                    _wrapped(model, compression, make(model))
+                    if compression is not hvd.Compression.none
+                    else (hvd.DistributedOptimizer(make(model), named_parameters=model.named_parameters()))
+                )
+                _train(model, optimizer, clipped)
+                models.append(model)
+            found[name + (", clipped" if clipped else "")] = distance(*map(weights, models))
+    model = smooth_model()
+    train(model, _wrapped(model, Compression.dgc(density=0.01)), 10)
+    found["compressed"] = distance(weights(models[0]), weights(model))
+    return found
+
+
+def _train(model: nn.Module, optimizer: Any, clipped: bool) -> None:
+    """Ten steps; a limit so high that it clips nothing measures and changes nothing."""
+    for x, y in batches(10, hvd.rank()):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        if clipped:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def clipping() -> dict[str, float]:
+    """One step of SGD with ``clip_norm``, and the same by hand: each node's mean gradient cut to sqrt(M)*c."""
+    hvd.init()
+    limit, lr = 0.01, 100.0
+    config = Compression.dgc(density=1.0, factor_masking=False, clip_norm=limit, **UNROUNDED)
+    model = smooth_model()
+    optimizer = _wrapped(model, config, torch.optim.SGD(model.parameters(), lr=lr))
+    optimizer.zero_grad()
+    data = [next(iter(batches(1, rank))) for rank in range(hvd.size())]
+    by_hand = smooth_model()
+    before, sums = weights(by_hand), torch.zeros_like(weights(by_hand))
+    norms = []
+    for node in range(2):
+        total = torch.zeros_like(sums)
+        for x, y in data[2 * node : 2 * node + 2]:
+            by_hand.zero_grad()
+            nn.functional.mse_loss(by_hand(x), y).backward()
+            total += torch.cat([p.grad.flatten() for p in by_hand.parameters()]) / 2
+        norms.append(float(total.norm()))
+        sums += total * min(1.0, math.sqrt(2) * limit / norms[-1]) / 2
+    x, y = data[hvd.rank()]
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    return {"distance": distance(lr * sums, before - weights(model)), "least norm": min(norms), "limit": limit}
+
+
+def state(folder: str = "") -> dict[str, Any]:
+    """u and v are emptied by a flush, and saved and loaded bit by bit."""
+    hvd.init()
+    runs = []
+    for interrupted in (False, True):
+        model = smooth_model()
+        optimizer = _wrapped(model, Compression.dgc(density=0.01))
+        train(model, optimizer, 6)
+        if interrupted:
+            kept, saved = optimizer.residual_state_dict(), optimizer.state_dict()
+            other = smooth_model(1)
+            other.load_state_dict(model.state_dict())
+            model = other
+            optimizer = _wrapped(model, Compression.dgc(density=0.01))
+            optimizer.load_state_dict(saved)
+            optimizer.load_residual_state_dict(kept)
+        train(model, optimizer, 6)
+        runs.append(fingerprint(model))
+    before = weights(model)
+    owed = {name: arrays["v"] for name, arrays in optimizer.residual_state_dict()["tensors"].items()}
+    mass = sum(float(v.norm()) for v in owed.values())
+    optimizer.flush()
+    left = sum(float(x["v"].norm()) for x in optimizer.residual_state_dict()["tensors"].values())
+    return {
+        "runs": runs, "mass": mass, "left": left, "moved": distance(weights(model), before),
+        "replica": fingerprint(model),
+    }  # fmt: skip

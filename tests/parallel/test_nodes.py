@@ -1,0 +1,50 @@
+"""A hierarchical exchange on four ranks of two nodes: replicas, equality to stock, clipping, what is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = ["layout", "long_run", "stock", "clipping", "state"]
+SAME = 1e-5
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    # two names of this machine are two nodes to Horovod
+    hosts = ("-H", "localhost:2,127.0.0.1:2")
+    return run_ranks(4, [f"nodes.{case}" for case in CASES], "gloo", 500, hosts, {"DGC_TEST_NODES": "1"})
+
+
+def test_each_worker_of_a_node_keeps_half(ranks):
+    for found in (rank["nodes.layout"] for rank in ranks):
+        assert found["kind"] == "NodeGradientExchange"
+        assert found["kept"] == found["momentum"] == -(-found["all"] // 2)
+        assert found["inside"] > found["all"] * 4 * 3 / 2 > 10 * found["received"]
+
+
+def test_replicas_are_bit_identical_over_a_thousand_steps(ranks):
+    found = [rank["nodes.long_run"] for rank in ranks]
+    assert len({each["fingerprint"] for each in found}) == 1
+    assert all(each["last"] < 0.5 * each["first"] for each in found), found
+
+
+def test_at_density_1_it_is_stock_horovod(ranks):
+    found = dict(ranks[0]["nodes.stock"])
+    assert found.pop("compressed") > 1e-3, "a compressed run equals a dense one: it was silently dense"
+    assert {name: value for name, value in found.items() if not value <= SAME} == {}
+
+
+def test_the_gradient_of_a_node_is_what_is_clipped(ranks):
+    for found in (rank["nodes.clipping"] for rank in ranks):
+        assert found["least norm"] > 2 * found["limit"], "nothing was clipped"
+        assert found["distance"] <= SAME
+
+
+def test_what_is_kept_is_saved_loaded_and_flushed(ranks):
+    for found in (rank["nodes.state"] for rank in ranks):
+        assert found["runs"][0] == found["runs"][1]
+        assert found["mass"] > 0 == found["left"] and found["moved"] > 1e-4
+    assert len({rank["nodes.state"]["replica"] for rank in ranks}) == 1
