@@ -271,6 +271,12 @@ class OptimizerExchange:
         left = {name: arrays[RESIDUAL] for name, arrays in state.tensors.items() if name in dense}
         return {name: v for name, v in left.items() if v.any()}
 
+    def fade(self, name: str, factor: float) -> None:
+        """Multiply what waits here of a tensor by `factor`, in [0, 1]."""
+        if name in self.place:
+            engine, i = self.place[name]
+            engine.state.fade(i, factor)
+
     def keep(self, name: str, arrays: Arrays) -> None:
         """Keep of a tensor, of which these arrays are whole, what this rank keeps of it."""
         if name in self.place:

@@ -23,10 +23,17 @@ from dgc_horovod.torch.clipping.local import Change, LocalClipping, norm_of
 from dgc_horovod.torch.gradients.bucket_run import BucketRun
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
-from dgc_horovod.torch.gradients.memory import flat_array, handed, is_alone, is_in, is_plain, wait_for_streams
+from dgc_horovod.torch.gradients.memory import (
+    TakenMemory,
+    flat_array,
+    handed,
+    is_alone,
+    is_in,
+    is_plain,
+    wait_for_streams,
+)
 
 Parameter = torch.Tensor
-_WHOLE = ErrorFeedback()
 _NARROW = (torch.float16, torch.bfloat16)
 AccumulationOf = Callable[[Parameter], tuple[Accumulation, float]]
 
@@ -41,8 +48,7 @@ class GradientExchange:
         collectives: transport of this optimizer's group.
         settings: Horovod's arguments.
         loss_scale: function that gives the present factor of the loss, hence of every gradient, > 0.
-        transports: transport of each group of workers that rounds are made in; None: of all, no nodes are known.
-        node_size: G >= 1, see `OptimizerExchange`.
+        transports, node_size: transport of each group of workers, and G >= 1; None and 1: no nodes are known.
     """
 
     def __init__(
@@ -61,7 +67,7 @@ class GradientExchange:
         self.names = {p: name for name, p in parameters.items()}
         self.loss_scale = loss_scale
         self._scale: float | None = None  # of the step under way
-        self._taken: set[int] = set()  # memory into which something of this step will be written
+        self._taken = TakenMemory()  # into which something of this step will be written
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
         self._kernels: dict[str, Kernels] = {}
@@ -85,8 +91,7 @@ class GradientExchange:
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self.not_finite = ""  # what is to be said of the finished step, if it was not
         self._norm = 0.0  # of all updates of the finished step, known if a script's clipping is to be undone
-        nodes = self.buckets.topology.nodes
-        self.clipping = LocalClipping(config.clip_norm, self.names, nodes, settings.averages)
+        self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
         """The kernels for the device of `p`, chosen once a device."""
@@ -172,7 +177,7 @@ class GradientExchange:
         run.outputs.clear()
         run.versions.clear()
         for i, p in enumerate(run.parameters):
-            accumulation, decay = (_WHOLE, 0.0) if run.engine.bucket.uncompressed else accumulation_of(p)
+            accumulation, decay = (ErrorFeedback(), 0.0) if run.engine.bucket.uncompressed else accumulation_of(p)
             zeroes = not self.config.keep_gradients and kernels.takes_tensors and not decay and is_alone(self._grad(p))
             output, fits = self._output_for(run, p)
             if zeroes and fits:
@@ -189,8 +194,7 @@ class GradientExchange:
         engine = run.engine
         engine.clips = self.clipping.is_of_updates
         message = self.buckets.compress(engine, clip, self._scale_now())
-        payload = torch.from_numpy(message.payload)
-        run.pending = start(self._transports, message.round, payload, engine.bucket.name)
+        run.pending = start(self._transports, message.round, torch.from_numpy(message.payload), engine.bucket.name)
         self._launched.append(run)
 
     def _take_round(self, run: BucketRun) -> bool:
@@ -199,8 +203,7 @@ class GradientExchange:
         received = self.collectives.wait(run.pending).numpy()
         buffer = self.buckets.receive(run.engine, received)
         if buffer is not None:
-            name = run.engine.bucket.name
-            run.pending = start(self._transports, run.engine.round, torch.from_numpy(buffer), name)
+            run.pending = start(self._transports, run.engine.round, torch.from_numpy(buffer), run.engine.bucket.name)
         return buffer is None
 
     def _take_bucket(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
@@ -232,16 +235,6 @@ class GradientExchange:
             self._dense_path.launch(p, clip)
         if all_clip and not self.buckets.ranks_in_join:  # a collective that not every rank takes part in never ends
             self.clipping.share(self.collectives)
-
-    def _is_first_in(self, grad: torch.Tensor) -> bool:
-        """Whether nothing else of this step is written into the memory of `grad`, and now `grad` is.
-
-        Autograd gives two parameters one gradient memory where a view of each is added to the other.
-        """
-        memory = grad.untyped_storage().data_ptr()
-        first = memory not in self._taken
-        self._taken.add(memory)
-        return first
 
     def _squares(self, gradients: Iterable[torch.Tensor]) -> float:
         """Sum of all squares; what is not finite counts as zero."""
@@ -294,7 +287,7 @@ class GradientExchange:
         grad = self._grad(p)
         plain = is_plain(grad)
         run.narrow |= not plain
-        fits = plain and self._is_first_in(grad)
+        fits = plain and self._taken.is_first_in(grad)
         # detached, it keeps the memory, should the script give p.grad another
         output = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=p.device)
         run.outputs.append(output)
@@ -374,9 +367,7 @@ class GradientExchange:
     def fade(self, p: Parameter, factor: float) -> None:
         """Multiply what waits of `p` on this rank by `factor`, in [0, 1]."""
         self._dense_path.residuals.pop(p, None)
-        if self.names[p] in self.buckets.place:
-            engine, i = self.buckets.place[self.names[p]]
-            engine.state.fade(i, factor)
+        self.buckets.fade(self.names[p], factor)
 
     def load(self, state: ResidualState) -> None:
         """Go on from what this rank has kept; see `OptimizerExchange.load`."""

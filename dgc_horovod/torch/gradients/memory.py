@@ -68,3 +68,24 @@ def wait_for_streams(streams: set[torch.cuda.Stream]) -> None:
         if stream != present:
             present.wait_stream(stream)
     streams.clear()
+
+
+class TakenMemory:
+    """Memory that somebody will write to.
+
+    Autograd gives two parameters one gradient memory where a view of each is added to the other.
+    """
+
+    def __init__(self) -> None:
+        self._places: set[int] = set()
+
+    def is_first_in(self, grad: torch.Tensor) -> bool:
+        """Whether nothing is in the memory of `grad` yet; from now on `grad` is."""
+        place = grad.untyped_storage().data_ptr()
+        first = place not in self._places
+        self._places.add(place)
+        return first
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._places.clear()
