@@ -169,12 +169,14 @@ class OptimizerExchange:
         What is not finite enters as zero, so it counts as zero here.
 
         Args:
-            other_squares: sum of the squares of the gradients that are in no bucket, >= 0.
+            other_squares: sum of the squares of the gradients that are in no bucket, >= 0; on nodes of several workers,
+                whose engines have slices, of all gradients.
             loss_scale: factor of the gradients, > 0, see `compress`.
         """
         assert self.config.clip_norm is not None
         limit = clip_limit(self.config.clip_norm, self.topology.nodes, self.averages)
-        norm = math.sqrt(self.squares(other_squares)) / loss_scale
+        squares = self.squares(other_squares) if self.topology.node_size == 1 else other_squares
+        norm = math.sqrt(squares) / loss_scale
         return limit / norm if norm > limit else 1.0
 
     def squares(self, other_squares: float = 0.0) -> float:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -64,30 +62,3 @@ def problem_of(topology: Topology) -> str:
     if topology.workers % topology.node_size:
         return f"{topology.workers} workers do not fill nodes of {topology.node_size}"
     return ""
-
-
-_declared: dict[tuple[int, ...], Any] = {}  # by ranks
-
-
-def declare(make: Callable[[list[int]], Any], workers: int, node_size: int) -> list[Any]:
-    """Make the process sets of a hierarchical exchange, to be given to Horovod when it starts.
-
-    Args:
-        make: function that makes a process set of ranks.
-        workers: N, as the launcher says; 0: not known.
-        node_size: G; 0: not known.
-
-    Returns:
-        The sets; none where there is nothing to gain from nodes.
-    """
-    if not (workers and node_size) or problem_of(Topology(0, workers, node_size)):
-        return []
-    groups = Topology(0, workers, node_size).groups
-    _declared.update({tuple(ranks): make(ranks) for ranks in groups})
-    return [_declared[tuple(ranks)] for ranks in groups]
-
-
-def declared(ranks: Sequence[int]) -> Any:
-    """The process set of these ranks, where one was declared and Horovod has taken it; else None."""
-    found = _declared.get(tuple(ranks))
-    return found if found is not None and found.process_set_id is not None else None

@@ -42,6 +42,7 @@ from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
 from dgc_horovod.tensorflow import joining  # noqa: E402
 from dgc_horovod.tensorflow.broadcast import broadcast_variables  # noqa: E402
 from dgc_horovod.tensorflow.compression import Compression  # noqa: E402
+from dgc_horovod.tensorflow.nodes import node_process_sets  # noqa: E402
 from dgc_horovod.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
 from dgc_horovod.tensorflow.state import load_checkpoint, save_checkpoint  # noqa: E402
 from dgc_horovod.tensorflow.tape import DistributedGradientTape  # noqa: E402
@@ -54,6 +55,7 @@ __all__ = [
     "WarmupSchedule",
     "broadcast_variables",
     "load_checkpoint",
+    "node_process_sets",
     "save_checkpoint",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -15,7 +16,9 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.config_check import check_agreement, unique_tag
+from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.state.residual_state import ResidualState
@@ -24,6 +27,7 @@ from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
+from dgc_horovod.tensorflow.nodes import agreed_topology, transports
 from dgc_horovod.tensorflow.wrapping.reload_detector import Clock
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
@@ -65,6 +69,7 @@ class Distribution:
         self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets
         self._frozen: set[Key] = set()
         self._agreeing: Collectives | None = None
+        self._topology: Topology | None = None
         if settings.config is not None:
             joining.note(self)
         # what was loaded, at which iterations and generation, until there is an exchange to take it over
@@ -76,6 +81,26 @@ class Distribution:
         if self._takes_part is None or envvars.horovod_elastic():
             self._takes_part = bool(self.settings.process_set.included())
         return self._takes_part
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes that the exchange uses; asked first, by all ranks alike, it is agreed on."""
+        if self._topology is None:
+            process_set, config = self.settings.process_set, self.settings.config
+            if config is None or envvars.horovod_elastic():
+                return Topology(process_set.rank(), process_set.size())
+            self._topology = agreed_topology(process_set, config, self._hindrance())
+        return self._topology
+
+    def _hindrance(self) -> str:
+        """Why what is wrapped can make no hierarchical exchange; "" if it can."""
+        if not self.settings.averages:
+            return "op=hvd.Sum; a node averages"
+        if self.what != "optimizer":
+            return "a tape knows no nodes"
+        config = self.settings.config
+        clips = {"clipnorm", "clipvalue"} & set(self.kind.split()) and config is not None and config.clip_norm is None
+        return f"the optimizer clips each gradient ({self.kind})" if clips else ""
 
     def all_agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Whether `finite` is true on every rank. One small collective."""
@@ -151,7 +176,7 @@ class Distribution:
         exchange = GradientExchange(
             sources,
             self.settings,
-            collectives,
+            transports(collectives, self.topology),
             self.update,
             self.clock.generation,
             self._homes,
@@ -191,7 +216,7 @@ class Distribution:
             if home is not None:
                 slots = self.update.slots(key)
                 for slot, value in zip(slots, self.update.for_slots(*home, rate), strict=False):
-                    values[id(native(slot))] = value.reshape(slot.shape)
+                    values[id(native(slot))] = _whole(value, *home, slot.shape)
         return values
 
     def set_epoch(self, epoch: int) -> None:
@@ -286,6 +311,13 @@ class Distribution:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""
         tallies = [exchange.steps.counts for exchange in self.exchanges]
         return {**total(tallies), "buckets": bucket_stats(tallies)}
+
+
+def _whole(value: np.ndarray, engine: BucketEngine, i: int, shape: Any) -> np.ndarray:
+    """What a rank keeps of a variable, in its place; zero where another rank of the node keeps something."""
+    kept, whole = engine.bucket.segments[i], np.zeros(math.prod(shape), np.float32)
+    whole[kept.offset : kept.offset + kept.numel] = value.reshape(-1)
+    return whole.reshape(shape)
 
 
 def _compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None:

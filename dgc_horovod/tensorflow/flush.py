@@ -35,8 +35,7 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
     share = 1 if distribution.settings.averages else exchange.collectives.workers
     for i, v in zip(numbers, kept, strict=True):
         if v is not None:
-            run = exchange.steps.place[i]
-            run.engine.state.write(run.members.index(i), {RESIDUAL: v.reshape(-1) / np.float32(share)})
+            exchange.steps.keep(i, {RESIDUAL: v.reshape(-1) / np.float32(share)})
     exchange.steps.take_over_again()
 
 
@@ -54,7 +53,7 @@ def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
     for run, *parts in zip(steps.runs, *theirs, strict=True):
         for part in sorted({part for one in parts for part in one}):
             combined = _combined(exchange, run.engine, part)
-            for segment, i in zip(run.engine.bucket.segments, run.members, strict=True):
+            for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
                 found[i][part] = combined[segment.place]
     assert steps.buckets is not None
     steps.buckets.clear()
@@ -64,7 +63,7 @@ def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> np.ndarray:
     collectives, name = exchange.collectives, f"left.{engine.bucket.index}.{part}"
     sums = part in (RESIDUAL, MOMENTUM) and not exchange.settings.averages
-    whole = engine.state.full_vector(part)
+    whole = engine.as_one_of_all(part)
     collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
     with watched(collectives.process_set, collectives.full_name(name)):
         combined: np.ndarray = collectives.allreduce(tf.constant(whole), name, hvd.Sum if sums else hvd.Average).numpy()

@@ -79,7 +79,8 @@ def load_checkpoint(
     """
     distribution, collectives, variables = _parts(model, optimizer)
     settings = distribution.settings
-    found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals)
+    node_size = distribution.topology.node_size
+    found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals, node_size)
     with together(collectives, f"loading {directory}"):
         extra = _assigned(variables, found.model)
         if settings.config is not None:

@@ -50,11 +50,9 @@ def serve(folder: Path, rank: str) -> None:
 
 def start_with_nodes() -> None:
     """Start Horovod with the process sets of nodes; a case's own ``hvd.init()`` then does nothing."""
-    import horovod.torch as hvd
-
-    from dgc_horovod.torch import node_process_sets
-
-    hvd.init(process_sets=node_process_sets())
+    adapter = "torch" if os.environ["DGC_TEST_KIND"] == "torch" else "tensorflow"
+    node_process_sets = importlib.import_module(f"dgc_horovod.{adapter}").node_process_sets
+    importlib.import_module(f"horovod.{adapter}").init(process_sets=node_process_sets())
 
 
 def main() -> int:

@@ -50,12 +50,17 @@ def run_ranks(
     Args:
         workers: number of ranks, all on this machine.
         cases: names as "module.function" below tests/parallel/cases.
-        controller: "gloo" or "mpi"; skips, with the reason, if Horovod was built without it.
+        controller: "gloo" or "mpi"; skips, with the reason, if Horovod was built without it. "nodes": over Gloo, on two
+            nodes, which are two names of this machine, with the process sets of nodes.
         timeout: seconds for the whole launch.
         launcher_flags: more flags for horovodrun.
         environment: more environment variables.
         fresh: whether the cases need processes of their own: they look at memory, or start Horovod with process sets.
     """
+    if controller == "nodes":
+        hosts = f"localhost:{workers // 2},127.0.0.1:{workers // 2}"
+        controller, launcher_flags = "gloo", (*launcher_flags, "-H", hosts)
+        environment = {"DGC_TEST_NODES": "1", **(environment or {})}
     if controller not in built_controllers():
         pytest.skip(
             f"this Horovod was built without {controller}; install a system MPI and run scripts/build_horovod --force"

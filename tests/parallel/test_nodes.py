@@ -13,9 +13,12 @@ SAME = 1e-5
 
 @pytest.fixture(scope="module")
 def ranks():
-    # two names of this machine are two nodes to Horovod
-    hosts = ("-H", "localhost:2,127.0.0.1:2")
-    return run_ranks(4, [f"nodes.{case}" for case in CASES], "gloo", 500, hosts, {"DGC_TEST_NODES": "1"})
+    return run_ranks(4, [f"nodes.{case}" for case in CASES], "nodes", 500)
+
+
+@pytest.fixture(scope="module")
+def keras_ranks():
+    return run_ranks(4, ["keras_nodes.layout", "keras_nodes.stock", "keras_state.resume"], "nodes", 500)
 
 
 def test_each_worker_of_a_node_keeps_half(ranks):
@@ -48,3 +51,23 @@ def test_what_is_kept_is_saved_loaded_and_flushed(ranks):
         assert found["runs"][0] == found["runs"][1]
         assert found["mass"] > 0 == found["left"] and found["moved"] > 1e-4
     assert len({rank["nodes.state"]["replica"] for rank in ranks}) == 1
+
+
+def test_under_keras_each_worker_keeps_half_and_flush_leaves_nothing(keras_ranks):
+    found = [rank["keras_nodes.layout"] for rank in keras_ranks]
+    assert len({each["fingerprint"] for each in found}) == 1
+    for each in found:
+        assert each["kept"] == -(-each["all"] // 2) and each["inside"] > 24 * each["all"] * 4 / 2
+        assert each["moved"] > 1e-4 and each["left"] == 0
+
+
+def test_under_keras_at_density_1_it_is_one_process_on_all_data(keras_ranks):
+    found = dict(keras_ranks[0]["keras_nodes.stock"])
+    assert found.pop("a limit") > 1e-3
+    assert {name: value for name, value in found.items() if not value <= SAME} == {}
+
+
+def test_under_keras_a_resumed_run_is_the_uninterrupted_one(keras_ranks):
+    for rank in keras_ranks:
+        for name, found in rank["keras_state.resume"].items():
+            assert found["same"] == [True] * 3 and found["other"], name

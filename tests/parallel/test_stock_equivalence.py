@@ -25,6 +25,7 @@ SAME = 1e-5
         ("gloo", 2),
         pytest.param(("gloo", 3), marks=pytest.mark.slow),
         pytest.param(("gloo", 4), marks=pytest.mark.slow),
+        pytest.param(("nodes", 4), marks=pytest.mark.slow),
         pytest.param(("mpi", 2), marks=pytest.mark.mpi),
     ],
     ids=str,

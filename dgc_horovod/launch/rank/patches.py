@@ -12,7 +12,7 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.exchange.topology import declare
+from dgc_horovod.exchange.nodes import FLAT, declare
 from dgc_horovod.launch.rank import activation_check, summary
 from dgc_horovod.launch.settings import Job
 
@@ -104,15 +104,13 @@ class Replacements:
     def _with_nodes(self, horovod: ModuleType, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of ``hvd.init`` with the process sets of nodes, beside those of the script."""
         config, sets = self.job.config, kwargs.get("process_sets")
-        if config is None or config.exchange == "flat" or args or isinstance(sets, str) or kwargs.get("comm"):
+        if config is None or config.exchange == FLAT or args or isinstance(sets, str) or kwargs.get("comm"):
             return kwargs
         if envvars.horovod_elastic():
             return kwargs
-        workers, local_workers = envvars.launched_workers()
         theirs = list(sets or [])
-        taken = {tuple(each.ranks) for each in theirs if each.ranks}
-        ours = declare(horovod.ProcessSet, workers, config.node_size or local_workers)
-        return {**kwargs, "process_sets": [*theirs, *(each for each in ours if tuple(each.ranks) not in taken)]}
+        ours = declare(horovod.ProcessSet, config.node_size, theirs)
+        return {**kwargs, "process_sets": [*theirs, *ours]} if ours else kwargs
 
 
 def torch_names(replacements: Replacements, horovod: ModuleType) -> None:

@@ -7,7 +7,7 @@ the number of its collective, and a vector of bytes and one of floats, of which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -45,7 +45,7 @@ class BucketRun:
         """Memory for one update of each tensor."""
         if self.kernels.array_kind == "numpy":
             return self.blocks.take()
-        return [self.kernels.new(segment.numel) for segment in self.engine.bucket.segments]
+        return [self.kernels.new(segment.numel) for segment in self.engine.whole.segments]
 
     @cached_property
     def alternatives(self) -> list[dict[_Form, Round | None]]:
@@ -75,7 +75,7 @@ class BucketRun:
             return [which, buffer.copy(), _NO_FLOATS]
         return [which, _NO_BYTES, buffer]
 
-    def carried(self, transport: Any, number: int, triple: list[tf.Tensor]) -> list[tf.Tensor]:
+    def carried(self, transports: Mapping[str, Any], number: int, triple: list[tf.Tensor]) -> list[tf.Tensor]:
         """What round `number` brings: a vector of bytes and one of floats, at most one of them not empty."""
         which, data, floats = triple
 
@@ -85,8 +85,8 @@ class BucketRun:
                 if collective is None:
                     return [no_bytes, no_floats]
                 if collective.dtype == "uint8":
-                    return [start(transport, collective, data, self.engine.bucket.name), no_floats]
-                return [no_bytes, start(transport, collective, floats, self.engine.bucket.name)]
+                    return [start(transports, collective, data, self.engine.bucket.name), no_floats]
+                return [no_bytes, start(transports, collective, floats, self.engine.bucket.name)]
 
             return carry
 

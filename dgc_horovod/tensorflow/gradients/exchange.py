@@ -6,7 +6,7 @@ and v (`host_steps`); the graph holds no state, so it may be traced as often as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.tensorflow.clipping.learned import LearntClipping
 from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
@@ -38,7 +39,7 @@ class GradientExchange:
     """The exchange of the gradients of `sources`, always in that order.
 
     Args:
-        sources, settings, collectives, update, generation, homes, number: see `HostSteps`.
+        sources, settings, transports, update, generation, homes, number: see `HostSteps`.
         keeps_fp32: whether compressed float16 variables get float32 updates: times the learning rate they fit.
     """
 
@@ -46,16 +47,18 @@ class GradientExchange:
         self,
         sources: Sequence[Source],
         settings: Settings,
-        collectives: Collectives,
+        transports: Mapping[str, Collectives],
         update: PlainUpdate,
         generation: Callable[[int], int],
         homes: Homes,
         number: int = 0,
         keeps_fp32: bool = False,
     ) -> None:
+        collectives = transports[ALL]
         self.sources, self.settings, self.collectives = list(sources), settings, collectives
+        self._transports, self._inside = transports, transports.get(INSIDE)
         self.update, self._keeps_fp32 = update, keeps_fp32
-        self.steps = HostSteps(sources, settings, collectives, update, generation, homes, number)
+        self.steps = HostSteps(sources, settings, transports, update, generation, homes, number)
         self.compressed = {i for i, run in self.steps.place.items() if not run.engine.bucket.uncompressed}
         compression = settings.compression
         if settings.config is not None:
@@ -133,6 +136,8 @@ class GradientExchange:
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         if self._learns:
             gradients = self.clipping.applied(gradients, started)
+        if self._inside is not None and self.settings.config.clip_norm is not None:
+            started, gradients = self._averaged(started, gradients)
         messages, whole = self._compressed(started, gradients)
         results = self._dense_path(whole)
         flags = [tf.reduce_all(tf.math.is_finite(result)) for result in results.values()]
@@ -184,6 +189,8 @@ class GradientExchange:
             messages = []
             for run in runs:
                 inputs = [started, *(flat[i] for i in run.members)]
+                if self._inside is not None:
+                    inputs = [started, self._slice(run, started, inputs[1:])]
                 messages.append(host_call(steps.noting(steps.compress, run), inputs, TRIPLE, run.kernels))
             return messages, whole
         # the norm needs every gradient first
@@ -194,11 +201,34 @@ class GradientExchange:
         whole = {i: gradient * tf.cast(clip, gradient.dtype) for i, gradient in whole.items()}
         return [tensors[n : n + 3] for n in range(0, len(tensors), 3)], whole
 
+    def _armed(self, started: tf.Tensor, given: Sequence[tf.Tensor]) -> tf.Tensor:
+        """`started`, once `given` is there and the clock runs for what the others of the node give."""
+        with tf.control_dependencies(list(given)):
+            (armed,) = self._call(self.steps.arm, [started], [tf.int64])
+        return armed
+
+    def _averaged(self, started: tf.Tensor, gradients: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """The gradients of the node, all of them: a limit is one of theirs."""
+        inside, armed = self._inside, self._armed(started, gradients)
+        assert inside is not None
+        with tf.control_dependencies([armed]):
+            return armed, [inside.allreduce(x, f"node.{i}", hvd.Average) for i, x in enumerate(gradients)]
+
+    def _slice(self, run: BucketRun, started: tf.Tensor, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        """This worker's slice of the mean of the node's gradients of a bucket."""
+        engine, inside = run.engine, self._inside
+        assert inside is not None
+        padding = inside.workers * engine.bucket.numel - engine.whole.numel
+        with tf.control_dependencies([self._armed(started, gradients)]):
+            flat = tf.concat([*gradients, tf.zeros([padding])], 0)
+        received = inside.alltoall(flat, f"{engine.bucket.name}.slices")
+        return tf.reduce_mean(tf.reshape(received, [inside.workers, engine.bucket.numel]), 0)
+
     def _decoded(self, run: BucketRun, triple: list[tf.Tensor]) -> list[tf.Tensor]:
         """The updates of a bucket, and whether they are finite."""
         steps, rounds = self.steps, len(run.alternatives)
         for number in range(rounds):
-            received = run.carried(self.collectives, number, triple)
+            received = run.carried(self._transports, number, triple)
             if number + 1 < rounds:
                 call = steps.noting(steps.next_round, run, number + 1)
                 triple = host_call(call, received, TRIPLE, run.kernels)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,14 @@ import numpy as np
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import BackendUnavailable, DGCError, NotFinite, UnsupportedUse
+from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
-from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.state.residual_state import Arrays, ResidualState
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, threads
@@ -31,6 +33,7 @@ from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
+from dgc_horovod.wire.bucket import PADDING
 
 _log = logging.getLogger("dgc_horovod")
 _ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
@@ -43,7 +46,7 @@ class HostSteps:
     Args:
         sources: variables whose gradients are exchanged, in that order.
         settings: the compression and Horovod's arguments.
-        collectives: transport of this exchange, for its traffic and its watch.
+        transports: transport of each group of workers; that of all for its traffic and its watch.
         update: form in which gradients enter the residual.
         generation: function of the optimizer's iterations, called at each step: a number that changes when a checkpoint
             has been loaded since the last.
@@ -55,13 +58,15 @@ class HostSteps:
         self,
         sources: Sequence[Source],
         settings: Settings,
-        collectives: Collectives,
+        transports: Mapping[str, Collectives],
         update: PlainUpdate,
         generation: Callable[[int], int],
         homes: Homes,
         number: int,
     ) -> None:
+        collectives = transports[ALL]
         self.collectives, self.update = collectives, update
+        self.node_size = transports[INSIDE].workers if INSIDE in transports else 1
         self.buckets: OptimizerExchange | None = None
         self.runs: list[BucketRun] = []
         self.place: dict[int, BucketRun] = {}
@@ -80,7 +85,7 @@ class HostSteps:
             all_exchanges.append(self.counts)
 
     def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> OptimizerExchange:
-        names = [f"{i} {source.name}" for i, source in enumerate(sources)]
+        self._names = names = [f"{i} {source.name}" for i, source in enumerate(sources)]
         index = {name: i for i, name in enumerate(names)}
         keys: dict[Any, int] = {}
         specs = [
@@ -99,11 +104,12 @@ class HostSteps:
                 collectives.workers,
                 settings.averages,
                 collectives.traffic,
+                self.node_size,
             )
 
         self._make, buckets = make, make()
         for engine in buckets.engines:
-            segments = engine.bucket.segments
+            segments = engine.whole.segments
             members = tuple(index[segment.name] for segment in segments)
             self.runs.append(BucketRun(engine, members, Blocks([segment.numel for segment in segments])))
         self.place = {i: run for run in self.runs for i in run.members}
@@ -136,9 +142,10 @@ class HostSteps:
             raise UnsupportedUse("residuals can be saved between two steps only")
         state = self.buckets.residuals()
         tensors = {_number(name): arrays for name, arrays in state.tensors.items()}
+        runs = {_number(name): run for name, run in state.runs.items()}
         # without an origin the optimizer's slots hold what is to be taken over at the next step
         directions = {} if self._generation == _FROM_SLOTS else {_ORIGIN: self._origin}
-        return dataclasses.replace(state, tensors=tensors, directions=directions)
+        return dataclasses.replace(state, tensors=tensors, runs=runs, directions=directions)
 
     def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
         """Go on from what `residuals` gave; without residuals the optimizer's slots are taken over at the next step.
@@ -154,7 +161,8 @@ class HostSteps:
         self._under_way = False
         names = {_number(name): name for name in self.buckets.numel}
         tensors = {names.get(number, number): arrays for number, arrays in state.tensors.items()}
-        left = self.buckets.load(dataclasses.replace(state, tensors=tensors))
+        runs = {names.get(number, number): run for number, run in state.runs.items()}
+        left = self.buckets.load(dataclasses.replace(state, tensors=tensors, runs=runs))
         if left and self.collectives.rank == 0:
             _log.warning(
                 "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
@@ -219,10 +227,13 @@ class HostSteps:
         # moments that begin empty are corrected for it as at the first step, whatever the optimizer's iterations are
         self._origin = 0 if any(np.any(slot) for slot in slots) else self._iterations
         for i, count in counts:
-            run = self.place[i]
             mine, rest = rest[:count], rest[count:]
-            if mine:
-                self.update.take_over(run.engine, run.members.index(i), mine, float(rate) * factor)
+            kept = self.kept(i)
+            if mine and kept is not None:
+                engine, j = kept
+                segment = engine.bucket.segments[j]
+                mine = [slot.reshape(-1)[segment.offset :][: segment.numel] for slot in mine]
+                self.update.take_over(engine, j, mine, float(rate) * factor)
         return [np.int64(0)]
 
     def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[Any]:
@@ -235,24 +246,43 @@ class HostSteps:
         assert self.buckets is not None
         rest = list(gradients)
         for run in self.runs:
-            self._add_gradients(run, [rest.pop(0) for _ in run.members])
+            self._add_gradients(run, [rest.pop(0) for _ in run.members], whole=True)
         kernels = self.runs[0].kernels if self.runs else registry.choose("cpu")
-        clip = self.buckets.clip_factor(sum(kernels.sums(gradient)[1] for gradient in rest))
+        whole = gradients if self.node_size > 1 else rest  # engines of nodes have slices
+        clip = self.buckets.clip_factor(sum(kernels.sums(gradient)[1] for gradient in whole))
         return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
 
-    def _add_gradients(self, run: BucketRun, gradients: Sequence[Any]) -> None:
+    def _add_gradients(self, run: BucketRun, gradients: Sequence[Any], whole: bool = False) -> None:
         accumulation = (
             ErrorFeedback()
             if run.engine.bucket.uncompressed
             else self.update.accumulation(self._iterations - self._origin)
         )
+        if self.node_size > 1:
+            gradients = _of_slice(run, gradients, whole)
+            received = 4 * run.engine.bucket.numel * (self.node_size - 1)
+            self.counts.traffic.count_inside(2 * received if whole else received)
         for i, gradient in enumerate(gradients):
             run.engine.add_gradient(i, gradient, accumulation)
+
+    def kept(self, i: int) -> tuple[BucketEngine, int] | None:
+        """The engine and the segment of what this rank keeps of variable `i`, if it keeps any of it."""
+        return None if self.buckets is None else self.buckets.place.get(self._names[i])
+
+    def keep(self, i: int, arrays: Arrays) -> None:
+        """Keep of variable `i`, of which these arrays are whole, what this rank keeps of it."""
+        assert self.buckets is not None
+        self.buckets.keep(self._names[i], arrays)
+
+    def arm(self, started: Any) -> list[Any]:
+        """From now on the others are waited for, no longer than DGC_TIMEOUT; returns `started`."""
+        self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
+        return [np.int64(started)]
 
     def _message(self, run: BucketRun, clip: float) -> list[Any]:
         assert self.buckets is not None
         message = self.buckets.compress(run.engine, clip)
-        self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
+        self.arm(0)
         self._idle_since = time.perf_counter()
         return run.triple(0, message.payload)
 
@@ -311,6 +341,17 @@ class HostSteps:
         if text and not self._told and self.collectives.rank == 0:
             self._told = True
             _log.warning("dgc_horovod: %s", text)
+
+
+def _of_slice(run: BucketRun, gradients: Sequence[Any], whole: bool) -> list[Any]:
+    """The gradients of what this worker keeps of a bucket, from its slice in one, or from whole ones."""
+    segments, engine = run.engine.bucket.segments, run.engine
+    if not whole:
+        (flat,) = gradients
+        return [flat[segment.place] for segment in segments]
+    of_name = {segment.name: gradient for segment, gradient in zip(engine.whole.segments, gradients, strict=True)}
+    of_name[PADDING] = run.kernels.new(engine.topology.node_size)
+    return [of_name[segment.name][segment.offset :][: segment.numel] for segment in segments]
 
 
 def _number(name: str) -> str:

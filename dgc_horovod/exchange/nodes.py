@@ -1,0 +1,105 @@
+"""Whether the ranks of a job can make a hierarchical exchange, and the process sets that it needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.config_check import Gatherer
+from dgc_horovod.exchange.topology import Topology, problem_of
+
+FLAT, HIERARCHICAL = "flat", "hierarchical"
+_UNDECLARED = (
+    "its process sets were not declared; call hvd.init(process_sets=node_process_sets()) of dgc_horovod.torch or "
+    "dgc_horovod.tensorflow, or start with dgcrun"
+)
+_log = logging.getLogger("dgc_horovod")
+_declared: dict[tuple[int, ...], Any] = {}  # by ranks
+
+
+def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Iterable[Any] = ()) -> list[Any]:
+    """Make the process sets of a hierarchical exchange, to be given to Horovod when it starts.
+
+    Args:
+        make: function that makes a process set of ranks.
+        node_size: G >= 1; None: as many as the launcher has put on this host.
+        theirs: process sets of the script, which are given to Horovod as well.
+
+    Returns:
+        The sets beside `theirs`; none where there is nothing to gain from nodes.
+    """
+    workers, on_this_host = envvars.launched_workers()
+    node_size = node_size or on_this_host
+    if not (workers and node_size) or problem_of(Topology(0, workers, node_size)):
+        return []
+    given = {tuple(each.ranks): each for each in theirs if each.ranks}
+    groups = [tuple(ranks) for ranks in Topology(0, workers, node_size).groups]
+    _declared.update({ranks: given.get(ranks) or make(list(ranks)) for ranks in groups})
+    return [_declared[ranks] for ranks in groups if ranks not in given]
+
+
+def declared(ranks: Sequence[int]) -> Any:
+    """The process set of these ranks, where one was declared and Horovod has taken it; else None."""
+    found = _declared.get(tuple(ranks))
+    return found if found is not None and found.process_set_id is not None else None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Where Horovod has put this rank: ``hvd.rank()``, ``hvd.size()`` and so on."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+
+
+def agree(collectives: Gatherer, config: DGCConfig, launched: Launched, hindrance: str) -> Topology:
+    """The topology that all ranks can use: with nodes where each of them can, else without.
+
+    Args:
+        collectives: transport of all workers of the optimizer.
+        config: compression settings; `exchange` and `node_size` are used.
+        launched: place of this rank.
+        hindrance: why this optimizer can make none, in words; "" if it can.
+
+    Cost: two collectives, unless the exchange is "flat".
+    """
+    workers = collectives.workers
+    flat = Topology(collectives.rank, workers)
+    if config.exchange == FLAT or workers == 1 or envvars.horovod_elastic():  # there nodes come and go
+        return flat
+    topology = Topology(collectives.rank, workers, config.node_size or launched.local_size)
+    problem = hindrance or _problem(topology, config, launched)
+    own = json.dumps([topology.node_size, problem]).encode()
+    found = [json.loads(data) for data in collectives.gather_bytes(own, "nodes")]
+    sizes, problems = [each[0] for each in found], [each[1] for each in found if each[1]]
+    if len(set(sizes)) > 1:
+        problems.insert(0, "the nodes have different numbers of workers")
+    if not problems:
+        return topology
+    wanted = config.exchange == HIERARCHICAL
+    if collectives.rank == 0 and (wanted or all(1 < size < workers for size in sizes)):
+        level = logging.WARNING if wanted else logging.INFO
+        _log.log(level, "dgc_horovod: no hierarchical exchange, every worker sends to every other: %s", problems[0])
+    return flat
+
+
+def _problem(topology: Topology, config: DGCConfig, launched: Launched) -> str:
+    """Why this rank can make no hierarchical exchange; "" if it can."""
+    if found := problem_of(topology):
+        return found
+    if topology.workers != launched.size:
+        return "the optimizer's process set is not the one of all ranks"
+    expected = launched.cross_rank * launched.local_size + launched.local_rank
+    if config.node_size is None and launched.rank != expected:
+        return "ranks do not count node by node (mpirun --map-by slot makes them)"
+    if declared(topology.inside) is None or declared(topology.between) is None:
+        return _UNDECLARED
+    return ""

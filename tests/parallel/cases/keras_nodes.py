@@ -1,0 +1,58 @@
+"""Four ranks on two nodes of two under Keras: what a hierarchical exchange promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
+from tests.helpers.keras_training import (
+    alone,
+    distance,
+    everything,
+    fingerprint,
+    fit,
+    fitted,
+    momentum_sgd,
+    smooth_model,
+    weights,
+)
+
+
+def layout() -> dict[str, Any]:
+    """How much each rank keeps, what it receives, and whether the weights are those of the others."""
+    hvd.init()
+    optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(density=0.02, min_numel=16))
+    model = fit(smooth_model(), optimizer, 3)
+    engines = optimizer._dgc.exchanges[0].steps.buckets.engines
+    sparse = [engine for engine in engines if not engine.bucket.uncompressed]
+    before = weights(model)
+    optimizer.flush()
+    return {
+        "kept": sum(engine.state.v.size for engine in sparse),
+        "all": sum(engine.whole.numel for engine in sparse),
+        "fingerprint": fingerprint(model),
+        "inside": optimizer.compression_stats()["bytes_inside_node"],
+        "moved": float(np.abs(weights(model) - before).max()),
+        "left": max(float(np.abs(engine.state.v).max()) for engine in engines),
+    }
+
+
+def stock() -> dict[str, float]:
+    """Everything sent and nothing masked, beside one process on what all ranks see."""
+    hvd.init()
+    optimizers = {
+        "sgd": momentum_sgd,
+        "nesterov, decay": lambda: momentum_sgd(nesterov=True, weight_decay=1e-3),
+        "plain": lambda: keras.optimizers.SGD(0.05),
+    }
+    found = {}
+    for name, make in optimizers.items():
+        dense = alone(make())
+        found[name] = distance(dense, fitted(make(), everything()))
+        found[f"{name}, clipped"] = distance(dense, fitted(make(), everything(clip_norm=1e6)))
+    found["a limit"] = distance(alone(momentum_sgd()), fitted(momentum_sgd(), everything(clip_norm=0.01)))
+    return found
