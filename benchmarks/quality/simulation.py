@@ -84,6 +84,15 @@ class Loopback(Collectives):
         return Pending(message, part, name)
 
 
+class _Exchange(GradientExchange):
+    """The exchange of one rank."""
+
+    def follow(self, finite: bool) -> None:
+        """End a step as another rank has: all read the same."""
+        self.buckets.close(finite)
+        self._forget_step(finite)
+
+
 class DenseRanks:
     """Dense training: the update is the mean of all ranks' gradients.
 
@@ -155,7 +164,7 @@ class CompressedRanks(DenseRanks):
             update.prepare(self.optimizer)
         self._group = self.optimizer.param_groups[0]
         self.exchanges = [
-            GradientExchange(
+            _Exchange(
                 self.parameters,
                 dict.fromkeys(self.parameters.values(), 0),
                 config,
@@ -180,13 +189,15 @@ class CompressedRanks(DenseRanks):
             # as hooks do: the last parameter's gradient is there first
             results = {p: exchange.add_gradient(p, accumulation_of) for p in reversed(self.parameters.values())}
             turns.append({p: (p.grad, result) for p, result in results.items()})
-        for exchange, turn in zip(self.exchanges, turns, strict=True):
-            for p, (grad, _) in turn.items():
-                p.grad = grad
-            for p, (_, result) in turn.items():
-                p.grad = result()
-            finite = exchange.finish()
-            if self._forgets:
+        for p, (grad, _) in turns[0].items():
+            p.grad = grad
+        for p, (_, result) in turns[0].items():
+            p.grad = result()
+        finite = self.exchanges[0].finish()
+        for exchange in self.exchanges[1:]:  # what comes back is the same on every rank, and read once
+            exchange.follow(finite)
+        if self._forgets:
+            for exchange in self.exchanges:
                 exchange.buckets.clear()
         if finite:
             if self._owners is not None:
