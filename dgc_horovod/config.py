@@ -47,6 +47,8 @@ class DGCConfig:
             of a node average their gradients densely, then each exchanges its slice with the other nodes; "auto":
             hierarchical where nodes have several workers and their process sets are declared.
         node_size: number of workers of a node, >= 1; None: those on one host.
+        max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
+            density is lowered until it does, not below 0.0001; None: no limit.
         threshold: smallest magnitude that rule "threshold" sends, > 0 and within float32's normal range; else None.
         max_density: largest fraction of a bucket that rule "threshold" sends, in (0, 1]; it fixes the packet's size.
         min_numel: number of elements below which a tensor is exchanged densely, >= 1.
@@ -74,6 +76,7 @@ class DGCConfig:
     dense_values: str = "auto"
     exchange: str = "auto"
     node_size: int | None = None
+    max_bytes_per_step: int | None = None
     threshold: float | None = None
     max_density: float = 0.01
     min_numel: int = 1024
@@ -99,8 +102,9 @@ class DGCConfig:
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
             _check_whole(name, getattr(self, name), least)
-        if self.node_size is not None:
-            _check_whole("node_size", self.node_size, 1)
+        for name in ("node_size", "max_bytes_per_step"):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), 1)
         _check_positive("clip_norm", self.clip_norm)
         _check_positive("threshold", self.threshold)
         if self.threshold is not None and not np.finfo(np.float32).tiny <= self.threshold <= np.finfo(np.float32).max:

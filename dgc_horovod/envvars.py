@@ -19,6 +19,7 @@ from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
 OF_METHOD = "of the method"
 ACTIVATED, EVERYWHERE = "activated", "everywhere"  # where a variable acts; docs/environment.md explains the words
@@ -46,6 +47,14 @@ def _whole(text: str) -> int:
     return int(value)
 
 
+def _size(text: str) -> int:
+    amount = text.upper().removesuffix("B")
+    unit = amount[-1:] if amount[-1:] in _UNITS else ""
+    if not (value := _number(amount.removesuffix(unit)) * _UNITS[unit]).is_integer():
+        raise ValueError
+    return int(value)
+
+
 def _text(text: str) -> str:
     return text
 
@@ -55,6 +64,7 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "number": (_number, "X", "a number"),
     "seconds": (_positive, "S", "a positive number of seconds"),
     "whole": (_whole, "N", "a whole number"),
+    "size": (_size, "BYTES", "a number of bytes, such as 2MB or 500kB"),
     "switch": (_switch, "on|off", "on or off (1/0, true/false, yes/no)"),
     "text": (_text, "TEXT", "a text"),
     "path": (_text, "PATH", "a path"),
@@ -69,7 +79,7 @@ class EnvironmentVariable:
         name: name of the environment variable, ``DGC_...``.
         default: default text, as a user would write it; "" for none.
         meaning: one line on what it does, with unit and range.
-        kind: kind of the value: "number", "seconds", "whole", "switch", "text" or "path".
+        kind: kind of the value: "number", "seconds", "whole", "size", "switch", "text" or "path".
         group: heading that it stands under in ``dgcrun --help`` and docs/environment.md.
         flag: flag of dgcrun; "" for none.
         field: field of DGCConfig, or of WarmupSchedule as "warmup.FIELD"; "" for none.
@@ -127,9 +137,12 @@ class EnvironmentVariable:
 METHODS = ("none", "fp16", *PRESETS)
 
 
+_FLAGS = {"density": "--density", "max_bytes_per_step": "--dgc-budget"}
+
+
 def _field(field: str, default: str, meaning: str, kind: str, group: str, **more: Any) -> EnvironmentVariable:
     key = field.replace(".", "_")
-    flag = "--density" if key == "density" else f"--dgc-{key.replace('_', '-')}"
+    flag = _FLAGS.get(key, f"--dgc-{key.replace('_', '-')}")
     return EnvironmentVariable(f"DGC_{key.upper()}", default, meaning, kind, group, flag, field, **more)
 
 
@@ -156,6 +169,7 @@ FIELDS = (
     _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
     _field("exchange", "auto", "who exchanges packets with whom", "text", _WIRE, choices=EXCHANGES),
     _field("node_size", "", "workers that average densely first; if not given, those of a host", "whole", _WIRE),
+    _field("max_bytes_per_step", "", "most that a card is to receive: lowers the density", "size", _WIRE),
     _field("min_numel", "1024", "tensors of fewer elements are sent whole, >= 1", "whole", _WIRE),
     _field("compress_1d", "off", "compress biases and norms too", "switch", _WIRE),
     _field("bucket_bytes", "67108864", "bytes of gradient that share a message, >= 1", "whole", _WIRE),

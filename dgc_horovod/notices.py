@@ -73,13 +73,13 @@ def make_visible() -> None:
 def describe(exchange: OptimizerExchange, notice: str = "") -> None:
     """What is compressed and what is not, the one recommendation, and a `notice` of the optimizer."""
     make_visible()
-    config, numel = exchange.config, exchange.numel
+    config, numel, place = exchange.config, exchange.numel, exchange.topology
     sparse = [bucket for bucket in exchange.layout.buckets if not bucket.uncompressed]
     compressed = exchange.compressed
     whole = [name for name in numel if name not in set(compressed)]
     _log.info(
         "dgc_horovod: %s, density %g: %d tensors compressed in %d bucket%s, values %s; %d small ones with %.3g%% of "
-        "all elements are sent whole, values %s",
+        "all elements are sent whole, values %s%s",
         config.rule,
         config.final_density,
         len(compressed),
@@ -88,8 +88,11 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
         config.values,
         len(whole),
         100 * sum(numel[name] for name in whole) / max(1, sum(numel.values())),
-        dense_values(config, exchange.workers),
+        dense_values(config, place.nodes),
+        f"; {place.nodes} nodes of {place.node_size}" if place.node_size > 1 else "",
     )
+    if config.max_bytes_per_step is not None and exchange.workers > 1:
+        _tell_budget(exchange, config.max_bytes_per_step)
     if notice and sparse:
         _log.warning("dgc_horovod: %s", notice)
     _log.debug("dgc_horovod: sent whole: %s", ", ".join(whole))
@@ -106,3 +109,20 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
             "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
             "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...), or --dgc-warmup-steps N with dgcrun"
         )
+
+
+def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:
+    density, found = exchange.config.final_density, exchange.card_bytes
+    if found <= budget:
+        sizes = map(_size, (found, budget))
+        _log.info("dgc_horovod: a card receives %s a step, of at most %s, at density %g", *sizes, density)
+        return
+    _log.warning(
+        "dgc_horovod: a card receives %s a step, more than the %s that it is to: at density %g a coordinate is sent "
+        "once in %.0f steps, and none lower is taken. Small tensors are sent whole, whatever the budget is",
+        *map(_size, (found, budget)), density, 1 / density,
+    )  # fmt: skip
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.3g} kB"

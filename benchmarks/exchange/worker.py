@@ -98,9 +98,9 @@ def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
     checked = checked_step(method, gradients, rank, workers, clock.number)
     steps = max(order.fewest, min(order.most, int(order.seconds / clock.longest())))
     clock.forget()
-    sent = _bytes_out(order.device)
+    sent = bytes_out(order.device)
     clock.run(steps)
-    sent = _bytes_out(order.device) - sent
+    sent = bytes_out(order.device) - sent
     method.close()
     return {
         "ms": clock.milliseconds,
@@ -111,7 +111,7 @@ def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
     }
 
 
-def _bytes_out(device: str) -> int:
+def bytes_out(device: str) -> int:
     """Bytes that have left this host; on the loopback, that have left the machine's ranks together."""
     table = Path("/proc/self/net/dev").read_text()
     found = {line[1]: int(line[2].split()[8]) for line in re.finditer(r"^ *(\w+): *(.*)$", table, re.MULTILINE)}

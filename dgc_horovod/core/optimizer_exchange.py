@@ -12,6 +12,7 @@ import numpy as np
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucket_stats import BucketMeter
 from dgc_horovod.core.bucketing import TensorSpec, plan
+from dgc_horovod.core.budget import card_bytes, within_budget
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
@@ -45,7 +46,7 @@ class OptimizerExchange:
 
     Args:
         specs: name, shape and boundary of every tensor that takes part, in the model's order.
-        config: compression settings.
+        config: compression settings; the density may be lowered, see `within_budget`.
         kernels_of: function that gives the kernels on the device of the tensor of that name.
         rank: index of this worker, 0 <= rank < workers.
         workers: N >= 1.
@@ -66,8 +67,10 @@ class OptimizerExchange:
         traffic: Traffic,
         node_size: int = 1,
     ) -> None:
-        self.config, self.rank, self.workers, self.averages = config, rank, workers, averages
+        self.rank, self.workers, self.averages = rank, workers, averages
         self.topology = Topology(rank, workers, node_size)
+        self.config = config = within_budget(specs, config, self.topology)
+        self.card_bytes = card_bytes(specs, config, self.topology)
         self.numel = {spec.name: spec.numel for spec in specs}
         self.layout = plan(specs, config, self.topology.nodes)
         self.engines = [

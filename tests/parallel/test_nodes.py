@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["layout", "long_run", "stock", "clipping", "state"]
+CASES = ["layout", "budget", "long_run", "stock", "clipping", "state"]
 SAME = 1e-5
 
 
@@ -26,6 +26,12 @@ def test_each_worker_of_a_node_keeps_half(ranks):
         assert found["kind"] == "NodeGradientExchange"
         assert found["kept"] == found["momentum"] == -(-found["all"] // 2)
         assert found["inside"] > found["all"] * 4 * 3 / 2 > 10 * found["received"]
+
+
+def test_a_card_keeps_to_its_budget(ranks):
+    for node in (ranks[:2], ranks[2:]):
+        received = sum(rank["nodes.budget"]["received"] for rank in node)
+        assert 0.9 * 4000 < received <= 4000 and 0 < node[0]["nodes.budget"]["density"] < 0.5
 
 
 def test_replicas_are_bit_identical_over_a_thousand_steps(ranks):

@@ -36,8 +36,8 @@ import numpy as np
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core import bucketing
+from dgc_horovod.core.budget import card_bytes
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.exchange.topology import Topology
@@ -120,13 +120,7 @@ def link_bytes(elements: int, config: DGCConfig, workers: int) -> int:
         config: compression settings.
         workers: N >= 1.
     """
-    plan, traffic = bucketing.plan(_tensors(elements, config), config, workers), Traffic()
-    for bucket in plan.buckets:
-        for collective in message_spec(bucket, config, config.final_density, Topology(0, workers)).rounds:
-            traffic.count(collective.nbytes, collective.received(workers))
-    width = 2 if bucketing.dense_values(config, workers) == "fp16" else 4
-    traffic.count_allreduce(width * (elements - sum(bucket.numel for bucket in plan.buckets)), workers)
-    return traffic.received
+    return card_bytes(_tensors(elements, config), config, Topology(0, workers))
 
 
 def _tensors(elements: int, config: DGCConfig) -> list[bucketing.TensorSpec]:

@@ -39,6 +39,19 @@ def layout() -> dict[str, Any]:
     }
 
 
+def budget() -> dict[str, float]:
+    """What each rank receives of other nodes at a step, within a budget of a card."""
+    hvd.init()
+    model = smooth_model()
+    config = Compression.dgc(density=0.5, max_bytes_per_step=4000, dense_values="8bit")
+    optimizer = _wrapped(model, config)
+    train(model, optimizer, 5)
+    return {
+        "received": optimizer.compression_stats()["bytes_received"] / 5,
+        "density": optimizer._dgc.buckets.config.density,
+    }
+
+
 def long_run() -> dict[str, Any]:
     """A thousand steps, one of which is not finite on one rank."""
     hvd.init()

@@ -1,0 +1,79 @@
+"""One rank of `benchmarks.nodes`: a flat and a hierarchical exchange in turn; writes its figures to a file."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from benchmarks import connections
+from benchmarks.exchange.check import checked_step
+from benchmarks.exchange.gradients import Gradients
+from benchmarks.exchange.methods import MASTER, CompressedMethod, HorovodMethod, Method
+from benchmarks.exchange.worker import Clock, Order, bytes_out
+from benchmarks.shapes import SHAPES, Shapes
+from dgc_horovod.torch import Compression, node_process_sets
+
+NOTHING, DENSE, FLAT, HIERARCHICAL = METHODS = ("no exchange", "dense", "flat", "hierarchical")
+
+
+def make(name: str, shapes: Shapes, density: float) -> Method:
+    """The method of that name."""
+    if name == NOTHING:
+        return Method(shapes)
+    if name == DENSE:
+        return HorovodMethod(shapes, Compression.none)
+    return CompressedMethod(shapes, Compression.dgc(density=density, exchange=name))
+
+
+def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
+    """The figures of one method on this rank."""
+    method = make(name, SHAPES[order.model](), order.density)
+    clock = Clock(method, gradients, hvd.rank())
+    clock.run(1 + max(order.warm_up, method.untimed))
+    checked = checked_step(method, gradients, hvd.rank(), hvd.size(), clock.number)
+    clock.forget()
+    sent = bytes_out(order.device)
+    clock.run(order.most)
+    sent = bytes_out(order.device) - sent
+    found = {"ms": clock.milliseconds, "card_bytes": sent / order.most, "checked": checked, **kept(method)}
+    found["phases_ms"] = clock.phases
+    method.close()
+    return found
+
+
+def kept(method: Method) -> dict[str, Any]:
+    """Bytes of u and v on this rank, and what the exchange is."""
+    if not isinstance(method, CompressedMethod):
+        return {}
+    exchange = method.optimizer._dgc
+    states = [engine.state for engine in exchange.buckets.engines]
+    arrays = [x for state in states for x in (state.u, state.v) if x is not None]
+    return {"state_bytes": sum(4 * len(x) for x in arrays), "exchange": type(exchange).__name__}
+
+
+def main() -> None:
+    """All methods of the order, one after another, each with connections of its own."""
+    words = json.loads(sys.argv[1])
+    order = Order(**{**words, "methods": tuple(words["methods"])})
+    hvd.init(process_sets=node_process_sets())
+    torch.set_num_threads(1)
+    os.environ[MASTER] = order.master
+    gradients = Gradients(Path(order.folder), [shape for _, shape in SHAPES[order.model]()])
+    figures = {}
+    for name in order.methods:
+        figures[name] = measure(name, order, gradients)
+        gc.collect()  # the next one needs the memory
+        connections.shut_down()
+        hvd.init(process_sets=node_process_sets())
+    Path(order.folder, f"rank{hvd.rank()}.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What a network card receives at a step, and the density that keeps it within a budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.budget import LEAST_DENSITY, card_bytes, within_budget
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.launch.settings import resolve
+
+SPECS = [TensorSpec("weight", (1000, 2000)), TensorSpec("other", (300, 500)), TensorSpec("bias", (2000,))]
+FLAT, NODES = Topology(0, 16), Topology(0, 16, 4)
+
+
+def test_a_card_receives_one_packet_of_each_other_node():
+    config = DGCConfig(density=0.001, dense_values="fp32")
+    small = card_bytes([SPECS[-1]], config, FLAT)
+    assert small == 2 * 15 * 4 * 2000 // 16
+    flat, nodes = (card_bytes(SPECS, config, each) - small for each in (FLAT, NODES))
+    # 3 packets of the bucket in four slices, each with a header, in the place of 15
+    assert 3 / 15 < nodes / flat < 3 / 15 * 1.1
+
+
+@given(st.floats(1e-4, 1.0), st.integers(1, 10**7), st.sampled_from([FLAT, NODES, Topology(0, 2)]))
+def test_the_density_is_the_largest_that_fits(density, budget, topology):
+    asked = DGCConfig(density=density, max_bytes_per_step=budget)
+    found = within_budget(SPECS, asked, topology)
+    assert found.density <= asked.density
+    if found.density == asked.density:
+        return
+    if card_bytes(SPECS, found, topology) > budget:
+        assert found.density == LEAST_DENSITY
+    else:  # one per cent more would not
+        assert card_bytes(SPECS, found.replace(density=min(1.0, 1.011 * found.density)), topology) > budget
+
+
+def test_no_budget_changes_nothing():
+    config = DGCConfig(density=0.02)
+    assert within_budget(SPECS, config, FLAT) is config
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("2MB", 2_000_000), ("500kB", 500_000), ("1234", 1234), ("1.5M", 1_500_000)]
+)
+def test_sizes_are_read(text, nbytes):
+    job = resolve({"DGC_COMPRESSION": "dgc", "DGC_MAX_BYTES_PER_STEP": text}, {})
+    assert job.config.max_bytes_per_step == nbytes
+
+
+@pytest.mark.parametrize("text", ["0", "-1MB", "2TB", "much", "0.5"])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ConfigError, match="max_bytes_per_step"):
+        resolve({"DGC_COMPRESSION": "dgc", "DGC_MAX_BYTES_PER_STEP": text}, {})
