@@ -45,7 +45,7 @@ class DGCConfig:
             bf16, 8bit by allgather, with a residual of their own; auto: 8bit up to 4 workers, fp32 beyond.
         exchange: who exchanges packets with whom: "flat": every worker with every other; "hierarchical": the workers
             of a node average their gradients densely, then each exchanges its slice with the other nodes; "auto":
-            hierarchical where nodes have several workers and their process sets are declared.
+            hierarchical where the process sets of nodes are declared and their cards are spared more than it costs.
         node_size: number of workers of a node, >= 1; None: those on one host.
         max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
             density is lowered until it does, not below 0.0001; None: no limit.

@@ -74,7 +74,7 @@ def _row(
         "state_bytes": max(rank.get("state_bytes", 0) for rank in every),
         "exchange": every[0].get("exchange", ""),
         "phases_ms": {key: round(statistics.median(values), 2) for key, values in phases.items()},
-        "checked": every[0]["checked"],
+        "replicas": all(rank["replicas"] for rank in every),
     }
 
 

@@ -13,7 +13,7 @@ from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ABLATION, VARIANTS
 
 # Two-sided 5% points of Student's t, by degrees of freedom
-_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 11: 2.20}
+T_POINTS = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 11: 2.20}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Difference:
         if self.diverged or len(self.losses) < 3:
             return self.diverged
         error = statistics.stdev(self.losses) / math.sqrt(len(self.losses))
-        return abs(statistics.mean(self.losses)) > _T[min(len(self.losses) - 1, max(_T))] * error
+        return abs(statistics.mean(self.losses)) > T_POINTS[min(len(self.losses) - 1, max(T_POINTS))] * error
 
     @property
     def verdict(self) -> str:

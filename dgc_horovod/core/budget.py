@@ -1,4 +1,4 @@
-"""Bytes through a network card at a step, before anything is sent; and the density that keeps them within a budget."""
+"""Bytes through a network card at a step, before anything is sent: what nodes save, and what fits into a budget."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.rules import RULES
 from dgc_horovod.stats import ring_received
 
+# How many times faster than their card workers of a node reach each other: host memory by way of a local connection
+# (a few Gbit/s a worker, where each has a core, beside 1 Gbit/s), or NCCL
+HOST_SPEED, NCCL_SPEED = 10.0, 1000.0
 LEAST_DENSITY = 1e-4  # below it a coordinate is sent less than once in ten thousand steps
 _HALVINGS, _DIGITS = 30, 3
 
@@ -38,6 +41,26 @@ def card_bytes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topolog
     width = 2 if dense_values(config, topology.nodes) == "fp16" else 4
     dense = set(layout.dense)
     return received + ring_received(width * sum(s.numel for s in specs if s.name in dense), topology.workers)
+
+
+def loss_by_nodes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology, speed: float) -> str:
+    """Why averaging inside nodes would take longer than it saves on their cards, in words; "" if it would not.
+
+    A worker receives ``4n*(G-1)/G`` bytes inside its node at each step, in fp32.
+
+    Args:
+        specs, config: see `card_bytes`.
+        topology: workers and nodes.
+        speed: how many times faster than a card workers of a node reach each other, > 0.
+    """
+    inside = 4 * sum(s.numel for s in specs) * (topology.node_size - 1) // topology.node_size
+    flat, nodes = (card_bytes(specs, config, each) for each in (Topology(0, topology.workers), topology))
+    if inside <= speed * (flat - nodes):
+        return ""
+    return (
+        f"at density {config.final_density:g} it would save a card {(flat - nodes) / 1e6:.3g} MB a step, and move "
+        f"{inside / 1e6:.3g} MB to each worker inside its node"
+    )
 
 
 def within_budget(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> DGCConfig:

@@ -60,14 +60,17 @@ class Launched:
     cross_rank: int
 
 
-def agree(collectives: Gatherer, config: DGCConfig, launched: Launched, hindrance: str) -> Topology:
+def agree(
+    collectives: Gatherer, config: DGCConfig, launched: Launched, hindrance: Callable[[Topology], str]
+) -> Topology:
     """The topology that all ranks can use: with nodes where each of them can, else without.
 
     Args:
         collectives: transport of all workers of the optimizer.
         config: compression settings; `exchange` and `node_size` are used.
         launched: place of this rank.
-        hindrance: why this optimizer can make none, in words; "" if it can.
+        hindrance: function that says, of a topology with nodes, why this optimizer can make none, or why it is better
+            off without; "" if it is not.
 
     Cost: two collectives, unless the exchange is "flat".
     """
@@ -76,7 +79,7 @@ def agree(collectives: Gatherer, config: DGCConfig, launched: Launched, hindranc
     if config.exchange == FLAT or workers == 1 or envvars.horovod_elastic():  # there nodes come and go
         return flat
     topology = Topology(collectives.rank, workers, config.node_size or launched.local_size)
-    problem = hindrance or _problem(topology, config, launched)
+    problem = _problem(topology, config, launched) or hindrance(topology)
     own = json.dumps([topology.node_size, problem]).encode()
     found = [json.loads(data) for data in collectives.gather_bytes(own, "nodes")]
     sizes, problems = [each[0] for each in found], [each[1] for each in found if each[1]]

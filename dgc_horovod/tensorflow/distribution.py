@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -15,9 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement, unique_tag
+from dgc_horovod.core import budget
+from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.nodes import HIERARCHICAL
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
@@ -82,25 +87,31 @@ class Distribution:
             self._takes_part = bool(self.settings.process_set.included())
         return self._takes_part
 
-    @property
-    def topology(self) -> Topology:
-        """The nodes that the exchange uses; asked first, by all ranks alike, it is agreed on."""
+    def topology_for(self, shapes: Sequence[Sequence[int]]) -> Topology:
+        """The nodes that the exchange uses; asked first, by all ranks alike, it is agreed on.
+
+        Args:
+            shapes: shapes of the variables that are trained.
+        """
         if self._topology is None:
             process_set, config = self.settings.process_set, self.settings.config
             if config is None or envvars.horovod_elastic():
                 return Topology(process_set.rank(), process_set.size())
-            self._topology = agreed_topology(process_set, config, self._hindrance())
+            specs = [TensorSpec(str(i), tuple(map(int, shape))) for i, shape in enumerate(shapes)]
+            hindrance = functools.partial(self._hindrance, specs, config)
+            self._topology = agreed_topology(process_set, config, hindrance)
         return self._topology
 
-    def _hindrance(self) -> str:
-        """Why what is wrapped can make no hierarchical exchange; "" if it can."""
+    def _hindrance(self, specs: Sequence[TensorSpec], config: DGCConfig, nodes: Topology) -> str:
+        """Why what is wrapped can make no hierarchical exchange, or is better off without; "" if it is not."""
         if not self.settings.averages:
             return "op=hvd.Sum; a node averages"
         if self.what != "optimizer":
             return "a tape knows no nodes"
-        config = self.settings.config
-        clips = {"clipnorm", "clipvalue"} & set(self.kind.split()) and config is not None and config.clip_norm is None
-        return f"the optimizer clips each gradient ({self.kind})" if clips else ""
+        if {"clipnorm", "clipvalue"} & set(self.kind.split()) and config.clip_norm is None:
+            return f"the optimizer clips each gradient ({self.kind})"
+        wanted = config.exchange == HIERARCHICAL
+        return "" if wanted else budget.loss_by_nodes(specs, config, nodes, budget.HOST_SPEED)
 
     def all_agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Whether `finite` is true on every rank. One small collective."""
@@ -176,7 +187,7 @@ class Distribution:
         exchange = GradientExchange(
             sources,
             self.settings,
-            transports(collectives, self.topology),
+            transports(collectives, self.topology_for([source.shape for source in sources])),
             self.update,
             self.clock.generation,
             self._homes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import horovod.tensorflow as hvd
 
@@ -25,7 +25,7 @@ def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
     return declare(hvd.ProcessSet, node_size)
 
 
-def agreed_topology(process_set: hvd.ProcessSet, config: DGCConfig, hindrance: str) -> Topology:
+def agreed_topology(process_set: hvd.ProcessSet, config: DGCConfig, hindrance: Callable[[Topology], str]) -> Topology:
     """The topology that all ranks can use; see `exchange.nodes.agree`."""
     launched = Launched(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
     return agree(Collectives(process_set, "start"), config, launched, hindrance)

@@ -79,7 +79,7 @@ def load_checkpoint(
     """
     distribution, collectives, variables = _parts(model, optimizer)
     settings = distribution.settings
-    node_size = distribution.topology.node_size
+    node_size = distribution.topology_for([variable.shape for variable in model.trainable_variables]).node_size
     found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals, node_size)
     with together(collectives, f"loading {directory}"):
         extra = _assigned(variables, found.model)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import horovod.torch as hvd
+import torch
 
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.core import budget
+from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
-from dgc_horovod.exchange.nodes import Launched, agree, declare, declared
+from dgc_horovod.exchange.nodes import HIERARCHICAL, Launched, agree, declare, declared
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.torch.transport import HorovodCollectives
 
 
@@ -24,16 +28,27 @@ def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
     return declare(hvd.ProcessSet, node_size)
 
 
-def transports(collectives: HorovodCollectives, config: DGCConfig, averages: bool) -> Mapping[str, HorovodCollectives]:
+def transports(
+    collectives: HorovodCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
+) -> Mapping[str, HorovodCollectives]:
     """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
 
     Args:
         collectives: transport of all workers.
         config: compression settings; `exchange` and `node_size` are used.
         averages: whether gradients are averaged or summed.
+        parameters: parameters by name, in the model's order.
     """
     launched = Launched(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
-    hindrance = "" if averages else "op=hvd.Sum; a node averages"
+    on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
+    specs = [TensorSpec(name, tuple(p.shape)) for name, p in parameters.items()]
+
+    def hindrance(nodes: Topology) -> str:
+        if not averages:
+            return "op=hvd.Sum; a node averages"
+        speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
+        return "" if config.exchange == HIERARCHICAL else budget.loss_by_nodes(specs, config, nodes, speed)
+
     topology = agree(collectives, config, launched, hindrance)
     if topology.node_size == 1:
         return {ALL: collectives}

@@ -92,7 +92,10 @@ class CompressedMethods:
         """Everything that depends on which ranks there are; again whenever they change."""
         config, collectives = self._dgc_config, HorovodCollectives(self.process_set, self._dgc_tag)
         settings = ReduceSettings(self.op == hvd.Average, self.gradient_predivide_factor, self.sparse_as_dense)
-        names, groups = (self._dgc_parameters, self._dgc_boundaries), transports(collectives, config, settings.averages)
+        names, groups = (
+            (self._dgc_parameters, self._dgc_boundaries),
+            transports(collectives, config, settings.averages, self._dgc_parameters),
+        )
         scale = _scale_of(self._dgc_scaler)
         if len(groups) == 1:
             self._dgc = GradientExchange(*names, config, collectives, settings, scale)

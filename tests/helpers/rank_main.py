@@ -9,6 +9,7 @@ import faulthandler
 import importlib
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -49,10 +50,17 @@ def serve(folder: Path, rank: str) -> None:
 
 
 def start_with_nodes() -> None:
-    """Start Horovod with the process sets of nodes; a case's own ``hvd.init()`` then does nothing."""
+    """Let ``hvd.init`` declare the process sets of nodes, beside those of a case."""
     adapter = "torch" if os.environ["DGC_TEST_KIND"] == "torch" else "tensorflow"
-    node_process_sets = importlib.import_module(f"dgc_horovod.{adapter}").node_process_sets
-    importlib.import_module(f"horovod.{adapter}").init(process_sets=node_process_sets())
+    horovod, nodes = (importlib.import_module(name) for name in (f"horovod.{adapter}", "dgc_horovod.exchange.nodes"))
+    importlib.import_module("dgc_horovod.core.budget").HOST_SPEED = math.inf  # small models would not gain
+    init = horovod.init
+
+    def with_nodes(process_sets: Any = ()) -> None:
+        theirs = list(process_sets)
+        init(process_sets=[*theirs, *nodes.declare(horovod.ProcessSet, None, theirs)])
+
+    horovod.init = with_nodes
 
 
 def main() -> int:

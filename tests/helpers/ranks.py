@@ -57,6 +57,8 @@ def run_ranks(
         environment: more environment variables.
         fresh: whether the cases need processes of their own: they look at memory, or start Horovod with process sets.
     """
+    if controller == "gloo" and os.environ.get("DGC_TEST_ON_NODES"):  # by hand: the same promises with nodes of two
+        controller, workers = "nodes", 2 * workers
     if controller == "nodes":
         hosts = f"localhost:{workers // 2},127.0.0.1:{workers // 2}"
         controller, launcher_flags = "gloo", (*launcher_flags, "-H", hosts)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.budget import LEAST_DENSITY, card_bytes, within_budget
+from dgc_horovod.core.budget import HOST_SPEED, LEAST_DENSITY, NCCL_SPEED, card_bytes, loss_by_nodes, within_budget
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.launch.settings import resolve
@@ -56,3 +56,11 @@ def test_sizes_are_read(text, nbytes):
 def test_other_texts_are_refused(text):
     with pytest.raises(ConfigError, match="max_bytes_per_step"):
         resolve({"DGC_COMPRESSION": "dgc", "DGC_MAX_BYTES_PER_STEP": text}, {})
+
+
+def test_nodes_are_used_where_their_cards_are_spared_more_than_it_costs():
+    resnet = [TensorSpec(str(i), (1, 2_500_000)) for i in range(10)]
+    low, high = DGCConfig(density=0.001), DGCConfig(density=0.01)
+    assert "inside its node" in loss_by_nodes(resnet, low, Topology(0, 4, 2), HOST_SPEED)
+    assert loss_by_nodes(resnet, high, Topology(0, 64, 8), HOST_SPEED) == ""
+    assert loss_by_nodes(resnet, low, Topology(0, 4, 2), NCCL_SPEED) == ""
