@@ -249,6 +249,8 @@ class OptimizerExchange:
             state.tensors[name], kept = engine.state.read(i), engine.bucket.segments[i]
             if kept.numel < self.numel[name]:
                 state.runs[name] = [kept.offset, self.numel[name]]
+        for name in self.numel.keys() - self.place.keys() - set(self.layout.dense):  # other workers of the node have it
+            state.tensors[name], state.runs[name] = {RESIDUAL: np.empty(0, np.float32)}, [0, self.numel[name]]
         state.thresholds = {_key(engine): engine.thresholds for engine in self.engines}
         return state
 

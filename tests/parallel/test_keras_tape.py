@@ -14,7 +14,7 @@ CASES = ("gradients", "in_graphs", "first_step", "sparse_and_local", "embedding"
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"keras_tape.{case}" for case in CASES])
+    return run_ranks(2, [f"keras_tape.{case}" for case in CASES], fresh=True)
 
 
 def test_gradients_are_the_average(ranks):

@@ -77,3 +77,18 @@ def test_under_keras_a_resumed_run_is_the_uninterrupted_one(keras_ranks):
     for rank in keras_ranks:
         for name, found in rank["keras_state.resume"].items():
             assert found["same"] == [True] * 3 and found["other"], name
+
+
+def test_what_is_owed_stays_from_nodes_to_other_numbers_of_ranks_and_back(tmp_path):
+    given = {"NODES_FOLDER": str(tmp_path)}
+    before = None
+    jobs = [(4, "nodes", "hierarchical"), (4, "nodes", "flat"), (2, "gloo", "flat"), (4, "nodes", "hierarchical")]
+    for workers, controller, exchange in jobs:
+        ranks = run_ranks(workers, ["nodes.saved"], controller, environment={**given, "NODES_EXCHANGE": exchange})
+        found = [rank["nodes.saved"] for rank in ranks]
+        assert len({each["fingerprint"] for each in found}) == 1
+        assert (found[0]["kind"] == "NodeGradientExchange") == (exchange == "hierarchical")
+        if before is not None:
+            assert found[0]["before"] == pytest.approx(before, rel=1e-5)
+        before = found[0]["after"]
+        assert all(abs(part) > 1e-3 for part in before)

@@ -18,7 +18,7 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import AdamCorrection, MomentumCorrection
 from dgc_horovod.rules import RULES
 from dgc_horovod.state import checkpoint, manifest
-from dgc_horovod.state.residual_state import ResidualState, handed_on, shares
+from dgc_horovod.state.residual_state import ResidualState, handed_on, needed, shares
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, as_array
 
@@ -90,6 +90,43 @@ def test_what_is_owed_does_not_change_with_the_number_of_ranks(before, after, av
     mean = [np.mean([state.tensors["b"]["first"] for state in states], axis=0) for states in (old, new)]
     np.testing.assert_allclose(*mean, rtol=1e-5, atol=1e-6)
     assert all((state.step, state.epoch, state.directions) == (7, 2, {"b": 4}) for state in new)
+
+
+def of_node(rank: int, workers: int, node_size: int, averages: bool) -> ResidualState:
+    """What one worker of a node keeps: a run of 12 elements, the same number for each."""
+    kept, rng = 12 // node_size, np.random.default_rng([rank, workers])
+    arrays = {part: rng.standard_normal(kept).astype(np.float32) for part in ("v", "u")}
+    start = rank % node_size * kept
+    runs = {"a": [start, 12]} if node_size > 1 else {}
+    return ResidualState(rank, workers, averages, 7, 2, {"a": arrays}, node_size=node_size, runs=runs)
+
+
+@given(
+    nodes=st.integers(1, 4), size=st.sampled_from([1, 2, 3, 4]), new_nodes=st.integers(1, 4),
+    new_size=st.sampled_from([1, 2, 3, 4]), averages=st.booleans(),
+)  # fmt: skip
+def test_what_is_owed_does_not_change_with_the_nodes(nodes, size, new_nodes, new_size, averages):
+    old = [of_node(rank, nodes * size, size, averages) for rank in range(nodes * size)]
+    places = [Topology(rank, new_nodes * new_size, new_size) for rank in range(new_nodes * new_size)]
+    new = [handed_on({i: old[i] for i in needed(place, len(old), size)}, place) for place in places]
+    for part in ("v", "u"):
+        before = owed([state.as_one_of_all() for state in old], "a", part)
+        if (nodes, size) == (new_nodes, new_size):
+            assert all(one is other for one, other in zip(old, new, strict=True))
+            continue
+        of_nodes = [state.tensors["a"][part].astype(np.float64) for state in new[::new_size]]
+        after = np.mean(of_nodes, axis=0) if averages else np.sum(of_nodes, axis=0)
+        np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_record_of_a_slice_survives_its_file_and_lies_about_nothing():
+    state = of_node(1, 4, 2, averages=True)
+    assert_equal(ResidualState.from_bytes(state.to_bytes()), state)
+    for runs in ({"a": [8, 12]}, {"a": [-1, 12]}, {"a": [0]}, {"a": [0, 3]}):
+        with pytest.raises(CheckpointError):
+            ResidualState.from_bytes(dataclasses.replace(state, runs=runs).to_bytes())
+    with pytest.raises(CheckpointError):
+        ResidualState.from_bytes(dataclasses.replace(state, node_size=3).to_bytes())
 
 
 def test_pairs_are_averaged_and_single_ranks_copied():

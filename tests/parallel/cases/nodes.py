@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from torch import nn
 
-from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 
@@ -172,3 +175,29 @@ def state(folder: str = "") -> dict[str, Any]:
         "runs": runs, "mass": mass, "left": left, "moved": distance(weights(model), before),
         "replica": fingerprint(model),
     }  # fmt: skip
+
+
+def saved() -> dict[str, Any]:
+    """A run on nodes, and what it has kept, for ranks of another number or without nodes."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange=os.environ["NODES_EXCHANGE"]))
+    folder = Path(os.environ["NODES_FOLDER"])
+    if (folder / "manifest.json").exists():
+        load_checkpoint(folder, model, optimizer)
+    found = {"before": _owed(optimizer), "kind": type(optimizer._dgc).__name__}
+    train(model, optimizer, 5)
+    save_checkpoint(folder, model, optimizer)
+    return {**found, "after": _owed(optimizer), "fingerprint": fingerprint(model)}
+
+
+def _owed(optimizer: Any) -> list[float]:
+    """The mean over ranks of v, and of u, each with weights that tell its elements apart."""
+    found = []
+    for part in ("v", "u"):
+        own = 0.0
+        for engine in optimizer._dgc.buckets.engines:
+            kept = engine.as_one_of_all(part).astype("float64")
+            own += float((kept * np.sin(np.arange(kept.size) + 1)).sum())
+        found.append(float(hvd.allreduce(torch.tensor(own, dtype=torch.float64), name=f"owed.{part}")))
+    return found
