@@ -224,7 +224,11 @@ class OptimizerExchange:
         ranks = sorted({rank for engine in found for rank in engine.outcome.flagged})
         names = [segment.name for engine in found for segment in engine.whole.segments]
         among = f"{names[0]!r}" if len(names) == 1 else f"the {len(names)} tensors from {names[0]!r} to {names[-1]!r}"
-        return f"rank {', '.join(map(str, ranks))}, among {among}"
+        size = self.topology.node_size
+        if size == 1:
+            return f"rank {', '.join(map(str, ranks))}, among {among}"
+        nodes = sorted({rank // size for rank in ranks})  # whose workers have averaged
+        return "; ".join(f"one of ranks {n * size} to {(n + 1) * size - 1}" for n in nodes) + f", among {among}"
 
     def rollback(self) -> None:
         """Take back what the step under way has sent."""

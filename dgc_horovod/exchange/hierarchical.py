@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.errors import RankMismatch
+from dgc_horovod.errors import DGCError, RankMismatch
 from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchange, Outcome, Round, Sending
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender
 from dgc_horovod.wire.bucket import PADDING, Bucket
@@ -95,8 +95,11 @@ class HierarchicalExchange:
             if (part.view(np.uint8) == _UNREADABLE).all():
                 raise self._mismatch(f"the workers of local rank {local_rank} have sent messages of different sizes")
         last = len(self.rounds) - 2
-        for exchange, part in zip(self._exchanges, parts, strict=True):
-            exchange.proceed(last, part, step)
+        for local_rank, (exchange, part) in enumerate(zip(self._exchanges, parts, strict=True)):
+            try:
+                exchange.proceed(last, part, step)
+            except DGCError as error:
+                raise type(error)(f"{error} (ranks counted among those of local rank {local_rank})") from None
         found = [exchange.outcome for exchange in self._exchanges]
         self.outcome = Outcome(
             all(each.finite for each in found),
