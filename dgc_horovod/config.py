@@ -74,7 +74,7 @@ class DGCConfig:
     warmup: WarmupSchedule | None = None
     values: str = "bf16"
     dense_values: str = "auto"
-    exchange: str = "auto"
+    exchange: str = "flat"
     node_size: int | None = None
     max_bytes_per_step: int | None = None
     threshold: float | None = None

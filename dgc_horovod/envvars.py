@@ -167,7 +167,7 @@ FIELDS = (
     _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WARM),
     _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
     _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
-    _field("exchange", "auto", "who exchanges packets with whom", "text", _WIRE, choices=EXCHANGES),
+    _field("exchange", "flat", "who exchanges packets with whom", "text", _WIRE, choices=EXCHANGES),
     _field("node_size", "", "workers that average densely first; if not given, those of a host", "whole", _WIRE),
     _field("max_bytes_per_step", "", "most that a card is to receive: lowers the density", "size", _WIRE),
     _field("min_numel", "1024", "tensors of fewer elements are sent whole, >= 1", "whole", _WIRE),
@@ -256,11 +256,25 @@ def horovod_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def launched_workers() -> tuple[int, int]:
-    """How many ranks the launcher has started, and how many of them on this host; 0 where it does not say."""
-    names = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE"), ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    workers, local = (next((os.environ[n] for n in each if os.environ.get(n)), "0") for each in names)
-    return (int(workers), int(local)) if workers.isdigit() and local.isdigit() else (0, 0)
+def launched_workers() -> int:
+    """How many ranks the launcher has started; 0 where it does not say."""
+    names = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
+    text = next((os.environ[name] for name in names if os.environ.get(name)), "0")
+    return int(text) if text.isdigit() else 0
+
+
+NODE_SIZE = "DGC_NODE_SIZE"
+
+
+def node_size() -> int:
+    """DGC_NODE_SIZE, which `dgcrun` sets where hosts have equally many ranks; 0 where it is not set."""
+    text = os.environ.get(NODE_SIZE, "")
+    return int(text) if text.isdigit() else 0
+
+
+def dynamic_process_sets() -> bool:
+    """Whether the script adds process sets after ``hvd.init()``."""
+    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
 
 
 def horovod_autotune() -> bool:

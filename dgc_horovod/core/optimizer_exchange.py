@@ -251,7 +251,7 @@ class OptimizerExchange:
         state = ResidualState(self.rank, self.workers, self.averages, self.steps, self.epoch, node_size=node_size)
         for name, (engine, i) in self.place.items():
             state.tensors[name], kept = engine.state.read(i), engine.bucket.segments[i]
-            if kept.numel < self.numel[name]:
+            if node_size > 1:
                 state.runs[name] = [kept.offset, self.numel[name]]
         for name in self.numel.keys() - self.place.keys() - set(self.layout.dense):  # other workers of the node have it
             state.tensors[name], state.runs[name] = {RESIDUAL: np.empty(0, np.float32)}, [0, self.numel[name]]

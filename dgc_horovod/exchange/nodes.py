@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from dgc_horovod.exchange.topology import Topology, problem_of
 
 FLAT, HIERARCHICAL = "flat", "hierarchical"
 _UNDECLARED = (
-    "its process sets were not declared; call hvd.init(process_sets=node_process_sets()) of dgc_horovod.torch or "
-    "dgc_horovod.tensorflow, or start with dgcrun"
+    "its process sets were not declared; call hvd.init(process_sets=node_process_sets(G)) of dgc_horovod.torch or "
+    "dgc_horovod.tensorflow, G workers a node, or start with dgcrun"
 )
 _log = logging.getLogger("dgc_horovod")
 _declared: dict[tuple[int, ...], Any] = {}  # by ranks
@@ -27,14 +27,13 @@ def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Ite
 
     Args:
         make: function that makes a process set of ranks.
-        node_size: G >= 1; None: as many as the launcher has put on this host.
+        node_size: G >= 1, the same on every rank: all must declare the same sets; None: DGC_NODE_SIZE.
         theirs: process sets of the script, which are given to Horovod as well.
 
     Returns:
         The sets beside `theirs`; none where there is nothing to gain from nodes.
     """
-    workers, on_this_host = envvars.launched_workers()
-    node_size = node_size or on_this_host
+    workers, node_size = envvars.launched_workers(), node_size or envvars.node_size()
     if not (workers and node_size) or problem_of(Topology(0, workers, node_size)):
         return []
     given = {tuple(each.ranks): each for each in theirs if each.ranks}
@@ -44,20 +43,25 @@ def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Ite
 
 
 def declared(ranks: Sequence[int]) -> Any:
-    """The process set of these ranks, where one was declared and Horovod has taken it; else None."""
-    found = _declared.get(tuple(ranks))
-    return found if found is not None and found.process_set_id is not None else None
+    """The process set of these ranks that was declared; None if none was."""
+    return _declared.get(tuple(ranks))
 
 
 @dataclass(frozen=True)
 class Launched:
-    """Where Horovod has put this rank: ``hvd.rank()``, ``hvd.size()`` and so on."""
+    """Where Horovod has put this rank: ``hvd.rank()``, ``hvd.size()`` and so on; and the process sets it has."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     cross_rank: int
+    process_sets: Mapping[int, Sequence[int]]  # ranks, by number of the set
+
+    def has(self, ranks: Sequence[int]) -> bool:
+        """Whether Horovod has the process set of these ranks that was declared, since it was started last."""
+        found = declared(ranks)
+        return found is not None and list(self.process_sets.get(found.process_set_id, ())) == list(ranks)
 
 
 def agree(
@@ -103,6 +107,6 @@ def _problem(topology: Topology, config: DGCConfig, launched: Launched) -> str:
     expected = launched.cross_rank * launched.local_size + launched.local_rank
     if config.node_size is None and launched.rank != expected:
         return "ranks do not count node by node (mpirun --map-by slot makes them)"
-    if declared(topology.inside) is None or declared(topology.between) is None:
+    if not (launched.has(topology.inside) and launched.has(topology.between)):
         return _UNDECLARED
     return ""

@@ -76,6 +76,16 @@ def names_of(slots: str) -> list[str]:
     return list(dict.fromkeys(part.rsplit(":", 1)[0] for part in slots.split(",") if part))
 
 
+def ranks_a_host(slots: str, workers: int) -> int:
+    """How many ranks Horovod puts on each host, if it is the same number on all; else 0."""
+    try:
+        plan = horovod_hosts.get_host_assignments(horovod_hosts.parse_hosts(slots), workers)
+    except ValueError:
+        return 0
+    found = {place.local_size for place in plan}
+    return found.pop() if len(found) == 1 else 0
+
+
 def host_of_rank(slots: str, rank: int, workers: int) -> str:
     """The host that Horovod puts `rank` on, as the job names it; "" if `slots` does not tell."""
     try:

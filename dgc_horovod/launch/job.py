@@ -15,6 +15,7 @@ from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import envvars
+from dgc_horovod.exchange.nodes import FLAT
 from dgc_horovod.launch import hosts, inputs, settings
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
@@ -38,7 +39,7 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
         ConfigError: some host is not fit for it; nothing was started.
     """
     slots = hosts.host_slots(args)
-    envvars.put_into_environment({**job.variables(), envvars.HOSTS.name: slots})
+    envvars.put_into_environment({**job.variables(), envvars.HOSTS.name: slots, **_nodes(job, slots, args.num_proc)})
     if not job.active:
         print(f"dgcrun: {settings.show(job).splitlines()[0]}", file=sys.stderr)
         return _horovods_launcher(args)
@@ -62,6 +63,15 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     if code and status.get(activation_check.verdict(0)):
         _say("dgcrun: compression was not active on every rank, so every rank was stopped: see NotActivated above")
     return code or _look_at_the_end(status, job)
+
+
+def _nodes(job: Job, slots: str, workers: int | None) -> dict[str, str]:
+    """The number of workers of a node, which every rank must know alike before Horovod starts, if it is wanted."""
+    config = job.config
+    if config is None or config.exchange == FLAT or config.node_size is not None or not (slots and workers):
+        return {}
+    size = hosts.ranks_a_host(slots, workers)
+    return {envvars.NODE_SIZE: str(size)} if size else {}
 
 
 def _put_on_path(folders: list[str]) -> None:

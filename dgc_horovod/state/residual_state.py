@@ -46,7 +46,7 @@ class ResidualState:
         thresholds: `BucketEngine.thresholds`, by bucket; they matter to the Gaussian rule, and are dropped where the
             layout is another one.
         node_size: number of workers of a node, each of which keeps a part of it, G >= 1.
-        runs: [index of the first element kept, number of elements of the tensor], by name, where not all are kept.
+        runs: [index of the first element kept, number of elements of the tensor], by name, of those that are sliced.
     """
 
     rank: int
@@ -169,8 +169,10 @@ class ResidualState:
             return self
         tensors: dict[str, Arrays] = {}
         for name, arrays in self.tensors.items():
-            kept = next(iter(arrays.values())).size if arrays else 0
-            start, numel = self.runs.get(name, [0, kept])
+            if name not in self.runs:  # a dense tensor's, the same on all workers of the node
+                tensors[name] = arrays
+                continue
+            start, numel = self.runs[name]
             for part, array in arrays.items():
                 is_mean = self.averages or part not in (RESIDUAL, MOMENTUM)
                 whole = tensors.setdefault(name, {})[part] = np.zeros(numel, np.float32)

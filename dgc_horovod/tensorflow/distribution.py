@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement, unique_tag
 from dgc_horovod.core import budget
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.nodes import HIERARCHICAL
 from dgc_horovod.exchange.topology import Topology
@@ -183,11 +181,16 @@ class Distribution:
         process_set = self.settings.process_set
         shapes = "\n".join(f"{source.shape} {source.dtype}" for source in sources)
         tag = unique_tag(f"{self.what} {process_set.process_set_id} {number}\n{shapes}")
-        collectives = Collectives(process_set, tag)
+        collectives, topology = Collectives(process_set, tag), self.topology_for([each.shape for each in sources])
+        if topology.node_size > 1 and self.exchanges:
+            raise UnsupportedUse(
+                "the variables that are trained have changed, and with a hierarchical exchange another rank of the "
+                "node has what waits of them; pass exchange='flat', or --dgc-exchange flat"
+            )
         exchange = GradientExchange(
             sources,
             self.settings,
-            transports(collectives, self.topology_for([source.shape for source in sources])),
+            transports(collectives, topology),
             self.update,
             self.clock.generation,
             self._homes,
@@ -221,13 +224,15 @@ class Distribution:
 
     def for_slots(self, rate: float) -> dict[int, Any]:
         """What belongs into the optimizer's slots when it is saved: id of the variable -> value."""
-        values = {}
+        values: dict[int, Any] = {}
+        if self._topology is not None and self._topology.node_size > 1:
+            return values  # a rank has slices only, and zeros in the place of the others would not be momentum
         for key in self.compressed:
             home = self._homes.find(key)
             if home is not None:
                 slots = self.update.slots(key)
                 for slot, value in zip(slots, self.update.for_slots(*home, rate), strict=False):
-                    values[id(native(slot))] = _whole(value, *home, slot.shape)
+                    values[id(native(slot))] = value.reshape(slot.shape)
         return values
 
     def set_epoch(self, epoch: int) -> None:
@@ -322,13 +327,6 @@ class Distribution:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""
         tallies = [exchange.steps.counts for exchange in self.exchanges]
         return {**total(tallies), "buckets": bucket_stats(tallies)}
-
-
-def _whole(value: np.ndarray, engine: BucketEngine, i: int, shape: Any) -> np.ndarray:
-    """What a rank keeps of a variable, in its place; zero where another rank of the node keeps something."""
-    kept, whole = engine.bucket.segments[i], np.zeros(math.prod(shape), np.float32)
-    whole[kept.offset : kept.offset + kept.numel] = value.reshape(-1)
-    return whole.reshape(shape)
 
 
 def _compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import horovod.tensorflow as hvd
+from horovod.common import process_sets
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
@@ -13,11 +14,17 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 
 
+def known_sets() -> dict[int, list[int]]:
+    """The process sets that Horovod has now: number -> ranks."""
+    basics = process_sets._basics
+    return {} if basics is None else dict(basics._get_process_set_ids_and_ranks())
+
+
 def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
-    """The process sets that a hierarchical exchange needs, for ``hvd.init(process_sets=node_process_sets())``.
+    """The process sets that a hierarchical exchange needs, for ``hvd.init(process_sets=node_process_sets(G))``.
 
     Args:
-        node_size: number of workers of a node, >= 1; None: those that the launcher has put on this host.
+        node_size: number of workers of a node, >= 1, the same on every rank; None: DGC_NODE_SIZE, which `dgcrun` sets.
 
     Returns:
         The sets, for `hvd.init`; none where there is one node, one worker a node, or workers do not fill nodes.
@@ -27,7 +34,7 @@ def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
 
 def agreed_topology(process_set: hvd.ProcessSet, config: DGCConfig, hindrance: Callable[[Topology], str]) -> Topology:
     """The topology that all ranks can use; see `exchange.nodes.agree`."""
-    launched = Launched(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
+    launched = Launched(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), known_sets())
     return agree(Collectives(process_set, "start"), config, launched, hindrance)
 
 

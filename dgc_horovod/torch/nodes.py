@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import horovod.torch as hvd
 import torch
+from horovod.common import process_sets
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core import budget
@@ -16,11 +17,17 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.torch.transport import HorovodCollectives
 
 
+def known_sets() -> dict[int, list[int]]:
+    """The process sets that Horovod has now: number -> ranks."""
+    basics = process_sets._basics
+    return {} if basics is None else dict(basics._get_process_set_ids_and_ranks())
+
+
 def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
-    """The process sets that a hierarchical exchange needs, for ``hvd.init(process_sets=node_process_sets())``.
+    """The process sets that a hierarchical exchange needs, for ``hvd.init(process_sets=node_process_sets(G))``.
 
     Args:
-        node_size: number of workers of a node, >= 1; None: those that the launcher has put on this host.
+        node_size: number of workers of a node, >= 1, the same on every rank; None: DGC_NODE_SIZE, which `dgcrun` sets.
 
     Returns:
         The sets, for `hvd.init`; none where there is one node, one worker a node, or workers do not fill nodes.
@@ -39,7 +46,7 @@ def transports(
         averages: whether gradients are averaged or summed.
         parameters: parameters by name, in the model's order.
     """
-    launched = Launched(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
+    launched = Launched(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), known_sets())
     on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
     specs = [TensorSpec(name, tuple(p.shape)) for name, p in parameters.items()]
 

@@ -62,7 +62,7 @@ def run_ranks(
     if controller == "nodes":
         hosts = f"localhost:{workers // 2},127.0.0.1:{workers // 2}"
         controller, launcher_flags = "gloo", (*launcher_flags, "-H", hosts)
-        environment = {"DGC_TEST_NODES": "1", **(environment or {})}
+        environment = {"DGC_TEST_NODES": "1", "DGC_NODE_SIZE": str(workers // 2), **(environment or {})}
     if controller not in built_controllers():
         pytest.skip(
             f"this Horovod was built without {controller}; install a system MPI and run scripts/build_horovod --force"

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["layout", "budget", "long_run", "stock", "clipping", "state"]
+CASES = ["layout", "budget", "long_run", "stock", "clipping", "refused", "state"]
 SAME = 1e-5
 
 
@@ -52,6 +52,12 @@ def test_the_gradient_of_a_node_is_what_is_clipped(ranks):
         assert found["distance"] <= SAME
 
 
+def test_a_script_that_clips_by_itself_is_refused_in_words(ranks):
+    for found in (rank["nodes.refused"] for rank in ranks):
+        assert "clip_norm" in found["error"] and found["norm"] > 0
+        assert found["small hosts"] == [], "workers that fill no nodes, or one alone, need no process sets"
+
+
 def test_what_is_kept_is_saved_loaded_and_flushed(ranks):
     for found in (rank["nodes.state"] for rank in ranks):
         assert found["runs"][0] == found["runs"][1]
@@ -82,7 +88,7 @@ def test_under_keras_a_resumed_run_is_the_uninterrupted_one(keras_ranks):
 def test_what_is_owed_stays_from_nodes_to_other_numbers_of_ranks_and_back(tmp_path):
     given = {"NODES_FOLDER": str(tmp_path)}
     before = None
-    jobs = [(4, "nodes", "hierarchical"), (4, "nodes", "flat"), (2, "gloo", "flat"), (4, "nodes", "hierarchical")]
+    jobs = [(4, "nodes", "hierarchical"), (4, "gloo", "flat"), (2, "gloo", "flat"), (4, "nodes", "hierarchical")]
     for workers, controller, exchange in jobs:
         ranks = run_ranks(workers, ["nodes.saved"], controller, environment={**given, "NODES_EXCHANGE": exchange})
         found = [rank["nodes.saved"] for rank in ranks]

@@ -106,7 +106,7 @@ class Replacements:
         config, sets = self.job.config, kwargs.get("process_sets")
         if config is None or config.exchange == FLAT or args or isinstance(sets, str) or kwargs.get("comm"):
             return kwargs
-        if envvars.horovod_elastic():
+        if envvars.horovod_elastic() or envvars.dynamic_process_sets():
             return kwargs
         theirs = list(sets or [])
         ours = declare(horovod.ProcessSet, config.node_size, theirs)

@@ -212,7 +212,9 @@ class GradientExchange:
         inside, armed = self._inside, self._armed(started, gradients)
         assert inside is not None
         with tf.control_dependencies([armed]):
-            return armed, [inside.allreduce(x, f"node.{i}", hvd.Average) for i, x in enumerate(gradients)]
+            whole = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        averages = [inside.allreduce(gradient, f"node.{i}", hvd.Average) for i, gradient in enumerate(whole)]
+        return armed, [tf.cast(x, gradient.dtype) for x, gradient in zip(averages, gradients, strict=True)]
 
     def _slice(self, run: BucketRun, started: tf.Tensor, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         """This worker's slice of the mean of the node's gradients of a bucket."""

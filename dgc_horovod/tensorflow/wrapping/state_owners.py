@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import FIRST, SECOND
 
 if TYPE_CHECKING:
@@ -61,18 +60,5 @@ class Homes:
 
 def _move(to: HostSteps, i: int, source: HostSteps, j: int) -> None:
     here, there = to.kept(i), source.kept(j)
-    if to.node_size > 1 and _run(here) != _run(there):
-        raise UnsupportedUse(
-            "the variables that are trained have changed, and with a hierarchical exchange another rank of the node "
-            "has what waits of them; pass exchange='flat', or --dgc-exchange flat"
-        )
     if here is not None and there is not None:
         here[0].state.move_in(here[1], there[0].state, there[1])
-
-
-def _run(kept: tuple[BucketEngine, int] | None) -> tuple[int, int]:
-    """Which elements of a variable are kept: the first of them, and how many."""
-    if kept is None:
-        return 0, 0
-    segment = kept[0].bucket.segments[kept[1]]
-    return segment.offset, segment.numel

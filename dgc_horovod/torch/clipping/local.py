@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from dgc_horovod.core.optimizer_exchange import clip_limit
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 Parameter = torch.Tensor
@@ -67,6 +68,7 @@ class LocalClipping:
         # with no limit the first step is measured only, should the script clip in it
         first = Clip(self._all, math.inf)
         self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
+        self._refusal = ""
         self._own_norm = 0.0  # of this rank's gradients in the step under way
         self._late: list[Clip] = []  # first calls that came before the updates were there
         self.by_hand: float | None = None  # the limit of a script that clips without torch's functions
@@ -97,6 +99,10 @@ class LocalClipping:
         """Whether updates that the script changes may have to be put back."""
         return self.given is not None or self._cut is not None
 
+    def refuse(self, why: str) -> None:
+        """From now on a call of the script is an error with the text `why`, unless its limit is infinite."""
+        self.clips, self._refusal = (), why
+
     def note(self, clip: Clip) -> float | None:
         """The script has made a call; it will hold for the next step.
 
@@ -104,6 +110,10 @@ class LocalClipping:
             Norm of the same gradients before they were clipped, 0 for elements, if a limit of them holds in this step
             already, so that the call is to change nothing; None if none does.
         """
+        if self._refusal and clip.limit < math.inf:
+            raise UnsupportedUse(self._refusal)
+        if self._refusal:
+            return None
         if self.given is not None and not math.isnan(clip.p):
             held = self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
             return self._norm_before(held)

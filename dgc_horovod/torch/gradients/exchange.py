@@ -89,8 +89,8 @@ class GradientExchange:
         dense = {parameters[name]: name for name in self.buckets.layout.dense}
         self._dense_path = DensePath(dense, collectives, settings, self._scale_now, half=config.dense_values == "fp16")
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
-        self.not_finite = ""  # what is to be said of the finished step, if it was not
-        self._norm = 0.0  # of all updates of the finished step, known if a script's clipping is to be undone
+        self._engine_scale = self._scale_now  # factor of the gradients that engines are given
+        self.not_finite, self._norm = "", 0.0  # of the finished step: what is to be said of it; norm of all updates
         self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
@@ -193,7 +193,7 @@ class GradientExchange:
     def _launch(self, run: BucketRun, clip: float) -> None:
         engine = run.engine
         engine.clips = self.clipping.is_of_updates
-        message = self.buckets.compress(engine, clip, self._scale_now())
+        message = self.buckets.compress(engine, clip, self._engine_scale())
         run.pending = start(self._transports, message.round, torch.from_numpy(message.payload), engine.bucket.name)
         self._launched.append(run)
 

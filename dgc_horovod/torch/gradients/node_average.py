@@ -38,14 +38,17 @@ class NodeAverage:
         self._inside = inside
         self._memory: dict[str, torch.Tensor] = {}
 
-    def start(self, name: str, gradients: Iterable[torch.Tensor], numel: int, whole: bool = False) -> Averaging:
-        """Start to average.
+    def start(
+        self, name: str, gradients: Iterable[torch.Tensor], numel: int, whole: bool = False, scale: float = 1.0
+    ) -> Averaging:
+        """Start to average ``scale * gradient``.
 
         Args:
             name: name of the bucket.
             gradients: gradients, dense, of any dtype and layout; copied.
             numel: number of their elements together.
             whole: whether every worker is to get the whole average: twice the bytes.
+            scale: factor of this worker's gradients.
         """
         workers, traffic = self._inside.workers, self._inside.traffic
         flat, start = None, 0
@@ -55,6 +58,8 @@ class NodeAverage:
             flat[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
             start += gradient.numel()
         assert flat is not None and start == numel
+        if scale != 1:
+            flat *= scale
         received = flat.nbytes // workers * (workers - 1)
         traffic.count_inside(2 * received if whole else received)
         if whole:
@@ -77,7 +82,7 @@ class NodeAverage:
         received = self._inside.wait(averaging.pending)
         if averaging.whole:
             return received
-        by_worker = received.view(self._inside.workers, -1)
-        return torch.mean(
-            by_worker, 0, out=averaging.flat[: by_worker.shape[1]]
-        )  # what was sent is not needed any more
+        by_worker, flat = received.view(self._inside.workers, -1), averaging.flat
+        if received.data_ptr() == flat.data_ptr():  # by way of the host and back
+            return by_worker.mean(0)
+        return torch.mean(by_worker, 0, out=flat[: by_worker.shape[1]])  # what was sent is not needed any more

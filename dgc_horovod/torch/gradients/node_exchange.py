@@ -19,6 +19,11 @@ from dgc_horovod.torch.gradients.memory import handed, wait_for_streams
 from dgc_horovod.torch.gradients.node_average import Averaging, NodeAverage
 from dgc_horovod.wire.bucket import PADDING
 
+CLIPS_NODES = (
+    "the script clips gradients, and with a hierarchical exchange a limit is one of a node's gradient: pass "
+    "clip_norm=... to the compression (dgcrun: --dgc-clip-norm), or exchange='flat'"
+)
+
 _WHOLE: tuple[Accumulation, float] = ErrorFeedback(), 0.0
 
 
@@ -33,9 +38,9 @@ class _Bucket(NamedTuple):
 class NodeGradientExchange(GradientExchange):
     """`GradientExchange` with a hierarchical exchange; gradients are averaged, not summed.
 
-    Where nothing is clipped, each worker of a node gets the average of its slice of a bucket and selects from it while
-    the backward pass goes on. A limit is one of the node's gradient, all of which has to be there first: then every
-    worker gets the whole average.
+    Without ``clip_norm``, each worker of a node gets the average of its slice of a bucket and selects from it while the
+    backward pass goes on. A limit is one of the node's gradient, all of which has to be there first: then every worker
+    gets the whole average. What the script itself clips is not learned: workers of a node might differ in it.
 
     Args:
         parameters, boundaries, config, settings, loss_scale: see `GradientExchange`.
@@ -56,6 +61,9 @@ class NodeGradientExchange(GradientExchange):
             parameters, boundaries, config, transports[ALL], settings, loss_scale, transports, inside.workers
         )
         self._node = NodeAverage(inside)
+        self._engine_scale = lambda: 1.0  # taken away before the average: a rank in join does not know that of others
+        if config.clip_norm is None:
+            self.clipping.refuse(CLIPS_NODES)
         self._averaged: deque[_Bucket] = deque()  # inside the node, or about to be
         self._dense_averaging: Averaging | None = None
         self._index = {
@@ -69,10 +77,10 @@ class NodeGradientExchange(GradientExchange):
     def _take_all(self, accumulation_of: AccumulationOf) -> None:
         for run in self.runs:
             self._average(run, accumulation_of, whole=True)
-        dense = self._dense_path.gradients
+        dense = [self._dense_path.gradients[p] for p in self._dense_path.names]  # in one order on all workers
         if dense:
-            numel = sum(gradient.numel() for gradient in dense.values())
-            self._dense_averaging = self._node.start("dense", dense.values(), numel, whole=True)
+            numel = sum(gradient.numel() for gradient in dense)
+            self._dense_averaging = self._node.start("dense", dense, numel, whole=True)
         self._launch_averaged()
 
     def _average(self, run: BucketRun, accumulation_of: AccumulationOf, whole: bool) -> None:
@@ -81,7 +89,7 @@ class NodeGradientExchange(GradientExchange):
         wait_for_streams(run.streams)
         accumulations = [_WHOLE if bucket.uncompressed else accumulation_of(p) for p in run.parameters]
         gradients = map(self._gradient, run.parameters)
-        averaging = self._node.start(bucket.name, gradients, bucket.numel, whole)
+        averaging = self._node.start(bucket.name, gradients, bucket.numel, whole, 1 / self._scale_now())
         self._averaged.append(_Bucket(run, averaging, accumulations))
 
     def _launch_averaged(self, wait: bool = False) -> None:
@@ -106,19 +114,20 @@ class NodeGradientExchange(GradientExchange):
         dense, gradients, averages = self._dense_path.gradients, {}, []
         if self._dense_averaging is not None:
             start, flat = 0, self._node.take(self._dense_averaging)
-            for p, gradient in dense.items():
-                dense[p] = flat[start : start + p.numel()].view(gradient.shape).to(gradient.dtype)
+            for p in self._dense_path.names:
+                dense[p] = flat[start : start + p.numel()].view(p.shape).to(dense[p])
                 start += p.numel()
             self._dense_averaging = None
         for run, averaging, _ in self._averaged:
             averages.append(self._node.take(averaging))
             for segment, p in zip(run.engine.whole.segments, run.parameters, strict=True):
                 gradients[p] = averages[-1][segment.place]
-        clip = 1.0
+        clip, scale = 1.0, 1 / self._scale_now()
+        unscaled = {**gradients, **{p: gradient.float() * scale for p, gradient in dense.items()}}
         if self.clipping.is_of_all:
-            clip = self.clipping.of_all(self._squares([*gradients.values(), *dense.values()]), self._scale_now())
+            clip = self.clipping.of_all(self._squares(unscaled.values()), 1.0)
         else:
-            self.clipping.measure({**gradients, **dense}, self._scale_now())
+            self.clipping.measure(unscaled, 1.0)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
         for bucket, average in zip(self._averaged, averages, strict=True):
             self._add_slice(bucket, average.view(self.buckets.topology.node_size, -1)[self.buckets.topology.local_rank])
@@ -142,7 +151,7 @@ class NodeGradientExchange(GradientExchange):
                 gradient = self.clipping.clipped(p, gradient)
                 if decay:
                     weights = p.detach().contiguous().float().reshape(-1)[segment.offset :][: segment.numel]
-                    gradient = gradient + weights * (decay * self._scale_now())
+                    gradient = gradient + weights * decay
             engine.add_gradient(j, handed(gradient, kernels), accumulation)
 
     def _dense_result(self, p: Parameter) -> torch.Tensor:

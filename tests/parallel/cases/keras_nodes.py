@@ -25,7 +25,9 @@ from tests.helpers.keras_training import (
 def layout() -> dict[str, Any]:
     """How much each rank keeps, what it receives, and whether the weights are those of the others."""
     hvd.init()
-    optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(density=0.02, min_numel=16))
+    optimizer = DistributedOptimizer(
+        momentum_sgd(), compression=Compression.dgc(density=0.02, min_numel=16, exchange="hierarchical")
+    )
     model = fit(smooth_model(), optimizer, 3)
     engines = optimizer._dgc.exchanges[0].steps.buckets.engines
     sparse = [engine for engine in engines if not engine.bucket.uncompressed]
@@ -52,7 +54,9 @@ def stock() -> dict[str, float]:
     found = {}
     for name, make in optimizers.items():
         dense = alone(make())
-        found[name] = distance(dense, fitted(make(), everything()))
-        found[f"{name}, clipped"] = distance(dense, fitted(make(), everything(clip_norm=1e6)))
-    found["a limit"] = distance(alone(momentum_sgd()), fitted(momentum_sgd(), everything(clip_norm=0.01)))
+        found[name] = distance(dense, fitted(make(), everything(exchange="hierarchical")))
+        found[f"{name}, clipped"] = distance(dense, fitted(make(), everything(clip_norm=1e6, exchange="hierarchical")))
+    found["a limit"] = distance(
+        alone(momentum_sgd()), fitted(momentum_sgd(), everything(clip_norm=0.01, exchange="hierarchical"))
+    )
     return found

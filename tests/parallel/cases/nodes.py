@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.torch import (
+    Compression,
+    DistributedOptimizer,
+    load_checkpoint,
+    node_process_sets,
+    save_checkpoint,
+)
+from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 
@@ -28,7 +35,7 @@ def layout() -> dict[str, Any]:
     """Which exchange it is, and how much each rank keeps."""
     hvd.init()
     model = smooth_model()
-    optimizer = _wrapped(model, Compression.dgc(density=0.01))
+    optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
     train(model, optimizer, 3)
     engines = optimizer._dgc.buckets.engines
     stats = optimizer.compression_stats()
@@ -46,7 +53,7 @@ def budget() -> dict[str, float]:
     """What each rank receives of other nodes at a step, within a budget of a card."""
     hvd.init()
     model = smooth_model()
-    config = Compression.dgc(density=0.5, max_bytes_per_step=4000, dense_values="8bit")
+    config = Compression.dgc(density=0.5, max_bytes_per_step=4000, dense_values="8bit", exchange="hierarchical")
     optimizer = _wrapped(model, config)
     train(model, optimizer, 5)
     return {
@@ -60,7 +67,7 @@ def long_run() -> dict[str, Any]:
     hvd.init()
     model = smooth_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = _wrapped(model, Compression.dgc(density=0.01), sgd)
+    optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"), sgd)
 
     def spoil(step: int) -> None:
         if step == 500 and hvd.rank() == 3:
@@ -86,46 +93,40 @@ def stock() -> dict[str, float]:
         "plain": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     }
     for name, make in cases.items():
-        for clipped in (False, True):
-            models = []
-            for compression in (
-                hvd.Compression.none,
-                Compression.dgc(density=1.0, factor_masking=False, **UNROUNDED),
-            ):
-                model = smooth_model()
-                optimizer = (
-                    _wrapped(model, compression, make(model))
-                    if compression is not hvd.Compression.none
-                    else (hvd.DistributedOptimizer(make(model), named_parameters=model.named_parameters()))
-                )
-                _train(model, optimizer, clipped)
-                models.append(model)
-            found[name + (", clipped" if clipped else "")] = distance(*map(weights, models))
+        model = smooth_model()
+        train(model, hvd.DistributedOptimizer(make(model), named_parameters=model.named_parameters()), 10)
+        dense = weights(model)
+        for clip_norm in (None, 1e6):  # so high that it measures and changes nothing
+            model, config = smooth_model(), {"clip_norm": clip_norm, "exchange": "hierarchical", **UNROUNDED}
+            train(model, _wrapped(model, Compression.dgc(density=1.0, factor_masking=False, **config), make(model)), 10)
+            found[name + (", clipped" if clip_norm else "")] = distance(dense, weights(model))
     model = smooth_model()
-    train(model, _wrapped(model, Compression.dgc(density=0.01)), 10)
-    found["compressed"] = distance(weights(models[0]), weights(model))
+    train(model, _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical")), 10)
+    found["compressed"] = distance(dense, weights(model))
     return found
 
 
-def _train(model: nn.Module, optimizer: Any, clipped: bool) -> None:
-    """Ten steps; a limit so high that it clips nothing measures and changes nothing."""
-    for x, y in batches(10, hvd.rank()):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        if clipped:
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
+def refused() -> dict[str, Any]:
+    """What a script that clips by itself is told; a limit that nothing reaches only measures."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
+    x, y = next(iter(batches(1, hvd.rank())))
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.synchronize()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+    return {
+        "norm": norm,
+        "error": error_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+        "small hosts": [rank for sets in (node_process_sets(3), node_process_sets(4)) for rank in sets],
+    }
 
 
 def clipping() -> dict[str, float]:
     """One step of SGD with ``clip_norm``, and the same by hand: each node's mean gradient cut to sqrt(M)*c."""
     hvd.init()
     limit, lr = 0.01, 100.0
-    config = Compression.dgc(density=1.0, factor_masking=False, clip_norm=limit, **UNROUNDED)
+    config = Compression.dgc(density=1.0, factor_masking=False, clip_norm=limit, exchange="hierarchical", **UNROUNDED)
     model = smooth_model()
     optimizer = _wrapped(model, config, torch.optim.SGD(model.parameters(), lr=lr))
     optimizer.zero_grad()
@@ -154,14 +155,14 @@ def state(folder: str = "") -> dict[str, Any]:
     runs = []
     for interrupted in (False, True):
         model = smooth_model()
-        optimizer = _wrapped(model, Compression.dgc(density=0.01))
+        optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
         train(model, optimizer, 6)
         if interrupted:
             kept, saved = optimizer.residual_state_dict(), optimizer.state_dict()
             other = smooth_model(1)
             other.load_state_dict(model.state_dict())
             model = other
-            optimizer = _wrapped(model, Compression.dgc(density=0.01))
+            optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
             optimizer.load_state_dict(saved)
             optimizer.load_residual_state_dict(kept)
         train(model, optimizer, 6)
