@@ -296,7 +296,7 @@ class BucketEngine:
             The buffer of the next round; None after the last: then `outcome` is known.
 
         Raises:
-            CorruptPacket, RankMismatch: on every rank alike, since all see the same bytes.
+            CorruptPacket, RankMismatch: on every rank alike, see `Exchange.proceed`.
         """
         exchange = self.exchange
         buffer = exchange.proceed(self._round, received, self._step)

@@ -363,6 +363,7 @@ class CompressedMethods:
         Returns:
             ``steps``; ``elements`` and ``selected`` of the sparse path; ``bytes_sent`` and ``bytes_received``:
             everything handed to and received from collectives, dense path and headers included;
+            ``bytes_inside_node``: what came from workers of the same node, which is in neither of them;
             ``bytes_dense`` and ``bytes_dense_received``: the same for an fp32 ring allreduce of every gradient;
             ``compress_seconds`` in compression and decoding; ``exchange_seconds`` waiting for the other ranks;
             ``buckets``: what each bucket is like, see `BucketMeter.stats`. Costs a read of all residuals.
