@@ -14,6 +14,7 @@ from benchmarks import plots, scaling
 from benchmarks.exchange import tables
 from benchmarks.exchange.methods import NOTHING
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
+from benchmarks.nodes import __main__ as tables_of_nodes
 from benchmarks.plots import IMAGES, TITLES
 from benchmarks.quality import page as page_of_quality
 from benchmarks.report import RESULTS, ROOT, markdown, read_results, write_into_page
@@ -123,6 +124,12 @@ def losses(rows: Sequence[Row]) -> str:
     return "; ".join(worse) + "." if worse else f"None of the {len(places)} that were measured."
 
 
+def nodes() -> str:
+    """Hosts of several workers: flat and hierarchical exchanges."""
+    kept = read_results(RESULTS / "nodes.json")
+    return "\n\n".join(f"{key}\n\n{tables_of_nodes.table(found['rows'])}" for key, found in kept.items())
+
+
 def texts() -> dict[tuple[Path, str], str]:
     """What stands on the pages, by page and marker."""
     kept, rows, study = read_results(RESULTS / "exchange.json"), exchange_rows(), runs.load()
@@ -135,6 +142,7 @@ def texts() -> dict[tuple[Path, str], str]:
         (KERNELS, "alone"): alone(rows),
         (NETWORK, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
         (KERNELS, "phases"): tables.phases(ours, "1gbit"),
+        (NETWORK, "nodes"): nodes(),
         (NETWORK, "efficiency"): _efficiency(rows, DENSITY),
         (NETWORK, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
         (NETWORK, "losses"): losses(rows),

@@ -68,7 +68,7 @@ def main() -> None:
     """All methods of the order, one after another, each with connections of its own."""
     words = json.loads(sys.argv[1])
     order = Order(**{**words, "methods": tuple(words["methods"])})
-    hvd.init(process_sets=node_process_sets())
+    hvd.init(process_sets=node_process_sets(int(os.environ["HOROVOD_LOCAL_SIZE"])))
     torch.set_num_threads(1)
     os.environ[MASTER] = order.master
     gradients = Gradients(Path(order.folder), [shape for _, shape in SHAPES[order.model]()])
@@ -77,7 +77,7 @@ def main() -> None:
         figures[name] = measure(name, order, gradients)
         gc.collect()  # the next one needs the memory
         connections.shut_down()
-        hvd.init(process_sets=node_process_sets())
+        hvd.init(process_sets=node_process_sets(int(os.environ["HOROVOD_LOCAL_SIZE"])))
     Path(order.folder, f"rank{hvd.rank()}.json").write_text(json.dumps(figures))
 
 

@@ -31,7 +31,9 @@ LOWEST_LONGEST = ("half the rate, dgc, density 0.1%", "half the rate, dgc, densi
 _REAL = ("dense", "dgc", "dgc, rule=gaussian")
 _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
 # settings of the compression that change no weight
-_NOT_LEARNING = ("check_every", "on_mismatch", "on_nonfinite", "keep_gradients", "exchange", "node_size")
+_NOT_LEARNING = (
+    "check_every", "on_mismatch", "on_nonfinite", "keep_gradients", "exchange", "node_size", "max_bytes_per_step",
+)  # fmt: skip
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
 
