@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from dgc_horovod import DGCConfig, WarmupSchedule
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.exchange.contract import start
+from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.stats import Traffic
@@ -94,7 +94,7 @@ class Compressed:
             message = self.exchange.compress(engine)
             buffer: np.ndarray | None = message.payload
             while buffer is not None:
-                pending = start(self.transport, engine.round, torch.from_numpy(buffer), engine.bucket.name)
+                pending = start({ALL: self.transport}, engine.round, torch.from_numpy(buffer), engine.bucket.name)
                 buffer = self.exchange.receive(engine, self.transport.wait(pending).numpy())
             self.exchange.aggregate(engine)
             for segment, gradient in zip(engine.bucket.segments, gradients, strict=True):
