@@ -18,7 +18,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def keras_ranks():
-    return run_ranks(4, ["keras_nodes.layout", "keras_nodes.stock", "keras_state.resume"], "nodes", 500)
+    return run_ranks(4, ["keras_nodes.layout", "keras_nodes.stock"], "nodes", 500)
 
 
 def test_each_worker_of_a_node_keeps_half(ranks):
@@ -79,12 +79,14 @@ def test_under_keras_at_density_1_it_is_one_process_on_all_data(keras_ranks):
     assert {name: value for name, value in found.items() if not value <= SAME} == {}
 
 
-def test_under_keras_a_resumed_run_is_the_uninterrupted_one(keras_ranks):
-    for rank in keras_ranks:
+@pytest.mark.slow
+def test_under_keras_a_resumed_run_is_the_uninterrupted_one():
+    for rank in run_ranks(4, ["keras_state.resume"], "nodes", 500):
         for name, found in rank["keras_state.resume"].items():
             assert found["same"] == [True] * 3 and found["other"], name
 
 
+@pytest.mark.slow
 def test_what_is_owed_stays_from_nodes_to_other_numbers_of_ranks_and_back(tmp_path):
     given = {"NODES_FOLDER": str(tmp_path)}
     before = None
