@@ -151,6 +151,7 @@ COMPRESSION = EnvironmentVariable(
     "DGC_COMPRESSION", "", "the method; dgc where only other settings are given", "text", _WHAT, "--compression",
     choices=METHODS,
 )  # fmt: skip
+NODE_SIZE = _field("node_size", "", "workers that average densely first; if not given, those of a host", "whole", _WIRE)
 FIELDS = (
     _field("density", "0.001", "fraction of the elements sent a step, in (0, 1]", "number", _WHAT),
     _field("rule", OF_METHOD, "selection", "text", _WHAT, choices=tuple(RULES)),
@@ -168,7 +169,7 @@ FIELDS = (
     _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
     _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
     _field("exchange", "flat", "who exchanges packets with whom", "text", _WIRE, choices=EXCHANGES),
-    _field("node_size", "", "workers that average densely first; if not given, those of a host", "whole", _WIRE),
+    NODE_SIZE,
     _field("max_bytes_per_step", "", "most that a card is to receive: lowers the density", "size", _WIRE),
     _field("min_numel", "1024", "tensors of fewer elements are sent whole, >= 1", "whole", _WIRE),
     _field("compress_1d", "off", "compress biases and norms too", "switch", _WIRE),
@@ -263,12 +264,9 @@ def launched_workers() -> int:
     return int(text) if text.isdigit() else 0
 
 
-NODE_SIZE = "DGC_NODE_SIZE"
-
-
 def node_size() -> int:
     """DGC_NODE_SIZE, which `dgcrun` sets where hosts have equally many ranks; 0 where it is not set."""
-    text = os.environ.get(NODE_SIZE, "")
+    text = NODE_SIZE.read()
     return int(text) if text.isdigit() else 0
 
 

@@ -112,7 +112,7 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
 
 
 def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:
-    density, found = exchange.config.final_density, exchange.card_bytes
+    density, found = exchange.config.final_density, exchange.card_bytes()
     if found <= budget:
         sizes = map(_size, (found, budget))
         _log.info("dgc_horovod: a card receives %s a step, of at most %s, at density %g", *sizes, density)

@@ -52,6 +52,12 @@ class Order:
     master: str
     device: str
 
+    @classmethod
+    def read(cls, text: str) -> Order:
+        """What was given as JSON."""
+        words = json.loads(text)
+        return cls(**{**words, "methods": tuple(words["methods"])})
+
 
 class Clock:
     """Steps of one method, timed: each begins on all ranks at once."""
@@ -120,8 +126,7 @@ def bytes_out(device: str) -> int:
 
 def main() -> None:
     """All methods of the order, one after another."""
-    words = json.loads(sys.argv[1])
-    order = Order(**{**words, "methods": tuple(words["methods"])})
+    order = Order.read(sys.argv[1])
     hvd.init()
     torch.set_num_threads(1)
     os.environ[MASTER] = order.master

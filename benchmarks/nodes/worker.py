@@ -66,8 +66,7 @@ def kept(method: Method) -> dict[str, Any]:
 
 def main() -> None:
     """All methods of the order, one after another, each with connections of its own."""
-    words = json.loads(sys.argv[1])
-    order = Order(**{**words, "methods": tuple(words["methods"])})
+    order = Order.read(sys.argv[1])
     hvd.init(process_sets=node_process_sets(int(os.environ["HOROVOD_LOCAL_SIZE"])))
     torch.set_num_threads(1)
     os.environ[MASTER] = order.master

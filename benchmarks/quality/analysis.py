@@ -13,7 +13,7 @@ from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ABLATION, VARIANTS
 
 # Two-sided 5% points of Student's t, by degrees of freedom
-T_POINTS = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 11: 2.20}
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 11: 2.20}
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,14 @@ def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
     return made
 
 
+def is_clear(values: Sequence[float]) -> bool:
+    """Whether the mean of three or more finite values is further from 0 than chance puts it 19 times in 20."""
+    if len(values) < 3:
+        return False
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return abs(statistics.mean(values)) > _T[min(len(values) - 1, max(_T))] * error
+
+
 @dataclass(frozen=True)
 class Difference:
     """What `after` changes against `before`, paired by seed and N: loss and accuracy less its own, bytes in its own."""
@@ -112,10 +120,7 @@ class Difference:
     @property
     def clear(self) -> bool:
         """Whether the mean of three or more pairs is further from 0 than chance puts it 19 times in 20 (Student)."""
-        if self.diverged or len(self.losses) < 3:
-            return self.diverged
-        error = statistics.stdev(self.losses) / math.sqrt(len(self.losses))
-        return abs(statistics.mean(self.losses)) > T_POINTS[min(len(self.losses) - 1, max(T_POINTS))] * error
+        return self.diverged or is_clear(self.losses)
 
     @property
     def verdict(self) -> str:

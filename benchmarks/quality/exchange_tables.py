@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.quality.analysis import T_POINTS, Outcome
+from benchmarks.quality.analysis import Outcome, is_clear
 from benchmarks.quality.runs import LENGTHS, NODES
+from benchmarks.quality.tables import spread
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run
 from benchmarks.report import markdown
@@ -59,25 +59,13 @@ def _pairs(by_run: dict[Run, Outcome], run: Run, other: Run) -> list[float]:
 
 
 def _gap(by_run: dict[Run, Outcome], run: Run) -> str:
-    return _spread(_pairs(by_run, run, replace(run, variant="dense")))
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    if not all(map(math.isfinite, values)):
-        return f"{sum(not math.isfinite(value) for value in values)} of {len(values)} diverged"
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):+.3f}{spread}"
+    return spread(_pairs(by_run, run, replace(run, variant="dense")), "+.3f")
 
 
 def _verdict(values: Sequence[float]) -> str:
     """The mean of the pairs, bold where chance puts it so far from 0 less than once in 20 times (Student)."""
-    text = _spread(values)
-    if len(values) < 3 or not all(map(math.isfinite, values)):
-        return text
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return f"**{text}**" if abs(statistics.mean(values)) > T_POINTS[len(values) - 1] * error else text
+    text = spread(values, "+.3f")
+    return f"**{text}**" if all(map(math.isfinite, values)) and is_clear(values) else text
 
 
 def blocks(found: Sequence[Outcome]) -> dict[str, str]:

@@ -179,7 +179,7 @@ class CompressedRanks(DenseRanks):
 
     def step(self, loss_of: LossOf) -> float:
         """One step of all ranks; the mean of their losses."""
-        losses, turns = [], []
+        losses, of_first = [], {}
         self._board.clear()
         self._set_masking()
         density = self.exchanges[0].buckets.density()
@@ -188,10 +188,10 @@ class CompressedRanks(DenseRanks):
             accumulation_of = functools.partial(self._accumulation_of, update)
             # as hooks do: the last parameter's gradient is there first
             results = {p: exchange.add_gradient(p, accumulation_of) for p in reversed(self.parameters.values())}
-            turns.append({p: (p.grad, result) for p, result in results.items()})
-        for p, (grad, _) in turns[0].items():
+            of_first = of_first or {p: (p.grad, result) for p, result in results.items()}
+        for p, (grad, _) in of_first.items():
             p.grad = grad
-        for p, (_, result) in turns[0].items():
+        for p, (_, result) in of_first.items():
             p.grad = result()
         finite = self.exchanges[0].finish()
         for exchange in self.exchanges[1:]:  # what comes back is the same on every rank, and read once

@@ -22,7 +22,7 @@ from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
-from dgc_horovod.wire.bucket import PADDING, Segment
+from dgc_horovod.wire.bucket import PADDING
 
 
 def clip_limit(c: float, workers: int, averages: bool) -> float:
@@ -70,7 +70,7 @@ class OptimizerExchange:
         self.rank, self.workers, self.averages = rank, workers, averages
         self.topology = Topology(rank, workers, node_size)
         self.config = config = within_budget(specs, config, self.topology)
-        self.card_bytes = card_bytes(specs, config, self.topology)
+        self._specs = specs
         self.numel = {spec.name: spec.numel for spec in specs}
         self.layout = plan(specs, config, self.topology.nodes)
         self.engines = [
@@ -105,6 +105,10 @@ class OptimizerExchange:
     def compressed(self) -> list[str]:
         """Tensors on the sparse path."""
         return [name for name in self.numel if self.is_compressed(name)]
+
+    def card_bytes(self) -> int:
+        """`budget.card_bytes` of these tensors."""
+        return card_bytes(self._specs, self.config, self.topology)
 
     def density(self) -> float:
         """Density of the step under way."""
@@ -271,10 +275,7 @@ class OptimizerExchange:
         self.clear()
         self.steps, self.epoch = state.step, state.epoch
         for name, arrays in state.tensors.items():
-            if name in self.place:
-                engine, i = self.place[name]
-                run = self._run_in(state, name, engine.bucket.segments[i])
-                engine.state.write(i, {part: array[run] for part, array in arrays.items()})
+            self.keep(name, arrays, state.runs.get(name, [0])[0])
         for engine in self.engines:
             memory = state.thresholds.get(_key(engine), np.empty(0))
             engine.thresholds = memory
@@ -288,18 +289,18 @@ class OptimizerExchange:
             engine, i = self.place[name]
             engine.state.fade(i, factor)
 
-    def keep(self, name: str, arrays: Arrays) -> None:
-        """Keep of a tensor, of which these arrays are whole, what this rank keeps of it."""
+    def keep(self, name: str, arrays: Arrays, first: int = 0) -> None:
+        """Keep of a tensor what this rank keeps of it.
+
+        Args:
+            name: name of the tensor.
+            arrays: arrays of it, by part, or of a run of it that holds what is kept.
+            first: index in the tensor of their first element.
+        """
         if name in self.place:
             engine, i = self.place[name]
             kept = engine.bucket.segments[i]
-            run = slice(kept.offset, kept.offset + kept.numel)
-            engine.state.write(i, {part: array[run] for part, array in arrays.items()})
-
-    def _run_in(self, state: ResidualState, name: str, kept: Segment) -> slice:
-        """Where what this rank keeps of a tensor lies in the arrays of `state`."""
-        start = kept.offset - state.runs.get(name, [0])[0]
-        return slice(start, start + kept.numel)
+            engine.state.write(i, {part: array[kept.offset - first :][: kept.numel] for part, array in arrays.items()})
 
     def _check_fits(self, state: ResidualState) -> None:
         node_size = self.topology.node_size
@@ -313,7 +314,8 @@ class OptimizerExchange:
         for name, arrays in state.tensors.items():
             sizes = {array.size for array in arrays.values()}
             start, numel = state.runs.get(name, [0, *sizes])[:2] if len(sizes) == 1 else (0, None)
-            kept = self._kept(name)
+            engine, i = self.place.get(name, (None, 0))
+            kept = None if engine is None else engine.bucket.segments[i]
             if numel != self.numel.get(name) or (
                 kept is not None and not start <= kept.offset <= kept.offset + kept.numel <= start + max(sizes)
             ):
@@ -325,13 +327,6 @@ class OptimizerExchange:
         missing = [name for name in ours_to_keep if RESIDUAL not in state.tensors.get(name, {})]
         if missing and state.tensors:
             raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: of another model?")
-
-    def _kept(self, name: str) -> Segment | None:
-        """The run of a tensor that this rank keeps, if it does."""
-        if name not in self.place:
-            return None
-        engine, i = self.place[name]
-        return engine.bucket.segments[i]
 
     def bucket_stats(self) -> list[dict[str, float]]:
         """`BucketMeter.stats` of every bucket."""

@@ -64,7 +64,7 @@ class HierarchicalExchange:
     ) -> None:
         self.rounds = rounds_of(inner.rounds_of(wire, nodes), nodes, len(slices))
         self.outcome = Outcome()
-        self._bucket, self._nodes, self._size = slices[0].index, nodes, slices[0].numel
+        self._bucket, self._size = slices[0].index, slices[0].numel
         self._exchanges = [inner(bucket, wire, kernels, nodes) for bucket in slices]
         self._own = self._exchanges[own]
         self._round = np.empty(self.rounds[-1].size, self.rounds[-1].dtype)

@@ -78,21 +78,22 @@ def names_of(slots: str) -> list[str]:
 
 def ranks_a_host(slots: str, workers: int) -> int:
     """How many ranks Horovod puts on each host, if it is the same number on all; else 0."""
-    try:
-        plan = horovod_hosts.get_host_assignments(horovod_hosts.parse_hosts(slots), workers)
-    except ValueError:
-        return 0
-    found = {place.local_size for place in plan}
+    found = {slot.local_size for slot in _assignments(slots, workers)}
     return found.pop() if len(found) == 1 else 0
 
 
 def host_of_rank(slots: str, rank: int, workers: int) -> str:
     """The host that Horovod puts `rank` on, as the job names it; "" if `slots` does not tell."""
+    return next((slot.hostname for slot in _assignments(slots, workers) if slot.rank == rank), "")
+
+
+def _assignments(slots: str, workers: int) -> Sequence[Any]:
+    """Where Horovod puts each rank; nothing if `slots` does not tell."""
     try:
-        plan = horovod_hosts.get_host_assignments(horovod_hosts.parse_hosts(slots), workers)
-    except Exception:  # Horovod's parser raises several kinds; this only decorates a message
-        return ""
-    return next((slot.hostname for slot in plan if slot.rank == rank), "")
+        found: Sequence[Any] = horovod_hosts.get_host_assignments(horovod_hosts.parse_hosts(slots), workers)
+    except Exception:  # Horovod's parser raises several kinds, and its launcher says what is wrong
+        return ()
+    return found
 
 
 def interpreter_of(command: Sequence[str]) -> str | None:

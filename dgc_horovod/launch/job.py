@@ -15,7 +15,7 @@ from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import envvars
-from dgc_horovod.exchange.nodes import FLAT
+from dgc_horovod.core.nodes import FLAT
 from dgc_horovod.launch import hosts, inputs, settings
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
@@ -71,7 +71,7 @@ def _nodes(job: Job, slots: str, workers: int | None) -> dict[str, str]:
     if config is None or config.exchange == FLAT or config.node_size is not None or not (slots and workers):
         return {}
     size = hosts.ranks_a_host(slots, workers)
-    return {envvars.NODE_SIZE: str(size)} if size else {}
+    return {envvars.NODE_SIZE.name: str(size)} if size else {}
 
 
 def _put_on_path(folders: list[str]) -> None:

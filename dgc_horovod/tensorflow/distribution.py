@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import logging
 import weakref
@@ -17,10 +16,10 @@ import tensorflow as tf
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement, unique_tag
-from dgc_horovod.core import budget
 from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.budget import HOST_SPEED
+from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.exchange.nodes import HIERARCHICAL
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
@@ -30,7 +29,7 @@ from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
-from dgc_horovod.tensorflow.nodes import agreed_topology, transports
+from dgc_horovod.tensorflow.nodes import transports
 from dgc_horovod.tensorflow.wrapping.reload_detector import Clock
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
@@ -96,20 +95,18 @@ class Distribution:
             if config is None or envvars.horovod_elastic():
                 return Topology(process_set.rank(), process_set.size())
             specs = [TensorSpec(str(i), tuple(map(int, shape))) for i, shape in enumerate(shapes)]
-            hindrance = functools.partial(self._hindrance, specs, config)
-            self._topology = agreed_topology(process_set, config, hindrance)
+            start, hindrance = Collectives(process_set, "start"), self._hindrance(config)
+            launched, averages = Launched.of(hvd), self.settings.averages
+            self._topology = agree(start, config, launched, averages, specs, HOST_SPEED, hindrance)
         return self._topology
 
-    def _hindrance(self, specs: Sequence[TensorSpec], config: DGCConfig, nodes: Topology) -> str:
-        """Why what is wrapped can make no hierarchical exchange, or is better off without; "" if it is not."""
-        if not self.settings.averages:
-            return "op=hvd.Sum; a node averages"
+    def _hindrance(self, config: DGCConfig) -> str:
+        """Why what is wrapped can make no hierarchical exchange; "" if it can."""
         if self.what != "optimizer":
             return "a tape knows no nodes"
         if {"clipnorm", "clipvalue"} & set(self.kind.split()) and config.clip_norm is None:
             return f"the optimizer clips each gradient ({self.kind})"
-        wanted = config.exchange == HIERARCHICAL
-        return "" if wanted else budget.loss_by_nodes(specs, config, nodes, budget.HOST_SPEED)
+        return ""
 
     def all_agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Whether `finite` is true on every rank. One small collective."""

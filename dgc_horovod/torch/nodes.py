@@ -6,21 +6,13 @@ from collections.abc import Mapping
 
 import horovod.torch as hvd
 import torch
-from horovod.common import process_sets
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core import budget
 from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.nodes import Launched, agree, declare, declared
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
-from dgc_horovod.exchange.nodes import HIERARCHICAL, Launched, agree, declare, declared
-from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.torch.transport import HorovodCollectives
-
-
-def known_sets() -> dict[int, list[int]]:
-    """The process sets that Horovod has now: number -> ranks."""
-    basics = process_sets._basics
-    return {} if basics is None else dict(basics._get_process_set_ids_and_ranks())
 
 
 def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
@@ -46,17 +38,10 @@ def transports(
         averages: whether gradients are averaged or summed.
         parameters: parameters by name, in the model's order.
     """
-    launched = Launched(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), known_sets())
     on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
+    speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
     specs = [TensorSpec(name, tuple(p.shape)) for name, p in parameters.items()]
-
-    def hindrance(nodes: Topology) -> str:
-        if not averages:
-            return "op=hvd.Sum; a node averages"
-        speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
-        return "" if config.exchange == HIERARCHICAL else budget.loss_by_nodes(specs, config, nodes, speed)
-
-    topology = agree(collectives, config, launched, hindrance)
+    topology = agree(collectives, config, Launched.of(hvd), averages, specs, speed)
     if topology.node_size == 1:
         return {ALL: collectives}
     between = HorovodCollectives(declared(topology.between), f"{collectives.tag}.between{topology.local_rank}")

@@ -92,15 +92,12 @@ class CompressedMethods:
         """Everything that depends on which ranks there are; again whenever they change."""
         config, collectives = self._dgc_config, HorovodCollectives(self.process_set, self._dgc_tag)
         settings = ReduceSettings(self.op == hvd.Average, self.gradient_predivide_factor, self.sparse_as_dense)
-        names, groups = (
-            (self._dgc_parameters, self._dgc_boundaries),
-            transports(collectives, config, settings.averages, self._dgc_parameters),
-        )
-        scale = _scale_of(self._dgc_scaler)
+        parameters, boundaries, scale = self._dgc_parameters, self._dgc_boundaries, _scale_of(self._dgc_scaler)
+        groups = transports(collectives, config, settings.averages, parameters)
         if len(groups) == 1:
-            self._dgc = GradientExchange(*names, config, collectives, settings, scale)
+            self._dgc = GradientExchange(parameters, boundaries, config, collectives, settings, scale)
         else:
-            self._dgc = NodeGradientExchange(*names, config, groups, settings, scale)
+            self._dgc = NodeGradientExchange(parameters, boundaries, config, groups, settings, scale)
         self._dgc_replicas = Replicas(self._dgc_parameters, config, collectives)
         if config.warmup is not None and config.warmup.needs_epoch:
             epochs.observe(self._dgc.buckets)

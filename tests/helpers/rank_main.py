@@ -9,7 +9,6 @@ import faulthandler
 import importlib
 import itertools
 import json
-import math
 import os
 import sys
 import time
@@ -52,8 +51,8 @@ def serve(folder: Path, rank: str) -> None:
 def start_with_nodes() -> None:
     """Let ``hvd.init`` declare the process sets of nodes, beside those of a case."""
     adapter = "torch" if os.environ["DGC_TEST_KIND"] == "torch" else "tensorflow"
-    horovod, nodes = (importlib.import_module(name) for name in (f"horovod.{adapter}", "dgc_horovod.exchange.nodes"))
-    importlib.import_module("dgc_horovod.core.budget").HOST_SPEED = math.inf  # small models would not gain
+    horovod, nodes = (importlib.import_module(name) for name in (f"horovod.{adapter}", "dgc_horovod.core.nodes"))
+    nodes.loss_by_nodes = lambda *_: ""  # small models would not gain
     nodes.FLAT = ""  # every case is one of nodes, whatever its compression says
     init = horovod.init
 

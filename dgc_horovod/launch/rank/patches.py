@@ -12,7 +12,7 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.exchange.nodes import FLAT, declare
+from dgc_horovod.core.nodes import FLAT, declare
 from dgc_horovod.launch.rank import activation_check, summary
 from dgc_horovod.launch.settings import Job
 

@@ -100,7 +100,7 @@ class LocalClipping:
         return self.given is not None or self._cut is not None
 
     def refuse(self, why: str) -> None:
-        """From now on a call of the script is an error with the text `why`, unless its limit is infinite."""
+        """From now on a limit of the script is an error with the text `why`."""
         self.clips, self._refusal = (), why
 
     def note(self, clip: Clip) -> float | None:
@@ -110,10 +110,8 @@ class LocalClipping:
             Norm of the same gradients before they were clipped, 0 for elements, if a limit of them holds in this step
             already, so that the call is to change nothing; None if none does.
         """
-        if self._refusal and clip.limit < math.inf:
-            raise UnsupportedUse(self._refusal)
         if self._refusal:
-            return None
+            raise UnsupportedUse(self._refusal)
         if self.given is not None and not math.isnan(clip.p):
             held = self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
             return self._norm_before(held)

@@ -11,6 +11,8 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import Gatherer
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.budget import loss_by_nodes
 from dgc_horovod.exchange.topology import Topology, problem_of
 
 FLAT, HIERARCHICAL = "flat", "hierarchical"
@@ -58,6 +60,12 @@ class Launched:
     cross_rank: int
     process_sets: Mapping[int, Sequence[int]]  # ranks, by number of the set
 
+    @classmethod
+    def of(cls, hvd: Any) -> Launched:
+        """As Horovod's module `hvd` of a framework says."""
+        place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank()
+        return cls(*place, hvd.mpi_ops._basics._get_process_set_ids_and_ranks())
+
     def has(self, ranks: Sequence[int]) -> bool:
         """Whether Horovod has the process set of these ranks that was declared, since it was started last."""
         found = declared(ranks)
@@ -65,16 +73,23 @@ class Launched:
 
 
 def agree(
-    collectives: Gatherer, config: DGCConfig, launched: Launched, hindrance: Callable[[Topology], str]
+    collectives: Gatherer,
+    config: DGCConfig,
+    launched: Launched,
+    averages: bool,
+    specs: Sequence[TensorSpec],
+    speed: float,
+    hindrance: str = "",
 ) -> Topology:
-    """The topology that all ranks can use: with nodes where each of them can, else without.
+    """The topology that all ranks can use: with nodes where each of them can and gains, else without.
 
     Args:
         collectives: transport of all workers of the optimizer.
         config: compression settings; `exchange` and `node_size` are used.
         launched: place of this rank.
-        hindrance: function that says, of a topology with nodes, why this optimizer can make none, or why it is better
-            off without; "" if it is not.
+        averages: whether gradients are averaged or summed.
+        specs, speed: see `loss_by_nodes`.
+        hindrance: why an optimizer of this kind can make none, in words; "" if it can.
 
     Cost: two collectives, unless the exchange is "flat".
     """
@@ -83,7 +98,10 @@ def agree(
     if config.exchange == FLAT or workers == 1 or envvars.horovod_elastic():  # there nodes come and go
         return flat
     topology = Topology(collectives.rank, workers, config.node_size or launched.local_size)
-    problem = _problem(topology, config, launched) or hindrance(topology)
+    wanted = config.exchange == HIERARCHICAL
+    problem = _problem(topology, config, launched) or ("" if averages else "op=hvd.Sum; a node averages") or hindrance
+    if not (problem or wanted):
+        problem = loss_by_nodes(specs, config, topology, speed)
     own = json.dumps([topology.node_size, problem]).encode()
     found = [json.loads(data) for data in collectives.gather_bytes(own, "nodes")]
     sizes, problems = [each[0] for each in found], [each[1] for each in found if each[1]]
@@ -91,7 +109,6 @@ def agree(
         problems.insert(0, "the nodes have different numbers of workers")
     if not problems:
         return topology
-    wanted = config.exchange == HIERARCHICAL
     if collectives.rank == 0 and (wanted or all(1 < size < workers for size in sizes)):
         level = logging.WARNING if wanted else logging.INFO
         _log.log(level, "dgc_horovod: no hierarchical exchange, every worker sends to every other: %s", problems[0])
