@@ -18,7 +18,8 @@ from dgc_horovod.wire.codecs import VALUE_CODECS
 SCOPES = ("bucket", "tensor")
 VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
-EXCHANGES = ("auto", "flat", "hierarchical")
+FLAT, HIERARCHICAL, SHARDED = "flat", "hierarchical", "sharded"
+EXCHANGES = ("auto", FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
 
@@ -43,9 +44,11 @@ class DGCConfig:
             rounding drops stays in the residual.
         dense_values: number format of the tensors that are not compressed (1-D, small): fp32, fp16 by allreduce;
             bf16, 8bit by allgather, with a residual of their own; auto: 8bit up to 4 workers, fp32 beyond.
-        exchange: who exchanges packets with whom: "flat": every worker with every other; "hierarchical": the workers
-            of a node average their gradients densely, then each exchanges its slice with the other nodes; "auto":
-            hierarchical where the process sets of nodes are declared and their cards are spared more than it costs.
+        exchange: who exchanges packets with whom: "flat": every worker with every other; "sharded": every worker with
+            the owners of elements, who send the largest sums on; "hierarchical": the workers of a node average their
+            gradients densely, then each exchanges its slice with the other nodes; "hierarchical+sharded": the nodes
+            with owners among them; "auto": hierarchical where the process sets of nodes are declared and their cards
+            are spared more than it costs, else flat.
         node_size: number of workers of a node, >= 1; None: those on one host.
         max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
             density is lowered until it does, not below 0.0001; None: no limit.
@@ -137,6 +140,21 @@ class DGCConfig:
     def final_density(self) -> float:
         """Density after the warm-up, which also fixes the packet's capacity."""
         return self.density if RULES[self.rule].sets_density else self.max_density
+
+    @property
+    def shards(self) -> bool:
+        """Whether elements may have owners."""
+        return SHARDED in self.exchange
+
+    @property
+    def may_use_nodes(self) -> bool:
+        """Whether the exchange may be hierarchical."""
+        return self.exchange not in (FLAT, SHARDED)
+
+    @property
+    def wants_nodes(self) -> bool:
+        """Whether it is to be hierarchical whatever that saves."""
+        return self.exchange.startswith(HIERARCHICAL)
 
     def replace(self, **changes: Any) -> DGCConfig:
         """A copy with `changes`; a name that is no field raises ConfigError with the nearest one."""

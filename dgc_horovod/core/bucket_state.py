@@ -4,29 +4,66 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc_horovod.kernels.contract import Array, Kernels, State
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, PARTS, Arrays
+from dgc_horovod.exchange.shards import Shards
+from dgc_horovod.kernels.contract import Array, Elements, Kernels, State
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, REMAINDER, RESIDUAL, SECOND, Arrays
 from dgc_horovod.wire.bucket import Bucket
 
 
 class BucketState(State):
     """The residual v, and the momentum u or Adam's two moments from their first use on.
 
+    What the rank keeps as an owner of elements has waited longer than its residual; but it is as much of what has not
+    been applied. Where it cannot stay what it is, it becomes residual.
+
     Args:
         bucket: layout of the bucket.
         kernels: backend on the device that holds the gradients.
+        rank: index of this worker among those that exchange the bucket.
+        shards: which of them owns which elements; None where nobody does.
 
-    Memory: v, 4 bytes an element; with momentum 4 more, with Adam's moments 8 more.
+    Memory: v, 4 bytes an element; with momentum 4 more, with Adam's moments 8 more; 4 for each of a shard.
     """
 
-    def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
+    def __init__(self, bucket: Bucket, kernels: Kernels, rank: int = 0, shards: Shards | None = None) -> None:
         super().__init__(kernels.new(bucket.numel))
-        self._bucket, self._kernels = bucket, kernels
+        self._bucket, self._kernels, self._rank, self._shards = bucket, kernels, rank, shards
 
     def clear(self) -> None:
-        """Empty the residual, the momentum and the moments."""
+        """Empty the residual, the momentum, the moments and the remainder."""
         self._kernels.fill_zero(self.v)
-        self.u = self.moments = None
+        self.u = self.moments = self.remainder = None
+
+    def release_remainder(self) -> None:
+        """Make the remainder residual."""
+        if self.remainder is not None:
+            self.v += self._kernels.from_host(self._owed(slice(0, self._bucket.numel)))
+            self.remainder = None
+
+    def _owed(self, place: slice) -> np.ndarray:
+        """The remainder of the elements of `place`, on the host; zeros where others own."""
+        found = np.zeros(place.stop - place.start, np.float32)
+        if self.remainder is not None:
+            mine, positions = self._owned(place)
+            found[mine] = self._kernels.take(self.remainder, positions)
+        return found
+
+    def _owe(self, place: slice, owed: np.ndarray) -> None:
+        """Let the remainder of the elements of `place` be `owed`; what others own of them becomes residual."""
+        mine, positions = self._owned(place)
+        if self._shards is not None:
+            if self.remainder is None:
+                self.remainder = self._kernels.new(self._shards.size)
+            self._kernels.put(self.remainder, Elements(positions, owed[mine]))
+        self.v[place] += self._kernels.from_host(np.where(mine, np.float32(0), owed))
+
+    def _owned(self, place: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Which elements of `place` this rank owns, and their positions in its shard."""
+        if self._shards is None:
+            return np.zeros(place.stop - place.start, bool), np.empty(0, np.int32)
+        owners, positions = self._shards.dealt(np.arange(place.start, place.stop, dtype=np.int32))
+        mine = owners == self._rank
+        return mine, positions[mine]
 
     def momentum(self) -> Array:
         """The momentum u of the whole bucket, made at first use."""
@@ -46,9 +83,12 @@ class BucketState(State):
         other.write(j, {})
 
     def read(self, i: int) -> Arrays:
-        """Copies, on the host, of what is kept of segment i: "v", and "u" or Adam's "first" and "second" if it is."""
+        """Copies, on the host, of what is kept of segment i: "v", and "u", "first", "second", "remainder" if it is."""
         place, parts = self._bucket.segments[i].place, self._parts()
-        return {name: self._kernels.to_host(x[place]).copy() for name, x in parts.items() if x is not None}
+        found = {name: self._kernels.to_host(x[place]).copy() for name, x in parts.items() if x is not None}
+        if self.remainder is not None:
+            found[REMAINDER] = self._owed(place)
+        return found
 
     def write(self, i: int, arrays: Arrays) -> None:
         """Keep of segment i what `read` gave; what it did not give is zero."""
@@ -60,11 +100,15 @@ class BucketState(State):
         for name, x in self._parts().items():
             if x is not None:
                 x[place] = self._kernels.from_host(arrays[name]) if name in arrays else 0
+        if REMAINDER in arrays:
+            self._owe(place, arrays[REMAINDER])
+        elif self.remainder is not None:
+            self._owe(place, np.zeros(place.stop - place.start, np.float32))
 
     def rescale(self, factor: float) -> None:
         """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
         if self.moments is None:
-            for x in (self.v, self.u):
+            for x in (self.v, self.u, self.remainder):
                 if x is not None:
                     x *= factor
         else:  # v has a direction, which is the same for any size of one gradient
@@ -74,17 +118,24 @@ class BucketState(State):
 
     def fade(self, i: int, factor: float) -> None:
         """Multiply the residual of segment i by `factor`, in [0, 1]: what is faded out is never sent."""
-        self.v[self._bucket.segments[i].place] *= factor
+        place = self._bucket.segments[i].place
+        self.v[place] *= factor
+        if self.remainder is not None:
+            self._owe(place, self._owed(place) * np.float32(factor))
 
     def full_vector(self, part: str) -> np.ndarray:
-        """A copy on the host of one part, over the bucket; zeros where it is not kept."""
+        """A copy on the host of one part over the bucket, the remainder in the residual; zeros where it is not kept."""
         kept = self._parts()[part]
-        return np.zeros(self._bucket.numel, np.float32) if kept is None else self._kernels.to_host(kept).copy()
+        if kept is None:
+            return np.zeros(self._bucket.numel, np.float32)
+        found = self._kernels.to_host(kept).copy()
+        return found + self._owed(slice(0, self._bucket.numel)) if part == RESIDUAL else found
 
     @property
     def parts(self) -> list[str]:
-        """What is kept: names of `read`."""
+        """What is kept: names of `full_vector`."""
         return [name for name, x in self._parts().items() if x is not None]
 
     def _parts(self) -> dict[str, Array | None]:
-        return dict(zip(PARTS, (self.v, self.u, *(self.moments or (None, None))), strict=True))
+        first, second = self.moments or (None, None)
+        return {RESIDUAL: self.v, MOMENTUM: self.u, FIRST: first, SECOND: second}

@@ -19,6 +19,7 @@ from dgc_horovod.core.selection import ResidualView, SelectionContext, select
 from dgc_horovod.core.workspace import HostSentRecord, Message, MessageSpec, Workspace, message_spec, min_magnitude
 from dgc_horovod.exchange.contract import Exchange, Outcome, Round
 from dgc_horovod.exchange.hierarchical import SlicedOutputs
+from dgc_horovod.exchange.shards import Shards
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import (
     NO_ELEMENTS,
@@ -60,8 +61,8 @@ class BucketEngine:
         whole: layout of the whole bucket.
 
     Memory, of the slice: v, 4 bytes an element; u from the first step with momentum, 4 more (Adam: two moments, 8
-    more); for the candidates and packets of a step about 80 bytes for each of the k elements selected, and 8 for each
-    received.
+    more); with owners 4 for each element of a shard; for the candidates and packets of a step about 80 bytes for each
+    of the k elements selected, and 8 for each received.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class BucketEngine:
         self.rank, self.workers = rank, workers
         slices = bucket.slices(node_size)
         self.bucket = bucket = slices[self.topology.local_rank]
-        self.state = BucketState(bucket, kernels)
+        shards = Shards(bucket.numel, self.topology.nodes) if config.shards else None
+        self.state = BucketState(bucket, kernels, self.topology.node, shards)
         self.gradients = kernels.gradients(bucket)
         self.outputs: Outputs = (
             kernels.outputs(bucket) if node_size == 1 else SlicedOutputs(self.whole, slices, kernels)
@@ -163,7 +165,9 @@ class BucketEngine:
 
     def _workspace_for(self, density: float) -> Workspace:
         if self._workspace is None or self._workspace.density != density:
-            self._workspace = Workspace(self.whole, self.config, self.kernels, density, self.topology)
+            self._workspace = Workspace(self.whole, self.config, self.kernels, density, self.topology, self.state)
+            if not self._workspace.exchange.keeps_remainder:
+                self.state.release_remainder()
         return self._workspace
 
     def _select(self, workspace: Workspace, seen: AccumulateResult) -> Elements:
@@ -242,7 +246,10 @@ class BucketEngine:
                 predictor.memory = memory[1:]
 
     def as_one_of_all(self, part: str) -> np.ndarray:
-        """A copy on the host of one part over the whole bucket, whose mean over all ranks is the mean over nodes."""
+        """A copy on the host of one part over the whole bucket, whose mean over all ranks is the mean over nodes.
+
+        A residual has what this rank keeps as an owner in it.
+        """
         kept, place = self.state.full_vector(part), self.topology
         if place.node_size == 1:
             return kept

@@ -15,7 +15,6 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import loss_by_nodes
 from dgc_horovod.exchange.topology import Topology, problem_of
 
-FLAT, HIERARCHICAL = "flat", "hierarchical"
 _UNDECLARED = (
     "its process sets were not declared; call hvd.init(process_sets=node_process_sets(G)) of dgc_horovod.torch or "
     "dgc_horovod.tensorflow, G workers a node, or start with dgcrun"
@@ -91,14 +90,14 @@ def agree(
         specs, speed: see `loss_by_nodes`.
         hindrance: why an optimizer of this kind can make none, in words; "" if it can.
 
-    Cost: two collectives, unless the exchange is "flat".
+    Cost: two collectives, unless the exchange knows no nodes.
     """
     workers = collectives.workers
     flat = Topology(collectives.rank, workers)
-    if config.exchange == FLAT or workers == 1 or envvars.horovod_elastic():  # there nodes come and go
+    if not config.may_use_nodes or workers == 1 or envvars.horovod_elastic():  # there nodes come and go
         return flat
     topology = Topology(collectives.rank, workers, config.node_size or launched.local_size)
-    wanted = config.exchange == HIERARCHICAL
+    wanted = config.wants_nodes
     problem = _problem(topology, config, launched) or ("" if averages else "op=hvd.Sum; a node averages") or hindrance
     if not (problem or wanted):
         problem = loss_by_nodes(specs, config, topology, speed)

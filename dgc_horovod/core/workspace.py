@@ -94,7 +94,7 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: To
     capacity = max(sum(part.k for part in each) for each in parts)  # packets of all slices are of one size
     indices = "every" if bucket.uncompressed else "elias-fano"
     wire = PacketFormat(bucket.index, slices[0].numel, capacity, bucket.values or config.values, indices)
-    exchange = choose(wire, topology.nodes)
+    exchange = choose(wire, topology.nodes, config.shards)
     rounds = rounds_of(exchange.rounds_of(wire, topology.nodes), topology.nodes, topology.node_size)
     return MessageSpec(parts[topology.local_rank], wire, exchange, rounds)
 
@@ -108,13 +108,23 @@ class Workspace:
         kernels: backend on the device that holds the gradients.
         density: fraction of the elements sent at each of its steps, in (0, 1].
         topology: place of the worker.
+        state: what the worker keeps.
     """
 
-    def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, density: float, topology: Topology) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        config: DGCConfig,
+        kernels: Kernels,
+        density: float,
+        topology: Topology,
+        state: State,
+    ) -> None:
         self.density = density
         self.ranges, wire, exchange, _ = message_spec(bucket, config, density, topology)
         self.capacity = wire.capacity
         self.exchange = self._made(exchange, bucket, wire, kernels, topology)
+        self.exchange.adopt(topology.node, state)
         numels, ks = [part.numel for part in self.ranges], [part.k for part in self.ranges]
         self.predictor = ThresholdPredictor(numels, ks, config.threshold)
         self.records = np.zeros(len(self.ranges), RANGE)  # the ranges as kernels read them

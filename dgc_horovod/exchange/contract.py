@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dgc_horovod.kernels.contract import Elements, Kernels, Sender
+from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
 from dgc_horovod.stats import ring_received
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
@@ -131,10 +131,20 @@ class Exchange(Protocol):
     Attributes:
         rounds: collectives of the exchange, in order.
         outcome: outcome of the last step whose rounds are all through.
+        keeps_remainder: whether ranks keep something of what others have sent, in `State.remainder`.
     """
 
     rounds: tuple[Round, ...]
     outcome: Outcome
+    keeps_remainder: bool
+
+    def adopt(self, rank: int, state: State) -> None:
+        """Take up what this rank keeps from step to step; before the first `begin`.
+
+        Args:
+            rank: index of this worker among those that exchange the bucket, 0 <= rank < workers.
+            state: state of the bucket, or slice; an exchange may change nothing of it but `remainder`.
+        """
 
     def sender(self, max_candidates: int) -> Sender | None:
         """What writes the first buffer on a device, from at most `max_candidates` candidates; None: the host does."""
@@ -143,7 +153,7 @@ class Exchange(Protocol):
         """What this rank hands to the first round.
 
         Args:
-            elements: selected elements, ascending; at most the capacity of the wire format.
+            elements: selected elements, ascending; at most the capacity of the wire format. What it sends may be less.
             flags: sum of flags of `packet`; FLAG_NONFINITE and FLAG_JOINED are handed on by every round.
             step: schedule step, >= 0, equal on all ranks.
             draw: function that makes this rank's random source of bucket and step, for a codec that rounds at random.
@@ -186,7 +196,10 @@ class Exchange(Protocol):
 
 
 class FlatExchange(Exchange, Protocol):
-    """An exchange of a whole bucket, or slice of one, among equal workers."""
+    """An exchange of a whole bucket, or slice of one, among equal workers.
+
+    One that no rank has adopted can read the last round alone: workers of a node do so with the slices of the others.
+    """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         """Make the memory that a step needs.

@@ -16,7 +16,7 @@ import numpy as np
 
 from dgc_horovod.errors import DGCError, RankMismatch
 from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchange, Outcome, Round, Sending
-from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender
+from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import PADDING, Bucket
 from dgc_horovod.wire.codecs.values import Draw
 from dgc_horovod.wire.packet import PacketFormat, undrawn
@@ -67,7 +67,11 @@ class HierarchicalExchange:
         self._bucket, self._size = slices[0].index, slices[0].numel
         self._exchanges = [inner(bucket, wire, kernels, nodes) for bucket in slices]
         self._own = self._exchanges[own]
+        self.keeps_remainder = self._own.keeps_remainder
         self._round = np.empty(self.rounds[-1].size, self.rounds[-1].dtype)
+
+    def adopt(self, rank: int, state: State) -> None:
+        self._own.adopt(rank, state)
 
     def sender(self, max_candidates: int) -> Sender | None:
         return self._own.sender(max_candidates)
@@ -83,7 +87,11 @@ class HierarchicalExchange:
                 return received
             self._round.view(np.uint8).fill(_UNREADABLE)
             return self._round
-        self._read(received, step)
+        try:
+            self._read(received, step)
+        except DGCError:
+            self.rollback()
+            raise
         return None
 
     def _read(self, received: np.ndarray, step: int) -> None:

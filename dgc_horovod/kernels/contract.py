@@ -88,11 +88,15 @@ def joined(parts: Sequence[Elements]) -> Elements:
 
 @dataclass
 class State:
-    """What one rank keeps of a bucket: the residual v, the momentum u, or Adam's two moments; made at first use."""
+    """What one rank keeps of a bucket: the residual v, the momentum u, or Adam's two moments; made at first use.
+
+    `remainder` is of the shard that the rank owns, if it owns one: what it was sent and has not sent on.
+    """
 
     v: Array
     u: Array | None = None
     moments: tuple[Array, Array] | None = None
+    remainder: Array | None = None
 
 
 # A run of a bucket from which elements are selected together, as a pass sees it: its threshold, and its sums. The

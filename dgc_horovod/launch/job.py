@@ -15,7 +15,6 @@ from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import envvars
-from dgc_horovod.core.nodes import FLAT
 from dgc_horovod.launch import hosts, inputs, settings
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
@@ -68,7 +67,7 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
 def _nodes(job: Job, slots: str, workers: int | None) -> dict[str, str]:
     """The number of workers of a node, which every rank must know alike before Horovod starts, if it is wanted."""
     config = job.config
-    if config is None or config.exchange == FLAT or config.node_size is not None or not (slots and workers):
+    if config is None or not config.may_use_nodes or config.node_size is not None or not (slots and workers):
         return {}
     size = hosts.ranks_a_host(slots, workers)
     return {envvars.NODE_SIZE.name: str(size)} if size else {}

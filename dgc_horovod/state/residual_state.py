@@ -21,8 +21,8 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
 
 FORMAT = 1
-# residual v, momentum u, Adam's moments
-RESIDUAL, MOMENTUM, FIRST, SECOND = PARTS = ("v", "u", "first", "second")
+# residual v, momentum u, Adam's moments, and what the rank owes of what it owns: zero where others own
+RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER = PARTS = ("v", "u", "first", "second", "remainder")
 _HEAD, _GUESS = "head", "thresholds"
 Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
 
@@ -100,7 +100,7 @@ class ResidualState:
         scale = np.float32(workers / self.workers if self.averages else 1.0)
         scaled = {
             name: {part: x * scale if part in (RESIDUAL, MOMENTUM) else x for part, x in arrays.items()}
-            for name, arrays in self.tensors.items()
+            for name, arrays in changed.tensors.items()
         }
         return dataclasses.replace(changed, tensors=scaled, thresholds={})
 
@@ -163,12 +163,14 @@ class ResidualState:
     def as_one_of_all(self) -> ResidualState:
         """The same as a rank keeps it that has no node: zero where the other workers of its node keep something.
 
-        The mean over all ranks is then the mean over nodes that it was, the sum the sum over nodes.
+        The mean over all ranks is then the mean over nodes that it was, the sum the sum over nodes. What is owed of
+        elements that are owned is residual: of other ranks each owns others.
         """
+        released = {name: _released(arrays) for name, arrays in self.tensors.items()}
         if self.node_size == 1:
-            return self
+            return dataclasses.replace(self, tensors=released)
         tensors: dict[str, Arrays] = {}
-        for name, arrays in self.tensors.items():
+        for name, arrays in released.items():
             if name not in self.runs:  # a dense tensor's, the same on all workers of the node
                 tensors[name] = arrays
                 continue
@@ -178,6 +180,13 @@ class ResidualState:
                 whole = tensors.setdefault(name, {})[part] = np.zeros(numel, np.float32)
                 whole[start : start + array.size] = array * np.float32(self.node_size if is_mean else 1)
         return dataclasses.replace(self, node_size=1, tensors=tensors, runs={}, thresholds={})
+
+
+def _released(arrays: Arrays) -> Arrays:
+    if REMAINDER not in arrays:
+        return arrays
+    kept = {part: array for part, array in arrays.items() if part != REMAINDER}
+    return {**kept, RESIDUAL: arrays[RESIDUAL] + arrays[REMAINDER]}
 
 
 _HEAD_FIELDS = ("rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions")

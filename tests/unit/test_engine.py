@@ -332,7 +332,7 @@ def test_nothing_is_read_from_output_buffers(kernels, rule):
                 exchange_ = engine.exchange
                 exchange_._packet.fill(0xFF)
                 received = [e.values for e in exchange_._decoded]
-                for memory in (exchange_._values, engine._workspace.masked, *received):
+                for memory in (exchange_._writer._values, engine._workspace.masked, *received):
                     memory.fill(np.nan)
             messages, _ = exchange([engine], [g], MomentumCorrection(0.9), step, 0.1)
             outputs.append((messages[0].payload.tobytes(), update_of(engine).tobytes()))

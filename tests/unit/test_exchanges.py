@@ -38,10 +38,13 @@ def engines_of(monkeypatch):
 
     def make(name, kernels=BACKENDS[0], values="fp32", numel=NUMEL, workers=None):
         kind, node_size = name
-        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n: EXCHANGES[kind])
+        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n, shards=False: EXCHANGES[kind])
         half = numel // 3
         segments = (Segment("a", 0, half), Segment("b", half, numel - half)) if half else (Segment("a", 0, numel),)
-        config, workers = DGCConfig(density=DENSITY, values=values), node_size * (workers or WORKERS)
+        config, workers = (
+            DGCConfig(density=DENSITY, values=values, exchange="sharded"),
+            node_size * (workers or WORKERS),
+        )
         return [BucketEngine(Bucket(0, segments), config, kernels, rank, workers, node_size) for rank in range(workers)]
 
     return make
@@ -227,8 +230,8 @@ def outcome_of(engine, received):
 def test_odd_sizes(name, numel, nodes, size, uncompressed):
     kind, node_size = name[0], size if name[1] > 1 else 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n: EXCHANGES[kind])
-        config, workers = DGCConfig(density=DENSITY, values="8bit"), nodes * node_size
+        patch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n, shards=False: EXCHANGES[kind])
+        config, workers = DGCConfig(density=DENSITY, values="8bit", exchange="sharded"), nodes * node_size
         bucket = Bucket(0, (Segment("a", 0, numel),), uncompressed, "8bit" if uncompressed else "")
         engines = [BucketEngine(bucket, config, BACKENDS[0], rank, workers, node_size) for rank in range(workers)]
         updates = exchanged(engines, gradients_of(engines, 0), 0)

@@ -50,14 +50,20 @@ def state_of(rank: int, workers: int, averages: bool = True, seed: int = 0) -> R
     rng = np.random.default_rng(seed + rank)
     tensors = {
         name: {part: rng.standard_normal(numel).astype(np.float32) for part in parts}
-        for name, numel, parts in (("a", 5, ("v", "u")), ("b", 3, ("v", "first", "second")), ("empty", 0, ("v",)))
+        for name, numel, parts in (
+            ("a", 5, ("v", "u", "remainder")),
+            ("b", 3, ("v", "first", "second")),
+            ("empty", 0, ("v",)),
+        )
     }
     return ResidualState(rank, workers, averages, 7, 2, tensors, {"b": 4}, {"bucket": rng.standard_normal(6)})
 
 
 def owed(states: list[ResidualState], name: str, part: str) -> np.ndarray:
     """What all ranks owe the model of one tensor, in float64: their mean if gradients are averaged, else their sum."""
-    total = np.sum([state.tensors[name][part].astype(np.float64) for state in states], axis=0)
+    parts = (part, "remainder") if part == "v" else (part,)
+    tensors = [state.tensors[name] for state in states]
+    total = np.sum([arrays[p].astype(np.float64) for arrays in tensors for p in parts if p in arrays], axis=0)
     return total / len(states) if states[0].averages else total
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.core.nodes import FLAT, declare
+from dgc_horovod.core.nodes import declare
 from dgc_horovod.launch.rank import activation_check, summary
 from dgc_horovod.launch.settings import Job
 
@@ -104,7 +104,7 @@ class Replacements:
     def _with_nodes(self, horovod: ModuleType, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of ``hvd.init`` with the process sets of nodes, beside those of the script."""
         config, sets = self.job.config, kwargs.get("process_sets")
-        if config is None or config.exchange == FLAT or args or isinstance(sets, str) or kwargs.get("comm"):
+        if config is None or not config.may_use_nodes or args or isinstance(sets, str) or kwargs.get("comm"):
             return kwargs
         if envvars.horovod_elastic() or envvars.dynamic_process_sets():
             return kwargs

@@ -1,0 +1,281 @@
+"""Every element has an owner, who adds what all send and sends the largest sums on: bytes that do not grow with N.
+
+The data flow of DoubleSqueeze (Tang et al., arXiv 1905.05957) and of Ok-Topk (arXiv 2201.07598), with DGC's residual::
+
+    round 1, alltoall     worker i sends owner j those of its k elements that j owns
+    owner j               r += sum over i;  s = the k/N largest of r;  r -= decoded(s)
+    round 2, allgather    everybody gets every s
+
+A slot of round 1 has room for what an owner's share may be beyond k/N; what does not fit stays in the sender's
+residual. What an owner does not send on stays in r, its remainder: ``applied + sum of v + sum of r`` is what was
+accumulated. Received: about ``(N-1)/N * 2.2 k`` elements, at any N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
+from dgc_horovod.exchange.base import PacketWriter
+from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, Outcome, Round, Sending
+from dgc_horovod.exchange.shards import Shards
+from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements, Kernels, Sender, State
+from dgc_horovod.wire.bucket import Bucket, Segment
+from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.packet import (
+    FLAG_CLIPS,
+    FLAG_JOINED,
+    FLAG_NONFINITE,
+    HEADER,
+    Coder,
+    PacketFormat,
+    undrawn,
+)
+
+_HEADROOM, _DEVIATIONS = 1.15, 2.0  # of a slot: times k/N, and square roots of k/N
+_LOWER = 0.9  # of the last step's smallest sum: above it the next step's largest are looked for
+_REFUSED = 0xFF  # every byte of the head of what an owner sends in place of a shard, before its words
+_MISMATCH, _CORRUPT = b"m", b"c"
+_LEAST = 128  # bytes of a message of round 2: words have room there
+
+
+class _Form(NamedTuple):
+    """The shards of a bucket, and the packets of both rounds."""
+
+    shards: Shards
+    slot: PacketFormat
+    shard: PacketFormat
+
+
+def _form(wire: PacketFormat, workers: int) -> _Form:
+    shards, share = Shards(wire.numel, workers), wire.capacity / workers
+    slot, sent_on = math.ceil(_HEADROOM * share + _DEVIATIONS * share**0.5), math.ceil(share)
+    if wire.capacity >= wire.numel:  # everything is sent: every sum is sent on
+        slot = sent_on = shards.size
+
+    def packets(capacity: int) -> PacketFormat:
+        return PacketFormat(wire.bucket, shards.size, min(capacity, wire.capacity, shards.size), wire.values)
+
+    return _Form(shards, packets(slot), packets(sent_on))
+
+
+class ShardedExchange:
+    """Received per rank: (N-1) slots and (N-1) packets of k/N elements. See `contract.Exchange`.
+
+    Flags travel in both rounds. What an owner cannot read it tells all in the second, so all raise the same.
+
+    Memory: the remainder, 4 bytes for each of n/N elements; both rounds' packets; 16 bytes for each element received.
+    """
+
+    keeps_remainder = True
+
+    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
+        self.rounds = self.rounds_of(wire, workers)
+        self.outcome = Outcome()
+        self._bucket, self._kernels, self._workers = bucket, kernels, workers
+        self._shards, slot, shard = _form(wire, workers)
+        self._slot = PacketWriter(slot, kernels.coder, bucket.uncompressed)
+        self._shard = PacketWriter(shard, kernels.coder, bucket.uncompressed)
+        self._slots = np.zeros((workers, slot.nbytes), np.uint8)
+        self._message = np.zeros(self.rounds[1].size, np.uint8)
+        self._packet = self._message[: shard.nbytes]
+        self._values = np.empty(wire.capacity, np.float32)
+        self._received: list[Elements] = []
+        self._flags, self._draw = 0, undrawn
+        self._owner: _Owner | None = None
+
+    @staticmethod
+    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
+        form = _form(wire, workers)
+        slots = Round("slots", ALLTOALL, "uint8", workers * form.slot.nbytes)
+        return slots, Round("shards", ALLGATHER, "uint8", max(form.shard.nbytes, _LEAST))
+
+    def adopt(self, rank: int, state: State) -> None:
+        self._owner = _Owner(rank, state, self._shards, self._kernels)
+
+    def sender(self, max_candidates: int) -> Sender | None:
+        return None
+
+    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
+        self._flags, self._draw = flags, draw
+        owners, positions = self._shards.dealt(elements.positions)
+        order = np.argsort(owners.astype(np.uint16), kind="stable")  # by owner, ascending in each
+        ends = np.cumsum(np.bincount(owners, minlength=self._workers))
+        sent, decoded = np.zeros(elements.values.size, bool), self._values[: elements.values.size]
+        for owner, packet in enumerate(self._slots):
+            chosen = order[ends[owner - 1] if owner else 0 : ends[owner]]
+            part = Elements(positions[chosen], elements.values[chosen])
+            if chosen.size > self._slot.wire.capacity:
+                part = self._kernels.keep_largest(part, self._slot.wire.capacity)
+                chosen = chosen[np.isin(positions[chosen], part.positions)]
+            written, values = self._slot.write(part, flags, step, draw, packet)
+            if written.positions.size < chosen.size:
+                chosen = chosen[np.isin(positions[chosen], written.positions)]
+            sent[chosen], decoded[chosen] = True, values
+        if sent.all():
+            return Sending(self._slots.reshape(-1), elements, decoded)
+        elements = Elements(elements.positions[sent], elements.values[sent])
+        return Sending(self._slots.reshape(-1), elements, decoded[sent])
+
+    def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
+        if number == 0:
+            self._send_on(received, step)
+            return self._message
+        try:
+            self._read(received, step)
+        except DGCError:
+            self.rollback()
+            raise
+        return None
+
+    def _send_on(self, received: np.ndarray, step: int) -> None:
+        """Add what was sent to this owner, and fill `_message` with the largest sums, or with what is wrong."""
+        owner, wire = self._owner, self._slot.wire
+        assert owner is not None
+        try:
+            if received.size != self._slots.size:
+                raise _other_size(wire, received.size, self._slots.size)
+            packets = received.reshape(self._workers, wire.nbytes)
+            counts, _ = wire.read_headers(self._slot.coder, packets, step)
+            parts = [
+                _decoded(wire, self._slot.coder, packet, int(count), rank, self._shards, owner.rank)
+                for rank, (packet, count) in enumerate(zip(packets, counts, strict=True))
+            ]
+        except DGCError as error:
+            _refuse(self._message, error)
+            return
+        self._message.fill(0)
+        if not owner.add(parts):
+            self._shard.write(NO_ELEMENTS, self._flags | FLAG_NONFINITE, step, self._draw, self._packet)
+            return
+        largest = owner.largest(self._shard.wire.capacity)
+        owner.send(*self._shard.write(largest, self._flags, step, self._draw, self._packet))
+
+    def _read(self, received: np.ndarray, step: int) -> None:
+        """Decode the sums that all owners have sent on; positions are the bucket's."""
+        wire = self._shard.wire
+        if received.size != self._workers * self._message.size:
+            raise _other_size(wire, received.size, self._workers * self._message.size)
+        messages = received.reshape(self._workers, -1)
+        for message in messages:
+            if refusal := _refusal(message):
+                raise refusal
+        packets = messages[:, : wire.nbytes]
+        counts, flags = wire.read_headers(self._shard.coder, packets, step)
+        found = []
+        for owner, (packet, count) in enumerate(zip(packets, counts, strict=True)):
+            part = _decoded(wire, self._shard.coder, packet, int(count), owner, self._shards, owner)
+            places = self._shards.in_bucket(owner, part.positions).astype(np.int32)
+            found.append(Elements(places, part.values))
+        self._received = found
+        flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
+        in_join, that_clip = (int(np.count_nonzero(flags & flag)) for flag in (FLAG_JOINED, FLAG_CLIPS))
+        self.outcome = Outcome(not flagged, flagged, in_join, that_clip)
+
+    def aggregate_into(self, outputs: Any, scale: float) -> bool:
+        return self._kernels.aggregate_into(outputs, self._received, scale, fresh=True)
+
+    @property
+    def contributions(self) -> list[Elements]:
+        return [Elements(each.positions.copy(), each.values.copy()) for each in self._received]
+
+    def commit(self) -> None:
+        if self._owner is not None:
+            self._owner.commit()
+
+    def rollback(self) -> None:
+        if self._owner is not None:
+            self._owner.rollback()
+
+
+class _Owner:
+    """The remainder of one rank, and what a step has changed of it."""
+
+    def __init__(self, rank: int, state: State, shards: Shards, kernels: Kernels) -> None:
+        self.rank, self._state, self._kernels = rank, state, kernels
+        self._numel = shards.size
+        self._sums = kernels.outputs(Bucket(0, (Segment("shard", 0, shards.size),)))
+        self._before: list[Elements] = []  # in the order in which they were overwritten
+        self._guess = 0.0
+
+    @property
+    def _remainder(self) -> Any:
+        if self._state.remainder is None:
+            self._state.remainder = self._kernels.new(self._numel)
+        return self._state.remainder
+
+    def add(self, parts: Sequence[Elements]) -> bool:
+        """``r += parts``, in rank order. False if r has left the range of fp32: then it starts again from nothing."""
+        self.rollback()
+        r, positions = self._remainder, np.concatenate([part.positions for part in parts])
+        self._before.append(Elements(positions, self._kernels.take(r, positions)))
+        self._sums.put(0, r)
+        finite = self._kernels.aggregate_into(self._sums, parts, 1.0, fresh=False)
+        self._sums.clear()
+        if not finite:
+            self._kernels.fill_zero(r)
+            self.commit()
+        return finite
+
+    def largest(self, k: int) -> Elements:
+        """The k largest sums exactly. Cost: a read of r, where the last step's smallest is a good guess."""
+        if self._guess:
+            found = self._kernels.at_least(self._remainder, self._guess)
+            if found.values.size >= k:
+                return self._kernels.keep_largest(found, k)
+        return self._kernels.top_k(self._remainder, k)
+
+    def send(self, elements: Elements, decoded: np.ndarray) -> None:
+        """``r -= decoded``: these are sent on."""
+        self._guess = _LOWER * float(np.abs(elements.values).min()) if elements.values.size else 0.0
+        self._before.append(elements)
+        self._kernels.update_residual(State(self._remainder), elements, decoded, None)
+
+    def commit(self) -> None:
+        """Nothing is to be taken back any more."""
+        self._before.clear()
+
+    def rollback(self) -> None:
+        """Let r be as before `add`."""
+        while self._before:
+            self._kernels.put(self._remainder, self._before.pop())
+
+
+def _decoded(
+    wire: PacketFormat, coder: Coder, packet: np.ndarray, count: int, rank: int, shards: Shards, owner: int
+) -> Elements:
+    """The elements of a packet whose header has been checked; positions are those in the shard of `owner`."""
+    part = Elements(np.empty(count, np.int32), np.empty(count, np.float32))
+    wire.decode(coder, packet, count, rank, *part)
+    if count and shards.in_bucket(owner, part.positions[-1:])[0] >= shards.numel:
+        raise wire.corrupt(rank, "impossible: it has elements beyond the end of the bucket")
+    return part
+
+
+def _other_size(wire: PacketFormat, found: int, expected: int) -> RankMismatch:
+    return RankMismatch(
+        f"bucket {wire.bucket}: {found} bytes came back, expected {expected}; the ranks are at different densities: "
+        "is the epoch the same everywhere?"
+    )
+
+
+def _refuse(message: np.ndarray, error: DGCError) -> None:
+    """Fill a message with words in place of elements, as many as it has room for."""
+    kind = _MISMATCH if isinstance(error, RankMismatch) else _CORRUPT
+    words = (kind + str(error).encode())[: message.size - HEADER.itemsize]
+    message.fill(0)
+    message[: HEADER.itemsize] = _REFUSED
+    message[HEADER.itemsize :][: len(words)] = np.frombuffer(words, np.uint8)
+
+
+def _refusal(message: np.ndarray) -> DGCError | None:
+    """The error that an owner has sent in place of a shard, if it has."""
+    if not (message[: HEADER.itemsize] == _REFUSED).all():
+        return None
+    data = message[HEADER.itemsize :].tobytes().rstrip(b"\0")
+    words = data[1:].decode("ascii", errors="replace")
+    return RankMismatch(words) if data[:1] == _MISMATCH else CorruptPacket(words)

@@ -1,0 +1,81 @@
+"""The sharded exchange on real ranks: replicas, bytes, equality to stock, what is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+SHARDED = ["slots, all", "shards, all"]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(4, [f"sharded.{case}" for case in ("long_run", "stock", "state")], timeout=500)
+
+
+def checked(ranks, case, rounds):
+    found = [rank[case] for rank in ranks]
+    assert len({each["fingerprint"] for each in found}) == 1
+    assert all(each["last"] < 0.5 * each["first"] for each in found), found
+    assert found[0]["rounds"] == rounds and abs(found[0]["owed"]) > 1e-6
+
+
+def test_replicas_are_bit_identical_over_a_thousand_steps(ranks):
+    checked(ranks, "sharded.long_run", SHARDED)
+
+
+def test_at_density_1_it_is_stock_horovod(ranks):
+    found = ranks[0]["sharded.stock"]
+    assert found["density 1"] <= 1e-5 < 1e-3 < found["compressed"]
+
+
+def test_what_owners_owe_is_saved_loaded_and_flushed(ranks):
+    for found in (rank["sharded.state"] for rank in ranks):
+        assert found["runs"][0] == found["runs"][1]
+        assert found["remainder"] > 0 and abs(found["owed"]) > 1e-6 and found["left"] == 0
+        assert found["moved"] > 1e-4
+    assert len({rank["sharded.state"]["replica"] for rank in ranks}) == 1
+
+
+def test_over_mpi():
+    checked(run_ranks(4, ["sharded.short_run"], "mpi"), "sharded.short_run", SHARDED)
+
+
+def test_under_keras():
+    found = [rank["keras_sharded.long_run"] for rank in run_ranks(4, ["keras_sharded.long_run"])]
+    assert len({each["fingerprint"] for each in found}) == 1
+    for each in found:
+        assert each["rounds"] == ["slots", "shards"]
+        assert each["remainder"] > 0 and each["moved"] > 1e-5 and each["left"] == 0
+
+
+@pytest.mark.slow
+def test_bytes_and_replicas_of_eight_ranks():
+    ranks = run_ranks(8, ["sharded.long_run", "sharded.volume"], timeout=900)
+    checked(ranks, "sharded.long_run", SHARDED)
+    for found in (rank["sharded.volume"] for rank in ranks):
+        assert 1.5 * found["packet"] < found["sharded"] <= 2.3 * found["packet"] < found["flat"]
+
+
+@pytest.mark.slow
+def test_owners_are_nodes():
+    given = {"DGC_TEST_NODES": "1", "DGC_NODE_SIZE": "2"}
+    ranks = run_ranks(8, ["sharded.between_nodes"], environment=given, timeout=900)
+    rounds = ["slots, between nodes", "shards, between nodes", "around, inside a node"]
+    checked(ranks, "sharded.between_nodes", rounds)
+
+
+@pytest.mark.slow
+def test_what_is_owed_stays_with_other_numbers_of_ranks_and_without_owners(tmp_path):
+    before = None
+    for workers, exchange in ((4, "sharded"), (3, "sharded"), (4, "flat"), (4, "sharded"), (2, "sharded")):
+        given = {"SHARDED_FOLDER": str(tmp_path), "SHARDED_EXCHANGE": exchange}
+        found = [rank["sharded.saved"] for rank in run_ranks(workers, ["sharded.saved"], environment=given)]
+        assert len({each["fingerprint"] for each in found}) == 1
+        assert (found[0]["rounds"] == SHARDED) == (exchange == "sharded" and workers > 2)
+        if before is not None:
+            assert found[0]["before"] == pytest.approx(before, rel=1e-5)
+        before = found[0]["after"]
+        assert all(abs(part) > 1e-3 for part in before)
