@@ -16,7 +16,7 @@ from benchmarks import ranks
 from benchmarks.exchange import gradients
 from benchmarks.exchange.worker import Order
 from benchmarks.netlab import NetlabError, lab
-from benchmarks.nodes.worker import FLAT, HIERARCHICAL, METHODS
+from benchmarks.nodes.worker import DENSE, FLAT, METHODS, NOTHING
 from benchmarks.ranks import LaunchError, exit_on_signals
 from benchmarks.report import RESULTS, environment, markdown, read_results, write_results
 from benchmarks.shapes import SHAPES
@@ -72,19 +72,19 @@ def _row(
         "launch_medians_ms": [round(statistics.median(each), 2) for each in steps],
         "card_bytes": round(statistics.mean(rank["card_bytes"] for rank in every)),
         "state_bytes": max(rank.get("state_bytes", 0) for rank in every),
-        "exchange": every[0].get("exchange", ""),
+        "rounds": every[0].get("rounds", []),
         "phases_ms": {key: round(statistics.median(values), 2) for key, values in phases.items()},
         "replicas": all(rank["replicas"] for rank in every),
     }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown, hierarchical beside flat."""
+    """The rows as Markdown, each exchange beside flat."""
     lines = []
     for row in rows:
         flat = next((r for r in rows if r["method"] == FLAT and r["hosts"] == row["hosts"]), None)
         ratios = ["", ""]
-        if row["method"] == HIERARCHICAL and flat is not None:
+        if row["method"] not in (NOTHING, DENSE, FLAT) and flat is not None:
             ratios = [f"{row[key] / flat[key]:.2f}×" for key in ("ms", "card_bytes")]
         lines.append(
             [
@@ -96,7 +96,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['state_bytes'] / 1e6:.1f}" if row["state_bytes"] else "",
             ]
         )
-    head = ["", "ms a step", "of flat", "kB a step out of a card", "of flat", "MB of u and v a rank"]
+    head = ["", "ms a step", "of flat", "kB a step out of a card", "of flat", "MB of u, v and remainder a rank"]
     return markdown(head, lines)
 
 

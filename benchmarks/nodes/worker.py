@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.nodes`: a flat and a hierarchical exchange in turn; writes its figures to a file."""
+"""One rank of `benchmarks.nodes`: a flat exchange and others in turn; writes its figures to a file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from benchmarks.exchange.gradients import Gradients
 from benchmarks.exchange.methods import MASTER, CompressedMethod, HorovodMethod, Method
 from benchmarks.exchange.worker import Clock, Order, bytes_out
 from benchmarks.shapes import SHAPES, Shapes
+from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
 from dgc_horovod.torch import Compression, node_process_sets
 
-NOTHING, DENSE, FLAT, HIERARCHICAL = METHODS = ("no exchange", "dense", "flat", "hierarchical")
+NOTHING, DENSE = "no exchange", "dense"
+METHODS = (NOTHING, DENSE, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
 
 
 def make(name: str, shapes: Shapes, density: float) -> Method:
@@ -60,8 +62,12 @@ def kept(method: Method) -> dict[str, Any]:
         return {}
     exchange = method.optimizer._dgc
     states = [engine.state for engine in exchange.buckets.engines]
-    arrays = [x for state in states for x in (state.u, state.v) if x is not None]
-    return {"state_bytes": sum(4 * len(x) for x in arrays), "exchange": type(exchange).__name__}
+    arrays = [x for state in states for x in (state.u, state.v, state.remainder) if x is not None]
+    rounds = max((engine.exchange.rounds for engine in exchange.buckets.engines), key=len)
+    return {
+        "state_bytes": sum(4 * len(x) for x in arrays),
+        "rounds": [f"{collective.name}, {collective.group}" for collective in rounds],
+    }
 
 
 def main() -> None:

@@ -36,11 +36,12 @@ from dgc_horovod.wire.packet import (
     undrawn,
 )
 
-_HEADROOM, _DEVIATIONS = 1.15, 2.0  # of a slot: times k/N, and square roots of k/N
+# Room of a slot, in k/N and in square roots of it: at most 3% of what is selected do not fit (docs/design.md, Owners)
+_HEADROOM, _DEVIATIONS = 1.1, 1.0
 _LOWER = 0.9  # of the last step's smallest sum: above it the next step's largest are looked for
 _REFUSED = 0xFF  # every byte of the head of what an owner sends in place of a shard, before its words
 _MISMATCH, _CORRUPT = b"m", b"c"
-_LEAST = 128  # bytes of a message of round 2: words have room there
+_LEAST = 96  # bytes of a message of round 2: words have room there
 
 
 class _Form(NamedTuple):

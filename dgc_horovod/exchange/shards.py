@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from dgc_horovod.kernels.contract import CHUNK
-
-_CHUNKS = 8  # of each owner, where a bucket is too small for whole ones
+# Elements dealt together. What is selected comes in rows and columns of a layer: with so few, and a number that no
+# layer's width is a multiple of, hardly any owner has more than its share (docs/design.md, Owners).
+CHUNK = 7
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,10 @@ class Shards:
     workers: int
 
     @cached_property
-    def chunk(self) -> int:
-        """Number of elements dealt together."""
-        return min(CHUNK, max(1, self.numel // (_CHUNKS * self.workers)))
-
-    @cached_property
     def size(self) -> int:
-        """Number of elements of a shard."""
-        chunks = -(-self.numel // self.chunk)
-        return -(-chunks // self.workers) * self.chunk
+        """Number of elements of a shard, those beyond the bucket's end included."""
+        chunks = -(-self.numel // CHUNK)
+        return -(-chunks // self.workers) * CHUNK
 
     def dealt(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Owner of each element, and its position in the shard: ascending within a shard where `positions` are.
@@ -41,9 +36,9 @@ class Shards:
         Args:
             positions: positions in the bucket, int32.
         """
-        numbers, within = np.divmod(positions, np.int32(self.chunk))
+        numbers, within = np.divmod(positions, np.int32(CHUNK))
         rows, owners = np.divmod(numbers, np.int32(self.workers))
-        return owners, rows * np.int32(self.chunk) + within
+        return owners, rows * np.int32(CHUNK) + within
 
     def in_bucket(self, owner: int, positions: np.ndarray) -> np.ndarray:
         """Positions in the bucket, int64, of those in the shard of `owner`; beyond its end where there is no element.
@@ -52,5 +47,5 @@ class Shards:
             owner: index of the owner, 0 <= owner < workers.
             positions: positions in its shard, int32.
         """
-        rows, within = np.divmod(positions.astype(np.int64), self.chunk)
-        return (rows * self.workers + owner) * self.chunk + within
+        rows, within = np.divmod(positions.astype(np.int64), CHUNK)
+        return (rows * self.workers + owner) * CHUNK + within
