@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, scaling
+from benchmarks import clusters, plots, scaling
 from benchmarks.exchange import tables
 from benchmarks.exchange.methods import NOTHING
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
@@ -144,6 +144,9 @@ def texts() -> dict[tuple[Path, str], str]:
         (KERNELS, "phases"): tables.phases(ours, "1gbit"),
         (NETWORK, "nodes"): nodes(),
         (NETWORK, "efficiency"): _efficiency(rows, DENSITY),
+        (NETWORK, "clusters"): "\n\n".join(
+            clusters.table(cell(rows, clusters.MODEL, 2, "1gbit"), d) for d in clusters.DENSITIES
+        ),
         (NETWORK, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
         (NETWORK, "losses"): losses(rows),
         (README, "benchmarks"): readme_table(rows),
@@ -159,6 +162,7 @@ def draw() -> None:
     plots.step_times(rows, shown, 2, IMAGES / "step_time.svg")
     plots.bytes_sent(rows, IMAGES / "bytes.svg")
     plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
+    clusters.draw(cell(rows, clusters.MODEL, 2, "1gbit"), IMAGES / "clusters.svg")
     plots.quality(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
     page_of_quality.draw()
 

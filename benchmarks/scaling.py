@@ -60,7 +60,7 @@ def modelled(rows: Sequence[Row], method: str, density: float) -> dict[int, floa
     assert byte_ms > 8 * bit_ms, "faster than the link"
     if method == "dense":
         return {workers: _ring_bytes(n, workers) * byte_ms for workers in MODELLED}
-    config, received_ms = DGCConfig(density=density), density * n * _decode_nanoseconds() / 1e6
+    config, received_ms = DGCConfig(density=density), density * n * decode_nanoseconds() / 1e6
     at = {workers: link_bytes(n, config, workers) for workers in (2, *MODELLED)}
     return {workers: at_two + (workers - 2) * received_ms + (at[workers] - at[2]) * byte_ms for workers in MODELLED}
 
@@ -74,7 +74,7 @@ def _ring_bytes(numel: int, workers: int) -> float:
     return 2 * (workers - 1) / workers * 4 * numel
 
 
-def _decode_nanoseconds() -> float:
+def decode_nanoseconds() -> float:
     """For each element received from each rank; the most of those measured at the largest N."""
     rows = read_results(RESULTS / "kernels-decode.json")["figures"]
     largest = max(map(_workers, rows))

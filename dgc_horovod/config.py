@@ -18,8 +18,8 @@ from dgc_horovod.wire.codecs import VALUE_CODECS
 SCOPES = ("bucket", "tensor")
 VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
-FLAT, HIERARCHICAL, SHARDED = "flat", "hierarchical", "sharded"
-EXCHANGES = ("auto", FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
+AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
+EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
 
@@ -48,7 +48,8 @@ class DGCConfig:
             the owners of elements, who send the largest sums on; "hierarchical": the workers of a node average their
             gradients densely, then each exchanges its slice with the other nodes; "hierarchical+sharded": the nodes
             with owners among them; "auto": hierarchical where the process sets of nodes are declared and their cards
-            are spared more than it costs, else flat.
+            are spared more than it costs, else flat; with owners where 32 or more would send more than
+            `max_bytes_per_step`.
         node_size: number of workers of a node, >= 1; None: those on one host.
         max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
             density is lowered until it does, not below 0.0001; None: no limit.

@@ -89,7 +89,7 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
         len(whole),
         100 * sum(numel[name] for name in whole) / max(1, sum(numel.values())),
         dense_values(config, place.nodes),
-        f"; {place.nodes} nodes of {place.node_size}" if place.node_size > 1 else "",
+        _who(exchange),
     )
     if config.max_bytes_per_step is not None and exchange.workers > 1:
         _tell_budget(exchange, config.max_bytes_per_step)
@@ -109,6 +109,14 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
             "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
             "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...), or --dgc-warmup-steps N with dgcrun"
         )
+
+
+def _who(exchange: OptimizerExchange) -> str:
+    """In words, who exchanges packets, unless it is every worker with every other."""
+    place, density = exchange.topology, exchange.config.final_density
+    owned = any(engine.spec(density).exchange.keeps_remainder for engine in exchange.engines)
+    nodes = f"; {place.nodes} nodes of {place.node_size}" if place.node_size > 1 else ""
+    return nodes + ("; sharded: every element has an owner" if owned else "")
 
 
 def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:

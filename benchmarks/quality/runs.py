@@ -19,7 +19,7 @@ from benchmarks import ranks
 from benchmarks.quality.processes import pool
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
-from benchmarks.quality.variants import ABLATION, CHOICES, EXCHANGES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
+from benchmarks.quality.variants import ABLATION, ADAM, CHOICES, EXCHANGES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
 from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
 
 KEPT = RESULTS / "quality.json.xz"
@@ -73,6 +73,13 @@ def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
     yield from (Run("transformer", variant, 4, seed) for seed in seeds for variant in OPTIMIZERS)
 
 
+def _adam(seeds: Sequence[int]) -> Iterator[Run]:
+    for i, workers in enumerate(WORKERS):
+        for seed, length in itertools.product(seeds, LENGTHS):
+            for variant in ("AdamW, dense", "AdamW, dgc", *ADAM):
+                yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
+
+
 def _lowest(seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds:
         for variant in ("dense", "dgc, density 0.1%", *LOWEST):
@@ -102,6 +109,7 @@ STUDIES = {
     "longer": _longer,
     "lowest": _lowest,
     "optimizers": _optimizers,
+    "adam": _adam,
     "real": _real,
     "exchanges": functools.partial(_exchanges, lengths=LENGTHS[:1]),
     "longer-exchanges": functools.partial(_exchanges, lengths=LENGTHS[1:2]),
@@ -129,6 +137,8 @@ def settings(run: Run) -> str:
     others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
     if variant in EXCHANGES.values():
         others = (*others, variant.node_size, variant.shard_density)
+    if variant.dense_steps:
+        others = (*others, variant.dense_steps)
     return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
 
 

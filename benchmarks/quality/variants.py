@@ -34,6 +34,7 @@ class Variant:
         rate: highest learning rate of SGD, in the task's own.
         node_size: workers of a node, which average densely and are one sender.
         shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
+        dense_steps: of AdamW, after which its second moment stays as it is; 0: each rank has its own.
         received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
 
@@ -48,6 +49,7 @@ class Variant:
     rate: float = 1.0
     node_size: int = 1
     shard_density: float = 0.0
+    dense_steps: int = 0
     received: Callable[[int], float] | None = None
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -127,6 +129,16 @@ OPTIMIZERS = {
     "AdamW, dgc, density 100%": Variant(_dgc(density=1.0), optimizer="adamw"),
     "AdamW, topk": Variant(PRESETS["topk"], clips=AFTERWARDS, optimizer="adamw"),
 }
+
+
+def _frozen(steps: int) -> Variant:
+    """AdamW, dense for so many steps, then with the second moment that it has by then."""
+    warmup = WarmupSchedule(steps=steps, first_density=1.0, factor=1e-3)
+    return Variant(_dgc(warmup=warmup), warmup=0, optimizer="adamw", dense_steps=steps)
+
+
+# AdamW with a second moment that is learnt in dense steps and stays; how many steps it takes
+ADAM = {f"AdamW, frozen after {steps}": _frozen(steps) for steps in (20, 40, 60, 100, 200, 400)}
 # What brings the LSTM at the papers' density closer to dense training; the last ones at half the learning rate
 LOWEST = {
     "dgc, density 0.1%, scope=tensor": Variant(_dgc(density=0.001, scope="tensor")),
@@ -152,4 +164,4 @@ EXCHANGES = {
     "sharded, 4k": Variant(_dgc(), shard_density=4.0),
     "dgc, bytes of sharded, 4k": Variant(_dgc(), received=lambda workers: 5 / workers),
 }
-VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **LOWEST, **EXCHANGES}
+VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **ADAM, **LOWEST, **EXCHANGES}

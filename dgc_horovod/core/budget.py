@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import ROUND_DOWN, Decimal
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import AUTO, HIERARCHICAL, SHARDED, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, dense_values, plan
 from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.exchange.contract import ALL, BETWEEN
@@ -16,6 +16,8 @@ from dgc_horovod.stats import ring_received
 # How many times faster than their card workers of a node reach each other: host memory by way of a local connection
 # (a few Gbit/s a worker, where each has a core, beside 1 Gbit/s), or NCCL
 HOST_SPEED, NCCL_SPEED = 10.0, 1000.0
+# So many that exchange packets lose less with owners than at the lower density of as many bytes (docs/quality.md)
+OWNERS_FROM = 32
 LEAST_DENSITY = 1e-4  # below it a coordinate is sent less than once in ten thousand steps
 _HALVINGS, _DIGITS = 30, 3
 
@@ -24,7 +26,8 @@ def card_bytes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topolog
     """Bytes that a node's network card receives at a step, after the warm-up.
 
     Collectives among all ranks are counted as rings in host order, which cross each card once, however many workers
-    are behind it. What goes round inside a node crosses none.
+    are behind it; an alltoall among them, which is no ring, as if each were alone on its host. What goes round inside a
+    node crosses no card.
 
     Args:
         specs: name and shape of every tensor, in the model's order.
@@ -67,7 +70,8 @@ def within_budget(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topo
     """`config` at the largest density, up to its own, at which `card_bytes` keeps to ``max_bytes_per_step``.
 
     Small tensors are sent whole, whatever the budget is; and no density is below `LEAST_DENSITY`, unless that of
-    `config` is.
+    `config` is. Where the density would have to fall, and `OWNERS_FROM` or more exchange packets, "auto" gives elements
+    owners.
 
     Args:
         specs, config, topology: see `card_bytes`.
@@ -75,6 +79,10 @@ def within_budget(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topo
     budget, asked = config.max_bytes_per_step, config.final_density
     if budget is None or topology.workers == 1 or card_bytes(specs, config, topology) <= budget:
         return config
+    if config.exchange == AUTO and topology.nodes >= OWNERS_FROM:
+        config = config.replace(exchange=SHARDED if topology.node_size == 1 else f"{HIERARCHICAL}+{SHARDED}")
+        if card_bytes(specs, config, topology) <= budget:
+            return config
     low, high = min(asked, LEAST_DENSITY), asked
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5

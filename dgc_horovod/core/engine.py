@@ -213,6 +213,7 @@ class BucketEngine:
         self.state.clear()
         self._sent = None
         if self._workspace is not None:
+            self._workspace.exchange.commit()  # nothing of it is to be taken back
             self._workspace.predictor.forget()
 
     @property

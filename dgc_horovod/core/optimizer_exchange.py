@@ -20,7 +20,7 @@ from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, Round
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import density_at
-from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining, released
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
 from dgc_horovod.wire.bucket import PADDING
 
@@ -280,7 +280,7 @@ class OptimizerExchange:
             memory = state.thresholds.get(_key(engine), np.empty(0))
             engine.thresholds = memory
         dense = set(self.layout.dense)
-        left = {name: arrays[RESIDUAL] for name, arrays in state.tensors.items() if name in dense}
+        left = {name: released(arrays)[RESIDUAL] for name, arrays in state.tensors.items() if name in dense}
         return {name: v for name, v in left.items() if v.any()}
 
     def fade(self, name: str, factor: float) -> None:

@@ -81,7 +81,7 @@ class ShardedExchange:
         self._shards, slot, shard = _form(wire, workers)
         self._slot = PacketWriter(slot, kernels.coder, bucket.uncompressed)
         self._shard = PacketWriter(shard, kernels.coder, bucket.uncompressed)
-        self._slots = np.zeros((workers, slot.nbytes), np.uint8)
+        self._slots = np.empty((0, slot.nbytes), np.uint8)
         self._message = np.zeros(self.rounds[1].size, np.uint8)
         self._packet = self._message[: shard.nbytes]
         self._values = np.empty(wire.capacity, np.float32)
@@ -97,6 +97,7 @@ class ShardedExchange:
 
     def adopt(self, rank: int, state: State) -> None:
         self._owner = _Owner(rank, state, self._shards, self._kernels)
+        self._slots = np.zeros((self._workers, self._slot.wire.nbytes), np.uint8)
 
     def sender(self, max_candidates: int) -> Sender | None:
         return None
@@ -104,7 +105,8 @@ class ShardedExchange:
     def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
         self._flags, self._draw = flags, draw
         owners, positions = self._shards.dealt(elements.positions)
-        order = np.argsort(owners.astype(np.uint16), kind="stable")  # by owner, ascending in each
+        narrow = np.uint16 if self._workers <= 2**16 else np.int32  # a sort in linear time, where it can be
+        order = np.argsort(owners.astype(narrow), kind="stable")  # by owner, ascending in each
         ends = np.cumsum(np.bincount(owners, minlength=self._workers))
         sent, decoded = np.zeros(elements.values.size, bool), self._values[: elements.values.size]
         for owner, packet in enumerate(self._slots):

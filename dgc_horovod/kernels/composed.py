@@ -76,9 +76,7 @@ class Primitives(Protocol):
         v: Array,
         g: Array,
         scale: float,
-        betas: tuple[float, float],
-        eps: float,
-        step: int,
+        adam: AdamCorrection,
     ) -> None:
         """As `AdamCorrection`."""
 
@@ -156,9 +154,7 @@ class ComposedKernels(Primitives, Protocol):
         if isinstance(accumulation, AdamCorrection):
             assert state.moments is not None
             first, second = (moment[here] for moment in state.moments)
-            self.accumulate_adam(
-                first, second, v, gradient, scale, accumulation.betas, accumulation.eps, accumulation.step
-            )
+            self.accumulate_adam(first, second, v, gradient, scale, accumulation)
         elif isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             assert state.u is not None
             self.accumulate_momentum(state.u[here], v, gradient, scale, accumulation.momentum, accumulation.nesterov)

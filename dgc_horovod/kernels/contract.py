@@ -54,14 +54,29 @@ class AdamCorrection:
     ``first = b1*first + (1-b1)*g; second = b2*second + (1-b2)*g*g;``
     ``v += (first / (1-b1**step)) / (sqrt(second) / sqrt(1-b2**step) + eps)``.
 
+    With a frozen second moment, which has been divided by its ``1-b2**step`` already (1-bit Adam, arXiv 2102.02888):
+    ``first = b1*first + (1-b1)*g;  v += (first / (1-b1**step)) / (sqrt(second) + eps)``.
+
     Args:
         betas, eps: Adam's b1 and b2, in [0, 1), and its eps, >= 0.
         step: number of this parameter's step, from 1.
+        frozen: whether the second moment stays as it is.
     """
 
     betas: tuple[float, float]
     eps: float
     step: int
+    frozen: bool = False
+
+    @property
+    def correction1(self) -> float:
+        """What the first moment is divided by."""
+        return 1.0 - float(self.betas[0] ** self.step)
+
+    @property
+    def root2(self) -> float:
+        """What the root of the second moment is divided by."""
+        return 1.0 if self.frozen else (1.0 - float(self.betas[1] ** self.step)) ** 0.5
 
 
 Accumulation = ErrorFeedback | MomentumCorrection | AdamCorrection
@@ -278,8 +293,9 @@ class Kernels(Protocol):
             max_candidates: largest number of candidates wanted, >= 0.
             want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
 
-        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28; each
-        4 more where gradients are cleared. What is written is in the cache already, and so takes little time.
+        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28, or 24
+        with a frozen second moment; each 4 more where gradients are cleared. What is written is in the cache already,
+        and so takes little time.
         """
 
     # -- looking at v

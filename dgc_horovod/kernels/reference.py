@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dgc_horovod.kernels.composed import ComposedKernels
-from dgc_horovod.kernels.contract import CHUNK, LANES, Elements
+from dgc_horovod.kernels.contract import CHUNK, LANES, AdamCorrection, Elements
 
 
 def _scaled(g: np.ndarray, scale: float) -> np.ndarray:
@@ -75,18 +75,17 @@ class ReferenceKernels(ComposedKernels):
         v: np.ndarray,
         g: np.ndarray,
         scale: float,
-        betas: tuple[float, float],
-        eps: float,
-        step: int,
+        adam: AdamCorrection,
     ) -> None:
-        b1, b2 = betas
+        b1, b2 = adam.betas
         g = _scaled(g, scale)
         first *= np.float32(b1)
         first += g * np.float32(1 - b1)
-        second *= np.float32(b2)
-        second += g * g * np.float32(1 - b2)
-        spread = np.sqrt(second) / np.float32((1 - b2**step) ** 0.5) + np.float32(eps)
-        v += first / np.float32(1 - b1**step) / spread
+        if not adam.frozen:
+            second *= np.float32(b2)
+            second += g * g * np.float32(1 - b2)
+        spread = np.sqrt(second) / np.float32(adam.root2) + np.float32(adam.eps)
+        v += first / np.float32(adam.correction1) / spread
 
     def count_at_least(self, x: np.ndarray, threshold: float) -> int:
         return int(np.count_nonzero(np.abs(x) >= np.float32(threshold)))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dgc_horovod.kernels.composed import ComposedKernels
-from dgc_horovod.kernels.contract import CHUNK, LANES, Elements
+from dgc_horovod.kernels.contract import CHUNK, LANES, AdamCorrection, Elements
 
 _SUM_BLOCK = 256 * CHUNK  # elements widened to float64 at a time: bounds the temporary at 8 MiB
 
@@ -108,18 +108,17 @@ class TorchEagerKernels(ComposedKernels):
         v: torch.Tensor,
         g: torch.Tensor,
         scale: float,
-        betas: tuple[float, float],
-        eps: float,
-        step: int,
+        adam: AdamCorrection,
     ) -> None:
-        b1, b2 = betas
+        b1, b2 = adam.betas
         g = _scaled(g, scale)
         first.mul_(b1).add_(g * (1 - b1))
-        second.mul_(b2).add_((g * g).mul_(1 - b2))
+        if not adam.frozen:
+            second.mul_(b2).add_((g * g).mul_(1 - b2))
         # torch's float32 square root on CPU is not correctly rounded; by way of float64 it is
         root = second.double().sqrt().float()
-        spread = root.div_(self._scalar((1 - b2**step) ** 0.5)).add_(eps)
-        v.add_((first / self._scalar(1 - b1**step)).div_(spread))
+        spread = root.div_(self._scalar(adam.root2)).add_(adam.eps)
+        v.add_((first / self._scalar(adam.correction1)).div_(spread))
 
     def _scalar(self, value: float) -> torch.Tensor:
         # torch may divide by a Python number as a multiplication with its inverse; by a tensor it divides

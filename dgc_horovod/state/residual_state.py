@@ -166,11 +166,11 @@ class ResidualState:
         The mean over all ranks is then the mean over nodes that it was, the sum the sum over nodes. What is owed of
         elements that are owned is residual: of other ranks each owns others.
         """
-        released = {name: _released(arrays) for name, arrays in self.tensors.items()}
+        every = {name: released(arrays) for name, arrays in self.tensors.items()}
         if self.node_size == 1:
-            return dataclasses.replace(self, tensors=released)
+            return dataclasses.replace(self, tensors=every)
         tensors: dict[str, Arrays] = {}
-        for name, arrays in released.items():
+        for name, arrays in every.items():
             if name not in self.runs:  # a dense tensor's, the same on all workers of the node
                 tensors[name] = arrays
                 continue
@@ -182,7 +182,8 @@ class ResidualState:
         return dataclasses.replace(self, node_size=1, tensors=tensors, runs={}, thresholds={})
 
 
-def _released(arrays: Arrays) -> Arrays:
+def released(arrays: Arrays) -> Arrays:
+    """The arrays of a tensor with the remainder made residual."""
     if REMAINDER not in arrays:
         return arrays
     kept = {part: array for part, array in arrays.items() if part != REMAINDER}

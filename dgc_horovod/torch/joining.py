@@ -158,6 +158,7 @@ class _Participant:
             optimizer._dgc_update.set_directions(p, self._before.directions.get(exchange.names[p], 0))
         for p, entries in self._entries.items():
             optimizer.state[p] = entries
+        optimizer._dgc_update.prepare(optimizer)  # what the step has taken over is there again
         exchange.buckets.counts.steps -= 1
         exchange.buckets.counts.selected = self._selected
 

@@ -206,6 +206,7 @@ def flush(optimizer: Any) -> None:
             exchange.dense_residuals[p] = v / share
     for p in exchange.names:
         p.grad = None
+    update.prepare(optimizer)  # the next step takes over what stands in the optimizer's state now
 
 
 def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor, dict[str, torch.Tensor]]:

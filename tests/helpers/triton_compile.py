@@ -33,7 +33,7 @@ _KINDS = {
         ("numel", "max_candidates", "k", "blocks", "capacity", "values_at", "scales_at", "words", "packet_words",
          "high_at", "bits", "chunks", "ranks"), "i32"),
 }  # fmt: skip
-_LOW, _CODECS, _FEEDS = (0, 9), range(1, 7), range(4)
+_LOW, _CODECS, _FEEDS = (0, 9), range(1, 7), range(5)
 KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (
         accumulate.accumulate,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.helpers.ranks import run_ranks
@@ -13,6 +15,21 @@ SHARDED = ["slots, all", "shards, all"]
 @pytest.fixture(scope="module")
 def ranks():
     return run_ranks(4, [f"sharded.{case}" for case in ("long_run", "stock", "state")], timeout=500)
+
+
+def collectives_of(file):
+    """(name, microsecond asked for, microsecond done) of every collective of a timeline, in the order of the first."""
+    events = json.loads(file.read_text().rstrip().rstrip(",").removesuffix("]") + "]")
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    found, depth, begun = [], {}, {}
+    for event in (e for e in events if e["ph"] in "BE"):
+        pid = event["pid"]
+        depth[pid] = depth.get(pid, 0) + (1 if event["ph"] == "B" else -1)
+        if event["ph"] == "B" and depth[pid] == 1:
+            begun.setdefault(pid, event["ts"])
+        elif depth[pid] == 0 and not event["name"].startswith("NEGOTIATE"):
+            found.append((names[pid], begun.pop(pid), event["ts"]))
+    return sorted(found, key=lambda each: each[1])
 
 
 def checked(ranks, case, rounds):
@@ -79,3 +96,23 @@ def test_what_is_owed_stays_with_other_numbers_of_ranks_and_without_owners(tmp_p
             assert found[0]["before"] == pytest.approx(before, rel=1e-5)
         before = found[0]["after"]
         assert all(abs(part) > 1e-3 for part in before)
+
+
+@pytest.mark.slow
+def test_second_rounds_begin_while_first_rounds_of_other_buckets_are_under_way(tmp_path):
+    """By Horovod's own timeline of rank 0: when each collective was asked for, and when it was done."""
+    given = {"HOROVOD_TIMELINE": str(tmp_path / "timeline.json")}
+    steps = run_ranks(4, ["sharded.several_buckets"], environment=given)[0]["sharded.several_buckets"]
+    spans = collectives_of(tmp_path / "timeline.json")
+    slots, shards = ([each for each in spans if each[0].endswith(kind)] for kind in (".slots", ".shards"))
+    buckets = {name.rsplit(".", 1)[0] for name, _, _ in slots}
+    assert len(buckets) >= 6 and len(slots) == len(shards) == len(buckets) * steps
+    overlapping = 0
+    for step in range(steps):
+        of_step = [
+            {name.rsplit(".", 1)[0]: (begin, end) for name, begin, end in kind[step * len(buckets) :][: len(buckets)]}
+            for kind in (slots, shards)
+        ]
+        assert all(of_step[1][bucket][0] >= of_step[0][bucket][1] for bucket in buckets), "one round follows another"
+        overlapping += min(begin for begin, _ in of_step[1].values()) < max(end for _, end in of_step[0].values())
+    assert overlapping >= steps / 2, overlapping

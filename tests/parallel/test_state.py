@@ -24,6 +24,7 @@ def ranks():
                 "stock_and_back",
                 "to_the_dense_path",
                 "flush_is_linear",
+                "adam_after_a_flush",
                 "elastic_state",
             )
         ],
@@ -75,6 +76,11 @@ def test_a_flush_leaves_nothing_and_loses_nothing(ranks):
         assert run["worst"] < 1e-5, f"{name}: the weights have not moved by what was owed"
         assert run["left"] == 0 and run["finite"] and run["momentum"], (name, run)
         assert run["fingerprint"] == found[1][name]["fingerprint"]
+
+
+def test_adam_goes_on_after_a_flush_with_the_moments_it_had(ranks):
+    for found in (rank["state.adam_after_a_flush"] for rank in ranks):
+        assert 0.9 < found["kept"] < 1.2 and found["steps"] == 31
 
 
 def test_a_flush_moves_momentum_and_changes_nothing_else(ranks):

@@ -64,3 +64,15 @@ def test_nodes_are_used_where_their_cards_are_spared_more_than_it_costs():
     assert "inside its node" in loss_by_nodes(resnet, low, Topology(0, 4, 2), HOST_SPEED)
     assert loss_by_nodes(resnet, high, Topology(0, 64, 8), HOST_SPEED) == ""
     assert loss_by_nodes(resnet, low, Topology(0, 4, 2), NCCL_SPEED) == ""
+
+
+def test_auto_gives_elements_owners_where_many_would_send_too_much():
+    auto = DGCConfig(density=0.01, exchange="auto", max_bytes_per_step=400_000)
+    few, many, nodes = Topology(0, 8), Topology(0, 64), Topology(0, 256, 4)
+    assert within_budget(SPECS, auto, few).exchange == "auto"
+    assert within_budget(SPECS, auto.replace(max_bytes_per_step=10**9), many).exchange == "auto", "it fits as it is"
+    flat = within_budget(SPECS, auto.replace(exchange="flat"), many)
+    for topology, name in ((many, "sharded"), (nodes, "hierarchical+sharded")):
+        found = within_budget(SPECS, auto, topology)
+        assert found.exchange == name and card_bytes(SPECS, found, topology) <= 400_000
+        assert found.density > 5 * flat.density

@@ -40,6 +40,7 @@ FEEDS = [
     AdamCorrection((0.9, 0.999), 1e-8, 1),
     AdamCorrection((0.8, 0.99), 1e-6, 50),
     AdamCorrection((0.9, 0.999), 0.0, 3),
+    AdamCorrection((0.9, 0.99), 1e-8, 100, frozen=True),
 ]
 
 

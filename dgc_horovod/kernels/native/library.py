@@ -14,7 +14,7 @@ from typing import Any
 from dgc_horovod.errors import BackendUnavailable
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_INTERFACE = 4  # of dispatch.cpp
+_INTERFACE = 5  # of dispatch.cpp
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_interface": (_INT, ()),
     "dgc_use_openmp": (None, (_POINTER,)),

@@ -12,7 +12,7 @@ from dgc_horovod.wire.bucket import Bucket
 if TYPE_CHECKING:
     from dgc_horovod.kernels.native.kernels import NativeKernels
 
-_RESIDUAL, _MOMENTUM, _NESTEROV, _ADAM = 1, 2, 3, 4  # enum Kind
+_RESIDUAL, _MOMENTUM, _NESTEROV, _ADAM, _FROZEN_ADAM = 1, 2, 3, 4, 5  # enum Kind
 
 # Structures of csrc/dgc.h, as records, so that a whole table is one array.
 SEGMENT = np.dtype(
@@ -109,10 +109,11 @@ class NativeGradients:
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             row["kind"], row["momentum"] = (_NESTEROV if accumulation.nesterov else _MOMENTUM), accumulation.momentum
         elif isinstance(accumulation, AdamCorrection):
-            (b1, b2), t = accumulation.betas, accumulation.step
-            row["kind"] = _ADAM
+            b1, b2 = accumulation.betas
+            row["kind"] = _FROZEN_ADAM if accumulation.frozen else _ADAM
             row["keep1"], row["take1"], row["keep2"], row["take2"] = b1, 1 - b1, b2, 1 - b2
-            row["correction1"], row["root2"], row["eps"] = 1 - b1**t, (1 - b2**t) ** 0.5, accumulation.eps
+            for name in ("correction1", "root2", "eps"):
+                row[name] = getattr(accumulation, name)
 
     def squared_norm(self) -> float:
         return sum(

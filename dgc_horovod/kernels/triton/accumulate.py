@@ -20,7 +20,7 @@ BETA1, REST1, BETA2, REST2, BIAS1, BIAS2, EPSILON = (tl.constexpr(i) for i in ra
 FLAGS, NOTED, READY, ZEROS, LEAST, TIES = (tl.constexpr(i) for i in range(6))
 BAD_GRADIENT, BAD_RESIDUAL = tl.constexpr(1), tl.constexpr(2)
 
-RESIDUAL_FEED, MOMENTUM_FEED, NESTEROV_FEED, ADAM_FEED = (tl.constexpr(i) for i in range(4))
+RESIDUAL_FEED, MOMENTUM_FEED, NESTEROV_FEED, ADAM_FEED, FROZEN_ADAM_FEED = (tl.constexpr(i) for i in range(5))
 
 _SIZE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 
@@ -44,12 +44,14 @@ def is_finite(x):
 
 
 @triton.jit
-def _adam(v, g, numbers, first, second, at, inside):
-    """v after Adam's direction on g has been added; the moments are written."""
+def _adam(v, g, numbers, first, second, at, inside, FROZEN: tl.constexpr):
+    """v after Adam's direction on g has been added; the moments are written, the second unless it is frozen."""
     m = tl.load(first + at, mask=inside, other=0.0) * tl.load(numbers + BETA1) + g * tl.load(numbers + REST1)
-    s = tl.load(second + at, mask=inside, other=0.0) * tl.load(numbers + BETA2) + (g * g) * tl.load(numbers + REST2)
+    s = tl.load(second + at, mask=inside, other=0.0)
     tl.store(first + at, m, mask=inside)
-    tl.store(second + at, s, mask=inside)
+    if not FROZEN:
+        s = s * tl.load(numbers + BETA2) + (g * g) * tl.load(numbers + REST2)
+        tl.store(second + at, s, mask=inside)
     spread = tl.math.div_rn(tl.math.sqrt_rn(s), tl.load(numbers + BIAS2)) + tl.load(numbers + EPSILON)
     return v + tl.math.div_rn(tl.math.div_rn(m, tl.load(numbers + BIAS1)), spread)
 
@@ -62,7 +64,7 @@ def accumulate(
     """``v += accumulate(g)`` and the list of those elements that reach their segment's threshold.
 
     Args:
-        v, u, second: state of the bucket, flat float32; u is Adam's first moment with ADAM_FEED.
+        v, u, second: state of the bucket, flat float32; u is Adam's first moment with its feeds.
         gradients: address of each segment's gradient, int64.
         starts: position of each segment's first element, int32, and behind the last the end.
         spread: first and last segment that have elements in each block, int32, two a block.
@@ -74,7 +76,7 @@ def accumulate(
         bases, counts: place in the list of each block's candidates, and their number, int32.
         histogram: number of candidates by height above the threshold, BINS of int32; the last one is open.
 
-    Cost: 20 bytes an element with momentum, 12 without, 28 with Adam.
+    Cost: 20 bytes an element with momentum, 12 without, 28 with Adam, 24 if its second moment is frozen.
     """
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -100,8 +102,8 @@ def accumulate(
 
     if FEED == RESIDUAL_FEED:
         kept = kept + g
-    elif FEED == ADAM_FEED:
-        kept = _adam(kept, g, numbers, u, second, at, inside)
+    elif FEED == ADAM_FEED or FEED == FROZEN_ADAM_FEED:
+        kept = _adam(kept, g, numbers, u, second, at, inside, FEED == FROZEN_ADAM_FEED)
     else:
         momentum = tl.load(numbers + MOMENTUM)
         moved = moved * momentum + g

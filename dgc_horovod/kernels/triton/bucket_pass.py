@@ -28,6 +28,7 @@ from dgc_horovod.kernels.triton.accumulate import (
     BLOCK,
     EPSILON,
     FLAGS,
+    FROZEN_ADAM_FEED,
     MOMENTUM,
     MOMENTUM_FEED,
     NESTEROV_FEED,
@@ -44,14 +45,18 @@ from dgc_horovod.wire.bucket import Bucket
 
 REPORT, HISTOGRAM = 16, BINS.value  # int32 words
 _NUMBERS, _WARPS = 16, 8
+_ADAM_FEEDS = (ADAM_FEED.value, FROZEN_ADAM_FEED.value)
 
 
 def _described(accumulation: Accumulation) -> tuple[int, dict[int, float]]:
     """Which form of `accumulate` a feed needs, and its numbers."""
     if isinstance(accumulation, AdamCorrection):
-        (b1, b2), step = accumulation.betas, accumulation.step
-        biases = {BIAS1.value: 1 - b1**step, BIAS2.value: (1 - b2**step) ** 0.5, EPSILON.value: accumulation.eps}
-        return ADAM_FEED.value, {BETA1.value: b1, REST1.value: 1 - b1, BETA2.value: b2, REST2.value: 1 - b2, **biases}
+        b1, b2 = accumulation.betas
+        biases = {
+            BIAS1.value: accumulation.correction1, BIAS2.value: accumulation.root2, EPSILON.value: accumulation.eps
+        }  # fmt: skip
+        betas = {BETA1.value: b1, REST1.value: 1 - b1, BETA2.value: b2, REST2.value: 1 - b2}
+        return (FROZEN_ADAM_FEED if accumulation.frozen else ADAM_FEED).value, {**betas, **biases}
     if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
         return (NESTEROV_FEED if accumulation.nesterov else MOMENTUM_FEED).value, {
             MOMENTUM.value: accumulation.momentum
@@ -122,9 +127,7 @@ class BucketPass:
         for place, number in numbers.items():
             host["numbers"][place] = number
         self.settings.send()
-        first, second = (
-            state.moments if accumulation == ADAM_FEED.value and state.moments is not None else (state.u, None)
-        )
+        first, second = state.moments if accumulation in _ADAM_FEEDS and state.moments is not None else (state.u, None)
         unused = state.v
         given = self.settings.device
         accumulate[(self.map.blocks,)](

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import envvars
+from dgc_horovod.config import AUTO
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.exchange.choose import EXCHANGES
 from dgc_horovod.exchange.contract import Round, start
@@ -53,7 +54,9 @@ class BucketRun:
         config, engine = self.engine.config, self.engine
         if envvars.horovod_elastic():
             wire = engine.spec(config.final_density).wire
-            possible = [exchange.rounds_of(wire, engine.workers) for exchange in EXCHANGES.values()]
+            owners = config.shards or (config.exchange == AUTO and config.max_bytes_per_step is not None)
+            allowed = [each for each in EXCHANGES.values() if owners or not each.keeps_remainder]
+            possible = [exchange.rounds_of(wire, engine.workers) for exchange in allowed]
         else:
             possible = [engine.spec(density).rounds for density in densities(config.final_density, config.warmup)]
         most = max(map(len, possible))

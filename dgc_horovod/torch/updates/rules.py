@@ -222,9 +222,12 @@ class AdamUpdate(_SplitUpdate):
         return self._adamw or bool(group.get("decoupled_weight_decay"))
 
     def accumulation(self, p: Parameter, group: Group) -> Accumulation:
+        return self._correction(p, group)
+
+    def _correction(self, p: Parameter, group: Group, frozen: bool = False) -> AdamCorrection:
         self._steps[p] = self._steps.get(p, 0) + 1
         b1, b2 = group["betas"]
-        return AdamCorrection((float(b1), float(b2)), float(group["eps"]), self._steps[p])
+        return AdamCorrection((float(b1), float(b2)), float(group["eps"]), self._steps[p], frozen)
 
     def decay_before(self, group: Group) -> float:
         return 0.0 if self._decoupled(group) else float(group["weight_decay"])

@@ -135,3 +135,14 @@ def saved() -> dict[str, Any]:
     return {
         "before": before, "after": _owed(optimizer), "rounds": _rounds(optimizer), "fingerprint": fingerprint(model)
     }  # fmt: skip
+
+
+def several_buckets() -> int:
+    """Forty steps of a model whose tensors are in six buckets; returns how many steps."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    head = nn.Sequential(nn.Linear(32, 256), model, nn.Linear(256, 1))
+    optimizer = _wrapped(head, torch.optim.SGD(head.parameters(), lr=1e-3), density=0.01, bucket_bytes=4 * 256 * 256)
+    train(head, optimizer, 40)
+    return 40

@@ -377,3 +377,24 @@ def to_the_dense_path() -> dict[str, Any]:
 
 def _biases(model: Any) -> list[str]:
     return [name for name, p in model.named_parameters() if p.ndim == 1]
+
+
+def adam_after_a_flush() -> dict[str, float]:
+    """AdamW trains on after a flush: how much is left of its second moments, and what another flush leaves in stock."""
+    hvd.init()
+    model = smooth_model()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = DistributedOptimizer(adamw, model.named_parameters(), compression=Compression.dgc(density=0.05))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+    def second() -> float:
+        (engine,) = [each for each in optimizer._dgc.buckets.engines if not each.bucket.uncompressed]
+        return float(torch.as_tensor(engine.state.moments[1]).sum())
+
+    train(model, optimizer, 30)
+    before = second()
+    optimizer.flush()
+    train(model, optimizer, 1)
+    after = second()
+    optimizer.flush()
+    return {"kept": after / before, "steps": float(optimizer.state[model[0].weight]["step"])}

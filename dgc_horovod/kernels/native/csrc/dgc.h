@@ -27,7 +27,7 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
-enum Kind : int32_t { kLook, kResidual, kMomentum, kNesterov, kAdam };
+enum Kind : int32_t { kLook, kResidual, kMomentum, kNesterov, kAdam, kFrozenAdam };
 enum Bad : int32_t { kBadGradient = 1, kBadResidual = 2 };
 
 // One parameter inside a bucket, and how its gradient enters the residual.
@@ -37,7 +37,7 @@ struct Segment {
     int32_t kind;
     float momentum;
     float keep1, take1, keep2, take2;    // Adam's b1, 1-b1, b2, 1-b2
-    float correction1, root2, eps;       // 1-b1^t, sqrt(1-b2^t)
+    float correction1, root2, eps;       // 1-b1^t, sqrt(1-b2^t), or 1 where the second moment is frozen
     int32_t clears;                      // whether the gradient is zero afterwards
 };
 

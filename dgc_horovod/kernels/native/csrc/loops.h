@@ -91,6 +91,7 @@ struct Padded {
 
 template <int kind, bool clears>
 inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
+    constexpr bool is_adam = kind == kAdam || kind == kFrozenAdam;
     Ints bad_gradient = {}, bad_residual = {};
     const auto step = [&](float* u_at, float* second_at, float* v_at, float* gradient, int32_t position,
                           uint32_t lanes) {
@@ -113,11 +114,14 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
                     v += u * how.momentum;
                 }
             }
-            if (kind == kAdam) {
+            if (is_adam) {
                 const Floats first = load(u_at) * how.keep1 + g * how.take1;
-                const Floats second = load(second_at) * how.keep2 + g * g * how.take2;
+                Floats second = load(second_at);
+                if (kind == kAdam) {
+                    second = second * how.keep2 + g * g * how.take2;
+                    store(second_at, second);
+                }
                 store(u_at, first);
-                store(second_at, second);
                 v += first / how.correction1 / (root(second) / how.root2 + how.eps);
             }
             bad_residual |= not_finite(v);
@@ -134,7 +138,7 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
         Padded v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
         const bool has_u = kind >= kMomentum;
         Padded u(has_u ? piece.u + i : piece.v, has_u ? rest : 0);
-        Padded second(kind == kAdam ? piece.second + i : piece.v, kind == kAdam ? rest : 0, 1.0f);  // never 0/0
+        Padded second(is_adam ? piece.second + i : piece.v, is_adam ? rest : 0, 1.0f);  // never 0/0
         step(u.x, second.x, v.x, g.x, piece.position + (int32_t)i, (1u << rest) - 1);
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
         if (has_u) memcpy(piece.u + i, u.x, 4 * rest);
@@ -155,6 +159,7 @@ int32_t update(const Segment& how, const Piece& piece, Hits& hits) {
         case kMomentum: return update_as<kMomentum>(how, piece, hits);
         case kNesterov: return update_as<kNesterov>(how, piece, hits);
         case kAdam: return update_as<kAdam>(how, piece, hits);
+        case kFrozenAdam: return update_as<kFrozenAdam>(how, piece, hits);
         default: return update_as<kLook, false>(how, piece, hits);
     }
 }
