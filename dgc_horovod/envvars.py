@@ -168,7 +168,7 @@ FIELDS = (
     _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WARM),
     _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
     _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
-    _field("exchange", "flat", "who exchanges packets with whom", "text", _WIRE, choices=EXCHANGES),
+    _field("exchange", "flat", "of packets", "text", _WIRE, choices=EXCHANGES),
     NODE_SIZE,
     _field("max_bytes_per_step", "", "most that a card is to receive: lowers the density", "size", _WIRE),
     _field("min_numel", "1024", "tensors of fewer elements are sent whole, >= 1", "whole", _WIRE),

@@ -14,7 +14,6 @@ accumulated. Received: about ``(N-1)/N * 2.2 k`` elements, at any N.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +21,10 @@ import numpy as np
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
 from dgc_horovod.exchange.base import PacketWriter
 from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, Outcome, Round, Sending
+from dgc_horovod.exchange.owner import Owner
 from dgc_horovod.exchange.shards import Shards
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements, Kernels, Sender, State
-from dgc_horovod.wire.bucket import Bucket, Segment
+from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
 from dgc_horovod.wire.packet import (
     FLAG_CLIPS,
@@ -38,7 +38,6 @@ from dgc_horovod.wire.packet import (
 
 # Room of a slot, in k/N and in square roots of it: at most 3% of what is selected do not fit (docs/design.md, Owners)
 _HEADROOM, _DEVIATIONS = 1.1, 1.0
-_LOWER = 0.9  # of the last step's smallest sum: above it the next step's largest are looked for
 _REFUSED = 0xFF  # every byte of the head of what an owner sends in place of a shard, before its words
 _MISMATCH, _CORRUPT = b"m", b"c"
 _LEAST = 96  # bytes of a message of round 2: words have room there
@@ -87,7 +86,7 @@ class ShardedExchange:
         self._values = np.empty(wire.capacity, np.float32)
         self._received: list[Elements] = []
         self._flags, self._draw = 0, undrawn
-        self._owner: _Owner | None = None
+        self._owner: Owner | None = None
 
     @staticmethod
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
@@ -96,7 +95,7 @@ class ShardedExchange:
         return slots, Round("shards", ALLGATHER, "uint8", max(form.shard.nbytes, _LEAST))
 
     def adopt(self, rank: int, state: State) -> None:
-        self._owner = _Owner(rank, state, self._shards, self._kernels)
+        self._owner = Owner(rank, state, self._shards, self._kernels)
         self._slots = np.zeros((self._workers, self._slot.wire.nbytes), np.uint8)
 
     def sender(self, max_candidates: int) -> Sender | None:
@@ -193,59 +192,6 @@ class ShardedExchange:
     def rollback(self) -> None:
         if self._owner is not None:
             self._owner.rollback()
-
-
-class _Owner:
-    """The remainder of one rank, and what a step has changed of it."""
-
-    def __init__(self, rank: int, state: State, shards: Shards, kernels: Kernels) -> None:
-        self.rank, self._state, self._kernels = rank, state, kernels
-        self._numel = shards.size
-        self._sums = kernels.outputs(Bucket(0, (Segment("shard", 0, shards.size),)))
-        self._before: list[Elements] = []  # in the order in which they were overwritten
-        self._guess = 0.0
-
-    @property
-    def _remainder(self) -> Any:
-        if self._state.remainder is None:
-            self._state.remainder = self._kernels.new(self._numel)
-        return self._state.remainder
-
-    def add(self, parts: Sequence[Elements]) -> bool:
-        """``r += parts``, in rank order. False if r has left the range of fp32: then it starts again from nothing."""
-        self.rollback()
-        r, positions = self._remainder, np.concatenate([part.positions for part in parts])
-        self._before.append(Elements(positions, self._kernels.take(r, positions)))
-        self._sums.put(0, r)
-        finite = self._kernels.aggregate_into(self._sums, parts, 1.0, fresh=False)
-        self._sums.clear()
-        if not finite:
-            self._kernels.fill_zero(r)
-            self.commit()
-        return finite
-
-    def largest(self, k: int) -> Elements:
-        """The k largest sums exactly. Cost: a read of r, where the last step's smallest is a good guess."""
-        if self._guess:
-            found = self._kernels.at_least(self._remainder, self._guess)
-            if found.values.size >= k:
-                return self._kernels.keep_largest(found, k)
-        return self._kernels.top_k(self._remainder, k)
-
-    def send(self, elements: Elements, decoded: np.ndarray) -> None:
-        """``r -= decoded``: these are sent on."""
-        self._guess = _LOWER * float(np.abs(elements.values).min()) if elements.values.size else 0.0
-        self._before.append(elements)
-        self._kernels.update_residual(State(self._remainder), elements, decoded, None)
-
-    def commit(self) -> None:
-        """Nothing is to be taken back any more."""
-        self._before.clear()
-
-    def rollback(self) -> None:
-        """Let r be as before `add`."""
-        while self._before:
-            self._kernels.put(self._remainder, self._before.pop())
 
 
 def _decoded(

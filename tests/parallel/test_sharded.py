@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 
@@ -18,18 +19,19 @@ def ranks():
 
 
 def collectives_of(file):
-    """(name, microsecond asked for, microsecond done) of every collective of a timeline, in the order of the first."""
+    """(bucket, round, microsecond asked for, microsecond done) of the collectives of a timeline, in order."""
     events = json.loads(file.read_text().rstrip().rstrip(",").removesuffix("]") + "]")
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    found, depth, begun = [], {}, {}
-    for event in (e for e in events if e["ph"] in "BE"):
-        pid = event["pid"]
-        depth[pid] = depth.get(pid, 0) + (1 if event["ph"] == "B" else -1)
-        if event["ph"] == "B" and depth[pid] == 1:
+    names, found, under_way, begun = {}, [], {}, {}
+    for event in events:
+        pid, phase = event["pid"], event["ph"]
+        if phase == "M" and "name" in event["args"]:
+            names[pid] = event["args"]["name"].split(".", 1)[-1].rsplit(".", 1)
+        elif phase == "B":
+            under_way.setdefault(pid, []).append(event["name"])
             begun.setdefault(pid, event["ts"])
-        elif depth[pid] == 0 and not event["name"].startswith("NEGOTIATE"):
-            found.append((names[pid], begun.pop(pid), event["ts"]))
-    return sorted(found, key=lambda each: each[1])
+        elif phase == "E" and not under_way[pid].pop().startswith("NEGOTIATE") and not under_way[pid]:
+            found.append((*names[pid], begun.pop(pid), event["ts"]))
+    return sorted((each for each in found if each[1] in ("slots", "shards")), key=lambda each: each[2])
 
 
 def checked(ranks, case, rounds):
@@ -104,15 +106,15 @@ def test_second_rounds_begin_while_first_rounds_of_other_buckets_are_under_way(t
     given = {"HOROVOD_TIMELINE": str(tmp_path / "timeline.json")}
     steps = run_ranks(4, ["sharded.several_buckets"], environment=given)[0]["sharded.several_buckets"]
     spans = collectives_of(tmp_path / "timeline.json")
-    slots, shards = ([each for each in spans if each[0].endswith(kind)] for kind in (".slots", ".shards"))
-    buckets = {name.rsplit(".", 1)[0] for name, _, _ in slots}
-    assert len(buckets) >= 6 and len(slots) == len(shards) == len(buckets) * steps
-    overlapping = 0
+    buckets = {bucket for bucket, _, _, _ in spans}
+    assert len(buckets) >= 6 and len(spans) == 2 * len(buckets) * steps
+    overlapping, gaps = 0, []
     for step in range(steps):
-        of_step = [
-            {name.rsplit(".", 1)[0]: (begin, end) for name, begin, end in kind[step * len(buckets) :][: len(buckets)]}
-            for kind in (slots, shards)
-        ]
-        assert all(of_step[1][bucket][0] >= of_step[0][bucket][1] for bucket in buckets), "one round follows another"
-        overlapping += min(begin for begin, _ in of_step[1].values()) < max(end for _, end in of_step[0].values())
+        of_step = spans[2 * len(buckets) * step :][: 2 * len(buckets)]
+        slots, shards = ({b: (begin, end) for b, kind, begin, end in of_step if kind == k} for k in ("slots", "shards"))
+        assert len(slots) == len(shards) == len(buckets), "two collectives of a bucket a step"
+        gaps += [shards[bucket][0] - slots[bucket][1] for bucket in buckets]
+        overlapping += min(begin for begin, _ in shards.values()) < max(end for _, end in slots.values())
+    print(f"from the end of a first round to the request of the second: {statistics.median(gaps) / 1e3:.2f} ms")
+    assert min(gaps) >= 0, "one round follows another"
     assert overlapping >= steps / 2, overlapping

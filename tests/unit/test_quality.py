@@ -80,6 +80,10 @@ def test_every_variant_has_a_valid_compression(task):
         if config is None:
             assert "dense" in name
             continue
+        if variant.dense_steps:
+            assert (config.warmup.steps, config.warmup.first_density) == (variant.dense_steps, 1), name
+            assert config.warmup.stages(config.density) == 1, "dense, then sparse at once"
+            continue
         if config.warmup is not None and not variant.falls:
             stages = config.warmup.stages(config.density)
             assert config.warmup.steps == pytest.approx(settings.stage * stages * variant.warmup, abs=1), name

@@ -195,7 +195,14 @@ class GradientExchange:
         engine.clips = self.clipping.is_of_updates
         message = self.buckets.compress(engine, clip, self._engine_scale())
         run.pending = start(self._transports, message.round, torch.from_numpy(message.payload), engine.bucket.name)
+        self._go_on()
         self._launched.append(run)
+
+    def _go_on(self) -> None:
+        """Start the next round of every bucket whose present one is through, while the backward pass goes on."""
+        for run in self._launched:
+            while run.engine.has_more_rounds and run.pending is not None and self.collectives.done(run.pending):
+                self._take_round(run)
 
     def _take_round(self, run: BucketRun) -> bool:
         """Wait for the round of a bucket that is under way, and start the next; returns whether there is none."""
@@ -213,13 +220,12 @@ class GradientExchange:
 
     def _take_all(self, accumulation_of: AccumulationOf) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
-        dense = self._dense_path.gradients
+        clip, dense = 1.0, self._dense_path.gradients
         if self.clipping.is_of_all:
             for run in self.runs:
                 self._add_gradients(run, accumulation_of)
             clip = self.clipping.of_all(self.buckets.squares(self._squares(dense.values())), self._scale_now())
         else:
-            clip = 1.0
             bucketed = {p: self._gradient(p) for run in self.runs for p in run.parameters}
             self.clipping.measure({**bucketed, **dense}, self._scale_now())
             for run in self.runs:
@@ -272,9 +278,7 @@ class GradientExchange:
     @property
     def arrived(self) -> bool:
         """Whether everything that is under way has come back."""
-        for run in self._launched:
-            while run.engine.has_more_rounds and run.pending is not None and self.collectives.done(run.pending):
-                self._take_round(run)
+        self._go_on()
         pending = [run.pending for run in self._launched] + self._dense_path.pending
         return all(self.collectives.done(each) for each in pending if each is not None)
 
@@ -302,7 +306,9 @@ class GradientExchange:
         too (docs/algorithm.md, invariant 5).
         """
         self.clipping.take(self.collectives)
-        finite = all(run.finite for run in self.runs) and self._dense_path.finite and self._updates_finite()
+        finite = all(run.finite for run in self.runs) and self._dense_path.finite
+        narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a dtype of less range
+        finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
         self.not_finite = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
         self.buckets.close(finite)
         if not finite:
@@ -317,17 +323,11 @@ class GradientExchange:
         self._forget_step(finite)
         return finite
 
-    def _updates_finite(self) -> bool:
-        """Whether every update is finite in a narrower dtype of ``p.grad`` too; the same on every rank."""
-        grads = [p.grad for run in self.runs if run.narrow for p in run.parameters if p.grad is not None]
-        return all_finite(grad for grad in grads if grad.dtype in _NARROW)
-
     def _forget_step(self, finite: bool = True) -> None:
         for run in self.runs:
             run.pending, run.finite, run.narrow = None, None, False
-            run.outputs.clear()  # they would keep gradients alive that the script has let go of
-            run.versions.clear()
-            run.engine.outputs.clear()
+            for each in (run.outputs, run.versions, run.engine.outputs):
+                each.clear()  # they would keep gradients alive that the script has let go of
         self._launched.clear()
         self._taken.clear()
         self._scale = None
