@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scaling
-from benchmarks.report import markdown
+from benchmarks.report import markdown, save_figure
 from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
@@ -128,8 +128,6 @@ def _megabytes(nbytes: int) -> str:
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Efficiency over the number of workers, a panel a rate and density."""
     import matplotlib.pyplot as plt
-
-    from benchmarks.plots import save_figure
 
     figure, panels = plt.subplots(2, 2, figsize=(8.4, 6.0), layout="constrained", sharex=True, sharey=True)
     for line, density in zip(panels, DENSITIES, strict=True):

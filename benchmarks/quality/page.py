@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.quality import analysis, exchange_tables, plots, runs, selection, selection_tables, tables
+from benchmarks.quality import adam_tables, analysis, exchange_tables, plots, runs, selection, selection_tables, tables
 from benchmarks.quality.analysis import Outcome
 from benchmarks.report import ROOT, read_results
 
@@ -19,7 +19,7 @@ def texts() -> dict[tuple[Path, str], str]:
     made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
     made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
     made["quality"] = tables.by_length(found)
-    made |= exchange_tables.blocks(found)
+    made |= exchange_tables.blocks(found) | adam_tables.blocks(found)
     return {(PAGE, marker): text for marker, text in made.items()}
 
 
@@ -38,4 +38,6 @@ def made_by(found: Sequence[Outcome]) -> str:
 
 def draw() -> None:
     """The plots of the page."""
-    plots.draw(analysis.outcomes(runs.load()), selection.load())
+    found = analysis.outcomes(runs.load())
+    plots.draw(found, selection.load())
+    adam_tables.draw(found, ROOT / "docs" / "images" / "quality_frozen_adam.svg")

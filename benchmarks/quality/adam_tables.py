@@ -1,0 +1,71 @@
+"""AdamW with a second moment that stays, by the number of dense steps before, as Markdown and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.quality.analysis import Outcome
+from benchmarks.quality.runs import LENGTHS, WORKERS
+from benchmarks.quality.tables import spread
+from benchmarks.quality.training import Run
+from benchmarks.quality.variants import ADAM, VARIANTS
+from benchmarks.report import markdown, save_figure
+
+TASK, DENSE, TODAY = "transformer", "AdamW, dense", "AdamW, dgc"
+FIRST_SEED = 500  # of this study
+
+
+def gaps(found: Sequence[Outcome], variant: str, workers: int, length: float) -> list[float]:
+    """Loss less that of dense AdamW, for every seed that both have."""
+    by_run = {each.run: each for each in found}
+    mine = [run for run in by_run if run.seed >= FIRST_SEED and replace(run, seed=0) == _run(variant, workers, length)]
+    pairs = [(by_run[run], by_run.get(replace(run, variant=DENSE))) for run in sorted(mine, key=lambda run: run.seed)]
+    return [one.loss - dense.loss for one, dense in pairs if dense is not None]
+
+
+def _run(variant: str, workers: int, length: float) -> Run:
+    return Run(TASK, variant, workers, length=length)
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """A line for each number of ranks and length, a column for each number of dense steps."""
+    lines = []
+    for workers in WORKERS:
+        for length in LENGTHS:
+            cells = [spread(gaps(found, variant, workers, length), "+.3f") for variant in (TODAY, *ADAM)]
+            if any(cells):
+                lines.append([f"N = {workers}, {_run(TODAY, workers, length).steps:,} steps", *cells])
+    head = ["loss less dense AdamW, nats", "each rank's own", *(f"{VARIANTS[name].dense_steps} dense" for name in ADAM)]
+    return markdown(head, lines)
+
+
+def blocks(found: Sequence[Outcome]) -> dict[str, str]:
+    """The tables of the page, by marker."""
+    return {"frozen-adam": table(found)}
+
+
+def draw(found: Sequence[Outcome], file: Path) -> None:
+    """The gap over the number of dense steps, a line for each number of ranks and length."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    steps = [VARIANTS[name].dense_steps for name in ADAM]
+    for workers, style in zip(WORKERS, ("-", "--"), strict=True):
+        for length, color in zip(LENGTHS, ("C0", "C1", "C2"), strict=True):
+            values = [gaps(found, name, workers, length) for name in ADAM]
+            total = _run(TODAY, workers, length).steps
+            known = [(w, sum(v) / len(v)) for w, v in zip(steps, values, strict=True) if v and w < total]
+            if known:
+                axes.loglog(*zip(*known, strict=True), style, color=color, marker="o", markersize=4,
+                            label=f"N = {workers}, {total:,} steps")  # fmt: skip
+    axes.axhline(0.03, color="gray", linewidth=0.8)
+    axes.set_xticks(steps, map(str, steps))
+    axes.set_yticks((0.01, 0.03, 0.1, 0.3), ("0.01", "0.03", "0.1", "0.3"))
+    axes.minorticks_off()
+    axes.set_xlabel("dense steps before the second moment stays")
+    axes.set_ylabel("loss less dense AdamW, nats")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, file)
