@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 
 import pytest
@@ -118,3 +119,10 @@ def test_second_rounds_begin_while_first_rounds_of_other_buckets_are_under_way(t
     print(f"from the end of a first round to the request of the second: {statistics.median(gaps) / 1e3:.2f} ms")
     assert min(gaps) >= 0, "one round follows another"
     assert overlapping >= steps / 2, overlapping
+
+
+def test_a_rank_that_is_missing_in_the_second_round_is_an_error_not_a_hang():
+    ranks = run_ranks(3, ["sharded.missing_between_rounds"], timeout=90, environment={"DGC_TIMEOUT": "3"})
+    for found in (rank["sharded.missing_between_rounds"] for rank in ranks[:2]):
+        assert re.match(r"CollectiveTimeout: rank \d of 3 waited 3 s for dgc\..*\.shards", found["error"]), found
+        assert found["seconds"] < 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 from tests.parallel.cases.nodes import _owed
 
@@ -146,3 +148,21 @@ def several_buckets() -> int:
     optimizer = _wrapped(head, torch.optim.SGD(head.parameters(), lr=1e-3), density=0.01, bucket_bytes=4 * 256 * 256)
     train(head, optimizer, 40)
     return 40
+
+
+def missing_between_rounds() -> dict[str, Any]:
+    """The last rank takes part in the first round of a step, and stays away from the second."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = _wrapped(model)
+    train(model, optimizer, 2)
+    if hvd.rank() == hvd.size() - 1:
+        (engine,) = [each for each in optimizer._dgc.buckets.engines if not each.bucket.uncompressed]
+
+        def stay_away(received: Any) -> None:
+            time.sleep(8)
+            raise RuntimeError("away")
+
+        engine.receive = stay_away
+    start = time.monotonic()
+    return {"error": error_of(lambda: train(model, optimizer, 1)), "seconds": time.monotonic() - start}
