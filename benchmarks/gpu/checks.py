@@ -5,6 +5,7 @@ Each check takes a `Size` and raises AssertionError. They need torch, Triton and
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,15 @@ def off_the_grid(size: Size) -> None:
     """Gradients and updates that begin anywhere in memory."""
     _same(size, DGCConfig(density=0.02), shift=1)
     _same(Size(size.device, (64, 4096, 8), size.steps, size.ranks, 0), DGCConfig(density=0.02))
+
+
+def sharded(size: Size) -> None:
+    """Owners, who add on the device and select from what they keep."""
+    for density, values in ((0.05, "bf16"), (0.2, "4bit")):
+        config, four = DGCConfig(density=density, values=values, exchange="sharded"), dataclasses.replace(size, ranks=4)
+        engine = BucketEngine(bucket_of(four.numels), config, ReferenceKernels(), 0, four.ranks)
+        assert engine.spec(density).exchange.keeps_remainder, "too small: another exchange brings fewer bytes"
+        _same(four, config)
 
 
 def sent_whole(size: Size) -> None:
@@ -189,6 +199,7 @@ CHECKS: dict[str, Callable[[Size], None]] = {
     "denormals": denormals,
     "off the grid": off_the_grid,
     "sent whole": sent_whole,
+    "sharded": sharded,
     "without masking": nothing_kept_from_masking,
     "the device does it": the_device_does_it,
     "damaged packets": damaged_packets,

@@ -41,6 +41,7 @@ FEEDS: dict[str, Feeds] = {
     "Nesterov": lambda step, i: MomentumCorrection(0.9, True),
     "no momentum": lambda step, i: ErrorFeedback(),
     "Adam": lambda step, i: AdamCorrection((0.9, 0.999), 1e-8, step + 1),
+    "Adam, frozen": lambda step, i: AdamCorrection((0.9, 0.999), 1e-8, step + 1, frozen=step > 0),
     "several": lambda step, i: MomentumCorrection(0.5 + 0.1 * (i % 3), i % 2 == 0),
 }
 
@@ -90,10 +91,14 @@ def transcript(
                 engine.add_gradient(i, _placed(kernels, g[segment.place], shift), feeds(step, i))
             message = engine.compress(0.5, step, config.final_density)
             messages.append(replace(message, payload=message.payload.copy()))
-        payloads = [message.payload for message in messages]
-        for engine, back in zip(engines, carry(messages[0].round, payloads), strict=True):
-            said += _received(kernels, engine, back, shift)
-        said += [payload.tobytes() for payload in payloads]
+        buffers: list[Any] = [message.payload for message in messages]
+        for collective in engines[0].exchange.rounds:
+            said += [buffer.tobytes() for buffer in buffers]
+            parts = carry(collective, buffers)
+            found = [engine.receive(part) for engine, part in zip(engines, parts, strict=True)]
+            buffers = [None if buffer is None else buffer.copy() for buffer in found]
+        for engine in engines:
+            said += _applied(kernels, engine, shift)
     return said
 
 
@@ -106,8 +111,7 @@ def _placed(kernels: Any, x: np.ndarray, shift: int) -> Any:
     return kernels.from_host(np.concatenate([np.zeros(shift, np.float32), x]))[shift:]
 
 
-def _received(kernels: Any, engine: BucketEngine, back: np.ndarray, shift: int) -> list[bytes]:
-    assert engine.receive(back) is None
+def _applied(kernels: Any, engine: BucketEngine, shift: int) -> list[bytes]:
     nothing = (np.full(segment.numel, np.nan, np.float32) for segment in engine.bucket.segments)
     outputs = [_placed(kernels, x, shift) for x in nothing]
     for i, target in enumerate(outputs):
@@ -115,5 +119,5 @@ def _received(kernels: Any, engine: BucketEngine, back: np.ndarray, shift: int) 
     engine.aggregate_into(1 / engine.workers)
     if not engine.outcome.finite:
         engine.rollback()
-    states = (engine.state.v, engine.state.u, *(engine.state.moments or ()))
+    states = (engine.state.v, engine.state.u, engine.state.remainder, *(engine.state.moments or ()))
     return [kernels.to_host(x).tobytes() for x in (*states, *outputs) if x is not None]
