@@ -10,7 +10,7 @@ from benchmarks.quality.analysis import Outcome
 from benchmarks.quality.runs import LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import ADAM, VARIANTS
+from benchmarks.quality.variants import ADAM, FALLING, VARIANTS
 from benchmarks.report import markdown, save_figure
 
 TASK, DENSE, TODAY = "transformer", "AdamW, dense", "AdamW, dgc"
@@ -34,10 +34,11 @@ def table(found: Sequence[Outcome]) -> str:
     lines = []
     for workers in WORKERS:
         for length in LENGTHS:
-            cells = [spread(gaps(found, variant, workers, length), "+.3f") for variant in (TODAY, *ADAM)]
+            cells = [spread(gaps(found, variant, workers, length), "+.3f") for variant in (TODAY, *ADAM, *FALLING)]
             if any(cells):
                 lines.append([f"N = {workers}, {_run(TODAY, workers, length).steps:,} steps", *cells])
     head = ["loss less dense AdamW, nats", "each rank's own", *(f"{VARIANTS[name].dense_steps} dense" for name in ADAM)]
+    head += [f"{VARIANTS[name].dense_steps} dense, then as many at 25%, 6%, 1.6%" for name in FALLING]
     return markdown(head, lines)
 
 

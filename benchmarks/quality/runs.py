@@ -19,7 +19,17 @@ from benchmarks import ranks
 from benchmarks.quality.processes import pool
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
-from benchmarks.quality.variants import ABLATION, ADAM, CHOICES, EXCHANGES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
+from benchmarks.quality.variants import (
+    ABLATION,
+    ADAM,
+    CHOICES,
+    EXCHANGES,
+    FALLING,
+    LOWEST,
+    OPTIMIZERS,
+    VARIANTS,
+    WITHOUT,
+)
 from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
 
 KEPT = RESULTS / "quality.json.xz"
@@ -76,7 +86,7 @@ def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
 def _adam(seeds: Sequence[int]) -> Iterator[Run]:
     for i, workers in enumerate(WORKERS):
         for seed, length in itertools.product(seeds, LENGTHS):
-            for variant in ("AdamW, dense", "AdamW, dgc", *ADAM):
+            for variant in ("AdamW, dense", "AdamW, dgc", *ADAM, *(FALLING if length > 1 else ())):
                 yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
 
 

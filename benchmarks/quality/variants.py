@@ -131,14 +131,21 @@ OPTIMIZERS = {
 }
 
 
-def _frozen(steps: int) -> Variant:
-    """AdamW, dense for so many steps, then with the second moment that it has by then."""
-    warmup = WarmupSchedule(steps=steps, first_density=1.0, factor=1e-3)
+def _frozen(steps: int, falls: bool = False) -> Variant:
+    """AdamW, dense for so many steps, then with the second moment that it has by then.
+
+    The density falls at once, or (to 1%) by way of as many steps each at 25%, 6.25% and 1.6%.
+    """
+    if falls:
+        warmup = WarmupSchedule(steps=4 * steps, first_density=1.0)
+    else:
+        warmup = WarmupSchedule(steps=steps, first_density=1.0, factor=1e-3)
     return Variant(_dgc(warmup=warmup), warmup=0, optimizer="adamw", dense_steps=steps)
 
 
 # AdamW with a second moment that is learnt in dense steps and stays; how many steps it takes
 ADAM = {f"AdamW, frozen after {steps}": _frozen(steps) for steps in (20, 40, 60, 100, 200, 400)}
+FALLING = {f"AdamW, frozen after {steps}, density falls": _frozen(steps, falls=True) for steps in (100, 200)}
 # What brings the LSTM at the papers' density closer to dense training; the last ones at half the learning rate
 LOWEST = {
     "dgc, density 0.1%, scope=tensor": Variant(_dgc(density=0.001, scope="tensor")),
@@ -164,4 +171,4 @@ EXCHANGES = {
     "sharded, 4k": Variant(_dgc(), shard_density=4.0),
     "dgc, bytes of sharded, 4k": Variant(_dgc(), received=lambda workers: 5 / workers),
 }
-VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **ADAM, **LOWEST, **EXCHANGES}
+VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **ADAM, **FALLING, **LOWEST, **EXCHANGES}
