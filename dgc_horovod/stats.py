@@ -70,11 +70,13 @@ class ExchangeStats:
         workers: N >= 1.
         elements: number of elements of all tensors together.
         traffic: bytes and seconds of its collectives.
+        density: density after the warm-up, which a budget may have lowered.
     """
 
     workers: int
     elements: int
     traffic: Traffic = field(default_factory=Traffic)
+    density: float = 1.0
     steps: int = 0
     offered: int = 0  # elements on the sparse path, also of a step that was not finished
     selected: int = 0  # and how many of them were sent

@@ -90,7 +90,7 @@ class OptimizerExchange:
             for segment in engine.whole.segments
             if not engine.whole.uncompressed
         }
-        self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic)
+        self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic, config.final_density)
         self.counts.buckets = weakref.WeakMethod(self.bucket_stats)
         all_exchanges.append(self.counts)
         self.steps = 0  # finished so far, of the whole training

@@ -116,7 +116,7 @@ class Outcome:
         stats = self.stats()
         if not stats["bytes_sent"]:
             return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
-        final = self.job.config.final_density if self.job.config is not None else 1.0
+        final = min((counts.density for counts in all_exchanges), default=1.0)
         return _line(self.job.method, final, stats, "fp16" in self.asked)
 
     def end(self) -> int:
