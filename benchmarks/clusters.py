@@ -84,7 +84,7 @@ def point(method: str, workers: int, density: float, rate: float, rows: Sequence
         specs(), DGCConfig(density=density, exchange=METHODS[method], max_bytes_per_step=budget), topology
     )
     nbytes = card_bytes(specs(), config, topology)
-    seconds, received = 8 * nbytes / (reached * rate) + base / topology.node_size, 0.0
+    seconds = 8 * nbytes / (reached * rate) + base / topology.node_size
     rounds = [
         message_spec(b, config, config.density, topology).rounds for b in plan(specs(), config, topology.nodes).buckets
     ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.quality.analysis import Outcome
+from benchmarks.quality.exchange_tables import pairs
 from benchmarks.quality.runs import LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
@@ -19,10 +19,8 @@ FIRST_SEED = 500  # of this study
 
 def gaps(found: Sequence[Outcome], variant: str, workers: int, length: float) -> list[float]:
     """Loss less that of dense AdamW, for every seed that both have."""
-    by_run = {each.run: each for each in found}
-    mine = [run for run in by_run if run.seed >= FIRST_SEED and replace(run, seed=0) == _run(variant, workers, length)]
-    pairs = [(by_run[run], by_run.get(replace(run, variant=DENSE))) for run in sorted(mine, key=lambda run: run.seed)]
-    return [one.loss - dense.loss for one, dense in pairs if dense is not None]
+    by_run = {each.run: each for each in found if each.run.seed >= FIRST_SEED}
+    return pairs(by_run, _run(variant, workers, length), _run(DENSE, workers, length))
 
 
 def _run(variant: str, workers: int, length: float) -> Run:

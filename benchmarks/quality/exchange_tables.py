@@ -40,7 +40,7 @@ def verdicts(found: Sequence[Outcome], length: float) -> str:
             cells = []
             for name in (f"nodes of {node_size}", *SHARDED):
                 run = Run(task, name, workers, length=length)
-                cells.append(_verdict(_pairs(by_run, run, replace(run, variant=f"dgc, bytes of {name}"))))
+                cells.append(_verdict(pairs(by_run, run, replace(run, variant=f"dgc, bytes of {name}"))))
             if any(cells):
                 lines.append([f"{TASKS[task].title}, N = {workers}", *cells])
     return markdown(["less flat, as many bytes", "nodes", *SHARDED], lines)
@@ -51,7 +51,7 @@ def _variants(node_size: int) -> list[str]:
     return ["dgc", f"nodes of {node_size}", f"dgc, bytes of nodes of {node_size}", *others]
 
 
-def _pairs(by_run: dict[Run, Outcome], run: Run, other: Run) -> list[float]:
+def pairs(by_run: dict[Run, Outcome], run: Run, other: Run) -> list[float]:
     """Loss of `run` less that of `other`, for every seed that both have."""
     mine = {each.seed: found for each, found in by_run.items() if replace(each, seed=0) == run}
     theirs = {each.seed: found for each, found in by_run.items() if replace(each, seed=0) == other}
@@ -59,7 +59,7 @@ def _pairs(by_run: dict[Run, Outcome], run: Run, other: Run) -> list[float]:
 
 
 def _gap(by_run: dict[Run, Outcome], run: Run) -> str:
-    return spread(_pairs(by_run, run, replace(run, variant="dense")), "+.3f")
+    return spread(pairs(by_run, run, replace(run, variant="dense")), "+.3f")
 
 
 def _verdict(values: Sequence[float]) -> str:

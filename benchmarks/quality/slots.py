@@ -5,7 +5,6 @@ The largest elements of v are taken from training runs of the study's models, tw
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 
 import numpy as np
@@ -13,13 +12,14 @@ import numpy as np
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Ranks, Run, train
 from benchmarks.report import markdown
+from dgc_horovod.exchange.sharded import slot_room
 
 CHUNKS, OWNERS = (1, 7, 16, 64, 256, 1024), (8, 32)
 _STEPS, _FIRST, _EVERY = 200, 100, 10
 
 
 def left(task: str) -> dict[tuple[int, int], float]:
-    """(owners, chunk) -> mean share of the selected elements beyond ``1.1*k/N + sqrt(k/N)`` of their owner."""
+    """(owners, chunk) -> mean share of the selected elements that `slot_room` has no room for."""
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
 
     def watch(ranks: Ranks, step: int, loss: float) -> None:
@@ -30,7 +30,7 @@ def left(task: str) -> dict[tuple[int, int], float]:
                 k = round(TASKS[task].settings.density * engine.bucket.numel)
                 chosen = np.argpartition(-np.abs(engine.kernels.to_host(engine.state.v)), k)[:k]
                 for owners in OWNERS:
-                    room = math.ceil(1.1 * k / owners + math.sqrt(k / owners))
+                    room = slot_room(k / owners)
                     for chunk in CHUNKS:
                         counts = np.bincount(chosen // chunk % owners, minlength=owners)
                         found[owners, chunk].append(float(np.maximum(counts - room, 0).sum() / k))

@@ -17,6 +17,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucket_state import BucketState
 from dgc_horovod.core.selection import ResidualView, SelectionContext, select
 from dgc_horovod.core.workspace import HostSentRecord, Message, MessageSpec, Workspace, message_spec, min_magnitude
+from dgc_horovod.errors import DGCError
 from dgc_horovod.exchange.contract import Exchange, Outcome, Round
 from dgc_horovod.exchange.hierarchical import SlicedOutputs
 from dgc_horovod.exchange.shards import Shards
@@ -307,7 +308,11 @@ class BucketEngine:
             CorruptPacket, RankMismatch: on every rank alike, see `Exchange.proceed`.
         """
         exchange = self.exchange
-        buffer = exchange.proceed(self._round, received, self._step)
+        try:
+            buffer = exchange.proceed(self._round, received, self._step)
+        except DGCError:
+            exchange.rollback()
+            raise
         self._round += 1
         if buffer is None:
             self.outcome = exchange.outcome

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.errors import RankMismatch
-from dgc_horovod.exchange.base import CodedExchange
-from dgc_horovod.exchange.contract import ALLGATHER, Outcome, Round, Sending
+from dgc_horovod.exchange.base import CodedExchange, different_sizes, outcome_of
+from dgc_horovod.exchange.contract import ALLGATHER, Round, Sending
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
-from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, PacketFormat, undrawn
+from dgc_horovod.wire.packet import PacketFormat, undrawn
 
 
 class AllgatherExchange(CodedExchange):
@@ -48,15 +47,11 @@ class AllgatherExchange(CodedExchange):
     def proceed(self, number: int, received: np.ndarray, step: int) -> None:
         wire = self._wire
         if received.size != self._workers * wire.nbytes:
-            raise RankMismatch(
-                f"bucket {wire.bucket}: {received.size} bytes came back, expected {self._workers} packets of "
-                f"{wire.nbytes}; the ranks are at different densities: is the epoch the same everywhere?"
-            )
+            what = f"{received.size} bytes came back, expected {self._workers} packets of {wire.nbytes}"
+            raise different_sizes(wire.bucket, what)
         self._packets = received.reshape(self._workers, wire.nbytes)
         self._counts, flags = wire.read_headers(self._coder, self._packets, step)
-        flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
-        in_join, that_clip = (int(np.count_nonzero(flags & flag)) for flag in (FLAG_JOINED, FLAG_CLIPS))
-        self.outcome = Outcome(not flagged, flagged, in_join, that_clip)
+        self.outcome = outcome_of(flags)
         if self._receiver is not None:  # what it finds wrong is known after `aggregate_into`, which changes no state
             self._receiver.read(self._packets, self._counts)
         else:

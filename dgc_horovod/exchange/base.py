@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
+from dgc_horovod.errors import RankMismatch
 from dgc_horovod.exchange.contract import Outcome, Round
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
-from dgc_horovod.wire.packet import Coder, PacketFormat, coder_for
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, Coder, PacketFormat, coder_for
+
+
+def different_sizes(bucket: int, what: str) -> RankMismatch:
+    """The error where what came back has another size than expected, as `what` says."""
+    return RankMismatch(
+        f"bucket {bucket}: {what}; the ranks are at different densities: is the epoch the same everywhere?"
+    )
+
+
+def outcome_of(flags: np.ndarray) -> Outcome:
+    """What the flags in the headers of all ranks' packets say, in rank order."""
+    flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
+    in_join, that_clip = (int(np.count_nonzero(flags & flag)) for flag in (FLAG_JOINED, FLAG_CLIPS))
+    return Outcome(not flagged, flagged, in_join, that_clip)
 
 
 class PacketWriter:

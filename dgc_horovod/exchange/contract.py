@@ -126,7 +126,7 @@ class Exchange(Protocol):
     """One bucket's exchange at one density: message layout, marks, flags, bytes, and what comes of it.
 
     ``begin``, then ``proceed`` with what each of `rounds` has brought, then ``aggregate_into``, which may be repeated;
-    ``commit`` or ``rollback`` ends the step. An error leaves the state of the exchange as it was.
+    ``commit`` or ``rollback`` ends the step, ``rollback`` after an error too.
 
     Attributes:
         rounds: collectives of the exchange, in order.

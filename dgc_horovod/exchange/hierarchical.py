@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import DGCError, RankMismatch
+from dgc_horovod.exchange.base import different_sizes
 from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchange, Outcome, Round, Sending
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import PADDING, Bucket
@@ -87,11 +88,7 @@ class HierarchicalExchange:
                 return received
             self._round.view(np.uint8).fill(_UNREADABLE)
             return self._round
-        try:
-            self._read(received, step)
-        except DGCError:
-            self.rollback()
-            raise
+        self._read(received, step)
         return None
 
     def _read(self, received: np.ndarray, step: int) -> None:
@@ -119,9 +116,7 @@ class HierarchicalExchange:
         )
 
     def _mismatch(self, what: str) -> RankMismatch:
-        return RankMismatch(
-            f"bucket {self._bucket}: {what}; the ranks are at different densities: is the epoch the same everywhere?"
-        )
+        return different_sizes(self._bucket, what)
 
     def aggregate_into(self, outputs: SlicedOutputs, scale: float) -> bool:
         pairs = zip(self._exchanges, outputs.slices, strict=True)

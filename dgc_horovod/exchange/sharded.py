@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange.base import PacketWriter
+from dgc_horovod.exchange.base import PacketWriter, different_sizes, outcome_of
 from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, Outcome, Round, Sending
 from dgc_horovod.exchange.owner import Owner
 from dgc_horovod.exchange.shards import Shards
@@ -27,8 +27,6 @@ from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements, Kernels, Sender,
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
 from dgc_horovod.wire.packet import (
-    FLAG_CLIPS,
-    FLAG_JOINED,
     FLAG_NONFINITE,
     HEADER,
     Coder,
@@ -51,9 +49,14 @@ class _Form(NamedTuple):
     shard: PacketFormat
 
 
+def slot_room(share: float) -> int:
+    """Number of elements that a slot has room for, where an owner's share of what is selected is k/N."""
+    return math.ceil(_HEADROOM * share + _DEVIATIONS * share**0.5)
+
+
 def _form(wire: PacketFormat, workers: int) -> _Form:
     shards, share = Shards(wire.numel, workers), wire.capacity / workers
-    slot, sent_on = math.ceil(_HEADROOM * share + _DEVIATIONS * share**0.5), math.ceil(share)
+    slot, sent_on = slot_room(share), math.ceil(share)
     if wire.capacity >= wire.numel:  # everything is sent: every sum is sent on
         slot = sent_on = shards.size
 
@@ -127,11 +130,7 @@ class ShardedExchange:
         if number == 0:
             self._send_on(received, step)
             return self._message
-        try:
-            self._read(received, step)
-        except DGCError:
-            self.rollback()
-            raise
+        self._read(received, step)
         return None
 
     def _send_on(self, received: np.ndarray, step: int) -> None:
@@ -174,9 +173,7 @@ class ShardedExchange:
             places = self._shards.in_bucket(owner, part.positions).astype(np.int32)
             found.append(Elements(places, part.values))
         self._received = found
-        flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
-        in_join, that_clip = (int(np.count_nonzero(flags & flag)) for flag in (FLAG_JOINED, FLAG_CLIPS))
-        self.outcome = Outcome(not flagged, flagged, in_join, that_clip)
+        self.outcome = outcome_of(flags)
 
     def aggregate_into(self, outputs: Any, scale: float) -> bool:
         return self._kernels.aggregate_into(outputs, self._received, scale, fresh=True)
@@ -206,10 +203,7 @@ def _decoded(
 
 
 def _other_size(wire: PacketFormat, found: int, expected: int) -> RankMismatch:
-    return RankMismatch(
-        f"bucket {wire.bucket}: {found} bytes came back, expected {expected}; the ranks are at different densities: "
-        "is the epoch the same everywhere?"
-    )
+    return different_sizes(wire.bucket, f"{found} bytes came back, expected {expected}")
 
 
 def _refuse(message: np.ndarray, error: DGCError) -> None:
