@@ -12,7 +12,7 @@ import numpy as np
 
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.rules import RULES
-from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.schedule import WarmupSchedule, density_at
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 SCOPES = ("bucket", "tensor")
@@ -20,6 +20,8 @@ VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
+OWN, FROZEN = "own", "frozen"
+SECOND_MOMENTS = (AUTO, OWN, FROZEN)
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
 
@@ -35,6 +37,9 @@ class DGCConfig:
         scope: elements ranked together: "bucket": all of a bucket; "tensor": those of each tensor, as in the papers.
         momentum_correction: whether momentum is accumulated locally, before selection (DGC section 3.1). For SGD the
             momentum, for Adam and AdamW the local Adam direction; other optimizers have no such form.
+        second_moment: Adam's, under momentum correction: "own": each rank learns its own, from its own gradients;
+            "frozen": all learn one in the dense steps that the warm-up begins with, and it stays; "auto": frozen where
+            the warm-up begins with density 1, else own.
         factor_masking: whether momentum is cleared where an element was sent (DGC section 3.2). Meant for densities of
             1% and less: where much is sent, it takes the momentum away.
         clip_norm: L2 norm c at which the averaged whole-model gradient would be clipped, > 0; each rank
@@ -73,6 +78,7 @@ class DGCConfig:
     rule: str = "exact"
     scope: str = "bucket"
     momentum_correction: bool = True
+    second_moment: str = AUTO
     factor_masking: bool = True
     clip_norm: float | None = None
     warmup: WarmupSchedule | None = None
@@ -97,6 +103,7 @@ class DGCConfig:
         _check_fraction("max_density", self.max_density)
         check_choice("rule", self.rule, tuple(RULES))
         check_choice("scope", self.scope, SCOPES)
+        check_choice("second_moment", self.second_moment, SECOND_MOMENTS)
         check_choice("values", self.values, tuple(VALUE_CODECS))
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
         check_choice("exchange", self.exchange, EXCHANGES)
@@ -127,6 +134,12 @@ class DGCConfig:
             raise ConfigError(
                 f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
             )
+        if self.second_moment == FROZEN and not (self.momentum_correction and self._begins_dense):
+            raise ConfigError(
+                "second_moment='frozen' goes with momentum correction, and with dense steps to learn it in: pass "
+                "warmup=WarmupSchedule(steps=..., first_density=1.0), or --dgc-warmup-steps N "
+                "--dgc-warmup-first-density 1"
+            )
         self._normalise()
 
     def _normalise(self) -> None:
@@ -141,6 +154,16 @@ class DGCConfig:
     def final_density(self) -> float:
         """Density after the warm-up, which also fixes the packet's capacity."""
         return self.density if RULES[self.rule].sets_density else self.max_density
+
+    @property
+    def freezes_second_moment(self) -> bool:
+        """Whether Adam's second moment is learnt in dense steps, and stays."""
+        return self.momentum_correction and self.second_moment != OWN and self._begins_dense
+
+    @property
+    def _begins_dense(self) -> bool:
+        """Whether everything is sent at the first step."""
+        return RULES[self.rule].sets_density and density_at(self.density, self.warmup, 0, 0) == 1
 
     @property
     def shards(self) -> bool:

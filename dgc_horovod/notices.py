@@ -11,12 +11,16 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 _log = logging.getLogger("dgc_horovod")
 
 ADAM_DIRECTIONS = (
-    "with Adam the mathematics changes: each rank's own Adam direction is compressed and averaged, not the gradient; "
-    "compare the result with dense training once (docs/algorithm.md)"
+    "with Adam the mathematics changes: each rank's own Adam direction is compressed and averaged, not the gradient, "
+    "which costs quality; a warm-up that begins with density 1 loses less (docs/tuning.md)"
 )
 ADAM_AFTER = (
     "with Adam the mathematics changes: Adam is given bursts of gradient, which costs more quality than method dgc "
     "does; compare the result with dense training once (docs/algorithm.md)"
+)
+NOT_LEARNT = (
+    "there is no second moment that could stay: the dense steps are over, and the optimizer's state is empty. Load the "
+    "optimizer's state with the residuals, or begin the warm-up anew"
 )
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
@@ -36,6 +40,21 @@ def tell_plain(optimizer: str) -> None:
         "may cost quality (docs/algorithm.md)",
         optimizer,
     )
+
+
+def tell_no_second_moment(optimizer: str) -> None:
+    """Warn that an optimizer has no second moment that could stay."""
+    _log.warning("dgc_horovod: second_moment='frozen' is for Adam and AdamW; it does nothing for %s", optimizer)
+
+
+def tell_frozen(step: int) -> None:
+    """Say that the dense steps are over, at a step counted from 0."""
+    _log.info("dgc_horovod: step %d: from here on Adam's second moment stays as it is", step)
+
+
+def tell_unknown(name: str) -> None:
+    """Warn of a tensor whose second moment nobody has learnt."""
+    _log.warning("dgc_horovod: %s had no gradient in the dense steps; it stays as it is", name)
 
 
 def not_finite(step: int, where: str) -> str:

@@ -10,7 +10,7 @@ from benchmarks.quality.exchange_tables import pairs
 from benchmarks.quality.runs import LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import ADAM, FALLING, VARIANTS
+from benchmarks.quality.variants import ADAM, FALLING_AFTER, FROZEN_AFTER, OWN_AFTER
 from benchmarks.report import markdown, save_figure
 
 TASK, DENSE, TODAY = "transformer", "AdamW, dense", "AdamW, dgc"
@@ -28,16 +28,21 @@ def _run(variant: str, workers: int, length: float) -> Run:
 
 
 def table(found: Sequence[Outcome]) -> str:
-    """A line for each number of ranks and length, a column for each number of dense steps."""
-    lines = []
-    for workers in WORKERS:
-        for length in LENGTHS:
-            cells = [spread(gaps(found, variant, workers, length), "+.3f") for variant in (TODAY, *ADAM, *FALLING)]
-            if any(cells):
-                lines.append([f"N = {workers}, {_run(TODAY, workers, length).steps:,} steps", *cells])
-    head = ["loss less dense AdamW, nats", "each rank's own", *(f"{VARIANTS[name].dense_steps} dense" for name in ADAM)]
-    head += [f"{VARIANTS[name].dense_steps} dense, then as many at 25%, 6%, 1.6%" for name in FALLING]
-    return markdown(head, lines)
+    """A line for each way to begin, a column for each number of ranks and length."""
+    named = {
+        TODAY: "each rank's own",
+        **{f"AdamW, own after {steps}": f"own after {steps} dense" for steps in OWN_AFTER},
+    }
+    named |= {f"AdamW, frozen after {steps}": f"frozen after {steps} dense" for steps in FROZEN_AFTER}
+    falls = "frozen after {0} dense, then {0} each at 25%, 6%, 1.6%"
+    named |= {f"AdamW, frozen after {steps}, density falls": falls.format(steps) for steps in FALLING_AFTER}
+    places = [(workers, length) for workers in WORKERS for length in LENGTHS]
+    places = [place for place in places if gaps(found, TODAY, *place)]
+    lines = [
+        [name, *(spread(gaps(found, variant, *place), "+.3f") for place in places)] for variant, name in named.items()
+    ]
+    head = [f"N = {workers}, {_run(TODAY, workers, length).steps:,} steps" for workers, length in places]
+    return markdown(["second moment; loss less dense AdamW, nats", *head], lines)
 
 
 def blocks(found: Sequence[Outcome]) -> dict[str, str]:
@@ -50,7 +55,7 @@ def draw(found: Sequence[Outcome], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    steps = [VARIANTS[name].dense_steps for name in ADAM]
+    steps = FROZEN_AFTER
     for workers, style in zip(WORKERS, ("-", "--"), strict=True):
         for length, color in zip(LENGTHS, ("C0", "C1", "C2"), strict=True):
             values = [gaps(found, name, workers, length) for name in ADAM]

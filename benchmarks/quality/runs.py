@@ -27,6 +27,7 @@ from benchmarks.quality.variants import (
     FALLING,
     LOWEST,
     OPTIMIZERS,
+    OWN,
     VARIANTS,
     WITHOUT,
 )
@@ -43,6 +44,7 @@ _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
 # settings of the compression that change no weight
 _NOT_LEARNING = (
     "check_every", "on_mismatch", "on_nonfinite", "keep_gradients", "exchange", "node_size", "max_bytes_per_step",
+    "second_moment",  # which stands for two ways that `settings` tells apart
 )  # fmt: skip
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
@@ -86,7 +88,7 @@ def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
 def _adam(seeds: Sequence[int]) -> Iterator[Run]:
     for i, workers in enumerate(WORKERS):
         for seed, length in itertools.product(seeds, LENGTHS):
-            for variant in ("AdamW, dense", "AdamW, dgc", *ADAM, *(FALLING if length > 1 else ())):
+            for variant in ("AdamW, dense", "AdamW, dgc", *ADAM, *((*FALLING, *OWN) if length > 1 else ())):
                 yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
 
 
@@ -147,8 +149,8 @@ def settings(run: Run) -> str:
     others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
     if variant in EXCHANGES.values():
         others = (*others, variant.node_size, variant.shard_density)
-    if variant.dense_steps:
-        others = (*others, variant.dense_steps)
+    if config is not None and config.freezes_second_moment and variant.optimizer == "adamw":
+        others = (*others, "frozen")
     return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
 
 

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.quality.frozen_adam import FrozenAdamUpdate
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.updates.base import States
 from dgc_horovod.torch.updates.choice import choose_update
-from dgc_horovod.torch.updates.rules import Parameter, PlainUpdate
 
 LossOf = Callable[[int], Tensor]  # rank -> loss of its next batch
 
@@ -145,7 +144,6 @@ class CompressedRanks(DenseRanks):
         masks_below: density above which momentum is not masked.
         node_size: G >= 1, a divisor of N: so many workers average their gradients densely, and are one sender.
         shard_density: elements that the owners of shards send on, in those of one sender; 0: they send on all.
-        dense_steps: of AdamW, after which its second moment stays as it is; 0: each rank has its own.
         others: see `DenseRanks`.
     """
 
@@ -157,16 +155,11 @@ class CompressedRanks(DenseRanks):
         masks_below: float = 1.0,
         node_size: int = 1,
         shard_density: float = 0.0,
-        dense_steps: int = 0,
     ) -> None:
         super().__init__(*others)
         self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
         self._node_size, senders = node_size, self.workers // node_size
-        shared: dict[Parameter, Any] = {}
-        self._updates = [
-            FrozenAdamUpdate(dense_steps, shared) if dense_steps else choose_update(self.optimizer, config)
-            for _ in range(senders)
-        ]
+        self._updates = [choose_update(self.optimizer, config) for _ in range(senders)]
         for update in self._updates:  # each counts its own steps
             update.prepare(self.optimizer)
         self._group = self.optimizer.param_groups[0]
@@ -182,6 +175,7 @@ class CompressedRanks(DenseRanks):
             for rank in range(senders)
         ]
         self.exchange = self.exchanges[0].buckets
+        self._states: list[States] = []  # of every rank's optimizer, once they differ
         self._owners = Owners(self.exchanges[0].compressed, shard_density) if shard_density else None
 
     def step(self, loss_of: LossOf) -> float:
@@ -190,9 +184,11 @@ class CompressedRanks(DenseRanks):
         self._board.clear()
         self._set_masking()
         density = self.exchanges[0].buckets.density()
-        for sender, (exchange, update) in enumerate(zip(self.exchanges, self._updates, strict=True)):
+        if not (self._states or self.exchanges[0].buckets.sends_all):
+            self._states = [{p: dict(state) for p, state in self.optimizer.state.items()} for _ in self._updates]
+        for sender, exchange in enumerate(self.exchanges):
             losses.append(self._backward(self._loss_of_node(sender, loss_of)))
-            accumulation_of = functools.partial(self._accumulation_of, exchange, update)
+            accumulation_of = functools.partial(self._accumulation_of, sender)
             # as hooks do: the last parameter's gradient is there first
             results = {p: exchange.add_gradient(p, accumulation_of) for p in reversed(self.parameters.values())}
             of_first = of_first or {p: (p.grad, result) for p, result in results.items()}
@@ -211,9 +207,6 @@ class CompressedRanks(DenseRanks):
                 self._owners.reselect(density)
             compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
             self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
-        for update in self._updates:
-            if isinstance(update, FrozenAdamUpdate):
-                update.end_step()
         return sum(losses) / len(losses)
 
     def _loss_of_node(self, node: int, loss_of: LossOf) -> Tensor:
@@ -229,14 +222,11 @@ class CompressedRanks(DenseRanks):
                 for engine in buckets.engines:
                     engine.config = buckets.config.replace(factor_masking=masks)
 
-    def _accumulation_of(self, exchange: _Exchange, update: PlainUpdate, p: Tensor) -> tuple[Accumulation, float]:
-        if isinstance(update, FrozenAdamUpdate):
-            moments = update.moments(p, self._group, self.optimizer.state)
-            if moments is not None:
-                exchange.fade(p, 0.0)  # what coding has left of dense gradients
-                exchange.load_moments(p, moments)
-        else:
-            update.adopt_state(p, self._group, self.optimizer.state)  # zeros: nothing was trained before
+    def _accumulation_of(self, sender: int, p: Tensor) -> tuple[Accumulation, float]:
+        exchange, update = self.exchanges[sender], self._updates[sender]
+        update.dense = update.learns_second and exchange.buckets.sends_all
+        states = self._states[sender] if self._states else self.optimizer.state
+        update.adopt_state(p, self._group, states, exchange)
         return update.accumulation(p, self._group), update.decay_before(self._group)
 
 

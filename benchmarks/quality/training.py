@@ -86,7 +86,6 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
         masks_below=variant.masks_below,
         node_size=variant.node_size,
         shard_density=variant.shard_density,
-        dense_steps=variant.dense_steps,
     )
 
 

@@ -34,7 +34,6 @@ class Variant:
         rate: highest learning rate of SGD, in the task's own.
         node_size: workers of a node, which average densely and are one sender.
         shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
-        dense_steps: of AdamW, after which its second moment stays as it is; 0: each rank has its own.
         received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
 
@@ -49,7 +48,6 @@ class Variant:
     rate: float = 1.0
     node_size: int = 1
     shard_density: float = 0.0
-    dense_steps: int = 0
     received: Callable[[int], float] | None = None
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -126,26 +124,25 @@ OPTIMIZERS = {
     "Nesterov, dgc": Variant(_dgc(), optimizer="nesterov"),
     "AdamW, dense": Variant(None, clips=AFTERWARDS, optimizer="adamw"),
     "AdamW, dgc": Variant(_dgc(), optimizer="adamw"),
-    "AdamW, dgc, density 100%": Variant(_dgc(density=1.0), optimizer="adamw"),
+    "AdamW, dgc, density 100%": Variant(_dgc(density=1.0, second_moment="own"), optimizer="adamw"),
     "AdamW, topk": Variant(PRESETS["topk"], clips=AFTERWARDS, optimizer="adamw"),
 }
 
 
-def _frozen(steps: int, falls: bool = False) -> Variant:
-    """AdamW, dense for so many steps, then with the second moment that it has by then.
+def _after_dense(steps: int, falls: bool = False, **fields: Any) -> Variant:
+    """AdamW, dense for so many steps.
 
     The density falls at once, or (to 1%) by way of as many steps each at 25%, 6.25% and 1.6%.
     """
-    if falls:
-        warmup = WarmupSchedule(steps=4 * steps, first_density=1.0)
-    else:
-        warmup = WarmupSchedule(steps=steps, first_density=1.0, factor=1e-3)
-    return Variant(_dgc(warmup=warmup), warmup=0, optimizer="adamw", dense_steps=steps)
+    warmup = WarmupSchedule(steps=(4 if falls else 1) * steps, first_density=1.0, factor=0.25 if falls else 1e-3)
+    return Variant(_dgc(warmup=warmup, **fields), warmup=0, optimizer="adamw")
 
 
-# AdamW with a second moment that is learnt in dense steps and stays; how many steps it takes
-ADAM = {f"AdamW, frozen after {steps}": _frozen(steps) for steps in (20, 40, 60, 100, 200, 400)}
-FALLING = {f"AdamW, frozen after {steps}, density falls": _frozen(steps, falls=True) for steps in (100, 200)}
+# AdamW with a second moment that is learnt in so many dense steps and stays; the same with each rank's own
+FROZEN_AFTER, FALLING_AFTER, OWN_AFTER = (20, 40, 60, 100, 200, 400), (100, 200, 400), (400,)
+ADAM = {f"AdamW, frozen after {steps}": _after_dense(steps) for steps in FROZEN_AFTER}
+FALLING = {f"AdamW, frozen after {steps}, density falls": _after_dense(steps, True) for steps in FALLING_AFTER}
+OWN = {f"AdamW, own after {steps}": _after_dense(steps, second_moment="own") for steps in OWN_AFTER}
 # What brings the LSTM at the papers' density closer to dense training; the last ones at half the learning rate
 LOWEST = {
     "dgc, density 0.1%, scope=tensor": Variant(_dgc(density=0.001, scope="tensor")),
@@ -171,4 +168,4 @@ EXCHANGES = {
     "sharded, 4k": Variant(_dgc(), shard_density=4.0),
     "dgc, bytes of sharded, 4k": Variant(_dgc(), received=lambda workers: 5 / workers),
 }
-VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **ADAM, **FALLING, **LOWEST, **EXCHANGES}
+VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **ADAM, **FALLING, **OWN, **LOWEST, **EXCHANGES}

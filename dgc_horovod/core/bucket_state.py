@@ -22,17 +22,23 @@ class BucketState(State):
         rank: index of this worker among those that exchange the bucket.
         shards: which of them owns which elements; None where nobody does.
 
+    Attributes:
+        shared: indices of the segments whose second moment is that of all ranks: not this rank's to change, nor part of
+            what `read` gives.
+
     Memory: v, 4 bytes an element; with momentum 4 more, with Adam's moments 8 more; 4 for each of a shard.
     """
 
     def __init__(self, bucket: Bucket, kernels: Kernels, rank: int = 0, shards: Shards | None = None) -> None:
         super().__init__(kernels.new(bucket.numel))
         self._bucket, self._kernels, self._rank, self._shards = bucket, kernels, rank, shards
+        self.shared: set[int] = set()
 
     def clear(self) -> None:
         """Empty the residual, the momentum, the moments and the remainder."""
         self._kernels.fill_zero(self.v)
         self.u = self.moments = self.remainder = None
+        self.shared.clear()
 
     def release_remainder(self) -> None:
         """Make the remainder residual."""
@@ -96,8 +102,9 @@ class BucketState(State):
             self.momentum()
         if FIRST in arrays:
             self.adam_moments()
+        self.shared.discard(i)
         place = self._bucket.segments[i].place
-        for name, x in self._parts().items():
+        for name, x in self._arrays().items():
             if x is not None:
                 x[place] = self._kernels.from_host(arrays[name]) if name in arrays else 0
         if REMAINDER in arrays:
@@ -107,11 +114,12 @@ class BucketState(State):
 
     def rescale(self, factor: float) -> None:
         """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
-        if self.moments is None:
-            for x in (self.v, self.u, self.remainder):
+        first = self.moments[0] if self.moments is not None else None
+        if first is None or self.shared:
+            for x in (self.v, self.u, self.remainder, first):
                 if x is not None:
                     x *= factor
-        else:  # v has a direction, which is the same for any size of one gradient
+        elif self.moments is not None:  # v has a direction, which is the same for any size of one gradient
             first, second = self.moments
             first *= factor
             second *= factor * factor
@@ -137,5 +145,9 @@ class BucketState(State):
         return [name for name, x in self._parts().items() if x is not None]
 
     def _parts(self) -> dict[str, Array | None]:
+        """The arrays that are this rank's own, by part."""
+        return {part: x for part, x in self._arrays().items() if part != SECOND or not self.shared}
+
+    def _arrays(self) -> dict[str, Array | None]:
         first, second = self.moments or (None, None)
         return {RESIDUAL: self.v, MOMENTUM: self.u, FIRST: first, SECOND: second}

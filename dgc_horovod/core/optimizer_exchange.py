@@ -19,6 +19,7 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, Round
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import Kernels
+from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining, released
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
@@ -113,6 +114,11 @@ class OptimizerExchange:
     def density(self) -> float:
         """Density of the step under way."""
         return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
+
+    @property
+    def sends_all(self) -> bool:
+        """Whether every element is sent at the step under way."""
+        return RULES[self.config.rule].sets_density and self.density() == 1.0
 
     def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
         """`BucketEngine.compress` at the present step.

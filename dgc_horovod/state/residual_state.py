@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dgc_horovod.config import FROZEN, OWN
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
 
@@ -188,6 +189,17 @@ def released(arrays: Arrays) -> Arrays:
         return arrays
     kept = {part: array for part, array in arrays.items() if part != REMAINDER}
     return {**kept, RESIDUAL: arrays[RESIDUAL] + arrays[REMAINDER]}
+
+
+def check_moments(state: ResidualState, keeps_second: bool) -> None:
+    """Raise CheckpointError where a rank has kept Adam's second moment and will not keep one now, or the reverse."""
+    for name, arrays in state.tensors.items():
+        if FIRST in arrays and (SECOND in arrays) != keeps_second:
+            then, now = (OWN, FROZEN) if SECOND in arrays else (FROZEN, OWN)
+            raise CheckpointError(
+                f"the residual of {name!r} was kept with second_moment={then!r}, and it is {now!r} now; load it as it "
+                'was saved, or pass residuals="ignored" to go on without what the ranks have kept'
+            )
 
 
 _HEAD_FIELDS = ("rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions")

@@ -28,8 +28,8 @@ from dgc_horovod.stats import bucket_stats, total
 from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
 from dgc_horovod.tensorflow.nodes import transports
+from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.reload_detector import Clock
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes

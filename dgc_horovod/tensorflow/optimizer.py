@@ -21,8 +21,8 @@ from dgc_horovod.tensorflow import compiling
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.gradients.updates import choose_update
 from dgc_horovod.tensorflow.optimizer_mixin import AgreedScaling, DistributedMethods
+from dgc_horovod.tensorflow.updates.choice import choose_update
 from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
 
 

@@ -28,6 +28,8 @@ class Application:
     def __init__(self, variables: VariableSet, known: Sequence[Any]) -> None:
         self.variables, self.known = variables, known
         self.finite: tf.Tensor | None = None
+        self.dense: tf.Tensor | None = None
+        self.split = False  # whether compressed variables are stepped by what comes back alone
         self.decayed: Sequence[Any] = ()
 
 
@@ -80,7 +82,7 @@ class DistributedMethods(UsersClass):
             everything = [*weights, *self._dgc_shared(variables)]
             rate = self._get_current_learning_rate()
             exchanged = variables.exchange(active, self.iterations, rate, weights, everything)
-            application.finite = exchanged.finite
+            application.finite, application.dense = exchanged.finite, exchanged.dense
             gradients.update(zip(variables.active, exchanged.gradients, strict=True))
         results = list(gradients.values())
         return results if compresses else super()._clip_gradients(results)
@@ -104,18 +106,23 @@ class DistributedMethods(UsersClass):
         if application is None or application.finite is None:
             return above._backend_update_step(grads, trainable_variables, learning_rate)
 
-        def update() -> bool:
+        def update(split: bool) -> bool:
+            application.split = split
             above._apply_weight_decay(application.decayed)
             above._backend_update_step(grads, trainable_variables, learning_rate)
             return True
 
-        tf.cond(application.finite, update, lambda: False)  # on every rank, or on none
+        def either() -> Any:
+            if application.dense is None:
+                return update(self._dgc.update.is_split)
+            return tf.cond(application.dense, lambda: update(False), lambda: update(True))
+
+        tf.cond(application.finite, either, lambda: False)  # on every rank, or on none
 
     def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """As the optimizer's own; ``w -= lr * mean(s)`` where its arithmetic has been done before selection."""
         application = self._dgc_applying
-        split = application is not None and self._dgc.update.is_split
-        if not split or key_of(variable) not in application.variables.compressed:
+        if application is None or not application.split or key_of(variable) not in application.variables.compressed:
             return super().update_step(gradient, variable, learning_rate)
         target = native(variable)
         if target.dtype == gradient.dtype:

@@ -17,8 +17,8 @@ from dgc_horovod.tensorflow.clipping import of_tape
 from dgc_horovod.tensorflow.clipping.learned import Returned
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.gradients.updates import TapeUpdate
 from dgc_horovod.tensorflow.optimizer_mixin import UsersClass, not_converted
+from dgc_horovod.tensorflow.updates.base import TapeUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, scaled, sources_of
 

@@ -29,7 +29,7 @@ from dgc_horovod.torch.gradients.node_exchange import NodeGradientExchange
 from dgc_horovod.torch.gradients.replica_check import Replicas
 from dgc_horovod.torch.nodes import transports
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
-from dgc_horovod.torch.updates.rules import PlainUpdate
+from dgc_horovod.torch.updates.base import PlainUpdate
 from dgc_horovod.torch.wrapping import owners
 from dgc_horovod.torch.wrapping.arguments import agreed_fields, boundaries
 from dgc_horovod.torch.wrapping.notices import (
@@ -154,11 +154,10 @@ class CompressedMethods:
 
     def _accumulation_of(self: Any, p: torch.Tensor) -> tuple[Accumulation, float]:
         """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
-        group = self.param_groups[self._dgc_group_of[p]]
-        moments = self._dgc_update.adopt_state(p, group, self.state)
-        if moments is not None:
-            self._dgc.load_moments(p, moments)
-        return self._dgc_update.accumulation(p, group), self._dgc_update.decay_before(group)
+        group, update = self.param_groups[self._dgc_group_of[p]], self._dgc_update
+        update.dense = update.learns_second and self._dgc.buckets.sends_all
+        update.adopt_state(p, group, self.state, self._dgc)
+        return update.accumulation(p, group), update.decay_before(group)
 
     def synchronize(self: Any) -> None:
         """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank.

@@ -16,11 +16,11 @@ from dgc_horovod.config_check import together
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state import checkpoint
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState, check_moments
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.transport import HorovodCollectives
-from dgc_horovod.torch.updates.rules import PlainUpdate
+from dgc_horovod.torch.updates.base import PlainUpdate
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
@@ -159,6 +159,7 @@ def copied(optimizer: Any) -> ResidualState:
 def put_back(optimizer: Any, state: ResidualState) -> None:
     """`load_residuals`, whatever is under way."""
     exchange, update = optimizer._dgc, optimizer._dgc_update
+    check_moments(state, update.keeps_second)
     exchange.load(state)
     for p in exchange.compressed:
         name = exchange.names[p]

@@ -18,8 +18,11 @@ from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Clock
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, host_call
-from dgc_horovod.tensorflow.gradients.updates import AdamUpdate, PlainUpdate, SGDUpdate, choose_update
 from dgc_horovod.tensorflow.keras import callbacks
+from dgc_horovod.tensorflow.updates.adam import AdamUpdate
+from dgc_horovod.tensorflow.updates.base import PlainUpdate
+from dgc_horovod.tensorflow.updates.choice import choose_update
+from dgc_horovod.tensorflow.updates.sgd import SGDUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
 from dgc_horovod.tensorflow.wrapping.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
 

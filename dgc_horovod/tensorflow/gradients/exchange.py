@@ -22,17 +22,24 @@ from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
+from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native
 
 
 class Exchanged(NamedTuple):
-    """What came back: a gradient for each one given, and whether the step may be applied (None: not looked at)."""
+    """What came back.
+
+    Args:
+        gradients: one for each given.
+        finite: whether the step may be applied; None: not looked at.
+        dense: whether the step is the optimizer's own; None: its arithmetic is split at every step, or at none.
+    """
 
     gradients: list[Gradient]
     finite: tf.Tensor | None
+    dense: tf.Tensor | None
 
 
 class GradientExchange:
@@ -124,10 +131,11 @@ class GradientExchange:
 
     def _graph(
         self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
-    ) -> tuple[list[Gradient], Any]:
-        started, fresh, part, step = self._call(self.steps.start, [iterations], [tf.int64, tf.bool, tf.int32, tf.int64])
+    ) -> tuple[list[Gradient], Any, Any]:
+        dtypes = [tf.int64, tf.bool, tf.int32, tf.int64, tf.bool]
+        started, fresh, part, step, dense = self._call(self.steps.start, [iterations], dtypes)
         if self.settings.config is None:
-            return self._all_dense(gradients, started), None
+            return self._all_dense(gradients, started), None, None
         if self._replicas is not None:
             part.set_shape([])
             with tf.control_dependencies([self._replicas(part, step, weights, everything)]):
@@ -149,7 +157,8 @@ class GradientExchange:
                 results[i] = update if self._keeps_fp32 else tf.cast(update, gradients[i].dtype)
         (finite,) = self._call(self.steps.end, flags, [tf.bool], self._dense_path.nbytes(whole.values()))
         finite.set_shape([])
-        return [results[i] for i in range(len(gradients))], finite
+        dense.set_shape([])
+        return [results[i] for i in range(len(gradients))], finite, dense if self.update.learns_second else None
 
     def _all_dense(self, gradients: Sequence[Gradient], started: tf.Tensor) -> list[Gradient]:
         given = dict(enumerate(gradients))
@@ -161,18 +170,25 @@ class GradientExchange:
             return [tf.identity(result) for result in results]
 
     def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """At the first step, and after a checkpoint was loaded: the optimizer's slots move into the engines."""
+        """At the first step, and after a checkpoint was loaded: the optimizer's slots move into the engines.
+
+        A second moment that all ranks have stays in its slot, too.
+        """
         slots = {i: [native(slot) for slot in self.update.slots(self.sources[i].key)] for i in sorted(self.compressed)}
         everything = [slot for mine in slots.values() for slot in mine]
         if not everything:
             return started
         counts = [(i, len(mine)) for i, mine in slots.items()]
+        kept = everything[1::2] if self.update.learns_second else []
+        emptied = everything[::2] if kept else everything
 
         def take_over() -> tf.Tensor:
-            (done,) = self._call(self.steps.take_over, [rate, *everything], [tf.int64], counts)
-            with tf.control_dependencies([done]):
-                emptied = [slot.assign(tf.zeros_like(slot)) for slot in everything]
-            with tf.control_dependencies(emptied):
+            (factor,) = self._call(self.steps.take_over, [rate, *everything], [tf.float32], counts)
+            factor.set_shape([])
+            with tf.control_dependencies([factor]):
+                changed = [slot.assign(tf.zeros_like(slot)) for slot in emptied]
+                changed += [slot.assign(tf.cast(slot * tf.cast(factor, slot.dtype), slot.dtype)) for slot in kept]
+            with tf.control_dependencies(changed):
                 return tf.identity(started)
 
         return tf.cond(fresh, take_over, lambda: started)

@@ -24,12 +24,13 @@ from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
-from dgc_horovod.state.residual_state import Arrays, ResidualState
+from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moments
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, threads
+from dgc_horovod.tensorflow.gradients.second_moment import SecondMoment
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.gradients.updates import PlainUpdate
+from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
@@ -37,6 +38,7 @@ from dgc_horovod.wire.bucket import PADDING
 
 _log = logging.getLogger("dgc_horovod")
 _ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
+_LEARNING = "learning"  # of a second moment that is to stay
 _FROM_SLOTS = -1  # for a generation: what belongs here is in the optimizer's slots
 
 
@@ -77,6 +79,7 @@ class HostSteps:
         self._iterations = self._origin = 0
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._under_way = self._told = False
+        self._second_moment = SecondMoment(update)
         if settings.config is not None:
             self.buckets = self._make_buckets(sources, settings, settings.config)
             self.counts = self.buckets.counts
@@ -145,6 +148,8 @@ class HostSteps:
         runs = {_number(name): run for name, run in state.runs.items()}
         # without an origin the optimizer's slots hold what is to be taken over at the next step
         directions = {} if self._generation == _FROM_SLOTS else {_ORIGIN: self._origin}
+        if self._second_moment.learning:
+            directions[_LEARNING] = 1
         return dataclasses.replace(state, tensors=tensors, runs=runs, directions=directions)
 
     def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
@@ -158,7 +163,8 @@ class HostSteps:
         assert self.buckets is not None
         if self._generation_now(iterations) != generation:
             return
-        self._under_way = False
+        check_moments(state, self.update.keeps_second)
+        self._under_way, self._second_moment.learning = False, _LEARNING in state.directions
         names = {_number(name): name for name in self.buckets.numel}
         tensors = {names.get(number, number): arrays for number, arrays in state.tensors.items()}
         runs = {names.get(number, number): run for number, run in state.runs.items()}
@@ -189,7 +195,7 @@ class HostSteps:
 
     def start(self, iterations: np.ndarray) -> list[Any]:
         """Begin; returns `iterations`, whether the optimizer's slots are to be taken over, what part of the weights is
-        to be compared (-1: none), and after how many steps.
+        to be compared (-1: none), after how many steps, and whether the step is the optimizer's own.
 
         A step before this one that was not finished (an error in the graph) has sent nothing that counts.
         """
@@ -203,7 +209,9 @@ class HostSteps:
         self._homes.renew(generation)
         self._homes.bring(self, self._keys)
         steps = self.buckets.steps if self.buckets is not None else 0
-        return [np.int64(self._iterations), np.bool_(fresh), np.int32(self.part_due(steps)), np.int64(steps)]
+        dense = self.update.learns_second and self.buckets is not None and self.buckets.sends_all
+        fresh, part = self._second_moment.begin(fresh, dense, self.runs), self.part_due(steps)
+        return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), np.bool_(dense)]
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
@@ -221,20 +229,26 @@ class HostSteps:
             counts: index in the list of gradients and number of slots, for each variable.
             rate: learning rate, a scalar.
             slots: values of all slots, variable by variable.
+
+        Returns:
+            What slots that are not emptied are to be multiplied by.
         """
         assert self.buckets is not None
-        rest, factor = list(slots), 1 if self.buckets.averages else self.buckets.workers
+        flat = [slot.reshape(-1) for slot in slots]
+        if self.update.learns_second:
+            self._origin, step = 0, self.buckets.steps if self.collectives.rank == 0 else -1
+            names = (self._names[i].split(maxsplit=1)[1] for i, _ in counts)
+            every = list(zip(names, (self.kept(i) for i, _ in counts), flat[::2], flat[1::2], strict=True))
+            return [np.float32(self._second_moment.take(step, self._iterations, every))]
+        rest, factor = flat, 1 if self.buckets.averages else self.buckets.workers
         # moments that begin empty are corrected for it as at the first step, whatever the optimizer's iterations are
         self._origin = 0 if any(np.any(slot) for slot in slots) else self._iterations
         for i, count in counts:
             mine, rest = rest[:count], rest[count:]
             kept = self.kept(i)
             if mine and kept is not None:
-                engine, j = kept
-                segment = engine.bucket.segments[j]
-                mine = [slot.reshape(-1)[segment.offset :][: segment.numel] for slot in mine]
-                self.update.take_over(engine, j, mine, float(rate) * factor)
-        return [np.int64(0)]
+                self.update.take_over(*kept, mine, float(rate) * factor)
+        return [np.float32(1)]
 
     def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[Any]:
         """Take in a bucket's gradients; what its first round sends, as `BucketRun.triple`."""
@@ -253,10 +267,11 @@ class HostSteps:
         return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
 
     def _add_gradients(self, run: BucketRun, gradients: Sequence[Any], whole: bool = False) -> None:
+        assert self.buckets is not None
         accumulation = (
             ErrorFeedback()
             if run.engine.bucket.uncompressed
-            else self.update.accumulation(self._iterations - self._origin)
+            else self.update.accumulation(self._iterations - self._origin, self.buckets.sends_all)
         )
         if self.node_size > 1:
             gradients = _of_slice(run, gradients, whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -388,13 +388,3 @@ class GradientExchange:
         for p, v in self.dense_residuals.items():
             state.tensors[self.names[p]] = {RESIDUAL: v.reshape(-1).float().cpu().numpy()}
         return state
-
-    def load_moments(self, p: Parameter, moments: Sequence[torch.Tensor]) -> None:
-        """Take over Adam's moments of what this rank keeps of `p` from a stock checkpoint."""
-        if self.names[p] not in self.buckets.place:
-            return
-        engine, i = self.buckets.place[self.names[p]]
-        segment = engine.bucket.segments[i]
-        for ours, theirs in zip(engine.state.adam_moments(), moments, strict=True):
-            kept = theirs.detach().reshape(-1)[segment.offset :][: segment.numel]
-            torch.as_tensor(ours[segment.place]).copy_(kept)

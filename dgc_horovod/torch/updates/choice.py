@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import FROZEN, DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import refusal, tell_plain
-from dgc_horovod.torch.updates.rules import AdamUpdate, Group, PlainUpdate, SGDUpdate
+from dgc_horovod.notices import refusal, tell_no_second_moment, tell_plain
+from dgc_horovod.torch.updates.adam import AdamUpdate, FrozenAdamUpdate
+from dgc_horovod.torch.updates.base import Group, PlainUpdate
+from dgc_horovod.torch.updates.sgd import SGDUpdate
 
 
 def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainUpdate:
@@ -21,13 +23,16 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
         UnsupportedUse: an option of the optimizer that the split would get wrong.
     """
     kind = _kind(optimizer)
+    if kind != "adam" and config.second_moment == FROZEN:
+        tell_no_second_moment(type(optimizer).__name__)
     if not config.momentum_correction:
         return PlainUpdate(kind)
     if kind == "sgd":
         _refuse(optimizer, lambda g: g["momentum"] and g["dampening"], "SGD's dampening", "dampening=0")
         return SGDUpdate(kind)
     if kind == "adam":
-        update = AdamUpdate(isinstance(optimizer, torch.optim.AdamW))
+        form = FrozenAdamUpdate if config.freezes_second_moment else AdamUpdate
+        update = form(isinstance(optimizer, torch.optim.AdamW))
         _refuse(optimizer, lambda g: g["amsgrad"], "Adam's amsgrad", "amsgrad=False")
         _refuse(
             optimizer,

@@ -1,0 +1,1 @@
+"""How gradients enter the residual, optimizer by optimizer."""

@@ -1,0 +1,118 @@
+"""How the arithmetic of Keras' Adam and AdamW is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.second_moment import bounded
+from dgc_horovod.kernels.contract import Accumulation, AdamCorrection, ErrorFeedback
+from dgc_horovod.notices import ADAM_DIRECTIONS
+from dgc_horovod.state.residual_state import FIRST, RESIDUAL, SECOND
+from dgc_horovod.tensorflow.updates.base import Left, SplitUpdate, add_to, index_of, kept_of, part_of
+from dgc_horovod.tensorflow.wrapping.variables import Key, key_of
+
+
+class AdamUpdate(SplitUpdate):
+    """Adam, AdamW: each rank's own Adam direction enters the residual."""
+
+    keeps_second = True
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(ADAM_DIRECTIONS)
+        self._optimizer = optimizer
+
+    def accumulation(self, iterations: int, dense: bool) -> Accumulation:
+        b1, b2 = float(self._optimizer.beta_1), float(self._optimizer.beta_2)
+        step = iterations + 1
+        # Keras adds epsilon to the uncorrected root
+        return AdamCorrection((b1, b2), float(self._optimizer.epsilon) / (1 - b2**step) ** 0.5, step)
+
+    def slots(self, key: Key) -> list[Any]:
+        i = index_of(self._optimizer, key)
+        return [self._optimizer._momentums[i], self._optimizer._velocities[i]]
+
+    def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
+        for ours, theirs in zip(engine.state.adam_moments(), slots, strict=True):
+            if np.any(theirs):
+                add_to(engine, i, ours, theirs)
+
+    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+        return [part_of(engine, i, moment) for moment in engine.state.moments or ()]
+
+    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
+        """All of v is applied, and the mean moments go where Keras has them, from which they are taken over again.
+
+        What coding has left of an uncompressed variable is a gradient, which is not applied alone: Adam would take
+        a full step for it, however small it is.
+        """
+        if not compressed:
+            return left[RESIDUAL]
+        variable.assign_sub(tf.cast(rate * left[RESIDUAL], variable.dtype))
+        if FIRST in left:
+            for slot, moment in zip(self.slots(key_of(variable)), (left[FIRST], left[SECOND]), strict=True):
+                slot.assign(tf.cast(moment, slot.dtype))
+        return None
+
+
+class FrozenAdamUpdate(AdamUpdate):
+    """Adam, AdamW with a second moment that is learnt in dense steps, the same on every rank, and then stays.
+
+    See its namesake in ``torch.updates``. The optimizer's velocity stays where it is, the same on every rank, and is
+    divided by its ``1-b2**t`` when the dense steps are over; the engine's is made from it.
+    """
+
+    keeps_second, learns_second = False, True
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.notice = ""
+
+    def accumulation(self, iterations: int, dense: bool) -> Accumulation:
+        if dense:
+            return ErrorFeedback()
+        b1, b2 = float(self._optimizer.beta_1), float(self._optimizer.beta_2)
+        return AdamCorrection((b1, b2), float(self._optimizer.epsilon), iterations + 1, frozen=True)
+
+    def correction(self, iterations: int) -> float:
+        """What the velocity of so many steps is multiplied by."""
+        return 1 / (1 - float(self._optimizer.beta_2) ** max(1, iterations))
+
+    def take_second(self, engine: BucketEngine, i: int, velocity: np.ndarray) -> bool:
+        """Let the second moment of segment i be what all ranks have; returns whether they have learnt it.
+
+        Args:
+            engine, i: engine of the variable, and index of its segment.
+            velocity: second moment of the whole variable, flat float32, divided by its ``1-b2**t``.
+        """
+        second, place = bounded(velocity), engine.bucket.segments[i].place
+        engine.state.adam_moments()[1][place] = engine.kernels.from_host(kept_of(engine, i, second))
+        engine.state.shared.add(i)
+        return not np.isinf(second[0])
+
+    def take_first(self, engine: BucketEngine, i: int, momentum: np.ndarray) -> None:
+        """Take over the first moment of dense steps; the residual, so far of gradients, becomes one of directions."""
+        place = engine.bucket.segments[i].place
+        second = engine.kernels.to_host(engine.state.adam_moments()[1][place])
+        root = np.sqrt(second) + np.float32(self._optimizer.epsilon)
+        v = engine.kernels.to_host(engine.state.v[place])
+        engine.state.v[place] = engine.kernels.from_host(v / root)
+        add_to(engine, i, engine.state.adam_moments()[0], momentum)
+
+    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+        return super().for_slots(engine, i, rate)[:1]
+
+    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
+        """All of v is applied, and the mean first moment goes where Keras has it.
+
+        Without a first moment there were dense steps alone, and v is what coding has left of a gradient.
+        """
+        if not compressed or FIRST not in left:
+            return left[RESIDUAL]
+        variable.assign_sub(tf.cast(rate * left[RESIDUAL], variable.dtype))
+        momentum = self.slots(key_of(variable))[0]
+        momentum.assign(tf.cast(left[FIRST], momentum.dtype))
+        return None

@@ -1,0 +1,123 @@
+"""How a Keras optimizer's arithmetic is split: what enters the residual before the exchange, what is applied after.
+
+For plain error feedback the user's optimizer takes what the exchange brings as a gradient. For SGD with momentum and
+for Adam the momentum or the direction has been formed locally, before selection: what is left is the plain step
+``w -= lr * mean(s)``. Keras' weight decay is decoupled for every optimizer, and stays its own.
+
+A checkpoint's slots (velocity, moments) are taken over by the engine at the first step after they were loaded, and
+emptied: by linearity nothing is lost, and nothing is applied twice. When Keras saves, they get what the rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
+from dgc_horovod.state.residual_state import RESIDUAL
+from dgc_horovod.tensorflow.wrapping.variables import Key, key_of
+
+Left = Mapping[str, np.ndarray]  # of a variable, by part
+
+
+class PlainUpdate:
+    """Error feedback alone.
+
+    Args:
+        notice: text for the user, said once; "" for none.
+    """
+
+    is_split = False
+    is_optimizers = True  # and not a tape's, which knows no optimizer
+    keeps_second = False  # whether each rank keeps a second moment of its own
+    learns_second = False  # whether one that all ranks have is learnt in dense steps, which are the optimizer's own
+
+    def __init__(self, notice: str = "") -> None:
+        self.notice = notice
+
+    def accumulation(self, iterations: int, dense: bool) -> Accumulation:
+        """How gradients enter the residual at the step after `iterations` others, counted from empty moments.
+
+        Args:
+            iterations: number of steps before, >= 0.
+            dense: whether everything is sent at this step.
+        """
+        return ErrorFeedback()
+
+    def slots(self, key: Key) -> list[Any]:
+        """The optimizer's own variables for the variable `key` whose place the engine takes."""
+        return []
+
+    def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
+        """Put into segment i of `engine` what stood in `slots`, which are emptied.
+
+        Args:
+            engine, i: engine of the variable, and index of its segment.
+            slots: values of the optimizer's variables that `slots` names, whole and flat.
+            rate: learning rate; for a sum over ranks, times their number.
+        """
+
+    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+        """The reverse: what this rank has, as the optimizer's slots would hold it, for a file."""
+        return []
+
+    def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
+        """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
+
+        Args:
+            optimizer: wrapped Keras optimizer.
+            left: variables and what is left of each, in its shape, by part.
+            compressed: keys of the variables on the sparse path.
+
+        Returns:
+            For each variable what cannot be applied, and is to be kept on every rank; or None.
+        """
+        gradients = [tf.cast(parts[RESIDUAL], variable.dtype) for variable, parts in left]
+        optimizer._dgc_apply_as_stock(gradients, [variable for variable, _ in left])
+        return [None] * len(left)
+
+
+class TapeUpdate(PlainUpdate):
+    """The update of gradients that go back to the script."""
+
+    is_optimizers = False
+
+
+class SplitUpdate(PlainUpdate):
+    """Variables on the sparse path are stepped by what comes back alone."""
+
+    is_split = True
+
+    def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
+        rate = float(optimizer.learning_rate)
+        return [self.flush_one(variable, parts, rate, key_of(variable) in compressed) for variable, parts in left]
+
+    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
+        """Apply what is left of `variable`; returns what cannot be applied, or None."""
+        raise NotImplementedError
+
+
+def index_of(optimizer: Any, key: Key) -> int:
+    """Where Keras keeps what belongs to a variable."""
+    return optimizer._trainable_variables_indices[key[0]]
+
+
+def part_of(engine: BucketEngine, i: int, state: Any) -> np.ndarray:
+    """A copy on the host of what `engine` keeps of a variable."""
+    return engine.kernels.to_host(state[engine.bucket.segments[i].place]).copy()
+
+
+def add_to(engine: BucketEngine, i: int, state: Any, values: np.ndarray) -> None:
+    """Add to what `engine` keeps of a variable what it keeps of `values`, which are whole."""
+    segment = engine.bucket.segments[i]
+    state[segment.place] += engine.kernels.from_host(kept_of(engine, i, values))
+
+
+def kept_of(engine: BucketEngine, i: int, values: np.ndarray) -> np.ndarray:
+    """What `engine` keeps of `values` of a whole variable, flat."""
+    segment = engine.bucket.segments[i]
+    return values[segment.offset :][: segment.numel]

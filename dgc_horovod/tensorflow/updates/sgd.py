@@ -1,0 +1,49 @@
+"""How the arithmetic of Keras' SGD is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.kernels.contract import Accumulation, MomentumCorrection
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL
+from dgc_horovod.tensorflow.updates.base import Left, SplitUpdate, add_to, index_of, part_of
+from dgc_horovod.tensorflow.wrapping.variables import Key, key_of
+
+
+class SGDUpdate(SplitUpdate):
+    """SGD with momentum: the engine's u carries the local momentum, without the learning rate."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def accumulation(self, iterations: int, dense: bool) -> Accumulation:
+        return MomentumCorrection(float(self._optimizer.momentum), bool(self._optimizer.nesterov))
+
+    def slots(self, key: Key) -> list[Any]:
+        optimizer = self._optimizer
+        return [optimizer.momentums[index_of(optimizer, key)]] if optimizer.momentums else []
+
+    def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
+        if rate and np.any(slots[0]):  # Keras' velocity is -lr times the sum of past gradients
+            add_to(engine, i, engine.state.momentum(), slots[0] / np.float32(-rate))
+
+    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+        return [] if engine.state.u is None else [np.float32(-rate) * part_of(engine, i, engine.state.u)]
+
+    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> None:
+        """All of v is applied, and u joins the velocity, from which it is taken over again: nothing is lost.
+
+        Of an uncompressed variable v is a gradient, whose momentum is still to come.
+        """
+        v, momentum = left[RESIDUAL], float(self._optimizer.momentum)
+        later = left.get(MOMENTUM) if compressed else v
+        if later is not None:
+            for slot in self.slots(key_of(variable)):
+                slot.assignadd_to(tf.cast(-rate * later, slot.dtype))
+        ahead = 1 + momentum if self._optimizer.nesterov and not compressed else 1.0
+        variable.assign_sub(tf.cast(rate * ahead * v, variable.dtype))

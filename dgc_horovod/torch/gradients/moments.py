@@ -1,0 +1,47 @@
+"""Adam's moments of a tensor, between a torch optimizer's state and what this rank's engine keeps of the tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
+
+
+def load(
+    exchange: GradientExchange, p: Parameter, first: torch.Tensor | None = None, second: torch.Tensor | None = None
+) -> None:
+    """Let what this rank keeps of the moments of `p` be these, of its shape; None leaves one as it is."""
+    for number, moment in enumerate((first, second)):
+        if moment is not None and exchange.names[p] in exchange.buckets.place:
+            engine, i = exchange.buckets.place[exchange.names[p]]
+            segment = engine.bucket.segments[i]
+            ours = torch.as_tensor(engine.state.adam_moments()[number][segment.place])
+            ours.copy_(_kept(moment, segment.offset, segment.numel))
+
+
+def has_shared(exchange: GradientExchange, p: Parameter) -> bool:
+    """Whether the second moment that the engine has of `p`, if it keeps anything of it, is the ranks' common one."""
+    if exchange.names[p] not in exchange.buckets.place:
+        return True
+    engine, i = exchange.buckets.place[exchange.names[p]]
+    return i in engine.state.shared
+
+
+def share_second(exchange: GradientExchange, p: Parameter, second: torch.Tensor) -> None:
+    """Let the second moment of `p` be that of all ranks, which have divided it by its ``1-b2**step`` already."""
+    load(exchange, p, second=second)
+    if exchange.names[p] in exchange.buckets.place:
+        engine, i = exchange.buckets.place[exchange.names[p]]
+        engine.state.shared.add(i)
+
+
+def turn_into_directions(exchange: GradientExchange, p: Parameter, root: torch.Tensor) -> None:
+    """Divide the residual of `p`, so far of gradients, by `root` of its shape: it is of Adam's directions then."""
+    if exchange.names[p] in exchange.buckets.place:
+        engine, i = exchange.buckets.place[exchange.names[p]]
+        segment = engine.bucket.segments[i]
+        torch.as_tensor(engine.state.v[segment.place]).div_(_kept(root, segment.offset, segment.numel))
+
+
+def _kept(whole: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
+    return whole.detach().reshape(-1)[offset:][:numel].float()

@@ -1,0 +1,168 @@
+"""How an optimizer's arithmetic is split: what enters the residual before the exchange, what is applied after.
+
+The exchange brings ``mean(s)`` into ``p.grad``. For plain error feedback the user's optimizer takes it as
+a gradient. For SGD with momentum the momentum has already been applied, locally: what is left of the
+optimizer for that tensor is linear in the weights (decay) and is applied here, beside ``mean(s)``. For
+Adam the direction has been formed locally, and what is left is the plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
+from dgc_horovod.notices import ADAM_AFTER
+from dgc_horovod.state.residual_state import RESIDUAL
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+
+Group = dict[str, Any]
+Parameter = torch.Tensor
+Left = Mapping[str, torch.Tensor]  # of a tensor, by part
+Compressed = Callable[[Parameter], bool]
+States = Mapping[Parameter, dict[str, Any]]  # of an optimizer
+
+
+class PlainUpdate:
+    """Error feedback alone: the gradient enters the residual, the user's optimizer takes what comes back.
+
+    Args:
+        kind: name of the user's optimizer's arithmetic: "sgd", "adam" (AdamW too) or "other".
+    """
+
+    sends_directions = False  # whether updates are steps already, and no gradients
+    keeps_second = False  # whether each rank keeps a second moment of its own
+    learns_second = False  # whether one that all ranks have is learnt in dense steps, which are the optimizer's own
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.dense = False  # whether everything is sent at the step under way; told where the second moment is learnt
+        self.notice = ADAM_AFTER if kind == "adam" else ""  # for the user, once
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer's state have what stock's has, on every rank: zeros where the engine keeps the real thing.
+
+        Called after wrapping, after loading a state, and whenever somebody asks for it.
+        """
+        fill_state(optimizer, self.kind)
+
+    def accumulation(self, p: Parameter, group: Group) -> Accumulation:
+        """How this step's gradient of `p` enters the residual."""
+        return ErrorFeedback()
+
+    def decay_before(self, group: Group) -> float:
+        """Weight decay that belongs to the gradient itself, added before everything else."""
+        return 0.0
+
+    def fading(self, group: Group) -> float:
+        """The factor, in [0, 1), by which the engine's momentum falls in a step without a gradient."""
+        return 0.0
+
+    def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
+        """Apply one exchanged step: `own_step` runs the user's optimizer on every ``p.grad`` there is."""
+        own_step()
+
+    def adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
+        """Let the engine take over what stands in the optimizer's state: that of a stock checkpoint, or dense steps."""
+
+    def directions(self, p: Parameter) -> int:
+        """Steps of which the engine's moments of `p` are made, if it has any."""
+        return 0
+
+    def set_directions(self, p: Parameter, count: int) -> None:
+        """Let it be `count` of them."""
+
+    def resume(self, p: Parameter, state: dict[str, Any], directions: int) -> None:
+        """The engine has loaded moments of `p`: what stands in the optimizer's `state` is not to be taken over."""
+
+    @torch.no_grad()
+    def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
+        """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
+
+        Args:
+            optimizer: wrapped torch optimizer.
+            left: combined u, v or moments of every tensor in a bucket, by part.
+            is_compressed: function that tells whether a tensor is on the sparse path.
+
+        Returns:
+            What cannot be applied, by parameter, and is to be kept on every rank.
+        """
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = left[p][RESIDUAL].to(p.dtype) if p in left else None
+        optimizer._dgc_own_step()
+        return {}
+
+
+class SplitUpdate(PlainUpdate):
+    """The user's optimizer steps the dense-path tensors only; compressed ones are applied by `apply`."""
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        super().prepare(optimizer)
+        self._placeholders = {p for group in optimizer.param_groups for p in group["params"]}
+
+    def _was_placeholder(self, p: Parameter) -> bool:
+        """Whether the state of `p` has not been looked at since `prepare`."""
+        try:
+            self._placeholders.remove(p)
+        except KeyError:
+            return False
+        return True
+
+    def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def flush_one(self, p: Parameter, left: Left, group: Group, state: dict[str, Any], compressed: bool) -> Any:
+        """Apply what is left of `p`; returns what cannot be applied, or None."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
+        kept = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in left:
+                    kept[p] = self.flush_one(p, left[p], group, optimizer.state[p], is_compressed(p))
+        return {p: v for p, v in kept.items() if v is not None}
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
+        held = {p: p.grad for p in compressed}
+        for p in compressed:
+            p.grad = None
+        try:
+            own_step()
+        finally:
+            for p, grad in held.items():
+                p.grad = grad
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                update = held.get(p)
+                if update is not None:
+                    self.apply(p, update, group, optimizer.state[p])
+
+
+def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
+
+    With an empty state Horovod's ``broadcast_optimizer_state`` takes a real step; and where one rank alone
+    has loaded a checkpoint, the ranks would broadcast different entries and never meet.
+    """
+    sgd, adam = kind == "sgd", kind == "adam"
+    known = set(getattr(optimizer, "_dgc_parameters", {}).values())  # one of them may have been frozen since
+    for group in optimizer.param_groups if sgd or adam else []:
+        for p in group["params"]:
+            if not p.requires_grad and p not in known:
+                continue
+            state = optimizer.state[p]
+            if sgd and group["momentum"] and not group["dampening"] and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            elif adam and not group["amsgrad"]:
+                if "step" not in state:
+                    on_device = group.get("capturable") or group.get("fused")
+                    state["step"] = torch.zeros((), device=p.device if on_device else None)
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    if moment not in state:
+                        state[moment] = torch.zeros_like(p)
