@@ -15,6 +15,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "topk": {"rule": "exact", **_TOPK},
     "sampled": {"rule": "sampled", **_TOPK},
     "gaussian": {"rule": "gaussian", **_TOPK},
+    "local": {"rule": "exact", **_TOPK, "density": 0.015, "values": "2bit", "local_steps": 15},
     "random": {"rule": "random", **_TOPK},
     "threshold": {"rule": "threshold", **_TOPK},
 }
@@ -101,6 +102,23 @@ class Presets:
         return cls._preset("gaussian", density=density, **fields)
 
     @classmethod
+    def local(cls, steps: int = 15, density: float = 0.015, **fields: Any) -> Any:
+        """Local steps: H steps of the optimizer on each rank, then an exchange of the weights' change (SparseLoCo).
+
+        ``delta = anchor - w;  e = 0.95*e + delta;  s = top_k(e);  e = e - s;  w = anchor - rate * mean(s)`` (arXiv
+        2508.15706). For links on which even a packet a step is too much. PyTorch.
+
+        Args:
+            steps: H >= 1, steps from one exchange to the next.
+            density: k/n, fraction of the elements sent each time, in (0, 1].
+            fields: any other field of DGCConfig, such as ``outer_rate``, ``outer_momentum`` and ``local_decay``.
+
+        Memory: 8 bytes an element (e and the anchor), 4 more with outer momentum. Cost: a copy of the weights and one
+        pass over weights and e every H steps.
+        """
+        return cls._preset("local", local_steps=steps, density=density, **fields)
+
+    @classmethod
     def random(cls, density: float = 0.001, **fields: Any) -> Any:
         """Random-k with error feedback: the baseline, much worse than top-k at the same density.
 
@@ -128,6 +146,8 @@ class Presets:
 
 def method_of(config: DGCConfig) -> str:
     """The preset that a config is of, or is nearest to."""
+    if config.local_steps is not None:
+        return "local"
     if config.momentum_correction:
         return "dgc"
     return config.rule if config.rule in PRESETS else "topk"

@@ -12,7 +12,7 @@ import numpy as np
 
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.rules import RULES
-from dgc_horovod.schedule import WarmupSchedule, density_at
+from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 SCOPES = ("bucket", "tensor")
@@ -22,6 +22,7 @@ AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
 OWN, FROZEN = "own", "frozen"
 SECOND_MOMENTS = (AUTO, OWN, FROZEN)
+_LOCAL = ("local_decay", "outer_rate", "outer_momentum")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
 
@@ -58,6 +59,11 @@ class DGCConfig:
         node_size: number of workers of a node, >= 1; None: those on one host.
         max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
             density is lowered until it does, not below 0.0001; None: no limit.
+        local_steps: number of the optimizer's steps on each rank alone from one exchange to the next, H >= 1: what is
+            exchanged then is the weights' change (PyTorch). None: gradients are exchanged at every step.
+        local_decay: with local steps, factor of what waits at each exchange, in (0, 1].
+        outer_rate: with local steps, factor of the mean change, > 0.
+        outer_momentum: with local steps, Nesterov momentum of the mean change, in [0, 1).
         threshold: smallest magnitude that rule "threshold" sends, > 0 and within float32's normal range; else None.
         max_density: largest fraction of a bucket that rule "threshold" sends, in (0, 1]; it fixes the packet's size.
         min_numel: number of elements below which a tensor is exchanged densely, >= 1.
@@ -87,6 +93,10 @@ class DGCConfig:
     exchange: str = "flat"
     node_size: int | None = None
     max_bytes_per_step: int | None = None
+    local_steps: int | None = None
+    local_decay: float = 0.95
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
     threshold: float | None = None
     max_density: float = 0.01
     min_numel: int = 1024
@@ -113,7 +123,7 @@ class DGCConfig:
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
             _check_whole(name, getattr(self, name), least)
-        for name in ("node_size", "max_bytes_per_step"):
+        for name in ("node_size", "max_bytes_per_step", "local_steps"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 1)
         _check_positive("clip_norm", self.clip_norm)
@@ -140,11 +150,28 @@ class DGCConfig:
                 "warmup=WarmupSchedule(steps=..., first_density=1.0), or --dgc-warmup-steps N "
                 "--dgc-warmup-first-density 1"
             )
+        self._check_local()
         self._normalise()
+
+    def _check_local(self) -> None:
+        _check_fraction("local_decay", self.local_decay)
+        _check_positive("outer_rate", self.outer_rate)
+        if not (_is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
+            raise ConfigError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
+        if self.local_steps is None:
+            for field in dataclasses.fields(self):
+                if field.name in _LOCAL and getattr(self, field.name) != field.default:
+                    raise ConfigError(f"{field.name} goes with local steps: Compression.local(...)")
+            return
+        if self.momentum_correction or self.clip_norm is not None or self.may_use_nodes:
+            raise ConfigError(
+                "local steps leave momentum and clipping to the optimizer and the script, and nodes to exchange='flat' "
+                "or 'sharded': use Compression.local(...), or --compression local, without clip_norm"
+            )
 
     def _normalise(self) -> None:
         """Plain Python numbers, so that equal settings of two ranks also look equal."""
-        for name in ("density", "max_density", "clip_norm", "threshold"):
+        for name in ("density", "max_density", "clip_norm", "threshold", *_LOCAL):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
         for name in ("min_numel", "bucket_bytes", "seed", "check_every"):
@@ -162,8 +189,10 @@ class DGCConfig:
 
     @property
     def _begins_dense(self) -> bool:
-        """Whether everything is sent at the first step."""
-        return RULES[self.rule].sets_density and density_at(self.density, self.warmup, 0, 0) == 1
+        """Whether everything is sent at the first step, and no budget can change that."""
+        first = self.warmup.first_density if self.warmup is not None else 0
+        whole = self.density == 1 and self.max_bytes_per_step is None
+        return RULES[self.rule].sets_density and (first == 1 or whole)
 
     @property
     def shards(self) -> bool:

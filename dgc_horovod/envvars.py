@@ -146,7 +146,7 @@ def _field(field: str, default: str, meaning: str, kind: str, group: str, **more
     return EnvironmentVariable(f"DGC_{key.upper()}", default, meaning, kind, group, flag, field, **more)
 
 
-_WHAT, _WARM, _WIRE, _RUN = "what is sent", "density warm-up", "how it travels", "running"
+_WHAT, _WHEN, _WIRE, _RUN = "what is sent", "over the run: density warm-up, local steps", "how it travels", "running"
 COMPRESSION = EnvironmentVariable(
     "DGC_COMPRESSION", "", "the method; dgc where only other settings are given", "text", _WHAT, "--compression",
     choices=METHODS,
@@ -162,11 +162,15 @@ FIELDS = (
     _field("clip_norm", "", "L2 norm to clip the averaged gradient at, > 0", "number", _WHAT),
     _field("threshold", "", "least magnitude sent, for method threshold, > 0", "number", _WHAT),
     _field("max_density", "0.01", "most that method threshold may send, in (0, 1]", "number", _WHAT),
-    _field("warmup.steps", "", "length in optimizer steps, >= 1", "whole", _WARM),
-    _field("warmup.epochs", "", "or length in epochs, > 0 (4 in the paper)", "number", _WARM),
-    _field("warmup.steps_per_epoch", "", "steps in an epoch, where nothing tells the epoch", "whole", _WARM),
-    _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WARM),
-    _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WARM),
+    _field("warmup.steps", "", "length in optimizer steps, >= 1", "whole", _WHEN),
+    _field("warmup.epochs", "", "or length in epochs, > 0 (4 in the paper)", "number", _WHEN),
+    _field("warmup.steps_per_epoch", "", "steps in an epoch, where nothing tells the epoch", "whole", _WHEN),
+    _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WHEN),
+    _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WHEN),
+    _field("local_steps", "", "PyTorch: steps on each rank alone, then weights' changes are sent", "whole", _WHEN),
+    _field("local_decay", "0.95", "what waits is multiplied by, in (0, 1]", "number", _WHEN),
+    _field("outer_rate", "1.0", "and the mean change, > 0", "number", _WHEN),
+    _field("outer_momentum", "0.0", "Nesterov momentum of the mean change, in [0, 1)", "number", _WHEN),
     _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
     _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
     _field("exchange", "flat", "of packets", "text", _WIRE, choices=EXCHANGES),

@@ -19,8 +19,12 @@ ADAM_AFTER = (
     "does; compare the result with dense training once (docs/algorithm.md)"
 )
 NOT_LEARNT = (
-    "there is no second moment that could stay: the dense steps are over, and the optimizer's state is empty. Load the "
-    "optimizer's state with the residuals, or begin the warm-up anew"
+    "there is no second moment that could stay: the dense steps are over, and none was applied, or the optimizer's "
+    "state was not loaded with the residuals. Load it, or begin the warm-up anew"
+)
+NEVER_LEARNT = (
+    "{name!r} has a gradient now, and had none in the dense steps: there is no second moment to divide it by. Let the "
+    "dense steps be later or longer, train it with an optimizer of its own, or pass second_moment='own'"
 )
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
@@ -54,7 +58,7 @@ def tell_frozen(step: int) -> None:
 
 def tell_unknown(name: str) -> None:
     """Warn of a tensor whose second moment nobody has learnt."""
-    _log.warning("dgc_horovod: %s had no gradient in the dense steps; it stays as it is", name)
+    _log.warning("dgc_horovod: %s had no gradient in the dense steps: it cannot be trained after them", name)
 
 
 def not_finite(step: int, where: str) -> str:

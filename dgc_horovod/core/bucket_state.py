@@ -21,24 +21,41 @@ class BucketState(State):
         kernels: backend on the device that holds the gradients.
         rank: index of this worker among those that exchange the bucket.
         shards: which of them owns which elements; None where nobody does.
+        shares_second: whether Adam's second moment is that of all ranks, so that `read` does not give it.
 
     Attributes:
-        shared: indices of the segments whose second moment is that of all ranks: not this rank's to change, nor part of
-            what `read` gives.
+        shared: indices of the segments that have the second moment of all ranks. It is an adapter's copy, made anew
+            where it is lost.
+        begun: indices of the segments whose residual and first moment are of Adam's directions by it; before, the
+            residual is of gradients.
 
     Memory: v, 4 bytes an element; with momentum 4 more, with Adam's moments 8 more; 4 for each of a shard.
     """
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, rank: int = 0, shards: Shards | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        kernels: Kernels,
+        rank: int = 0,
+        shards: Shards | None = None,
+        shares_second: bool = False,
+    ) -> None:
         super().__init__(kernels.new(bucket.numel))
         self._bucket, self._kernels, self._rank, self._shards = bucket, kernels, rank, shards
+        self._shares_second = shares_second
         self.shared: set[int] = set()
+        self.begun: set[int] = set()
 
     def clear(self) -> None:
         """Empty the residual, the momentum, the moments and the remainder."""
         self._kernels.fill_zero(self.v)
         self.u = self.moments = self.remainder = None
         self.shared.clear()
+        self.begun.clear()
+
+    def drop_residual(self) -> None:
+        """Empty the residual alone."""
+        self._kernels.fill_zero(self.v)
 
     def release_remainder(self) -> None:
         """Make the remainder residual."""
@@ -103,6 +120,9 @@ class BucketState(State):
         if FIRST in arrays:
             self.adam_moments()
         self.shared.discard(i)
+        self.begun.discard(i)
+        if self._shares_second and FIRST in arrays:
+            self.begun.add(i)
         place = self._bucket.segments[i].place
         for name, x in self._arrays().items():
             if x is not None:
@@ -115,7 +135,7 @@ class BucketState(State):
     def rescale(self, factor: float) -> None:
         """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
         first = self.moments[0] if self.moments is not None else None
-        if first is None or self.shared:
+        if first is None or self._shares_second:
             for x in (self.v, self.u, self.remainder, first):
                 if x is not None:
                     x *= factor
@@ -146,7 +166,7 @@ class BucketState(State):
 
     def _parts(self) -> dict[str, Array | None]:
         """The arrays that are this rank's own, by part."""
-        return {part: x for part, x in self._arrays().items() if part != SECOND or not self.shared}
+        return {part: x for part, x in self._arrays().items() if part != SECOND or not self._shares_second}
 
     def _arrays(self) -> dict[str, Array | None]:
         first, second = self.moments or (None, None)

@@ -75,7 +75,7 @@ class BucketEngine:
         slices = bucket.slices(node_size)
         self.bucket = bucket = slices[self.topology.local_rank]
         shards = Shards(bucket.numel, self.topology.nodes) if config.shards else None
-        self.state = BucketState(bucket, kernels, self.topology.node, shards)
+        self.state = BucketState(bucket, kernels, self.topology.node, shards, config.freezes_second_moment)
         self.gradients = kernels.gradients(bucket)
         self.outputs: Outputs = (
             kernels.outputs(bucket) if node_size == 1 else SlicedOutputs(self.whole, slices, kernels)

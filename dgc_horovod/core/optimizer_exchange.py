@@ -116,9 +116,20 @@ class OptimizerExchange:
         return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
 
     @property
-    def sends_all(self) -> bool:
-        """Whether every element is sent at the step under way."""
-        return RULES[self.config.rule].sets_density and self.density() == 1.0
+    def learns_second(self) -> bool:
+        """Whether a second moment that is to stay is learnt at the step under way: never again, once it stays."""
+        sends_all = RULES[self.config.rule].sets_density and self.density() == 1.0
+        return sends_all and not any(engine.state.begun for engine in self.engines)
+
+    def drop_residuals(self) -> None:
+        """Empty the residuals: of a dense step that is not applied nothing is kept."""
+        for engine in self.engines:
+            engine.state.drop_residual()
+
+    def forget_shared(self) -> None:
+        """The second moments that all ranks have are others now."""
+        for engine in self.engines:
+            engine.state.shared.clear()
 
     def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
         """`BucketEngine.compress` at the present step.

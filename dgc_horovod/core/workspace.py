@@ -19,6 +19,8 @@ from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, SelectionRange
 from dgc_horovod.wire.packet import PacketFormat
 
+_COARSE = ("4bit", "2bit")
+
 
 @dataclass(frozen=True)
 class Message:
@@ -93,7 +95,10 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: To
     parts = [ranges(each, config.scope, density) for each in slices]
     capacity = max(sum(part.k for part in each) for each in parts)  # packets of all slices are of one size
     indices = "every" if bucket.uncompressed else "elias-fano"
-    wire = PacketFormat(bucket.index, slices[0].numel, capacity, bucket.values or config.values, indices)
+    values = bucket.values or config.values
+    if density == 1 and config.freezes_second_moment and values in _COARSE:
+        values = "bf16"  # a second moment is learnt: squares of what is rounded coarsely are too large
+    wire = PacketFormat(bucket.index, slices[0].numel, capacity, values, indices)
     exchange = choose(wire, topology.nodes, config.shards)
     rounds = rounds_of(exchange.rounds_of(wire, topology.nodes), topology.nodes, topology.node_size)
     return MessageSpec(parts[topology.local_rank], wire, exchange, rounds)

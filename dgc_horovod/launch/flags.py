@@ -28,11 +28,8 @@ COMMANDS = {
     "--doctor": "check this installation, the hosts (-H) and their links; say what to do",
     "--build-horovod": "build Horovod for this environment; what follows goes to the build",
 }
-PLAN = {
-    "--model-size": ("SIZE", "with --doctor: does it pay for a model of SIZE parameters (25.6M)"),
-    "--step-ms": ("MS", "whose step takes MS milliseconds on one worker, without exchange"),
-    "--link-gbps": ("GBPS", "over links of GBPS Gbit/s; if not given, as measured between the hosts"),
-}
+PLAN = {"--model-size": "SIZE", "--step-ms": "MS", "--link-gbps": "GBPS"}
+_PLAN = "with --doctor: does it pay (25.6M 180 1)"
 _DESCRIPTION = "Everything that horovodrun does, with the gradients compressed on the way. Scripts stay as they are."
 _USAGE = "dgcrun -np N [-H HOST:SLOTS,...] [--dgc | --compression METHOD] [options] COMMAND"
 
@@ -125,7 +122,7 @@ class _Parser(argparse.ArgumentParser):
             _add(one_of if variable is envvars.COMPRESSION else ours, variable)
         for flag in COMMANDS:
             ours.add_argument(flag, action=_Command)
-        for flag, (metavar, _) in PLAN.items():
+        for flag, metavar in PLAN.items():
             ours.add_argument(flag, metavar=metavar)
 
     def add_argument(self, *flags: Any, **more: Any) -> Any:
@@ -186,8 +183,7 @@ def help_text(horovods: Sequence[str]) -> str:
     lines += ["", "instead of a job"]
     for flag, meaning in COMMANDS.items():
         lines += _row(flag, meaning)
-    for flag, (metavar, meaning) in PLAN.items():
-        lines += _row(f"{flag} {metavar}", meaning)
+    lines += _row(" ".join(f"{flag} {metavar}" for flag, metavar in PLAN.items()), _PLAN)
     lines += ["", "Horovod's own (horovodrun --help explains them)"]
     lines += textwrap.wrap(
         " ".join(horovods), _width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False

@@ -122,7 +122,8 @@ def _method(settings: Sequence[Setting]) -> tuple[str, list[Setting]]:
     """The method, and the settings of DGCConfig that somebody has given."""
     fields = [setting for setting in settings if setting.given and setting.variable.field]
     chosen = next(setting for setting in settings if setting.variable is envvars.COMPRESSION)
-    method = chosen.value if chosen.given else "dgc" if fields else ""
+    is_local = any(setting.variable.field == "local_steps" for setting in fields)
+    method = chosen.value if chosen.given else "local" if is_local else "dgc" if fields else ""
     return method, [setting for setting in fields if not _is_beaten(setting, fields, chosen, method)]
 
 
@@ -177,7 +178,7 @@ def show(job: Job) -> str:
         text = setting.text
         if setting.variable is envvars.COMPRESSION:
             text = job.method
-        elif text == OF_METHOD and job.config is not None:
+        elif job.config is not None and not setting.given and setting.variable.field in PRESETS[job.method]:
             text = _as_text(getattr(job.config, setting.variable.field))
         unused = setting.given and not _is_used(setting, job)
         rows.append((setting.variable.key, text or "-", setting.source + (" (not used)" if unused else "")))

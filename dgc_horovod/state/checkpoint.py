@@ -259,6 +259,12 @@ def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None
                 f"the residuals were kept with {name}={manifest.config.get(name)}, and it is {now[name]} now; call "
                 'flush() before saving to change it, or pass residuals="ignored": what was not sent is lost then'
             )
+    local = [fields.get("local_steps", "None") == "None" for fields in (manifest.config, now)]
+    if local[0] != local[1]:
+        raise CheckpointError(
+            f"the residuals were kept {'without' if local[0] else 'with'} local steps: of gradients or of weights; "
+            'pass residuals="ignored" to go on without what was not sent'
+        )
     if manifest.averages != averages:
         raise CheckpointError(
             f"the residuals were kept {combining(manifest.averages)} gradients, now {combining(averages)}; give the "

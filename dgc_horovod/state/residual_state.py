@@ -22,8 +22,9 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
 
 FORMAT = 1
-# residual v, momentum u, Adam's moments, and what the rank owes of what it owns: zero where others own
-RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER = PARTS = ("v", "u", "first", "second", "remainder")
+# residual v, momentum u, Adam's moments, what the rank owes of what it owns (zero where others own), and a second
+# moment that all ranks have
+RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER, SHARED = PARTS = ("v", "u", "first", "second", "remainder", "shared")
 _HEAD, _GUESS = "head", "thresholds"
 Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
 
@@ -100,7 +101,7 @@ class ResidualState:
             return changed
         scale = np.float32(workers / self.workers if self.averages else 1.0)
         scaled = {
-            name: {part: x * scale if part in (RESIDUAL, MOMENTUM) else x for part, x in arrays.items()}
+            name: {part: x * scale if is_linear(part, arrays) else x for part, x in arrays.items() if part != SHARED}
             for name, arrays in changed.tensors.items()
         }
         return dataclasses.replace(changed, tensors=scaled, thresholds={})
@@ -145,7 +146,8 @@ class ResidualState:
             if part == _GUESS and array.dtype == np.float64 and array.ndim == 1 and not np.isnan(array).any():
                 state.thresholds[buckets[int(number)]] = array
                 continue
-            if part not in PARTS or array.dtype != np.float32 or array.ndim != 1 or not np.isfinite(array).all():
+            sound = not np.isnan(array).any() if part == SHARED else np.isfinite(array).all()  # infinite: never learnt
+            if part not in PARTS or array.dtype != np.float32 or array.ndim != 1 or not sound:
                 raise ValueError(f"array {key!r} is not a finite float32 vector of a known kind")
             state.tensors[names[int(number)]][part] = array
         if not 0 <= state.rank < state.workers or state.step < 0:
@@ -177,10 +179,18 @@ class ResidualState:
                 continue
             start, numel = self.runs[name]
             for part, array in arrays.items():
-                is_mean = self.averages or part not in (RESIDUAL, MOMENTUM)
+                is_mean = self.averages or not is_linear(part, arrays)
                 whole = tensors.setdefault(name, {})[part] = np.zeros(numel, np.float32)
                 whole[start : start + array.size] = array * np.float32(self.node_size if is_mean else 1)
         return dataclasses.replace(self, node_size=1, tensors=tensors, runs={}, thresholds={})
+
+
+def is_linear(part: str, arrays: Arrays) -> bool:
+    """Whether the ranks' arrays of a part add up to what is applied: not those of Adam's own moments.
+
+    The first moment does where there is no second beside it: that is the same on all ranks then.
+    """
+    return part in (RESIDUAL, MOMENTUM) or (part == FIRST and SECOND not in arrays)
 
 
 def released(arrays: Arrays) -> Arrays:
@@ -268,7 +278,9 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology) -> Residu
             made.directions[name] = max(count, made.directions.get(name, 0))
         for name, arrays in state.as_one_of_all().tensors.items():
             for part, array in arrays.items():
-                weight = (weights if part in (RESIDUAL, MOMENTUM) else means).get(old, 0.0)
+                if part == SHARED:  # the optimizer's own slots have it; a mean would not have its bits
+                    continue
+                weight = (weights if is_linear(part, arrays) else means).get(old, 0.0)
                 ours = made.tensors.setdefault(name, {})
                 taken = array * np.float32(weight)
                 ours[part] = ours[part] + taken if part in ours else taken

@@ -228,7 +228,7 @@ class Distribution:
             home = self._homes.find(key)
             if home is not None:
                 slots = self.update.slots(key)
-                for slot, value in zip(slots, self.update.for_slots(*home, rate), strict=False):
+                for slot, value in zip(slots, self.update.for_slots(*home, rate, slots), strict=False):
                     values[id(native(slot))] = value.reshape(slot.shape)
         return values
 

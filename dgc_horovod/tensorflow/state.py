@@ -90,7 +90,7 @@ def load_checkpoint(
 
 
 def _parts(model: Any, optimizer: Any) -> tuple[Distribution, Collectives, list[Any]]:
-    optimizer = optimizer or model.optimizer
+    optimizer = optimizer or getattr(model, "optimizer", None)
     distribution = getattr(optimizer, "_dgc", None)
     if distribution is None:
         raise UnsupportedUse("compile the model with the optimizer that DistributedOptimizer has returned, or pass it")

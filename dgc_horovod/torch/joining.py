@@ -87,6 +87,8 @@ def _check(optimizer: Any) -> None:
         raise UnsupportedUse("join() under Horovod Elastic: use hvd.elastic.ElasticSampler, which shares the data out")
     if optimizer.process_set.process_set_id != 0:
         raise UnsupportedUse("join() waits for all ranks; an optimizer of a part of them (process_set) cannot join")
+    if optimizer._dgc_config.local_steps is not None:
+        raise UnsupportedUse("join() with local steps: give every rank as many batches (drop_last=True)")
     if not optimizer._dgc.runs:
         raise UnsupportedUse(
             "join() with an optimizer of which nothing is compressed, as all its tensors are small: use "

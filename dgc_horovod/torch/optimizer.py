@@ -19,9 +19,11 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.torch.local.methods import LocalMethods
+from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
-from dgc_horovod.torch.updates.choice import choose_update
-from dgc_horovod.torch.wrapping.arguments import check_arguments, check_same_choice, checked_names
+from dgc_horovod.torch.updates.choice import choose_update, kind_of
+from dgc_horovod.torch.wrapping.arguments import check_arguments, check_local, check_same_choice, checked_names
 from dgc_horovod.torch.wrapping.refusals import alike, check_optimizer, check_parameters
 
 
@@ -86,10 +88,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         check_arguments(op, gradient_predivide_factor, backward_passes_per_step)
         check_optimizer(optimizer, sparse_as_dense)
         check_parameters(optimizer, named)
-        update = choose_update(optimizer, config)
+        if config.local_steps is None:
+            methods: tuple[type, ...] = (CompressedMethods,)
+            update = choose_update(optimizer, config)
+        else:
+            methods = (CompressedMethods, LocalMethods)
+            update = LocalUpdate(kind_of(optimizer), config.outer_rate)
+            check_local(op)
         wrapped = _adopt(
             optimizer,
             named,
+            methods,
             backward_passes_per_step=backward_passes_per_step,
             op=op,
             gradient_predivide_factor=gradient_predivide_factor,
@@ -101,10 +110,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return wrapped
 
 
-def _adopt(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], **settings: Any) -> Any:
-    """A distributed optimizer with `optimizer`'s state, without running its class's constructor again."""
+def _adopt(
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, torch.Tensor]],
+    layers: tuple[type, ...],
+    **settings: Any,
+) -> Any:
+    """A distributed optimizer with `optimizer`'s state, without running its class's constructor again.
+
+    Args:
+        optimizer, named: optimizer, and the names of its parameters.
+        layers: classes whose methods go over Horovod's, each over those before it.
+        settings: Horovod's arguments.
+    """
     user_class: Any = type(optimizer)
-    ours = {k: v for k, v in vars(CompressedMethods).items() if not k.startswith("__") or k == "__reduce_ex__"}
+    every = [entry for layer in layers for entry in vars(layer).items()]
+    ours = {k: v for k, v in every if not k.startswith("__") or k == "__reduce_ex__"}
     methods = {**vars(_DistributedOptimizer), **ours}
     # broadcast_optimizer_state expects the class one level over the user's, with Horovod's __module__
     final = type(user_class.__name__, (user_class,), methods)

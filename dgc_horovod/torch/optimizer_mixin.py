@@ -155,7 +155,7 @@ class CompressedMethods:
     def _accumulation_of(self: Any, p: torch.Tensor) -> tuple[Accumulation, float]:
         """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
         group, update = self.param_groups[self._dgc_group_of[p]], self._dgc_update
-        update.dense = update.learns_second and self._dgc.buckets.sends_all
+        update.dense = update.learns_second and self._dgc.buckets.learns_second
         update.adopt_state(p, group, self.state, self._dgc)
         return update.accumulation(p, group), update.decay_before(group)
 
@@ -177,6 +177,8 @@ class CompressedMethods:
         self._dgc_replicas.end(self)
         self._check_nothing_unfrozen()
         self._dgc_may_apply = self._dgc.finish()
+        if not self._dgc_may_apply and self._dgc_update.dense:
+            self._dgc.buckets.drop_residuals()
         self._dgc_watch.synchronized(self._dgc.names)
 
     def _nothing_new(self: Any) -> bool:
@@ -252,6 +254,15 @@ class CompressedMethods:
                 self._tell_once("changed update", CHANGED_UPDATE)
             elif self._dgc.clipping.by_hand is not None:
                 self._tell_once("clipping", clipping_learned(self._dgc.clipping.by_hand))
+
+    def _dgc_check_between_steps(self: Any) -> None:
+        if self._handles or (self._synchronized and self._dgc_may_apply):
+            raise UnsupportedUse(
+                "residuals can be saved, loaded and flushed between two steps only: after step(), before backward()"
+            )
+
+    def _dgc_finish_round(self: Any) -> None:
+        """End what spans several steps: nothing does here."""
 
     def _dgc_is_exchanging(self: Any) -> bool:
         """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""

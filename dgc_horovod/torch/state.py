@@ -40,6 +40,8 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
     collectives, exchange = _of(optimizer)
+    if exchange is not None:
+        optimizer._dgc_finish_round()
 
     def content() -> checkpoint.Content:
         state = None if exchange is None else kept_by(optimizer)
@@ -127,10 +129,7 @@ def _dumped(model: Any, optimizer: Any, extra: dict[str, Any]) -> bytes:
 
 def check_between_steps(optimizer: Any) -> None:
     """Raise UnsupportedUse while gradients are being exchanged, or have been and are not applied yet."""
-    if optimizer._handles or (optimizer._synchronized and optimizer._dgc_may_apply):
-        raise UnsupportedUse(
-            "residuals can be saved, loaded and flushed between two steps only: after step(), before backward()"
-        )
+    optimizer._dgc_check_between_steps()
 
 
 def kept_by(optimizer: Any) -> ResidualState:
@@ -153,12 +152,14 @@ def copied(optimizer: Any) -> ResidualState:
     state: ResidualState = exchange.residuals()
     steps = {exchange.names[p]: update.directions(p) for p in exchange.compressed}
     state.directions = {name: count for name, count in steps.items() if count}
+    update.add_own(optimizer, state)
     return state
 
 
 def put_back(optimizer: Any, state: ResidualState) -> None:
     """`load_residuals`, whatever is under way."""
     exchange, update = optimizer._dgc, optimizer._dgc_update
+    state = update.take_own(optimizer, state)
     check_moments(state, update.keeps_second)
     exchange.load(state)
     for p in exchange.compressed:
@@ -198,11 +199,12 @@ def flush(optimizer: Any) -> None:
     _follow(optimizer)
     check_between_steps(optimizer)
     exchange, update = optimizer._dgc, optimizer._dgc_update
+    update.check_flush(optimizer)
     kept = update.flush(optimizer, _left(exchange, update), exchange.is_compressed)
     share = 1 if exchange.settings.averages else exchange.collectives.workers
     for p, v in kept.items():
         if p in exchange.place:
-            exchange.buckets.keep(exchange.names[p], {RESIDUAL: (v / share).reshape(-1).cpu().numpy()})
+            exchange.buckets.keep(exchange.names[p], {RESIDUAL: (v / share).reshape(-1).float().cpu().numpy()})
         else:
             exchange.dense_residuals[p] = v / share
     for p in exchange.names:

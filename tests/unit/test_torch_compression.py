@@ -37,7 +37,7 @@ def test_the_guides_table_is_the_presets():
     rows = dict(re.findall(r"^\| `\.(\w+)\(.*?\)` \| (.*?) \|", GUIDE.read_text(), re.M))
     assert rows.keys() == PRESETS.keys()
     for name, cell in rows.items():
-        said = dict(re.findall(r"`(\w+)=(\w+)`", cell))
+        said = dict(re.findall(r"`(\w+)=([\w.]+)`", cell))
         assert said == {k: str(v) for k, v in PRESETS[name].items()}, name
 
 

@@ -183,11 +183,11 @@ class GradientExchange:
         emptied = everything[::2] if kept else everything
 
         def take_over() -> tf.Tensor:
-            (factor,) = self._call(self.steps.take_over, [rate, *everything], [tf.float32], counts)
-            factor.set_shape([])
-            with tf.control_dependencies([factor]):
+            (factors,) = self._call(self.steps.take_over, [rate, *everything], [tf.float32], counts)
+            factors.set_shape([len(counts)])
+            with tf.control_dependencies([factors]):
                 changed = [slot.assign(tf.zeros_like(slot)) for slot in emptied]
-                changed += [slot.assign(tf.cast(slot * tf.cast(factor, slot.dtype), slot.dtype)) for slot in kept]
+                changed += [slot.assign(slot * tf.cast(factors[j], slot.dtype)) for j, slot in enumerate(kept)]
             with tf.control_dependencies(changed):
                 return tf.identity(started)
 

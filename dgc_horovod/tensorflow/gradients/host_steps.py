@@ -28,7 +28,7 @@ from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moment
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, threads
-from dgc_horovod.tensorflow.gradients.second_moment import SecondMoment
+from dgc_horovod.tensorflow.gradients.second_moment import SecondMoment, add_shared, take_shared
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
@@ -38,7 +38,6 @@ from dgc_horovod.wire.bucket import PADDING
 
 _log = logging.getLogger("dgc_horovod")
 _ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
-_LEARNING = "learning"  # of a second moment that is to stay
 _FROM_SLOTS = -1  # for a generation: what belongs here is in the optimizer's slots
 
 
@@ -80,6 +79,7 @@ class HostSteps:
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._under_way = self._told = False
         self._second_moment = SecondMoment(update)
+        self._dense = self._resumed = False  # whether the step is the optimizer's own; whether a record was loaded
         if settings.config is not None:
             self.buckets = self._make_buckets(sources, settings, settings.config)
             self.counts = self.buckets.counts
@@ -144,12 +144,11 @@ class HostSteps:
         if self._under_way:
             raise UnsupportedUse("residuals can be saved between two steps only")
         state = self.buckets.residuals()
+        add_shared(self.buckets, state)
         tensors = {_number(name): arrays for name, arrays in state.tensors.items()}
         runs = {_number(name): run for name, run in state.runs.items()}
         # without an origin the optimizer's slots hold what is to be taken over at the next step
         directions = {} if self._generation == _FROM_SLOTS else {_ORIGIN: self._origin}
-        if self._second_moment.learning:
-            directions[_LEARNING] = 1
         return dataclasses.replace(state, tensors=tensors, runs=runs, directions=directions)
 
     def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
@@ -164,11 +163,13 @@ class HostSteps:
         if self._generation_now(iterations) != generation:
             return
         check_moments(state, self.update.keeps_second)
-        self._under_way, self._second_moment.learning = False, _LEARNING in state.directions
+        self._under_way, self._resumed = False, True
         names = {_number(name): name for name in self.buckets.numel}
         tensors = {names.get(number, number): arrays for number, arrays in state.tensors.items()}
         runs = {names.get(number, number): run for number, run in state.runs.items()}
-        left = self.buckets.load(dataclasses.replace(state, tensors=tensors, runs=runs))
+        state = dataclasses.replace(state, tensors=tensors, runs=runs)
+        left = self.buckets.load(state)
+        take_shared(self.buckets, state)
         if left and self.collectives.rank == 0:
             _log.warning(
                 "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
@@ -209,9 +210,11 @@ class HostSteps:
         self._homes.renew(generation)
         self._homes.bring(self, self._keys)
         steps = self.buckets.steps if self.buckets is not None else 0
-        dense = self.update.learns_second and self.buckets is not None and self.buckets.sends_all
-        fresh, part = self._second_moment.begin(fresh, dense, self.runs), self.part_due(steps)
-        return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), np.bool_(dense)]
+        self._dense = self.update.learns_second and self.buckets is not None and self.buckets.learns_second
+        if self.update.learns_second:
+            fresh, self._resumed = self._second_moment.begin(fresh or self._resumed, self._dense, self.runs), False
+        part = self.part_due(steps)
+        return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), np.bool_(self._dense)]
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
@@ -231,7 +234,7 @@ class HostSteps:
             slots: values of all slots, variable by variable.
 
         Returns:
-            What slots that are not emptied are to be multiplied by.
+            For each variable, what its slot that is not emptied is to be multiplied by.
         """
         assert self.buckets is not None
         flat = [slot.reshape(-1) for slot in slots]
@@ -239,7 +242,8 @@ class HostSteps:
             self._origin, step = 0, self.buckets.steps if self.collectives.rank == 0 else -1
             names = (self._names[i].split(maxsplit=1)[1] for i, _ in counts)
             every = list(zip(names, (self.kept(i) for i, _ in counts), flat[::2], flat[1::2], strict=True))
-            return [np.float32(self._second_moment.take(step, self._iterations, every))]
+            share = 1 if self.buckets.averages else self.buckets.workers
+            return [self._second_moment.take(step, self._iterations, share, every)]
         rest, factor = flat, 1 if self.buckets.averages else self.buckets.workers
         # moments that begin empty are corrected for it as at the first step, whatever the optimizer's iterations are
         self._origin = 0 if any(np.any(slot) for slot in slots) else self._iterations
@@ -248,7 +252,7 @@ class HostSteps:
             kept = self.kept(i)
             if mine and kept is not None:
                 self.update.take_over(*kept, mine, float(rate) * factor)
-        return [np.float32(1)]
+        return [np.ones(len(counts), np.float32)]
 
     def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[Any]:
         """Take in a bucket's gradients; what its first round sends, as `BucketRun.triple`."""
@@ -271,7 +275,7 @@ class HostSteps:
         accumulation = (
             ErrorFeedback()
             if run.engine.bucket.uncompressed
-            else self.update.accumulation(self._iterations - self._origin, self.buckets.sends_all)
+            else self.update.accumulation(self._iterations - self._origin, self._dense)
         )
         if self.node_size > 1:
             gradients = _of_slice(run, gradients, whole)
@@ -341,6 +345,8 @@ class HostSteps:
         if self.buckets is not None:
             text = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
             self.buckets.close(finite)
+            if self._dense and not finite:
+                self.buckets.drop_residuals()
             self._under_way = False
             self._say(text)
         else:

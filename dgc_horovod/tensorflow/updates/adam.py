@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class AdamUpdate(SplitUpdate):
             if np.any(theirs):
                 add_to(engine, i, ours, theirs)
 
-    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+    def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
         return [part_of(engine, i, moment) for moment in engine.state.moments or ()]
 
     def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
@@ -61,15 +62,16 @@ class AdamUpdate(SplitUpdate):
 class FrozenAdamUpdate(AdamUpdate):
     """Adam, AdamW with a second moment that is learnt in dense steps, the same on every rank, and then stays.
 
-    See its namesake in ``torch.updates``. The optimizer's velocity stays where it is, the same on every rank, and is
-    divided by its ``1-b2**t`` when the dense steps are over; the engine's is made from it.
+    See its namesake in ``torch.updates``. The optimizer's velocity stays in its slot, the same on every rank, and is
+    divided by its ``1-b2**t`` when the dense steps are over; the engine's is made from it. The momentum is then empty,
+    by which the two forms can be told apart wherever slots come from. Files have the form of the stock optimizer.
     """
 
     keeps_second, learns_second = False, True
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self.notice = ""
+        self.notice, self.share = "", 1  # of a sum over ranks, their number: what a first moment is divided by
 
     def accumulation(self, iterations: int, dense: bool) -> Accumulation:
         if dense:
@@ -77,9 +79,12 @@ class FrozenAdamUpdate(AdamUpdate):
         b1, b2 = float(self._optimizer.beta_1), float(self._optimizer.beta_2)
         return AdamCorrection((b1, b2), float(self._optimizer.epsilon), iterations + 1, frozen=True)
 
-    def correction(self, iterations: int) -> float:
-        """What the velocity of so many steps is multiplied by."""
-        return 1 / (1 - float(self._optimizer.beta_2) ** max(1, iterations))
+    def correction(self, momentum: np.ndarray, iterations: int) -> np.float32:
+        """What the velocity of a variable is multiplied by, which has made so many steps; 1 where that was done."""
+        return np.float32(1 / self._bias(iterations) if np.any(momentum) else 1)
+
+    def _bias(self, iterations: int) -> float:
+        return 1 - float(self._optimizer.beta_2) ** max(1, iterations)
 
     def take_second(self, engine: BucketEngine, i: int, velocity: np.ndarray) -> bool:
         """Let the second moment of segment i be what all ranks have; returns whether they have learnt it.
@@ -91,19 +96,29 @@ class FrozenAdamUpdate(AdamUpdate):
         second, place = bounded(velocity), engine.bucket.segments[i].place
         engine.state.adam_moments()[1][place] = engine.kernels.from_host(kept_of(engine, i, second))
         engine.state.shared.add(i)
-        return not np.isinf(second[0])
+        return not np.isinf(second).all()
 
     def take_first(self, engine: BucketEngine, i: int, momentum: np.ndarray) -> None:
-        """Take over the first moment of dense steps; the residual, so far of gradients, becomes one of directions."""
-        place = engine.bucket.segments[i].place
-        second = engine.kernels.to_host(engine.state.adam_moments()[1][place])
-        root = np.sqrt(second) + np.float32(self._optimizer.epsilon)
-        v = engine.kernels.to_host(engine.state.v[place])
-        engine.state.v[place] = engine.kernels.from_host(v / root)
-        add_to(engine, i, engine.state.adam_moments()[0], momentum)
+        """Take over a first moment of dense steps; the residual, so far of gradients, becomes one of directions.
 
-    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
-        return super().for_slots(engine, i, rate)[:1]
+        Args:
+            engine, i: engine of the variable, and index of its segment.
+            momentum: this rank's part of the first moment of the whole variable, flat float32.
+        """
+        place = engine.bucket.segments[i].place
+        root = np.sqrt(engine.kernels.to_host(engine.state.adam_moments()[1][place]))
+        v = engine.kernels.to_host(engine.state.v[place])
+        engine.state.v[place] = engine.kernels.from_host(v / (root + np.float32(self._optimizer.epsilon)))
+        add_to(engine, i, engine.state.adam_moments()[0], momentum)
+        engine.state.begun.add(i)
+
+    def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
+        if i not in engine.state.begun:  # dense steps: the slots have everything
+            return []
+        first = part_of(engine, i, engine.state.adam_moments()[0])
+        velocity = slots[1].numpy()
+        bias = self._bias(int(self._optimizer.iterations))
+        return [first, velocity * np.float32(bias)] if np.any(first) else [first]
 
     def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
         """All of v is applied, and the mean first moment goes where Keras has it.
@@ -113,6 +128,8 @@ class FrozenAdamUpdate(AdamUpdate):
         if not compressed or FIRST not in left:
             return left[RESIDUAL]
         variable.assign_sub(tf.cast(rate * left[RESIDUAL], variable.dtype))
-        momentum = self.slots(key_of(variable))[0]
-        momentum.assign(tf.cast(left[FIRST], momentum.dtype))
+        if np.any(left[FIRST]):
+            momentum, velocity = self.slots(key_of(variable))
+            momentum.assign(tf.cast(self.share * left[FIRST], momentum.dtype))
+            velocity.assign(velocity * tf.cast(self._bias(int(self._optimizer.iterations)), velocity.dtype))
         return None

@@ -61,8 +61,8 @@ class PlainUpdate:
             rate: learning rate; for a sum over ranks, times their number.
         """
 
-    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
-        """The reverse: what this rank has, as the optimizer's slots would hold it, for a file."""
+    def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
+        """The reverse: what this rank has, as the optimizer's slots, which are these, would hold it, for a file."""
         return []
 
     def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:

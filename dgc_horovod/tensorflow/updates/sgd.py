@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class SGDUpdate(SplitUpdate):
         if rate and np.any(slots[0]):  # Keras' velocity is -lr times the sum of past gradients
             add_to(engine, i, engine.state.momentum(), slots[0] / np.float32(-rate))
 
-    def for_slots(self, engine: BucketEngine, i: int, rate: float) -> list[np.ndarray]:
+    def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
         return [] if engine.state.u is None else [np.float32(-rate) * part_of(engine, i, engine.state.u)]
 
     def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> None:
@@ -44,6 +45,6 @@ class SGDUpdate(SplitUpdate):
         later = left.get(MOMENTUM) if compressed else v
         if later is not None:
             for slot in self.slots(key_of(variable)):
-                slot.assignadd_to(tf.cast(-rate * later, slot.dtype))
+                slot.assign_add(tf.cast(-rate * later, slot.dtype))
         ahead = 1 + momentum if self._optimizer.nesterov and not compressed else 1.0
         variable.assign_sub(tf.cast(rate * ahead * v, variable.dtype))

@@ -364,6 +364,13 @@ class GradientExchange:
             self._forget_step()
         return found is not Change.OTHER
 
+    def decay(self, factor: float) -> None:
+        """Multiply everything that waits on this rank by `factor`, in (0, 1]."""
+        if factor < 1:
+            self.buckets.rescale(factor)
+            for v in self._dense_path.residuals.values():
+                v *= factor
+
     def fade(self, p: Parameter, factor: float) -> None:
         """Multiply what waits of `p` on this rank by `factor`, in [0, 1]."""
         self._dense_path.residuals.pop(p, None)

@@ -7,6 +7,14 @@ import torch
 from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
 
 
+def is_begun(exchange: GradientExchange, p: Parameter) -> bool:
+    """Whether what the engine keeps of `p`, if it does, is of directions by the second moment of all ranks."""
+    if exchange.names[p] not in exchange.buckets.place:
+        return False
+    engine, i = exchange.buckets.place[exchange.names[p]]
+    return i in engine.state.begun
+
+
 def load(
     exchange: GradientExchange, p: Parameter, first: torch.Tensor | None = None, second: torch.Tensor | None = None
 ) -> None:
@@ -35,10 +43,12 @@ def share_second(exchange: GradientExchange, p: Parameter, second: torch.Tensor)
         engine.state.shared.add(i)
 
 
-def turn_into_directions(exchange: GradientExchange, p: Parameter, root: torch.Tensor) -> None:
-    """Divide the residual of `p`, so far of gradients, by `root` of its shape: it is of Adam's directions then."""
+def begin(exchange: GradientExchange, p: Parameter, first: torch.Tensor | None, root: torch.Tensor) -> None:
+    """Take over the first moment of dense steps; the residual of `p`, so far of gradients, is divided by `root`."""
+    load(exchange, p, first=first)
     if exchange.names[p] in exchange.buckets.place:
         engine, i = exchange.buckets.place[exchange.names[p]]
+        engine.state.begun.add(i)
         segment = engine.bucket.segments[i]
         torch.as_tensor(engine.state.v[segment.place]).div_(_kept(root, segment.offset, segment.numel))
 

@@ -76,6 +76,7 @@ class Replicas:
                 self._broadcast(state[key], f"{name}.{key}", root)
             for key in set(state) - set(there_is[name]):
                 del state[key]
+        optimizer._dgc.buckets.forget_shared()
 
     def fingerprint(self, optimizer: Any) -> int:
         """A checksum of all weights and of the optimizer's state and options."""

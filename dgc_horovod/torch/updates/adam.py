@@ -10,7 +10,7 @@ import torch
 from dgc_horovod.core.second_moment import bounded
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation, AdamCorrection, ErrorFeedback
-from dgc_horovod.notices import ADAM_DIRECTIONS, NOT_LEARNT, tell_frozen, tell_unknown
+from dgc_horovod.notices import ADAM_DIRECTIONS, NEVER_LEARNT, NOT_LEARNT, tell_frozen, tell_unknown
 from dgc_horovod.state.residual_state import FIRST, RESIDUAL, SECOND
 from dgc_horovod.torch.gradients import moments
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -99,6 +99,8 @@ class FrozenAdamUpdate(AdamUpdate):
     def __init__(self, decoupled: bool) -> None:
         super().__init__(decoupled)
         self.notice, self._told = "", False
+        self._share = 1  # of a sum over ranks, their number: what a first moment is divided by
+        self._unknown: set[Parameter] = set()  # whose second moment nobody has learnt
 
     @property
     def sends_directions(self) -> bool:  # type: ignore[override]
@@ -116,25 +118,32 @@ class FrozenAdamUpdate(AdamUpdate):
 
     @torch.no_grad()
     def adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
-        if self.dense or moments.has_shared(exchange, p):
+        if self.dense:
             return
         state, name, b2 = states[p], exchange.names[p], group["betas"][1]
+        if moments.has_shared(exchange, p):
+            state.pop("exp_avg", None)  # the zeros of `prepare`; or another worker of the node has it
+            if p in self._unknown and p.grad is not None and bool(p.grad.any()):
+                raise UnsupportedUse(NEVER_LEARNT.format(name=name))
+            return
         step = int(state.get("step", 0))
         if not step:
             raise UnsupportedUse(NOT_LEARNT)
         self._tell(exchange)
         learnt = state["exp_avg_sq"].float() / (1 - b2**step)
         second = torch.from_numpy(bounded(learnt.cpu().numpy())).to(p.device)
-        if p.requires_grad and bool(second.isinf().any()):
-            tell_unknown(name)
-        first = state.pop("exp_avg", None)  # of dense steps, a flush or a stock checkpoint; else the engine has it
-        if first is not None and first.any():
-            self._steps[p] = step
-            moments.turn_into_directions(exchange, p, second.sqrt() + group["eps"])
-            moments.load(exchange, p, first=_sign(group) * first)
-        elif not self._steps.get(p):
-            self._steps[p] = step
+        if bool(second.isinf().all()):
+            self._unknown.add(p)
+            if exchange.collectives.rank == 0:
+                tell_unknown(name)
         moments.share_second(exchange, p, second)
+        first = state.pop("exp_avg", None)
+        if not moments.is_begun(exchange, p):  # after dense steps, a flush, a stock checkpoint
+            share = 1 if exchange.settings.averages else exchange.collectives.workers  # of a sum each rank has its part
+            ours = None if first is None else _sign(group) / share * first
+            moments.begin(exchange, p, ours, second.sqrt() + group["eps"])
+        if (first is not None and first.any()) or not self._steps.get(p):
+            self._steps[p] = step
 
     def _tell(self, exchange: GradientExchange) -> None:
         if not self._told and exchange.collectives.rank == 0:
@@ -145,6 +154,12 @@ class FrozenAdamUpdate(AdamUpdate):
         state.pop("exp_avg", None)
         self._steps[p] = directions
 
+    def check_flush(self, optimizer: Any) -> None:
+        exchange = optimizer._dgc
+        self._share = 1 if exchange.settings.averages else exchange.collectives.workers
+        if any(moments.is_begun(exchange, p) and not optimizer.state[p].get("step") for p in exchange.compressed):
+            raise UnsupportedUse(NOT_LEARNT)
+
     def flush_one(self, p: Parameter, left: Left, group: Group, state: dict[str, Any], compressed: bool) -> Any:
         """All of v is applied, and moments and step are what stock Adam would go on with.
 
@@ -154,7 +169,7 @@ class FrozenAdamUpdate(AdamUpdate):
             return left[RESIDUAL]
         p.add_(left[RESIDUAL].to(p.dtype), alpha=-_sign(group) * float(group["lr"]))
         b2, before, now = group["betas"][1], int(state["step"]), self.directions(p)
-        state["exp_avg"] = _sign(group) * left[FIRST].to(p.dtype)
+        state["exp_avg"] = (_sign(group) * self._share * left[FIRST]).to(p.dtype)
         state["exp_avg_sq"].mul_((1 - b2**now) / (1 - b2**before))  # at another step the same moment
         state["step"].fill_(now)
         return None

@@ -15,7 +15,7 @@ import torch
 
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
 from dgc_horovod.notices import ADAM_AFTER
-from dgc_horovod.state.residual_state import RESIDUAL
+from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 
 Group = dict[str, Any]
@@ -76,6 +76,16 @@ class PlainUpdate:
 
     def resume(self, p: Parameter, state: dict[str, Any], directions: int) -> None:
         """The engine has loaded moments of `p`: what stands in the optimizer's `state` is not to be taken over."""
+
+    def check_flush(self, optimizer: Any) -> None:
+        """Raise UnsupportedUse where a flush would lack something, before anything is exchanged."""
+
+    def add_own(self, optimizer: Any, state: ResidualState) -> None:
+        """Add to a rank's record what of the optimizer's state is this rank's alone."""
+
+    def take_own(self, optimizer: Any, state: ResidualState) -> ResidualState:
+        """Put that back; returns the rest of the record."""
+        return state
 
     @torch.no_grad()
     def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:

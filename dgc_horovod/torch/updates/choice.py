@@ -22,7 +22,7 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
     Raises:
         UnsupportedUse: an option of the optimizer that the split would get wrong.
     """
-    kind = _kind(optimizer)
+    kind = kind_of(optimizer)
     if kind != "adam" and config.second_moment == FROZEN:
         tell_no_second_moment(type(optimizer).__name__)
     if not config.momentum_correction:
@@ -50,7 +50,7 @@ def _refuse(optimizer: torch.optim.Optimizer, bad: Callable[[Group], Any], what:
         raise UnsupportedUse(refusal(what, instead))
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Whose arithmetic `optimizer`, not yet wrapped, has: a subclass that overrides step() is "other"."""
     for stock, kind in ((torch.optim.SGD, "sgd"), (torch.optim.AdamW, "adam"), (torch.optim.Adam, "adam")):
         if isinstance(optimizer, stock) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(stock.step):

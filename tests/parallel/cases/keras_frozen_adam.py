@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dgc_horovod import WarmupSchedule
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.tensorflow.keras.elastic import KerasState
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import BATCHES, alone, fingerprint, fit, shard, smooth_model, weights
 from tests.parallel.cases.keras_state import _remove, _shared_folder
@@ -105,6 +106,34 @@ def faults() -> dict[str, Any]:
         "before": before, "flushed": flushed, "after": fingerprint(model),
         "same": float(np.abs(again / second - 1).max()), "finite": bool(np.isfinite(weights(model)).all()),
     }  # fmt: skip
+
+
+def handed_on() -> dict[str, Any]:
+    """A record that was loaded and is saved again; elastic's state; then fewer variables, with the others' layer."""
+    hvd.init()
+    optimizer = _optimizer()
+    model = fit(smooth_model(), optimizer, EPOCHS + 1)
+    saved, at = model, optimizer
+    for turn in range(2):
+        folder, other, resumed = _shared_folder(f"handed-on-{turn}"), smooth_model(5), _optimizer()
+        save_checkpoint(folder, saved, at)
+        load_checkpoint(folder, other, resumed)
+        _remove(folder)
+        saved, at = other, resumed
+    same = fingerprint(saved) == fingerprint(model)
+    state = KerasState(model, optimizer)
+    for act in (state.restore, state.save, state.restore, state.sync, state.sync, state.reset, state.sync):
+        act()
+    losses = fit_more(model, 1)
+    x, y = (tf.constant(a) for a in shard(hvd.rank()))
+    variables, moved = list(model.trainable_variables)[2:], 0.0
+    for i in range(DENSE + 5):
+        at, before = 16 * (i % BATCHES), variables[0].numpy()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x[at : at + 16]) - y[at : at + 16]) ** 2)
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        moved = max(moved, float(np.abs(variables[0].numpy() - before).max()) / 1e-3)
+    return {"same": same, "losses": [*losses, float(loss)], "moved": moved, "replica": fingerprint(model)}
 
 
 def misuse() -> dict[str, str]:

@@ -1,0 +1,142 @@
+"""The methods of an optimizer with local steps, over those of `CompressedMethods`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import NotFinite, UnsupportedUse
+from dgc_horovod.torch.local.rounds import LocalRounds
+from dgc_horovod.torch.local.update import LocalUpdate
+from dgc_horovod.torch.optimizer_mixin import CompressedMethods
+
+_log = logging.getLogger("dgc_horovod")
+_MID_ROUND = (
+    "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first "
+    "(save_checkpoint does it)"
+)
+
+
+class LocalMethods:
+    """In the class made by ``optimizer._adopt``; never instantiated itself. See `LocalRounds` for what a round is.
+
+    A learning-rate schedule counts inner steps, accumulated backward passes are one of them, and a step that a
+    GradScaler skips counts: so every rank's round is full after as many steps of the script. Buffers of the model
+    (batch norm) are each rank's own.
+    """
+
+    _dgc_rounds: LocalRounds
+
+    def _attach(self: Any, config: DGCConfig, update: LocalUpdate, grad_scaler: Any) -> None:
+        if envvars.horovod_elastic():
+            raise UnsupportedUse("local steps under Horovod Elastic are not supported; start with a fixed -np")
+        CompressedMethods._attach(self, config, update, None)  # type: ignore[arg-type]  # updates have no loss scale
+        if self.process_set.included():
+            self._dgc_rounds = LocalRounds(self._dgc, config)
+            self._dgc.buckets.counts.steps_each = config.local_steps
+
+    def _register_hooks(self: Any) -> None:
+        """No gradient is exchanged."""
+        self._requires_update.update(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+
+    @property
+    def _step_supports_amp_scaling(self: Any) -> bool:
+        return True  # GradScaler then calls step() whether it skips or not, and leaves scale and verdict here
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of the user's optimizer on this rank alone; after the H-th, the exchange."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.process_set.included():
+            self._dgc_rounds.begin_step()
+        if self._dgc_may_step():
+            torch.optim.Optimizer.profile_hook_step(lambda optimizer: optimizer._dgc_own_step())(self)
+        if self.process_set.included() and self._dgc_rounds.end_step():
+            self.exchange()
+        return loss
+
+    def _dgc_may_step(self: Any) -> bool:
+        """Whether a GradScaler lets the step be; gradients are unscaled then."""
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and float(found):
+            return False
+        if scale is not None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.div_(scale.to(p.grad.device))
+        if found is not None:
+            self.grad_scale = self.found_inf = None  # for an optimizer that would unscale by itself
+        return True
+
+    def exchange(self: Any) -> None:
+        """Exchange what the weights have changed by since the last time; every rank must call it, between two steps.
+
+        Afterwards the weights are the same on every rank. ``step`` does it every ``local_steps`` steps.
+        """
+        if not self.process_set.included():
+            return
+        self._dgc_replicas.end(self)
+        self._dgc_rounds.send()
+        finite = self._dgc_rounds.receive()
+        if not finite:
+            self._dgc_clean_state()
+            if self._dgc_config.on_nonfinite == "stop":
+                raise NotFinite(self._dgc.not_finite)
+            self._tell_once("not finite", self._dgc.not_finite)
+        self._dgc_replicas.begin(self._dgc.buckets.steps)
+
+    def _dgc_clean_state(self: Any) -> None:
+        """A rank whose weights were not finite has an inner state that would spoil them again."""
+        for state in self.state.values():
+            for x in state.values():
+                if isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()):
+                    x.zero_()
+
+    def synchronize(self: Any) -> None:
+        """Nothing: each rank's gradients are its own."""
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """As torch's."""
+        super(type(self), self).zero_grad(set_to_none)  # type: ignore[misc]
+
+    def _dgc_forget(self: Any) -> None:
+        CompressedMethods._dgc_forget(self)
+        self._dgc_rounds.forget()
+
+    def _dgc_check_between_steps(self: Any) -> None:
+        if self._dgc_rounds.count:
+            raise UnsupportedUse(_MID_ROUND)
+
+    def _dgc_finish_round(self: Any) -> None:
+        if self._dgc_rounds.count:
+            self.exchange()
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """As torch's: the inner optimizer's state on this rank, and the outer momentum."""
+        found: dict[str, Any] = CompressedMethods.state_dict(self)
+        if self.process_set.included() and self._dgc_rounds.momentum:
+            names = self._dgc.names
+            found["outer_momentum"] = {names[p]: x for p, x in self._dgc_rounds.momentum.items()}
+        return found
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """As torch's; what ranks have kept starts empty."""
+        CompressedMethods.load_state_dict(self, state_dict)
+        if self.process_set.included():
+            of_name = {name: p for p, name in self._dgc.names.items()}
+            for name, x in state_dict.get("outer_momentum", {}).items():
+                self._dgc_rounds.momentum[of_name[name]] = x.to(of_name[name]).clone()
+
+    def flush(self: Any) -> None:
+        """Apply everything that the ranks have kept: an exchange of the round under way, then a dense one of `e`."""
+        if self.process_set.included():
+            self._dgc_finish_round()
+            CompressedMethods.flush(self)

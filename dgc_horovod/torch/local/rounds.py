@@ -1,0 +1,105 @@
+"""H inner steps without exchange, then one of what they have changed in the weights (SparseLoCo, arXiv 2508.15706).
+
+The change takes the place of a gradient: buckets, selection, codecs, exchanges and checks are those of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
+from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
+
+_CHANGE: tuple[Accumulation, float] = ErrorFeedback(), 0.0  # with no weight decay: the inner optimizer has applied it
+
+
+class LocalRounds:
+    """The rounds of one rank.
+
+    ``delta = anchor - w;  e = decay*e + delta;  s = select(e);  e = e - decoded(s);  w = anchor - rate * mean(s)``,
+    with outer momentum ``b = m*b + mean(s)`` and ``mean(s) + m*b`` in its place (Nesterov).
+
+    Args:
+        exchange: exchange of the parameters; `e` is its residual.
+        config: compression settings; ``local_steps``, ``local_decay``, ``outer_rate`` and ``outer_momentum`` are used.
+
+    Attributes:
+        count: number of inner steps since the last exchange.
+        momentum: outer momentum b, by parameter, the same on every rank; empty before the first exchange or without.
+
+    Memory: the anchor, 4 bytes a parameter (its own dtype), and 4 more with outer momentum.
+    """
+
+    def __init__(self, exchange: GradientExchange, config: DGCConfig) -> None:
+        assert config.local_steps is not None
+        self.exchange, self._config, self._steps = exchange, config, config.local_steps
+        self.count = 0
+        self.momentum: dict[Parameter, torch.Tensor] = {}
+        self._anchor: dict[Parameter, torch.Tensor] = {}
+        self._held: dict[Parameter, torch.Tensor | None] = {}  # gradients, while changes are in their places
+        self._results: dict[Parameter, Callable[[], torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """An inner step comes; before the first of a round the weights, the same on every rank, are remembered."""
+        if not self._anchor:
+            self._anchor = {p: p.detach().clone() for p in self.exchange.names}
+
+    def end_step(self) -> bool:
+        """An inner step is made, or skipped; returns whether the round is full."""
+        self.count += 1
+        return self.count >= self._steps
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Start the exchange of this rank's changes."""
+        self.begin_step()  # where no step was made
+        self.exchange.decay(self._config.local_decay)
+        self._held = {p: p.grad for p in self._anchor}
+        for p, anchor in self._anchor.items():
+            p.grad = anchor - p
+        for p in reversed(self._anchor):
+            self._results[p] = self.exchange.add_gradient(p, lambda _: _CHANGE)
+
+    @torch.no_grad()
+    def receive(self) -> bool:
+        """Wait for it, and let the weights be the same on every rank; returns whether every change was finite.
+
+        If one was not, the weights are those before the round, on every rank, and what was finite waits in `e`.
+        """
+        for p, result in self._results.items():
+            p.grad = result()
+        finite = self.exchange.finish()
+        for p, anchor in self._anchor.items():
+            if finite:
+                assert p.grad is not None
+                p.copy_(anchor.sub_(self._step_of(p, p.grad), alpha=self._config.outer_rate))
+            else:
+                p.copy_(anchor)
+        self._end()
+        return finite
+
+    def _step_of(self, p: Parameter, mean: torch.Tensor) -> torch.Tensor:
+        m = self._config.outer_momentum
+        if not m:
+            return mean
+        momentum = self.momentum.setdefault(p, torch.zeros_like(p)).mul_(m).add_(mean)
+        return mean.add(momentum, alpha=m)
+
+    def forget(self) -> None:
+        """Give the round up: the weights are about to be others."""
+        for p, grad in self._held.items():
+            p.grad = grad
+        self._end()
+        self.momentum.clear()
+
+    def _end(self) -> None:
+        for p, grad in self._held.items():
+            p.grad = grad
+        self._held.clear()
+        self._results.clear()
+        self._anchor.clear()
+        self.count = 0

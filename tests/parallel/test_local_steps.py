@@ -1,0 +1,69 @@
+"""Local steps keep their promises on real ranks: averaging at density 1, replicas, conservation, resumes, faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = ["averaging", "learning", "conservation", "faults", "misuse", "scaled"]
+H = 5
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, [f"local_steps.{case}" for case in CASES])
+
+
+def _found(ranks, case):
+    return [rank[f"local_steps.{case}"] for rank in ranks]
+
+
+def test_at_density_1_the_weights_become_their_mean(ranks):
+    for found in _found(ranks, "averaging"):
+        assert max(found.values()) <= 1e-5, found
+
+
+def test_replicas_are_equal_after_each_exchange_and_only_then(ranks):
+    one, other = _found(ranks, "learning")
+    for i, (a, b) in enumerate(zip(one["after"], other["after"], strict=True)):
+        assert (a == b) == (i % 2 == 1), i
+    for found in (one, other):
+        assert found["last"] < 0.5 * found["first"] and found["exchanges"] == 60
+        assert found["fewer"] > 10 * H, "a tenth, in 2 bits, every fifth step"
+
+
+def test_what_the_inner_steps_have_changed_is_applied_or_waits(ranks):
+    for found in _found(ranks, "conservation"):
+        assert found["apart"] <= 1e-4 and found["owed"] > 0.05
+        assert found["flushed"] <= 1e-4 and found["changed"]
+
+
+def test_weights_that_are_not_finite_move_nobody(ranks):
+    found = _found(ranks, "faults")
+    assert len({each["replica"] for each in found}) == 1
+    assert all(each["stayed"] and each["moved"] and each["last"] < 10 for each in found), found
+
+
+def test_what_cannot_be_is_said(ranks):
+    for found in _found(ranks, "misuse"):
+        assert "optimizer.exchange()" in found["residuals"] and found["then"] == ""
+        assert "local steps" in found["join"] and "hvd.Average" in found["sum"]
+
+
+def test_a_step_that_a_scaler_skips_on_one_rank_counts(ranks):
+    found = _found(ranks, "scaled")
+    assert len({each["replica"] for each in found}) == 1
+    assert [each["exchanges"] for each in found] == [6, 6] and found[0]["scale"] != found[1]["scale"]
+    assert all(each["last"] < each["first"] for each in found)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
+    found = [
+        rank["local_steps.resumed"]
+        for rank in run_ranks(2, ["local_steps.resumed"], environment={"STATE_FOLDER": str(tmp_path)})
+    ]
+    for name in ("AdamW", "SGD"):
+        assert [each[name][:2] for each in found] == [[True, True]] * 2, name
+        assert len({each[name][2] for each in found}) == 1
