@@ -16,6 +16,7 @@ example:
   python -m benchmarks.netlab run -- dgcrun --gloo --dgc python train.py
   python -m benchmarks.netlab run --host 3 -- ssh host2 hostname
   python -m benchmarks.netlab down
+  python -m benchmarks.netlab up --hosts 2 --rate 50mbit --delay 40ms --loss 0.1%
 
 Hosts are host1, host2, ... at 10.77.0.1, 10.77.0.2, ... and reach each other by ssh
 without a flag. It needs root. /etc/hosts and ~/.ssh stay as they are.
@@ -40,6 +41,10 @@ def parser() -> argparse.ArgumentParser:
         default=network.UNSHAPED,
         help="of each link in each direction, such as 100mbit or 1gbit; none, the default: not shaped",
     )
+    up.add_argument(
+        "--delay", metavar="MS", default="0ms", help="that a packet waits as it leaves a host, such as 40ms"
+    )
+    up.add_argument("--loss", metavar="PART", default="0%", help="part of these packets that is lost, such as 0.1%%")
     up.add_argument("--per-host-ranks", type=int, metavar="N", default=1, help="ranks on each host [1]")
     run = commands.add_parser("run", help="run a command on a host, in the same folder and environment")
     run.add_argument("--host", type=int, metavar="I", default=1, help="which host [1]")
@@ -69,7 +74,9 @@ def main() -> None:
         if reason := tools.lacking():
             raise tools.NetlabError(reason)
         if options.command == "up":
-            record = lifecycle.keep(options.hosts, options.rate, options.per_host_ranks)
+            record = lifecycle.keep(
+                options.hosts, network.Link(options.rate, options.delay, options.loss), options.per_host_ranks
+            )
             print(f"{Lab(record.hosts, record.ranks).slots}; links: {status.links(record)}")
         elif options.command == "down":
             with state.reserve():  # never under a study that runs

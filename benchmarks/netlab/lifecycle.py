@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from benchmarks.netlab import network, state
 from benchmarks.netlab.hosts import Lab, hostname
-from benchmarks.netlab.network import address, namespace
+from benchmarks.netlab.network import Link, address, namespace
 from benchmarks.netlab.state import Record
 from benchmarks.netlab.tools import NetlabError, call
 from benchmarks.report import ROOT
@@ -36,19 +36,23 @@ START = 'hostname "$0"; if [ -d "$1" ]; then mount --bind "$2" "$1"; fi; shift 2
 
 
 @contextlib.contextmanager
-def lab(hosts: int, rate: str = network.UNSHAPED, ranks: int = 1) -> Iterator[Lab]:
+def lab(
+    hosts: int, rate: str = network.UNSHAPED, ranks: int = 1, delay: str = "0ms", loss: str = "0%"
+) -> Iterator[Lab]:
     """A lab that is taken down at the end, with all that still runs on its hosts.
 
     Args:
         hosts: how many.
         rate: of each link in each direction, such as "1gbit", or "none".
         ranks: that are to run on each host, for `Lab.slots` and `Lab.num_proc`.
+        delay: that a packet waits as it leaves a host, such as "40ms"; a way there and back has two.
+        loss: part of these packets that is lost, such as "0.1%".
 
     Raises:
         NetlabError: it cannot be brought up here, or another one is up.
     """
     with state.reserve():
-        servers = _up(Record(hosts, rate, ranks))
+        servers = _up(Record(hosts, Link(rate, delay, loss), ranks))
         try:
             yield Lab(hosts, ranks)
         finally:
@@ -57,10 +61,10 @@ def lab(hosts: int, rate: str = network.UNSHAPED, ranks: int = 1) -> Iterator[La
                 server.wait()
 
 
-def keep(hosts: int, rate: str, ranks: int) -> Record:
+def keep(hosts: int, link: Link, ranks: int) -> Record:
     """Bring a lab up that stays, and measure the link between its first two hosts; see `lab`."""
     with state.reserve():
-        record = Record(hosts, rate, ranks, kept=True)
+        record = Record(hosts, link, ranks, kept=True)
         _up(record)
         try:
             streams = [(1, 2), (2, 1)] if hosts > 1 else []
@@ -78,7 +82,7 @@ def _up(record: Record) -> list[subprocess.Popen[str]]:
         raise NetlabError(f"a lab has from 1 to {network.MOST_HOSTS} hosts, not {record.hosts}")
     if record.ranks < 1:
         raise NetlabError(f"a host has at least 1 rank, not {record.ranks}")
-    network.bits_per_second(record.rate)  # before anything is there
+    record.link.check()  # before anything is there
     if reason := network.unavailable():
         raise NetlabError(reason)
     old = state.read()
@@ -86,7 +90,7 @@ def _up(record: Record) -> list[subprocess.Popen[str]]:
         raise NetlabError("a lab is up already; to remove it: python -m benchmarks.netlab down")
     down()
     try:
-        servers = _bring_up(record.hosts, record.rate)
+        servers = _bring_up(record.hosts, record.link)
         record.write()
         return servers
     except BaseException:
@@ -94,15 +98,15 @@ def _up(record: Record) -> list[subprocess.Popen[str]]:
         raise
 
 
-def _bring_up(hosts: int, rate: str) -> list[subprocess.Popen[str]]:
+def _bring_up(hosts: int, link: Link) -> list[subprocess.Popen[str]]:
     numbers = range(1, hosts + 1)
     state.NO_SSH.mkdir(parents=True)
     state.STATE.chmod(0o700)
     call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "netlab", "-f", str(state.KEY))
-    network.add_switch()
+    network.add_switch(hosts, link)
     table = "".join(f"{address(number)} {hostname(number)}\n" for number in numbers)
     for number in numbers:
-        network.add_host(number, rate)
+        network.add_host(number, link)
         overlay = network.OVERLAYS / namespace(number)
         (overlay / "ssh").mkdir(parents=True)
         (overlay / "ssh" / "ssh_config").write_text(SSH_CONFIG)

@@ -1,6 +1,7 @@
 """Namespaces, links and shaping: what a lab is made of below its hosts. All of it needs root.
 
-A host is a network namespace with one link, eth0, to a bridge in a namespace of its own. What is in
+A host is a network namespace with one link, eth0, to a bridge in a namespace of its own; a link with delay or loss
+passes through a process there (`relay`). What is in
 ``/etc/netns/NAME`` lies over ``/etc`` on that host only: so are names resolved and is ssh set up there.
 """
 
@@ -12,9 +13,13 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.netlab import relay
 from benchmarks.netlab.tools import NetlabError, call, lacking
 
 PREFIX = "dgc-netlab-"
@@ -35,6 +40,45 @@ LEAST_BURST = 4096  # bytes: one packet on the wire must fit
 LATENCY = "50ms"
 
 
+@dataclass(frozen=True)
+class Link:
+    """What every host's link is like.
+
+    Args:
+        rate: in each direction, such as "1gbit", or "none".
+        delay: that a packet waits as it leaves a host, such as "40ms".
+        loss: part of these packets that is lost, such as "0.1%".
+    """
+
+    rate: str = UNSHAPED
+    delay: str = "0ms"
+    loss: str = "0%"
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether packets must wait, or be lost."""
+        return bool(seconds(self.delay) or share(self.loss))
+
+    def check(self) -> None:
+        """Raise NetlabError if a field is not what it should be."""
+        bits_per_second(self.rate), seconds(self.delay), share(self.loss)
+
+
+def seconds(delay: str) -> float:
+    """A delay such as "40ms" as seconds; NetlabError if it is not one."""
+    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)ms", delay)):
+        raise NetlabError(f"a delay is a number with ms, such as 40ms; not {delay!r}")
+    return float(found[1]) / 1e3
+
+
+def share(loss: str) -> float:
+    """A loss such as "0.1%" as a part of 1; NetlabError if it is not one."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", loss)
+    if not found or float(found[1]) >= 100:
+        raise NetlabError(f"a loss is a number below 100 with %, such as 0.1%; not {loss!r}")
+    return float(found[1]) / 100
+
+
 def namespace(number: int) -> str:
     """Network namespace of a host, counted from 1."""
     return f"{PREFIX}{number}"
@@ -45,30 +89,46 @@ def address(number: int) -> str:
     return f"10.77.0.{number}"
 
 
-def add_switch() -> None:
-    """The namespace that all links lead to, with a bridge."""
+def add_switch(hosts: int, link: Link) -> None:
+    """The namespace that all links lead to, with a bridge, and with a relay where packets must wait or be lost."""
     call("ip", "netns", "add", SWITCH)
     call("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
     call("ip", "-n", SWITCH, "link", "set", "bridge", "up")
+    if link.is_relayed:
+        words = [str(hosts), str(seconds(link.delay)), str(share(link.loss))]
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", SWITCH, sys.executable, "-IS", relay.__file__, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )  # it ends with the namespace
+        assert process.stdout
+        with process.stdout as output:
+            if output.readline() != "ready\n":
+                raise NetlabError("links with delay or loss need TAP devices (/dev/net/tun), which cannot be made here")
 
 
-def add_host(number: int, rate: str) -> None:
+def add_host(number: int, link: Link) -> None:
     """A namespace with a link to the bridge.
 
     Args:
         number: of the host.
-        rate: of the link in each direction, such as "1gbit", or "none".
+        link: what it is like.
     """
-    name, port = namespace(number), f"port{number}"
+    name, port = namespace(number), relay.PORT_SIDE.format(number)
     call("ip", "netns", "add", name)
-    call("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", SWITCH)
+    if link.is_relayed:
+        call("ip", "-n", SWITCH, "link", "set", relay.HOST_SIDE.format(number), "netns", name, "name", "eth0")
+    else:
+        call("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", SWITCH)
     call("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", "eth0")
     for device in ("lo", "eth0"):
         call("ip", "-n", name, "link", "set", device, "up")
     call("ip", "-n", SWITCH, "link", "set", port, "master", "bridge", "up")
-    if rate != UNSHAPED:
-        _shape(name, "eth0", rate)
-        _shape(SWITCH, port, rate)
+    if link.rate != UNSHAPED:
+        _shape(name, "eth0", link.rate)
+        _shape(SWITCH, port, link.rate)
 
 
 def _shape(name: str, device: str, rate: str) -> None:

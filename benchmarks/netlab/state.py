@@ -24,14 +24,14 @@ class Record:
 
     Args:
         hosts: how many.
-        rate: nominal, of each link in each direction.
+        link: what each link is like, by its settings.
         ranks: that are to run on each host.
         kept: it has been brought up to stay until somebody takes it down.
         measured: Mbit/s from the first host to the second, and back; empty if not measured.
     """
 
     hosts: int
-    rate: str
+    link: network.Link
     ranks: int
     kept: bool = False
     measured: tuple[float, ...] = ()
@@ -45,7 +45,10 @@ class Record:
 
 def read() -> Record | None:
     """The lab that is up, if one is."""
-    return Record(**json.loads(RECORD.read_text())) if RECORD.exists() else None
+    if not RECORD.exists():
+        return None
+    found = json.loads(RECORD.read_text())
+    return Record(**{**found, "link": network.Link(**found["link"])})
 
 
 def reserve() -> socket.socket:

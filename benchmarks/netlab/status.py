@@ -9,7 +9,10 @@ from benchmarks.netlab.state import Record
 
 def links(record: Record) -> str:
     """Nominal and measured rate of a lab's links."""
-    nominal = "not shaped" if record.rate == network.UNSHAPED else f"{record.rate} in each direction"
+    link = record.link
+    nominal = "not shaped" if link.rate == network.UNSHAPED else f"{link.rate} in each direction"
+    if link.is_relayed:
+        nominal += f", {link.delay} of delay and {link.loss} of loss from host to host"
     if not record.measured:
         return f"{nominal}, not measured"
     there, back = record.measured

@@ -24,6 +24,7 @@ studies:
   lowest      what brings the LSTM at density 0.1% closer to dense training; up to 30 times the length
   optimizers  Nesterov's momentum and AdamW
   adam        AdamW with a frozen second moment, after so many dense steps; 1, 4 and 10 times the length
+  local       AdamW with local steps, averaged and compressed; 4 and 10 times the length
   real        some of the runs on Horovod's own ranks; the others are simulated in one process
   exchanges   nodes and shards of 16, 32 and 64 workers, beside a flat exchange of as many bytes
   longer-exchanges  the same at 4 times the length

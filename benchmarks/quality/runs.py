@@ -16,18 +16,23 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import ranks
+from benchmarks.quality.large import ALL_TASKS, digest
 from benchmarks.quality.processes import pool
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import (
     ABLATION,
     ADAM,
+    AVERAGED,
     CHOICES,
     EXCHANGES,
     FALLING,
+    LOCAL,
+    LOWER,
     LOWEST,
     OPTIMIZERS,
     OWN,
+    OWN_GPT,
     VARIANTS,
     WITHOUT,
 )
@@ -44,6 +49,7 @@ _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
 # settings of the compression that change no weight
 _NOT_LEARNING = (
     "check_every", "on_mismatch", "on_nonfinite", "keep_gradients", "exchange", "node_size", "max_bytes_per_step",
+    "local_steps", "local_decay", "outer_rate", "outer_momentum",  # where there are none
     "second_moment",  # which stands for two ways that `settings` tells apart
 )  # fmt: skip
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
@@ -92,6 +98,23 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
                 yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
 
 
+def _local(seeds: Sequence[int]) -> Iterator[Run]:
+    for i, workers in enumerate(WORKERS):
+        for seed, length in itertools.product(seeds, LENGTHS[1:]):
+            for variant in ("AdamW, dense", *AVERAGED, *LOCAL):
+                yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
+
+
+def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
+    """The larger model, a seed after the other: per step with four ranks, and local steps with four and eight."""
+    per_step = (*(f"AdamW, frozen after {steps}" for steps in ("200", "400", "100, density falls")), *OWN_GPT)
+    for seed in seeds:
+        yield from (Run("gpt", variant, 4, seed) for variant in ("AdamW, dense", "AdamW, dgc", *per_step))
+        for i, workers in enumerate(WORKERS):
+            for variant in ("AdamW, dense", *LOWER, *AVERAGED, *LOCAL):
+                yield Run("gpt", variant, workers, seed + 100 * i)
+
+
 def _lowest(seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds:
         for variant in ("dense", "dgc, density 0.1%", *LOWEST):
@@ -122,6 +145,8 @@ STUDIES = {
     "lowest": _lowest,
     "optimizers": _optimizers,
     "adam": _adam,
+    "local": _local,
+    "gpt": _gpt,
     "real": _real,
     "exchanges": functools.partial(_exchanges, lengths=LENGTHS[:1]),
     "longer-exchanges": functools.partial(_exchanges, lengths=LENGTHS[1:2]),
@@ -140,17 +165,21 @@ def _read(file: Path) -> dict[str, Any]:
 
 def settings(run: Run) -> str:
     """Hash of a run's settings, of its task and its variant: results of others are not its own."""
-    if run.task not in TASKS or run.variant not in VARIANTS:
+    if run.task not in ALL_TASKS or run.variant not in VARIANTS:
         return "none"
-    task, variant = TASKS[run.task].settings, VARIANTS[run.variant]
+    task, variant = ALL_TASKS[run.task].settings, VARIANTS[run.variant]
     config = variant.config(task, run.workers)
     given = {} if config is None else vars(config)
     fields = sorted((name, value) for name, value in given.items() if name not in _NOT_LEARNING)
     others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
     if variant in EXCHANGES.values():
         others = (*others, variant.node_size, variant.shard_density)
+    if config is not None and config.local_steps is not None:
+        others = (*others, config.local_steps, config.local_decay, config.outer_rate, config.outer_momentum)
     if config is not None and config.freezes_second_moment and variant.optimizer == "adamw":
         others = (*others, "frozen")
+    if run.task not in TASKS:
+        others = (*others, task.adamw_lr, task.ramp, digest())
     return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
 
 

@@ -184,7 +184,7 @@ class CompressedRanks(DenseRanks):
         self._board.clear()
         self._set_masking()
         density = self.exchanges[0].buckets.density()
-        if not (self._states or self.exchanges[0].buckets.sends_all):
+        if not (self._states or self.exchanges[0].buckets.learns_second):
             self._states = [{p: dict(state) for p, state in self.optimizer.state.items()} for _ in self._updates]
         for sender, exchange in enumerate(self.exchanges):
             losses.append(self._backward(self._loss_of_node(sender, loss_of)))
@@ -224,7 +224,7 @@ class CompressedRanks(DenseRanks):
 
     def _accumulation_of(self, sender: int, p: Tensor) -> tuple[Accumulation, float]:
         exchange, update = self.exchanges[sender], self._updates[sender]
-        update.dense = update.learns_second and exchange.buckets.sends_all
+        update.dense = update.learns_second and exchange.buckets.learns_second
         states = self._states[sender] if self._states else self.optimizer.state
         update.adopt_state(p, self._group, states, exchange)
         return update.accumulation(p, self._group), update.decay_before(self._group)

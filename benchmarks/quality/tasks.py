@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import lzma
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -39,6 +39,8 @@ class Settings:
         clip_norm: L2 norm at which the averaged gradient is clipped, or None.
         density: of the compressed variants.
         stage: steps of each density of the warm-up; it stands for an epoch of the paper.
+        adamw_lr: highest learning rate of AdamW, where a variant uses it.
+        ramp: first steps, in which the learning rate rises to the highest.
     """
 
     batch: int
@@ -47,6 +49,8 @@ class Settings:
     clip_norm: float | None
     density: float
     stage: int
+    adamw_lr: float = field(default=0.003, repr=False)
+    ramp: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
@@ -114,28 +118,32 @@ class Images(Task):
         return digits()[2:]
 
 
-class _Text(Task):
-    """The next character, in windows from random places of the text."""
+class Text(Task):
+    """The next symbol, in windows from random places of a text."""
 
     window: ClassVar[int]
     classes = SYMBOLS
 
+    def corpus(self) -> tuple[Tensor, Tensor]:
+        """The text to train on, and that to test on, as numbers of symbols."""
+        return text()
+
     def loss(self, samples: int, draw: Generator) -> Tensor:
-        """Mean cross entropy of every next character."""
-        train = text()[0]
+        """Mean cross entropy of every next symbol."""
+        train = self.corpus()[0]
         starts = torch.randint(0, len(train) - self.window - 1, (samples, 1), generator=draw)
-        windows = train[starts + torch.arange(self.window + 1)]
+        windows = train[starts + torch.arange(self.window + 1)].long()
         return functional.cross_entropy(self.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
     def test_data(self) -> tuple[Tensor, Tensor]:
-        """Windows of the last 5% of the text."""
-        held_out = text()[1]
+        """Windows of what is not trained on."""
+        held_out = self.corpus()[1].long()
         count = min(TEST_WINDOWS, len(held_out) // (self.window + 1))
         windows = held_out[: count * (self.window + 1)].view(count, -1)
         return windows[:, :-1], windows[:, 1:]
 
 
-class Recurrent(_Text):
+class Recurrent(Text):
     """A character LSTM that needs clipping."""
 
     settings = Settings(batch=4, steps=500, lr=10.0, clip_norm=0.1, density=0.005, stage=20)
@@ -146,7 +154,7 @@ class Recurrent(_Text):
         return RecurrentModel(SYMBOLS)
 
 
-class Transformer(_Text):
+class Transformer(Text):
     """A character Transformer."""
 
     settings = Settings(batch=4, steps=400, lr=0.15, clip_norm=1.0, density=0.01, stage=20)

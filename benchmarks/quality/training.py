@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import torch
 from torch import Generator
 
 from benchmarks.quality.counts import Counts
+from benchmarks.quality.large import ALL_TASKS
+from benchmarks.quality.local_ranks import LocalRanks
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
-from benchmarks.quality.tasks import TASKS, WORKERS, Task
+from benchmarks.quality.tasks import WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 
@@ -39,7 +42,7 @@ class Run:
     """What is trained how.
 
     Args:
-        task: name of one of TASKS.
+        task: name of one of ALL_TASKS.
         variant: name of one of VARIANTS.
         workers: N.
         seed: of weights and batches.
@@ -63,12 +66,17 @@ class Run:
     @property
     def steps(self) -> int:
         """Its length."""
-        return round(TASKS[self.task].settings.steps * self.length)
+        return round(ALL_TASKS[self.task].settings.steps * self.length)
 
     @property
     def batch(self) -> int:
         """Samples per rank and step: N ranks together have the same whole batch, whatever N."""
-        return max(1, TASKS[self.task].settings.batch * WORKERS // self.workers)
+        return max(1, ALL_TASKS[self.task].settings.batch * WORKERS // self.workers)
+
+
+def schedule(step: int, steps: int, ramp: int) -> float:
+    """The learning rate in terms of the highest: it rises in `ramp` steps, and falls to 0 like a cosine."""
+    return min(1.0, (step + 1) / max(1, ramp)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
@@ -79,6 +87,9 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
     basics = (task.model, optimizer, run.workers, clip_norm)
     if config is None:
         return DenseRanks(*basics)
+    if config.local_steps is not None:
+        make = functools.partial(variant.make_optimizer, settings=task.settings)
+        return LocalRanks(task.model, make, run.workers, task.settings.clip_norm, config)
     return CompressedRanks(
         *basics,
         config=config,
@@ -111,7 +122,7 @@ def train(
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a run that diverges would take several times as long
-    task = TASKS[run.task](run.seed)
+    task = ALL_TASKS[run.task](run.seed)
     optimizer = VARIANTS[run.variant].make_optimizer(task.model, task.settings)
     highest, ranks = optimizer.param_groups[0]["lr"], make_ranks(run, task, optimizer)
     draws = [Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.workers)]
@@ -119,7 +130,7 @@ def train(
     end = steps or run.steps
     for step in range(end):
         for group in ranks.optimizer.param_groups:
-            group["lr"] = highest * 0.5 * (1 + math.cos(math.pi * step / run.steps))
+            group["lr"] = highest * schedule(step, run.steps, task.settings.ramp)
         loss = ranks.step(lambda rank: task.loss(run.batch, draws[rank]))
         counts.count()
         watch(ranks, step + 1, loss)

@@ -14,7 +14,7 @@ from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.schedule import WarmupSchedule
 
-MOMENTUM, ADAMW_LR = 0.9, 0.003
+MOMENTUM = 0.9
 LOCALLY, AFTERWARDS, NEVER = "locally", "afterwards", "never"
 
 
@@ -53,7 +53,7 @@ class Variant:
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """The optimizer on all parameters of `model`, not wrapped."""
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(model.parameters(), lr=ADAMW_LR, betas=(0.9, 0.99))
+            return torch.optim.AdamW(model.parameters(), lr=settings.adamw_lr, betas=(0.9, 0.99))
         nesterov = self.optimizer == "nesterov"
         return torch.optim.SGD(model.parameters(), lr=self.rate * settings.lr, momentum=MOMENTUM, nesterov=nesterov)
 
@@ -143,6 +143,33 @@ FROZEN_AFTER, FALLING_AFTER, OWN_AFTER = (20, 40, 60, 100, 200, 400), (100, 200,
 ADAM = {f"AdamW, frozen after {steps}": _after_dense(steps) for steps in FROZEN_AFTER}
 FALLING = {f"AdamW, frozen after {steps}, density falls": _after_dense(steps, True) for steps in FALLING_AFTER}
 OWN = {f"AdamW, own after {steps}": _after_dense(steps, second_moment="own") for steps in OWN_AFTER}
+# The larger model: a shorter dense part, and densities that send what local steps do every 5, 15 and 30 steps
+GPT_DENSE = 200
+
+
+def _coarse(density: float, **fields: Any) -> Variant:
+    warmup = WarmupSchedule(steps=GPT_DENSE, first_density=1.0, factor=1e-4)
+    return Variant(_dgc(density=density, values="2bit", warmup=warmup, **fields), warmup=0, optimizer="adamw")
+
+
+LOWER = {
+    f"AdamW, frozen after {GPT_DENSE}, {density:.2%} in 2 bits": _coarse(density) for density in (3e-3, 1e-3, 5e-4)
+}
+OWN_GPT = {
+    f"AdamW, own after {GPT_DENSE}": _after_dense(GPT_DENSE, second_moment="own"),
+    f"AdamW, own after {GPT_DENSE}, 0.30% in 2 bits": _coarse(3e-3, second_moment="own"),
+}
+
+
+def _local(steps: int, **fields: Any) -> Variant:
+    return Variant({**PRESETS["local"], "local_steps": steps, **fields}, clips=AFTERWARDS, warmup=0, optimizer="adamw")
+
+
+_WHOLE = {"density": 1.0, "values": "fp32", "dense_values": "fp32", "local_decay": 1.0}
+# AdamW with local steps: the weights averaged every so many, and compressed on the way
+LOCAL_STEPS = (5, 15, 30)
+AVERAGED = {f"AdamW, averaged every {steps}": _local(steps, **_WHOLE) for steps in LOCAL_STEPS}
+LOCAL = {f"AdamW, local, {steps} steps": _local(steps) for steps in LOCAL_STEPS}
 # What brings the LSTM at the papers' density closer to dense training; the last ones at half the learning rate
 LOWEST = {
     "dgc, density 0.1%, scope=tensor": Variant(_dgc(density=0.001, scope="tensor")),
@@ -168,4 +195,18 @@ EXCHANGES = {
     "sharded, 4k": Variant(_dgc(), shard_density=4.0),
     "dgc, bytes of sharded, 4k": Variant(_dgc(), received=lambda workers: 5 / workers),
 }
-VARIANTS = {**ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **ADAM, **FALLING, **OWN, **LOWEST, **EXCHANGES}
+VARIANTS = {
+    **ABLATION,
+    **WITHOUT,
+    **CHOICES,
+    **OPTIMIZERS,
+    **ADAM,
+    **FALLING,
+    **OWN,
+    **LOWER,
+    **OWN_GPT,
+    **AVERAGED,
+    **LOCAL,
+    **LOWEST,
+    **EXCHANGES,
+}

@@ -199,3 +199,62 @@ def test_what_cannot_be_brought_up_is_said_in_a_line(monkeypatch):
     with pytest.raises(SystemExit, match="netlab: network namespaces need root: run it with sudo"):
         main()
     assert nothing_is_left()
+
+
+ANSWERS = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+    link.bind(("", 5002))
+    print("listening", flush=True)
+    while True:
+        found, sender = link.recvfrom(100)
+        link.sendto(found, sender)
+"""
+ASKS = """
+import socket, statistics, sys, time
+link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+link.settimeout(0.5)
+while True:  # until each knows where the other is
+    try:
+        link.sendto(b"-1", (sys.argv[1], 5002))
+        link.recv(100)
+        break
+    except TimeoutError:
+        pass
+sent, times = {}, []
+for i in range(400):
+    sent[i] = time.perf_counter()
+    link.sendto(str(i).encode(), (sys.argv[1], 5002))
+    time.sleep(0.001)
+while True:
+    try:
+        i = int(link.recv(100))
+    except TimeoutError:
+        break
+    if i >= 0:
+        times.append(time.perf_counter() - sent[i])
+print(len(times) / 400, min(times))
+"""
+
+
+def test_a_link_has_delay_and_loss():
+    """There and back take two delays, and what is lost on either way does not come back."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with lab(2, "50mbit", delay="30ms", loss="20%") as up:
+        with up.start(2, [sys.executable, "-c", ANSWERS], stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout.readline() == "listening\n"
+                done = up.run(1, [sys.executable, "-c", ASKS, up.names[1]])
+            finally:
+                process.kill()
+        back, seconds = map(float, done.stdout.split())
+        assert 0.5 < back < 0.8, "0.64 by chance"
+        assert 0.06 <= seconds < 0.2
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize(("delay", "loss"), [("40", "0%"), ("-1ms", "0%"), ("0ms", "100%"), ("0ms", "0.1")])
+def test_a_delay_and_a_loss_are_what_they_should_be(delay, loss):
+    with pytest.raises(NetlabError, match=r"a (delay|loss) is a number"), lab(2, delay=delay, loss=loss):
+        pass
