@@ -25,12 +25,13 @@ studies:
   optimizers  Nesterov's momentum and AdamW
   adam        AdamW with a frozen second moment, after so many dense steps; 1, 4 and 10 times the length
   local       AdamW with local steps, averaged and compressed; 4 and 10 times the length
+  gpt         the same two for a GPT of 5.1 M parameters, beside PowerSGD
   real        some of the runs on Horovod's own ranks; the others are simulated in one process
   exchanges   nodes and shards of 16, 32 and 64 workers, beside a flat exchange of as many bytes
   longer-exchanges  the same at 4 times the length
   selection   what top-k and the Gaussian rule leave behind, on vectors and on gradients
 
-All of them take three hours on two cores. What has been run is kept, so that a study that was stopped goes
+All but gpt take a day on two cores, gpt ten hours. What has been run is kept, so that a study that was stopped goes
 on; to measure anew: --file. `python -m benchmarks.page` makes docs/quality.md of it.
 """
 

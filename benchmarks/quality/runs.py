@@ -33,6 +33,7 @@ from benchmarks.quality.variants import (
     OPTIMIZERS,
     OWN,
     OWN_GPT,
+    POWER_SGD,
     VARIANTS,
     WITHOUT,
 )
@@ -52,7 +53,7 @@ _NOT_LEARNING = (
     "local_steps", "local_decay", "outer_rate", "outer_momentum",  # where there are none
     "second_moment",  # which stands for two ways that `settings` tells apart
 )  # fmt: skip
-_LAUNCH_SECONDS, _STEP_SECONDS = 120, 0.5  # far more than any takes; then it is killed
+_LAUNCH_SECONDS, _STEP_SECONDS = 120, 3  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
 
 
@@ -110,6 +111,7 @@ def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
     per_step = (*(f"AdamW, frozen after {steps}" for steps in ("200", "400", "100, density falls")), *OWN_GPT)
     for seed in seeds:
         yield from (Run("gpt", variant, 4, seed) for variant in ("AdamW, dense", "AdamW, dgc", *per_step))
+        yield from (Run("gpt", variant, 4, seed, real=True) for variant in POWER_SGD)
         for i, workers in enumerate(WORKERS):
             for variant in ("AdamW, dense", *LOWER, *AVERAGED, *LOCAL):
                 yield Run("gpt", variant, workers, seed + 100 * i)
@@ -180,6 +182,8 @@ def settings(run: Run) -> str:
         others = (*others, "frozen")
     if run.task not in TASKS:
         others = (*others, task.adamw_lr, task.ramp, digest())
+    if variant.power_sgd:
+        others = (*others, variant.power_sgd, variant.dense_steps)
     return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
 
 

@@ -34,6 +34,8 @@ class Variant:
         rate: highest learning rate of SGD, in the task's own.
         node_size: workers of a node, which average densely and are one sender.
         shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
+        power_sgd: rank of torch's PowerSGD, on real ranks only; 0: none.
+        dense_steps: steps before PowerSGD begins, >= 2.
         received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
 
@@ -49,6 +51,8 @@ class Variant:
     node_size: int = 1
     shard_density: float = 0.0
     received: Callable[[int], float] | None = None
+    power_sgd: int = 0
+    dense_steps: int = 2
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """The optimizer on all parameters of `model`, not wrapped."""
@@ -159,6 +163,12 @@ OWN_GPT = {
     f"AdamW, own after {GPT_DENSE}": _after_dense(GPT_DENSE, second_moment="own"),
     f"AdamW, own after {GPT_DENSE}, 0.30% in 2 bits": _coarse(3e-3, second_moment="own"),
 }
+# torch's own, which sends about as many bytes as a density of 1%
+POWER_SGD = {
+    f"AdamW, PowerSGD 2 after {GPT_DENSE}": Variant(
+        None, clips=AFTERWARDS, optimizer="adamw", power_sgd=2, dense_steps=GPT_DENSE
+    )
+}
 
 
 def _local(steps: int, **fields: Any) -> Variant:
@@ -205,6 +215,7 @@ VARIANTS = {
     **OWN,
     **LOWER,
     **OWN_GPT,
+    **POWER_SGD,
     **AVERAGED,
     **LOCAL,
     **LOWEST,

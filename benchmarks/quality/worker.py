@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch import nn
+from torch import distributed, nn
 
+from benchmarks.quality.power_sgd import PowerSgdRank
 from benchmarks.quality.simulation import LossOf
 from benchmarks.quality.tasks import Task
 from benchmarks.quality.training import Run, train
@@ -52,10 +54,20 @@ def main() -> None:
     """Do the run of the command line; rank 0 writes what it found."""
     run, file = Run(**json.loads(sys.argv[1])), Path(sys.argv[2])
     hvd.init()
-    found = train(run, RealRank)
-    if hvd.rank() == 0:
+    rank, made = hvd.rank(), []
+
+    def make(*given: Any) -> RealRank | PowerSgdRank:
+        made.append((PowerSgdRank if VARIANTS[run.variant].power_sgd else RealRank)(*given))
+        return made[-1]
+
+    found = train(run, make)
+    if isinstance(made[0], PowerSgdRank):
+        found["traffic"] = round(made[0].traffic(), 6)
+        distributed.destroy_process_group()
+    else:
+        hvd.shutdown()
+    if rank == 0:
         file.write_text(json.dumps(found, allow_nan=False))
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

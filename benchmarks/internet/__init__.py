@@ -1,0 +1,1 @@
+"""Training over links like those of the internet: ``python -m benchmarks.internet``."""

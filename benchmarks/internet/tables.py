@@ -1,0 +1,96 @@
+"""What `benchmarks.internet` found, as Markdown and as a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.internet.worker import NO_OP
+from benchmarks.quality.variants import AVERAGED, LOCAL
+from benchmarks.report import RESULTS, markdown, read_results, save_figure
+
+FILE = RESULTS / "internet.json.xz"
+DENSE = "AdamW, dense"
+TARGETS = (2.0, 1.8)  # nats a byte, beside what is so much worse than dense at its end
+MARGINS = (0.2, 0.1)
+Runs = Mapping[str, Mapping[str, Any]]
+
+
+def step_ms(run: Mapping[str, Any]) -> float:
+    """Mean time of a step, exchanges included, without the first of all."""
+    return statistics.mean(run["milliseconds"][1:])
+
+
+def curve(runs: Runs, name: str) -> list[tuple[float, float]]:
+    """(seconds behind the link, loss on what is not trained on) of a whole run."""
+    found = runs[name]
+    ms = step_ms(runs[f"{DENSE}, behind the link"]) if name == DENSE else step_ms(found)
+    return [(step * ms / 1e3, loss) for step, loss, _ in found["curve"]]
+
+
+def seconds_to(points: Sequence[tuple[float, float]], target: float) -> float | None:
+    """When a run is first as good as `target`, between evaluations by a straight line; None: it never is."""
+    before = points[0]
+    for point in points:
+        if point[1] <= target:
+            (t0, l0), (t1, l1) = before, point
+            return t1 if l0 == l1 else t0 + (t1 - t0) * (l0 - target) / (l0 - l1)
+        before = point
+    return None
+
+
+def sooner(kept: Mapping[str, Any]) -> str:
+    """A table for each link and seed: bytes, time of a step, seconds to several losses beside dense."""
+    parts = []
+    for key, found in kept.items():
+        runs, link = found["runs"], found["link"]
+        dense, behind = curve(runs, DENSE), runs[f"{DENSE}, behind the link"]
+        last = runs[DENSE]["loss"]
+        targets = [*TARGETS, *(last + margin for margin in MARGINS)]
+        head = ["", "kB sent a step", "less", "ms a step", "of dense", "loss at the end"]
+        head += [f"min to {target:.2f} nats" for target in targets]
+        lines = [[NO_OP, "", "", f"{step_ms(runs[NO_OP]):.0f}", _times(behind, runs[NO_OP]), ""]]
+        lines[0] += [""] * len(targets)
+        for name in (DENSE, *AVERAGED, *LOCAL):
+            timed = behind if name == DENSE else runs[name]
+            line = [name, f"{timed['sent'] / 1e3:,.1f}", f"{behind['sent'] / timed['sent']:,.0f}×"]
+            line += [f"{step_ms(timed):,.0f}", _times(behind, timed)]
+            if name in AVERAGED:
+                lines.append([*line, "", *[""] * len(targets)])
+                continue
+            line.append(f"{runs[name]['loss']:.3f}")
+            for target in targets:
+                line.append(_to(curve(runs, name), dense, target))
+            lines.append(line)
+        parts.append(f"{key}; {link:.0f} Mbit/s one way\n\n{markdown(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def _times(slower: Mapping[str, Any], faster: Mapping[str, Any]) -> str:
+    return f"{step_ms(slower) / step_ms(faster):.1f}×"
+
+
+def _to(points: Sequence[tuple[float, float]], dense: Sequence[tuple[float, float]], target: float) -> str:
+    mine, theirs = seconds_to(points, target), seconds_to(dense, target)
+    if mine is None:
+        return "never"
+    gain = f" ({theirs / mine:.1f}×)" if theirs is not None and points != dense else ""
+    return f"{mine / 60:.1f}{gain}"
+
+
+def draw(file: Path) -> None:
+    """Loss over the time behind the link, of the first seed."""
+    import matplotlib.pyplot as plt
+
+    runs = next(iter(read_results(FILE).values()))["runs"]
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for name, color in zip((DENSE, *LOCAL), ("black", "C0", "C1", "C2"), strict=True):
+        points = curve(runs, name)
+        axes.semilogx([t / 60 for t, _ in points], [loss for _, loss in points], color=color, label=name)
+    axes.set_xlabel("minutes behind the link")
+    axes.set_ylabel("loss on unseen text, nats a byte")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, file)
