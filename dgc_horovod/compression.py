@@ -15,7 +15,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "topk": {"rule": "exact", **_TOPK},
     "sampled": {"rule": "sampled", **_TOPK},
     "gaussian": {"rule": "gaussian", **_TOPK},
-    "local": {"rule": "exact", **_TOPK, "density": 0.015, "values": "2bit", "local_steps": 15},
+    "local": {
+        "rule": "exact",
+        **_TOPK,
+        "density": 0.015,
+        "values": "2bit",
+        "local_steps": 15,
+        "compress_1d": True,
+        "min_numel": 64,  # where a packet has so little, small tensors would be a sixth of it
+    },
     "random": {"rule": "random", **_TOPK},
     "threshold": {"rule": "threshold", **_TOPK},
 }
@@ -110,12 +118,14 @@ class Presets:
 
         Args:
             steps: H >= 1, steps from one exchange to the next.
-            density: k/n, fraction of the elements sent each time, in (0, 1].
+            density: k/n, fraction of the elements sent each time, in (0, 1]; ``warmup`` counts exchanges.
             fields: any other field of DGCConfig, such as ``outer_rate``, ``outer_momentum`` and ``local_decay``.
 
-        Memory: 8 bytes an element (e and the anchor), 4 more with outer momentum. Cost: a copy of the weights and one
-        pass over weights and e every H steps.
+        Memory: 8 bytes an element (e and the anchor), 4 more with outer momentum, 4 more during an exchange. Cost: a
+        copy of the weights and one pass over weights and e every H steps.
         """
+        if steps is None or "local_steps" in fields:
+            raise ConfigError(f"Compression.local takes steps, a whole number of 1 or more; got {steps!r}, {fields!r}")
         return cls._preset("local", local_steps=steps, density=density, **fields)
 
     @classmethod

@@ -70,8 +70,8 @@ class DGCConfig:
         compress_1d: whether 1-D tensors (bias, norm) are compressed too; they are few and sensitive.
         bucket_bytes: most gradient bytes (fp32) that share one message, >= 1; fewer start earlier, in more messages.
         seed: seed of the rules that draw at random, >= 0.
-        check_every: steps between two comparisons of the ranks' weights, >= 0, each of at most 16 MiB of them (or one
-            tensor), in turn; 0: never.
+        check_every: steps (with local steps: exchanges) between two comparisons of the ranks' weights, >= 0, each of
+            at most 16 MiB of them (or one tensor), in turn; 0: never.
         on_mismatch: action where they differ: "stop": ReplicaMismatch on every rank; "broadcast": all go on with
             weights and optimizer state of the first rank.
         on_nonfinite: action where a gradient is NaN or infinite on some rank and there is no loss scaling: "skip"

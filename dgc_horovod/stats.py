@@ -78,14 +78,14 @@ class ExchangeStats:
     traffic: Traffic = field(default_factory=Traffic)
     density: float = 1.0
     steps: int = 0
-    steps_each: int = 1  # of the script's, that an exchange stands for
+    steps_alone: int = 0  # of the script's, without an exchange
     offered: int = 0  # elements on the sparse path, also of a step that was not finished
     selected: int = 0  # and how many of them were sent
     buckets: Callable[[], Callable[[], list[dict[str, float]]] | None] = lambda: None  # while the exchange is alive
 
     def stats(self) -> dict[str, float]:
         """The counts, beside those of fp32 ring allreduces of all tensors."""
-        dense = 4 * self.steps * self.steps_each * self.elements
+        dense = 4 * (self.steps + self.steps_alone) * self.elements
         return {
             "steps": self.steps,
             "elements": self.offered,

@@ -15,17 +15,17 @@ from benchmarks.internet import tables
 from benchmarks.internet.worker import NO_OP
 from benchmarks.netlab import Lab, NetlabError, lab
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import AVERAGED, LOCAL
+from benchmarks.quality.variants import AVERAGED, LOCAL, PER_STEP
 from benchmarks.ranks import LaunchError, exit_on_signals
 from benchmarks.report import environment, read_results, write_results
 
-HOSTS, DENSE = 2, "AdamW, dense"
+HOSTS, DENSE, FROZEN = 2, tables.DENSE, tables.FROZEN
 FIRST_STEPS, NO_OP_STEPS = 12, 60  # of dense behind the link, whose run takes more than an hour; of no exchange
 ROUND_STEPS = 30  # of uncompressed local steps: whole rounds
 _SECONDS = 3600
 EPILOG = """\
-What a dense run learns is measured with both ranks on this machine; its seconds behind the link are its steps times
-the time of one there. It needs root for the hosts' links, and takes half an hour a seed on 2 cores.
+What a run with dense steps learns is measured with both ranks on this machine; its seconds behind the link are its
+steps times the time of one there. It needs root, and takes three quarters of an hour a seed on 2 cores.
 """
 
 
@@ -47,18 +47,19 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """The runs of a seed by name, and what the link carried."""
-    learnt = _launch([_order(options, DENSE, seed)], None)
+    learnt = _launch([_order(options, name, seed) for name in (DENSE, FROZEN)], None)
     with lab(HOSTS, options.rate, 1, options.delay, options.loss) as hosts:
         link = round(hosts.one_way(), 1)
         orders = [
             {**_order(options, DENSE, seed, NO_OP_STEPS), "exchanges": False},
             _order(options, DENSE, seed, FIRST_STEPS),
+            _order(options, PER_STEP, seed, NO_OP_STEPS),
             *(_order(options, name, seed) for name in LOCAL),
             *(_order(options, name, seed, ROUND_STEPS) for name in AVERAGED),
         ]
         timed = _launch(orders, hosts)
-    names = [NO_OP, f"{DENSE}, behind the link", *LOCAL, *AVERAGED]
-    return {"link": link, "runs": dict(zip([DENSE, *names], [*learnt, *timed], strict=True))}
+    names = [DENSE, FROZEN, NO_OP, tables.BEHIND, PER_STEP, *LOCAL, *AVERAGED]
+    return {"link": link, "runs": dict(zip(names, [*learnt, *timed], strict=True))}
 
 
 def _order(options: argparse.Namespace, variant: str, seed: int, most: int | None = None) -> dict[str, Any]:

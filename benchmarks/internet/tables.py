@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.internet.worker import NO_OP
-from benchmarks.quality.variants import AVERAGED, LOCAL
+from benchmarks.quality.variants import AVERAGED, GPT_DENSE, LOCAL, LOWER, PER_STEP
 from benchmarks.report import RESULTS, markdown, read_results, save_figure
 
 FILE = RESULTS / "internet.json.xz"
-DENSE = "AdamW, dense"
+DENSE, FROZEN = "AdamW, dense", list(LOWER)[1]  # which sends as much a step as local steps of 15
+BEHIND = f"{DENSE}, behind the link"
 TARGETS = (2.0, 1.8)  # nats a byte, beside what is so much worse than dense at its end
 MARGINS = (0.2, 0.1)
 Runs = Mapping[str, Mapping[str, Any]]
@@ -25,9 +26,14 @@ def step_ms(run: Mapping[str, Any]) -> float:
 
 def curve(runs: Runs, name: str) -> list[tuple[float, float]]:
     """(seconds behind the link, loss on what is not trained on) of a whole run."""
-    found = runs[name]
-    ms = step_ms(runs[f"{DENSE}, behind the link"]) if name == DENSE else step_ms(found)
-    return [(step * ms / 1e3, loss) for step, loss, _ in found["curve"]]
+    dense = step_ms(runs[BEHIND])
+    if name == FROZEN:
+        later = step_ms(runs[PER_STEP])
+        times = [dense * min(step, GPT_DENSE) + later * max(0, step - GPT_DENSE) for step, *_ in runs[name]["curve"]]
+    else:
+        ms = dense if name == DENSE else step_ms(runs[name])
+        times = [step * ms for step, *_ in runs[name]["curve"]]
+    return [(ms / 1e3, loss) for ms, (_, loss, _) in zip(times, runs[name]["curve"], strict=True)]
 
 
 def seconds_to(points: Sequence[tuple[float, float]], target: float) -> float | None:
@@ -46,16 +52,20 @@ def sooner(kept: Mapping[str, Any]) -> str:
     parts = []
     for key, found in kept.items():
         runs, link = found["runs"], found["link"]
-        dense, behind = curve(runs, DENSE), runs[f"{DENSE}, behind the link"]
+        dense, behind = curve(runs, DENSE), runs[BEHIND]
         last = runs[DENSE]["loss"]
         targets = [*TARGETS, *(last + margin for margin in MARGINS)]
         head = ["", "kB sent a step", "less", "ms a step", "of dense", "loss at the end"]
         head += [f"min to {target:.2f} nats" for target in targets]
         lines = [[NO_OP, "", "", f"{step_ms(runs[NO_OP]):.0f}", _times(behind, runs[NO_OP]), ""]]
         lines[0] += [""] * len(targets)
-        for name in (DENSE, *AVERAGED, *LOCAL):
-            timed = behind if name == DENSE else runs[name]
-            line = [name, f"{timed['sent'] / 1e3:,.1f}", f"{behind['sent'] / timed['sent']:,.0f}×"]
+        for name in (DENSE, FROZEN, *AVERAGED, *LOCAL):
+            timed = {DENSE: behind, FROZEN: runs[PER_STEP]}.get(name, runs[name])
+            line = [
+                f"{name} (then)" if name == FROZEN else name,
+                f"{timed['sent'] / 1e3:,.1f}",
+                f"{behind['sent'] / timed['sent']:,.0f}×",
+            ]
             line += [f"{step_ms(timed):,.0f}", _times(behind, timed)]
             if name in AVERAGED:
                 lines.append([*line, "", *[""] * len(targets)])
@@ -86,7 +96,7 @@ def draw(file: Path) -> None:
 
     runs = next(iter(read_results(FILE).values()))["runs"]
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for name, color in zip((DENSE, *LOCAL), ("black", "C0", "C1", "C2"), strict=True):
+    for name, color in zip((DENSE, FROZEN, *LOCAL), ("black", "C3", "C0", "C1", "C2"), strict=True):
         points = curve(runs, name)
         axes.semilogx([t / 60 for t, _ in points], [loss for _, loss in points], color=color, label=name)
     axes.set_xlabel("minutes behind the link")

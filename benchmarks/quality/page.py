@@ -6,11 +6,21 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.quality import adam_tables, analysis, exchange_tables, plots, runs, selection, selection_tables, tables
+from benchmarks.quality import (
+    adam_tables,
+    analysis,
+    exchange_tables,
+    local_tables,
+    plots,
+    runs,
+    selection,
+    selection_tables,
+    tables,
+)
 from benchmarks.quality.analysis import Outcome
 from benchmarks.report import ROOT, read_results
 
-PAGE = ROOT / "docs" / "quality.md"
+PAGE, INTERNET = ROOT / "docs" / "quality.md", ROOT / "docs" / "internet.md"
 
 
 def texts() -> dict[tuple[Path, str], str]:
@@ -20,7 +30,10 @@ def texts() -> dict[tuple[Path, str], str]:
     made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
     made["quality"] = tables.by_length(found)
     made |= exchange_tables.blocks(found) | adam_tables.blocks(found)
-    return {(PAGE, marker): text for marker, text in made.items()}
+    return {
+        **{(PAGE, marker): text for marker, text in made.items()},
+        (INTERNET, "local-quality"): local_tables.table(found),
+    }
 
 
 def made_by(found: Sequence[Outcome]) -> str:

@@ -163,6 +163,9 @@ OWN_GPT = {
     f"AdamW, own after {GPT_DENSE}": _after_dense(GPT_DENSE, second_moment="own"),
     f"AdamW, own after {GPT_DENSE}, 0.30% in 2 bits": _coarse(3e-3, second_moment="own"),
 }
+# the last of their steps alone, to be timed
+PER_STEP = "AdamW, own, 0.10% in 2 bits"
+OWN_GPT_TIMED = {PER_STEP: Variant(_dgc(density=1e-3, values="2bit"), warmup=0, optimizer="adamw")}
 # torch's own, which sends about as many bytes as a density of 1%
 POWER_SGD = {
     f"AdamW, PowerSGD 2 after {GPT_DENSE}": Variant(
@@ -215,6 +218,7 @@ VARIANTS = {
     **OWN,
     **LOWER,
     **OWN_GPT,
+    **OWN_GPT_TIMED,
     **POWER_SGD,
     **AVERAGED,
     **LOCAL,

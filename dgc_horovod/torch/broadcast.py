@@ -39,6 +39,8 @@ def _follow(optimizer: Any, root_rank: int) -> None:
         )
         if loaded and not optimizer._dgc_loaded:
             optimizer._dgc_forget()
+        if loaded:
+            optimizer._dgc_share_loaded(root_rank)
     if optimizer._dgc.buckets.steps == 0:
         for p in optimizer._dgc.names:
             if p.grad is None and p.requires_grad:

@@ -312,6 +312,9 @@ class CompressedMethods:
         self._dgc_update.prepare(self)
         self._dgc_watch = GradientWatch()
 
+    def _dgc_share_loaded(self: Any, root: int) -> None:
+        """Share what rank `root` has loaded beside torch's state: nothing here."""
+
     def residual_state_dict(self: Any) -> dict[str, Any]:
         """What this rank has kept of gradients that the model has not had yet: training state, of this rank alone.
 

@@ -13,7 +13,8 @@ H = 5
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"local_steps.{case}" for case in CASES])
+    around = [f"local_steps_around.{case}" for case in ("loading", "freezing", "differing", "counting")]
+    return run_ranks(2, [*(f"local_steps.{case}" for case in CASES), *around], timeout=300)
 
 
 def _found(ranks, case):
@@ -57,6 +58,30 @@ def test_a_step_that_a_scaler_skips_on_one_rank_counts(ranks):
     assert len({each["replica"] for each in found}) == 1
     assert [each["exchanges"] for each in found] == [6, 6] and found[0]["scale"] != found[1]["scale"]
     assert all(each["last"] < each["first"] for each in found)
+
+
+def test_a_state_that_is_loaded_or_broadcast_leaves_the_ranks_together(ranks):
+    for found in (rank["local_steps_around.loading"] for rank in ranks):
+        assert found["in a round"] == found["broadcast"] == 0
+        assert "'nobody' is of no parameter here" in found["alien"]
+
+
+def test_a_frozen_layer_stays_and_a_thawed_one_is_refused(ranks):
+    for found in (rank["local_steps_around.freezing"] for rank in ranks):
+        assert found["moved"] == 0 and "wrap the optimizer while it does" in found["thawed"]
+
+
+def test_weights_that_differ_are_found_by_name_and_repaired(ranks):
+    for found in (rank["local_steps_around.differing"] for rank in ranks):
+        assert "'2.weight'" in found["stop"] and "more" not in found["stop"].split("differ")[0], found["stop"]
+        assert found["broadcast"] == "" and found["repaired"] == 0
+
+
+def test_rounds_that_end_early_count_as_they_are(ranks):
+    for found in (rank["local_steps_around.counting"] for rank in ranks):
+        assert found["dense"] == 1
+        assert "wrapped again" in found["superseded"] or "UnsupportedUse" in found["superseded"], found
+        assert "a whole number" in found["steps"]
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):

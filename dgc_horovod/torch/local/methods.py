@@ -6,19 +6,22 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
+from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.local.rounds import LocalRounds
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
+from dgc_horovod.torch.wrapping import owners
 
 _log = logging.getLogger("dgc_horovod")
+_OUTER = "outer_momentum"  # in a state
 _MID_ROUND = (
-    "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first "
-    "(save_checkpoint does it)"
+    "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
 )
 
 
@@ -38,7 +41,6 @@ class LocalMethods:
         CompressedMethods._attach(self, config, update, None)  # type: ignore[arg-type]  # updates have no loss scale
         if self.process_set.included():
             self._dgc_rounds = LocalRounds(self._dgc, config)
-            self._dgc.buckets.counts.steps_each = config.local_steps
 
     def _register_hooks(self: Any) -> None:
         """No gradient is exchanged."""
@@ -54,12 +56,17 @@ class LocalMethods:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.process_set.included():
+        takes_part = self.process_set.included()
+        if takes_part:
+            owners.check(self)
             self._dgc_rounds.begin_step()
         if self._dgc_may_step():
             torch.optim.Optimizer.profile_hook_step(lambda optimizer: optimizer._dgc_own_step())(self)
-        if self.process_set.included() and self._dgc_rounds.end_step():
-            self.exchange()
+        self._dgc_loaded = False
+        if takes_part:
+            clip_calls.end_step(self)  # it was the gradient's own
+            if self._dgc_rounds.end_step():
+                self.exchange()
         return loss
 
     def _dgc_may_step(self: Any) -> bool:
@@ -83,15 +90,18 @@ class LocalMethods:
         """
         if not self.process_set.included():
             return
-        self._dgc_replicas.end(self)
+        self._check_nothing_unfrozen()
         self._dgc_rounds.send()
         finite = self._dgc_rounds.receive()
+        self._dgc_replicas.begin(self._dgc.buckets.steps)
+        self._dgc_replicas.end(self)  # now, as the next step makes them differ
         if not finite:
             self._dgc_clean_state()
+            exchange, where = self._dgc.buckets.steps, self._dgc.buckets.where_not_finite()
+            text = f"exchange {exchange}: a weight was not finite on {where}; all ranks go back to the one before"
             if self._dgc_config.on_nonfinite == "stop":
-                raise NotFinite(self._dgc.not_finite)
-            self._tell_once("not finite", self._dgc.not_finite)
-        self._dgc_replicas.begin(self._dgc.buckets.steps)
+                raise NotFinite(text)
+            self._tell_once("not finite", text)
 
     def _dgc_clean_state(self: Any) -> None:
         """A rank whose weights were not finite has an inner state that would spoil them again."""
@@ -111,6 +121,13 @@ class LocalMethods:
         CompressedMethods._dgc_forget(self)
         self._dgc_rounds.forget()
 
+    def _dgc_share_loaded(self: Any, root: int) -> None:
+        ours = {"root_rank": root, "process_set": self.process_set}
+        if hvd.broadcast_object(bool(self._dgc_rounds.momentum), name="dgc.outer", **ours):
+            for p, name in self._dgc.names.items():
+                momentum = self._dgc_rounds.momentum.setdefault(p, torch.zeros_like(p))
+                hvd.broadcast_(momentum, name=f"dgc.outer.{name}", **ours)
+
     def _dgc_check_between_steps(self: Any) -> None:
         if self._dgc_rounds.count:
             raise UnsupportedUse(_MID_ROUND)
@@ -122,18 +139,31 @@ class LocalMethods:
     def state_dict(self: Any) -> dict[str, Any]:
         """As torch's: the inner optimizer's state on this rank, and the outer momentum."""
         found: dict[str, Any] = CompressedMethods.state_dict(self)
-        if self.process_set.included() and self._dgc_rounds.momentum:
+        if self.process_set.included() and self._dgc_config.outer_momentum:
             names = self._dgc.names
-            found["outer_momentum"] = {names[p]: x for p, x in self._dgc_rounds.momentum.items()}
+            found[_OUTER] = {names[p]: x for p, x in self._dgc_rounds.momentum.items()}
         return found
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """As torch's; what ranks have kept starts empty."""
-        CompressedMethods.load_state_dict(self, state_dict)
-        if self.process_set.included():
-            of_name = {name: p for p, name in self._dgc.names.items()}
-            for name, x in state_dict.get("outer_momentum", {}).items():
-                self._dgc_rounds.momentum[of_name[name]] = x.to(of_name[name]).clone()
+        """As torch's; what ranks have kept starts empty, and the round under way goes on.
+
+        Raises:
+            UnsupportedUse: the outer momentum is of other parameters.
+        """
+        if not self.process_set.included():
+            CompressedMethods.load_state_dict(self, state_dict)
+            return
+        of_name = {name: p for p, name in self._dgc.names.items()}
+        outer = state_dict.get(_OUTER, {}) if self._dgc_config.outer_momentum else {}
+        others = [name for name, x in outer.items() if name not in of_name or x.shape != of_name[name].shape]
+        if others:
+            raise UnsupportedUse(
+                f"the outer momentum of {others[0]!r} is of no parameter here: pass the same named_parameters as when "
+                "it was saved"
+            )
+        CompressedMethods.load_state_dict(self, {key: x for key, x in state_dict.items() if key != _OUTER})
+        for name, x in outer.items():
+            self._dgc_rounds.momentum[of_name[name]] = x.to(of_name[name]).clone()
 
     def flush(self: Any) -> None:
         """Apply everything that the ranks have kept: an exchange of the round under way, then a dense one of `e`."""

@@ -30,7 +30,8 @@ class LocalRounds:
         count: number of inner steps since the last exchange.
         momentum: outer momentum b, by parameter, the same on every rank; empty before the first exchange or without.
 
-    Memory: the anchor, 4 bytes a parameter (its own dtype), and 4 more with outer momentum.
+    Memory: the anchor, 4 bytes a parameter (its own dtype), and 4 more with outer momentum; as much as the gradients
+    again during an exchange.
     """
 
     def __init__(self, exchange: GradientExchange, config: DGCConfig) -> None:
@@ -60,6 +61,8 @@ class LocalRounds:
         self.exchange.decay(self._config.local_decay)
         self._held = {p: p.grad for p in self._anchor}
         for p, anchor in self._anchor.items():
+            if not p.requires_grad and torch.equal(p, anchor):  # frozen: nothing is to move it any more
+                self.exchange.fade(p, 0.0)
             p.grad = anchor - p
         for p in reversed(self._anchor):
             self._results[p] = self.exchange.add_gradient(p, lambda _: _CHANGE)
@@ -73,6 +76,7 @@ class LocalRounds:
         for p, result in self._results.items():
             p.grad = result()
         finite = self.exchange.finish()
+        self.exchange.buckets.counts.steps_alone += self.count - 1
         for p, anchor in self._anchor.items():
             if finite:
                 assert p.grad is not None
@@ -89,11 +93,13 @@ class LocalRounds:
         momentum = self.momentum.setdefault(p, torch.zeros_like(p)).mul_(m).add_(mean)
         return mean.add(momentum, alpha=m)
 
+    @torch.no_grad()
     def forget(self) -> None:
-        """Give the round up: the weights are about to be others."""
-        for p, grad in self._held.items():
-            p.grad = grad
-        self._end()
+        """There is no momentum any more; an exchange that was broken off is undone."""
+        if self._held:
+            for p, anchor in self._anchor.items():
+                p.copy_(anchor)
+            self._end()
         self.momentum.clear()
 
     def _end(self) -> None:

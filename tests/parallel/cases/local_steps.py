@@ -21,7 +21,8 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def _wrapped(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **fields: Any) -> Any:
+def wrapped(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **fields: Any) -> Any:
+    """AdamW with local steps, 10% in 2 bits."""
     settings = {"steps": H, "density": 0.1, "min_numel": 64, **fields}
     made = DistributedOptimizer(
         optimizer or _adamw(model),
@@ -38,7 +39,7 @@ def averaging() -> dict[str, float]:
     found = {}
     for name, momentum, rate in (("mean", 0.0, 1.0), ("Nesterov", 0.9, 0.7)):
         model, alone = smooth_model(), smooth_model()
-        optimizer = _wrapped(model, outer_momentum=momentum, outer_rate=rate, **WHOLE)
+        optimizer = wrapped(model, outer_momentum=momentum, outer_rate=rate, **WHOLE)
         train(model, optimizer, 4 * H)
         inner = _adamw(alone)
         data, anchor, outer = iter(batches(4 * H, hvd.rank())), weights(alone), torch.zeros(())
@@ -61,7 +62,7 @@ def learning() -> dict[str, Any]:
     """A run at 10%, 2 bits: replicas, learning, traffic."""
     hvd.init()
     model = smooth_model()
-    optimizer = _wrapped(model)
+    optimizer = wrapped(model)
     after: list[str] = []
 
     def look(step: int) -> None:
@@ -80,7 +81,7 @@ def conservation() -> dict[str, float]:
     """What the weights have moved by, and what waits, is what the inner steps have changed."""
     hvd.init()
     model = smooth_model()
-    optimizer = _wrapped(model, local_decay=1.0, values="fp32", dense_values="fp32")
+    optimizer = wrapped(model, local_decay=1.0, values="fp32", dense_values="fp32")
     begun, inner = weights(model), torch.zeros(())
     last = begun.clone()
     original = optimizer.exchange
@@ -113,7 +114,7 @@ def faults() -> dict[str, Any]:
     """A rank whose weights are not finite: nobody moves, and training goes on."""
     hvd.init()
     model = smooth_model()
-    optimizer = _wrapped(model)
+    optimizer = wrapped(model)
     train(model, optimizer, 2 * H)
     before, at = fingerprint(model), [-1]
     bad = hvd.rank() == 1
@@ -136,12 +137,12 @@ def resumed() -> dict[str, Any]:
     for name, make in kinds.items():
         folder = os.path.join(os.environ["STATE_FOLDER"], name)
         model = smooth_model()
-        optimizer = _wrapped(model, make(model), outer_momentum=0.5, outer_rate=0.7)
+        optimizer = wrapped(model, make(model), outer_momentum=0.5, outer_rate=0.7)
         train(model, optimizer, 3 * H + 2)
         save_checkpoint(folder, model, optimizer)
         at_save = fingerprint(model)
         other = smooth_model(1)
-        resumed = _wrapped(other, make(other), outer_momentum=0.5, outer_rate=0.7)
+        resumed = wrapped(other, make(other), outer_momentum=0.5, outer_rate=0.7)
         load_checkpoint(folder, other, resumed)
         loaded = fingerprint(other)
         train(model, optimizer, 3 * H)
@@ -154,7 +155,7 @@ def misuse() -> dict[str, str]:
     """What cannot be, in words."""
     hvd.init()
     model = smooth_model()
-    optimizer = _wrapped(model)
+    optimizer = wrapped(model)
     train(model, optimizer, 2)
     found = {
         "residuals": error_of(optimizer.residual_state_dict),
@@ -172,7 +173,7 @@ def scaled() -> dict[str, Any]:
     """Under a GradScaler, one of whose ranks skips a step: rounds stay together."""
     hvd.init()
     model = smooth_model()
-    optimizer = _wrapped(model, torch.optim.SGD(model.parameters(), lr=0.02))
+    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), lr=0.02))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     losses = []
     for step, (x, y) in enumerate(batches(6 * H, hvd.rank())):

@@ -1,0 +1,105 @@
+"""What scripts do around local steps, on real ranks: load, broadcast, freeze, thaw, wrap twice, change weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from dgc_horovod.torch import Compression
+from tests.helpers.errors import error_of
+from tests.helpers.training import smooth_model, train, weights
+from tests.parallel.cases.local_steps import H, wrapped
+
+
+def _spread(model: torch.nn.Module) -> float:
+    """How far the ranks' weights are apart, at most."""
+    every = hvd.allgather(weights(model)[None], name="spread")
+    return float((every - every[:1]).abs().max())
+
+
+def loading() -> dict[str, Any]:
+    """States loaded and broadcast in the middle of a round, and between two; with outer momentum too."""
+    hvd.init()
+    found = {}
+    model = smooth_model()
+    optimizer = wrapped(model, check_every=1)
+    train(model, optimizer, 2 * H + 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, 2 * H - 2)
+    found["in a round"] = _spread(model)
+    saved, kept = None, copy.deepcopy(model.state_dict())
+    outer = {"outer_momentum": 0.9, "outer_rate": 0.7, "check_every": 1}
+    other = smooth_model()
+    optimizer = wrapped(other, **outer)
+    train(other, optimizer, 2 * H)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = smooth_model(1)
+    optimizer = wrapped(resumed, **outer)
+    if hvd.rank() == 0:
+        resumed.load_state_dict(kept)
+        optimizer.load_state_dict(saved)
+    hvd.broadcast_parameters(resumed.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(resumed, optimizer, 2 * H + 2)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(resumed, optimizer, H - 2)
+    found["broadcast"] = _spread(resumed)
+    alien = {**saved, "outer_momentum": {"nobody": torch.zeros(3)}}
+    return {**found, "alien": error_of(lambda: optimizer.load_state_dict(alien))}
+
+
+def freezing() -> dict[str, Any]:
+    """A layer that is frozen during the training stays; one that is thawed is refused."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = wrapped(model)
+    train(model, optimizer, 10 * H)
+    model[0].weight.requires_grad_(False)
+    model[0].weight.grad = None
+    train(model, optimizer, H)
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, 10 * H)
+    moved = float((model[0].weight - before).norm() / before.norm())
+    late = smooth_model()
+    late[0].weight.requires_grad_(False)
+    optimizer = wrapped(late)
+    train(late, optimizer, H)
+    late[0].weight.requires_grad_(True)
+    return {"moved": moved, "thawed": error_of(lambda: train(late, optimizer, H))}
+
+
+def differing() -> dict[str, Any]:
+    """Weights that differ on one rank are found, with their names, and repaired where that is asked for."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    for action in ("stop", "broadcast"):
+        model = smooth_model()
+        optimizer = wrapped(model, on_mismatch=action, check_every=1)
+        train(model, optimizer, H)
+        with torch.no_grad():
+            model[2].weight[0, 0] += 0.01 * hvd.rank()
+        found[action] = error_of(lambda model=model, optimizer=optimizer: train(model, optimizer, H))
+        if action == "broadcast":
+            found["repaired"] = _spread(model)
+    return found
+
+
+def counting() -> dict[str, Any]:
+    """Rounds that the script ends early count as they are; an optimizer whose model was wrapped again is refused."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = wrapped(model)
+    for _ in range(10):
+        train(model, optimizer, 1)
+        optimizer.exchange()
+    optimizer.exchange()
+    dense = 10 * 4 * sum(p.numel() for p in model.parameters())
+    stats = optimizer.compression_stats()
+    wrapped(model)
+    return {
+        "dense": stats["bytes_dense"] / dense, "superseded": error_of(lambda: train(model, optimizer, 1)),
+        "steps": error_of(lambda: Compression.local(steps=None)),
+    }  # fmt: skip
