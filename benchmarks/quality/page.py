@@ -10,7 +10,6 @@ from benchmarks.quality import (
     adam_tables,
     analysis,
     exchange_tables,
-    local_tables,
     plots,
     runs,
     selection,
@@ -20,7 +19,7 @@ from benchmarks.quality import (
 from benchmarks.quality.analysis import Outcome
 from benchmarks.report import ROOT, read_results
 
-PAGE, INTERNET = ROOT / "docs" / "quality.md", ROOT / "docs" / "internet.md"
+PAGE = ROOT / "docs" / "quality.md"
 
 
 def texts() -> dict[tuple[Path, str], str]:
@@ -30,10 +29,7 @@ def texts() -> dict[tuple[Path, str], str]:
     made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
     made["quality"] = tables.by_length(found)
     made |= exchange_tables.blocks(found) | adam_tables.blocks(found)
-    return {
-        **{(PAGE, marker): text for marker, text in made.items()},
-        (INTERNET, "local-quality"): local_tables.table(found),
-    }
+    return {(PAGE, marker): text for marker, text in made.items()}
 
 
 def made_by(found: Sequence[Outcome]) -> str:
