@@ -113,16 +113,16 @@ class Presets:
     def local(cls, steps: int = 15, density: float = 0.015, **fields: Any) -> Any:
         """Local steps: H steps of the optimizer on each rank, then an exchange of the weights' change (SparseLoCo).
 
-        ``delta = anchor - w;  e = 0.95*e + delta;  s = top_k(e);  e = e - s;  w = anchor - rate * mean(s)`` (arXiv
-        2508.15706). For links on which even a packet a step is too much. PyTorch.
+        ``delta = anchor - w;  e = 0.95*e + delta;  s = top_k(e);  e = e - s;  b = m*b + mean(s);
+        w = anchor - rate * (mean(s) + m*b)`` (arXiv 2508.15706). For links on which even a packet a step is too much.
 
         Args:
             steps: H >= 1, steps from one exchange to the next.
             density: k/n, fraction of the elements sent each time, in (0, 1]; ``warmup`` counts exchanges.
             fields: any other field of DGCConfig, such as ``outer_rate``, ``outer_momentum`` and ``local_decay``.
 
-        Memory: 8 bytes an element (e and the anchor), 4 more with outer momentum, 4 more during an exchange. Cost: a
-        copy of the weights and one pass over weights and e every H steps.
+        Memory: 12 bytes an element (e, the anchor, b), 4 more during an exchange. Cost: a copy of the weights and one
+        pass over weights and e every H steps.
         """
         if steps is None or "local_steps" in fields:
             raise ConfigError(f"Compression.local takes steps, a whole number of 1 or more; got {steps!r}, {fields!r}")

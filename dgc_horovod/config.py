@@ -60,7 +60,7 @@ class DGCConfig:
         max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
             density is lowered until it does, not below 0.0001; None: no limit.
         local_steps: number of the optimizer's steps on each rank alone from one exchange to the next, H >= 1: what is
-            exchanged then is the weights' change (PyTorch). None: gradients are exchanged at every step.
+            exchanged then is the weights' change. None: gradients are exchanged at every step.
         local_decay: with local steps, factor of what waits at each exchange, in (0, 1].
         outer_rate: with local steps, factor of the mean change, > 0.
         outer_momentum: with local steps, Nesterov momentum of the mean change, in [0, 1).

@@ -167,7 +167,7 @@ FIELDS = (
     _field("warmup.steps_per_epoch", "", "steps in an epoch, where nothing tells the epoch", "whole", _WHEN),
     _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WHEN),
     _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WHEN),
-    _field("local_steps", "", "PyTorch: steps on each rank alone, then weights' changes are sent", "whole", _WHEN),
+    _field("local_steps", "", "steps on each rank alone, then weights' changes are sent", "whole", _WHEN),
     _field("local_decay", "0.95", "what waits is multiplied by, in (0, 1]", "number", _WHEN),
     _field("outer_rate", "1.0", "and the mean change, > 0", "number", _WHEN),
     _field("outer_momentum", "0.0", "Nesterov momentum of the mean change, in [0, 1)", "number", _WHEN),

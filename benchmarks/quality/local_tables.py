@@ -11,10 +11,16 @@ from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import AVERAGED, LOCAL, LOCAL_STEPS, VARIANTS
+from benchmarks.quality.variants import AVERAGED, LOCAL, LOCAL_DENSER, LOCAL_STEPS, VARIANTS
 from benchmarks.report import markdown
 
 DENSE, FIRST_SEED = "AdamW, dense", 500  # of this study on the small model
+# local variant -> the one without compression, and H
+BESIDE = {
+    name: (averaged, steps)
+    for names in (LOCAL, LOCAL_DENSER)
+    for name, averaged, steps in zip(names, AVERAGED, LOCAL_STEPS, strict=True)
+}
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -22,22 +28,22 @@ def table(found: Sequence[Outcome]) -> str:
     lines = []
     for task, workers, length in _places(found):
         by_run = {each.run: each for each in found if each.run.seed >= (FIRST_SEED if task == "transformer" else 0)}
-        for steps, averaged, local in zip(LOCAL_STEPS, AVERAGED, LOCAL, strict=True):
-            dense, whole, sparse = (Run(task, name, workers, length=length) for name in (DENSE, averaged, local))
+        for name, (averaged, steps) in BESIDE.items():
+            dense, whole, sparse = (Run(task, each, workers, length=length) for each in (DENSE, averaged, name))
             added = pairs(by_run, sparse, whole)
             if added:
-                config = VARIANTS[local].config(ALL_TASKS[task].settings)
+                config = VARIANTS[name].config(ALL_TASKS[task].settings)
                 assert config is not None
-                traffic = [each.traffic for run, each in by_run.items() if _same(run, sparse)]
+                traffic = statistics.mean(each.traffic for run, each in by_run.items() if _same(run, sparse))
+                place = f"{ALL_TASKS[task].title}, N = {workers}, {sparse.steps:,} steps, H = {steps}"
+                losses = (pairs(by_run, whole, dense), pairs(by_run, sparse, dense), added)
                 lines.append(
                     [
-                        f"{ALL_TASKS[task].title}, N = {workers}, {sparse.steps:,} steps, H = {steps}",
-                        spread(pairs(by_run, whole, dense), "+.3f"),
-                        spread(pairs(by_run, sparse, dense), "+.3f"),
-                        spread(added, "+.3f"),
+                        f"{place}, {config.density:.1%}",
+                        *(spread(values, "+.3f") for values in losses),
                         f"{config.density * sparse.steps / steps:.1f}",
-                        f"{1 / steps / statistics.mean(traffic):,.0f}×",
-                        f"{1 / statistics.mean(traffic):,.0f}×",
+                        f"{1 / steps / traffic:,.0f}×",
+                        f"{1 / traffic:,.0f}×",
                     ]
                 )
     head = ["loss less dense AdamW, nats", "averaged every H", "compressed", "what compression adds"]

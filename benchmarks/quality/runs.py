@@ -28,6 +28,7 @@ from benchmarks.quality.variants import (
     EXCHANGES,
     FALLING,
     LOCAL,
+    LOCAL_DENSER,
     LOWER,
     LOWEST,
     OPTIMIZERS,
@@ -102,7 +103,7 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
     for i, workers in enumerate(WORKERS):
         for seed, length in itertools.product(seeds, LENGTHS[1:]):
-            for variant in ("AdamW, dense", *AVERAGED, *LOCAL):
+            for variant in ("AdamW, dense", *AVERAGED, *LOCAL, *LOCAL_DENSER):
                 yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
 
 

@@ -178,11 +178,12 @@ def _local(steps: int, **fields: Any) -> Variant:
     return Variant({**PRESETS["local"], "local_steps": steps, **fields}, clips=AFTERWARDS, warmup=0, optimizer="adamw")
 
 
-_WHOLE = {"density": 1.0, "values": "fp32", "dense_values": "fp32", "local_decay": 1.0}
+_WHOLE = {"density": 1.0, "values": "fp32", "dense_values": "fp32", "local_decay": 1.0, "outer_momentum": 0.0}
 # AdamW with local steps: the weights averaged every so many, and compressed on the way
 LOCAL_STEPS = (5, 15, 30)
 AVERAGED = {f"AdamW, averaged every {steps}": _local(steps, **_WHOLE) for steps in LOCAL_STEPS}
-LOCAL = {f"AdamW, local, {steps} steps": _local(steps) for steps in LOCAL_STEPS}
+LOCAL = {f"AdamW, local, {steps} steps": _local(steps, outer_rate=1.5) for steps in LOCAL_STEPS}
+LOCAL_DENSER = {f"AdamW, local, {steps} steps, 6%": _local(steps, density=1 / 16) for steps in LOCAL_STEPS}
 # What brings the LSTM at the papers' density closer to dense training; the last ones at half the learning rate
 LOWEST = {
     "dgc, density 0.1%, scope=tensor": Variant(_dgc(density=0.001, scope="tensor")),
@@ -222,6 +223,7 @@ VARIANTS = {
     **POWER_SGD,
     **AVERAGED,
     **LOCAL,
+    **LOCAL_DENSER,
     **LOWEST,
     **EXCHANGES,
 }

@@ -232,6 +232,9 @@ class DistributedMethods(UsersClass):
         """
         flush(self, self._dgc)
 
+    def _dgc_finish_round(self: Any) -> None:
+        """End what spans several steps: nothing does here."""
+
     def _dgc_apply_as_stock(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """A step of the user's optimizer, without exchange."""
         super().apply(list(gradients), list(variables))

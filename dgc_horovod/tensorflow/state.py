@@ -39,6 +39,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
     distribution, collectives, variables = _parts(model, optimizer)
+    getattr(optimizer or model.optimizer, "_dgc_finish_round", lambda: None)()
 
     def content() -> checkpoint.Content:
         used = optimizer or model.optimizer

@@ -78,6 +78,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             "under Horovod Elastic nothing tells a compressed tape that the ranks have changed; use "
             "DistributedOptimizer with our KerasState, or compression=Compression.none"
         )
+    if settings.config is not None and settings.config.local_steps is not None:
+        raise UnsupportedUse("local steps exchange weights, of which a tape knows nothing: use DistributedOptimizer")
     if settings.config is not None and settings.config.momentum_correction and hvd.rank() == 0:
         _say_once_that_momentum_is_not_corrected()
     kind: Any = type(gradtape)
@@ -145,7 +147,7 @@ class _DistributedTape(UsersClass):
                 gradients[i] = scaled(gradients[i], self._dgc.settings.local_scale)
         if agreed.exchange is None:
             return gradients
-        combined, finite = agreed.exchange([gradients[i] for i in agreed.active])
+        combined, finite, _ = agreed.exchange([gradients[i] for i in agreed.active])
         if finite is not None:
             combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
         if self._dgc.settings.config is not None:

@@ -73,6 +73,7 @@ class HostSteps:
         self.place: dict[int, BucketRun] = {}
         self.error: DGCError | None = None
         self.part_due: Callable[[int], int] = lambda steps: -1  # of the weights, to be compared; see `Replicas.due`
+        self.passes = 1  # the optimizer's iterations for one step of the script, where local steps are counted
         self._homes, self._keys = homes, [(number, source.key) for source in sources]
         self._generation_now, self._generation = generation, _FROM_SLOTS
         self._iterations = self._origin = 0
@@ -204,6 +205,8 @@ class HostSteps:
             self._check_ranks()
             if self._under_way:
                 self.buckets.rollback()
+        if self.buckets is not None and self.buckets.config.local_steps is not None:
+            self._begin_round(int(iterations))
         self._under_way, self._iterations = True, int(iterations)
         generation = self._generation_now(self._iterations)
         fresh, self._generation = generation != self._generation, generation
@@ -215,6 +218,13 @@ class HostSteps:
             fresh, self._resumed = self._second_moment.begin(fresh or self._resumed, self._dense, self.runs), False
         part = self.part_due(steps)
         return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), np.bool_(self._dense)]
+
+    def _begin_round(self, iterations: int) -> None:
+        """Weights are exchanged, after local steps: what waits fades."""
+        assert self.buckets is not None
+        self.buckets.rescale(self.buckets.config.local_decay)
+        last = self._iterations if self.counts.steps else -1
+        self.counts.steps_alone += max(0, (iterations - last) // self.passes - 1)
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""

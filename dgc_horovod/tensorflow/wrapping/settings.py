@@ -96,7 +96,10 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
         raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
     if config is not None and config.local_steps is not None:
-        raise UnsupportedUse("local steps are for PyTorch so far; use Compression.dgc(...) or another")
+        if fields["op"] != hvd.Average:
+            raise UnsupportedUse("local steps average the ranks' changes: op must be hvd.Average")
+        if envvars.horovod_elastic():
+            raise UnsupportedUse("local steps under Horovod Elastic are not supported; start with a fixed -np")
     settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others have no form under Keras 3")
