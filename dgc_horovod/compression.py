@@ -21,6 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "density": 0.015,
         "values": "2bit",
         "local_steps": 15,
+        "outer_momentum": 0.5,
         "compress_1d": True,
         "min_numel": 64,  # where a packet has so little, small tensors would be a sixth of it
     },

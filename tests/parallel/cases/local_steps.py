@@ -81,7 +81,7 @@ def conservation() -> dict[str, float]:
     """What the weights have moved by, and what waits, is what the inner steps have changed."""
     hvd.init()
     model = smooth_model()
-    optimizer = wrapped(model, local_decay=1.0, values="fp32", dense_values="fp32")
+    optimizer = wrapped(model, local_decay=1.0, outer_momentum=0.0, values="fp32", dense_values="fp32")
     begun, inner = weights(model), torch.zeros(())
     last = begun.clone()
     original = optimizer.exchange

@@ -59,7 +59,7 @@ def freezing() -> dict[str, Any]:
     train(model, optimizer, 10 * H)
     model[0].weight.requires_grad_(False)
     model[0].weight.grad = None
-    train(model, optimizer, H)
+    train(model, optimizer, 12 * H)  # until the outer momentum is over
     before = model[0].weight.detach().clone()
     train(model, optimizer, 10 * H)
     moved = float((model[0].weight - before).norm() / before.norm())
