@@ -52,12 +52,12 @@ def by_hand() -> dict[str, float]:
     draws = [np.random.default_rng(rank).standard_normal((steps, 20, 30)).astype(np.float32) for rank in range(size)]
     mine = draws[hvd.rank()]
 
-    def final(optimizer: Any, velocity: np.ndarray | None = None) -> np.ndarray:
+    def final(optimizer: Any, velocity: np.ndarray | None = None, **fields: Any) -> np.ndarray:
         variable = keras.Variable(tf.zeros((20, 30)))
         if velocity is not None:
             optimizer.build([variable])
             optimizer.momentums[0].assign(velocity)
-        wrapped = DistributedOptimizer(optimizer, compression=everything())
+        wrapped = DistributedOptimizer(optimizer, compression=everything(**fields))
         apply = tf.function(lambda g: wrapped.apply([g], [variable]))
         for gradient in mine:
             apply(tf.constant(gradient))
@@ -79,14 +79,17 @@ def by_hand() -> dict[str, float]:
         w = w + velocity
     found["velocity of a checkpoint"] = final(momentum_sgd(), start) - w
 
-    directions = np.zeros((20, 30))
-    for draw in draws:  # Keras' Adam: epsilon beside the uncorrected root
-        first, second = np.zeros((20, 30)), np.zeros((20, 30))
+    def adam(draw: np.ndarray) -> np.ndarray:
+        """Keras' form: epsilon beside the uncorrected root."""
+        first, second, moved = np.zeros((20, 30)), np.zeros((20, 30)), np.zeros((20, 30))
         for t, g in enumerate(draw.astype(np.float64), start=1):
             first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
-            rate = np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-            directions += rate * first / (np.sqrt(second) + 1e-2) / size
-    found["adam"] = final(keras.optimizers.Adam(0.01, epsilon=1e-2)) + 0.01 * directions
+            moved -= 0.01 * np.sqrt(1 - 0.999**t) / (1 - 0.9**t) * first / (np.sqrt(second) + 1e-2)
+        return moved
+
+    own = final(keras.optimizers.Adam(0.01, epsilon=1e-2), second_moment="own")
+    found["adam, each rank's own"] = own - np.mean([adam(draw) for draw in draws], axis=0)
+    found["adam"] = final(keras.optimizers.Adam(0.01, epsilon=1e-2)) - adam(np.mean(draws, axis=0, dtype=np.float64))
     return {name: float(np.abs(difference).max()) for name, difference in found.items()}
 
 
