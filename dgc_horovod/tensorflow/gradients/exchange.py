@@ -141,7 +141,8 @@ class GradientExchange:
             with tf.control_dependencies([self._replicas(part, step, weights, everything)]):
                 started = tf.identity(started)
         started = self._taken_over(started, fresh, rate)
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        with tf.control_dependencies([started]):  # an error that every rank has comes before anything is sent
+            gradients = [tf.identity(tf.convert_to_tensor(gradient)) for gradient in gradients]
         if self._learns:
             gradients = self.clipping.applied(gradients, started)
         if self._inside is not None and self.settings.config.clip_norm is not None:
