@@ -1,15 +1,14 @@
-"""What `benchmarks.internet` found, as Markdown and as a plot."""
+"""What `benchmarks.internet` found, as Markdown."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.internet.worker import NO_OP
 from benchmarks.quality.variants import AVERAGED, GPT_DENSE, LOCAL, LOWER, PER_STEP
-from benchmarks.report import RESULTS, markdown, read_results, save_figure
+from benchmarks.report import RESULTS, markdown
 
 FILE = RESULTS / "internet.json.xz"
 DENSE, FROZEN = "AdamW, dense", list(LOWER)[1]  # which sends as much a step as local steps of 15
@@ -88,19 +87,3 @@ def _to(points: Sequence[tuple[float, float]], dense: Sequence[tuple[float, floa
         return "never"
     gain = f" ({theirs / mine:.1f}×)" if theirs is not None and points != dense else ""
     return f"{mine / 60:.1f}{gain}"
-
-
-def draw(file: Path) -> None:
-    """Loss over the time behind the link, of the first seed."""
-    import matplotlib.pyplot as plt
-
-    runs = next(iter(read_results(FILE).values()))["runs"]
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for name, color in zip((DENSE, FROZEN, *LOCAL), ("black", "C3", "C0", "C1", "C2"), strict=True):
-        points = curve(runs, name)
-        axes.semilogx([t / 60 for t, _ in points], [loss for _, loss in points], color=color, label=name)
-    axes.set_xlabel("minutes behind the link")
-    axes.set_ylabel("loss on unseen text, nats a byte")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, file)

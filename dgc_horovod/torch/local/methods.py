@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
 from dgc_horovod.torch.wrapping import owners
 
-_log = logging.getLogger("dgc_horovod")
 _OUTER = "outer_momentum"  # in a state
 _MID_ROUND = (
     "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
