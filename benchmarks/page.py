@@ -1,4 +1,4 @@
-"""Makes the tables of docs/benchmarks-network.md, docs/quality.md and the README from the JSON of the studies.
+"""Makes the tables of the README and of three pages from the JSON of the studies: network, quality, planning.
 
 Two tables of the exchange, which show where its time goes, stand in docs/benchmarks-kernels.md.
 """
@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import clusters, plots, scaling
+from benchmarks.collectives import tables as tables_of_collectives
 from benchmarks.exchange import tables
 from benchmarks.exchange.methods import NOTHING
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
 from benchmarks.nodes import __main__ as tables_of_nodes
+from benchmarks.planning import tables as tables_of_planning
+from benchmarks.planning import validation
 from benchmarks.plots import IMAGES, TITLES
 from benchmarks.quality import page as page_of_quality
 from benchmarks.report import RESULTS, ROOT, markdown, read_results, write_into_page
@@ -22,7 +25,7 @@ from benchmarks.training import analysis, runs
 from benchmarks.training import tables as tables_of_training
 
 NETWORK, KERNELS = (ROOT / "docs" / f"benchmarks-{part}.md" for part in ("network", "kernels"))
-README = ROOT / "README.md"
+README, PLANNING = ROOT / "README.md", ROOT / "docs" / "planning.md"
 _SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -149,6 +152,11 @@ def texts() -> dict[tuple[Path, str], str]:
         ),
         (NETWORK, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
         (NETWORK, "losses"): losses(rows),
+        (PLANNING, "predicted"): validation.summary(validation.predict(rows, 2)),
+        (PLANNING, "predicted-cells"): validation.cells(validation.predict(rows, 2)),
+        (PLANNING, "many"): validation.many(rows),
+        (PLANNING, "latency"): tables_of_collectives.collectives(),
+        (PLANNING, "simulated"): tables_of_planning.simulation(),
         (README, "benchmarks"): readme_table(rows),
         (NETWORK, "sooner"): sooner(analysis.rows(study["runs"])),
         **page_of_quality.texts(),

@@ -3,24 +3,25 @@
 Efficiency is ``throughput(N) / (N * throughput(1))``. For a job that computes for T a step and hides nothing of the
 exchange E(N) behind it, that is ``T / (T + E(N))``.
 
-The model, for N beyond those measured, n elements, k of them sent, a link of B bits a second::
-
-    dense       E(N) = 2*(N-1)/N * 4n * 8/B / r             r: what dense reached of B at N = 2
-    compressed  E(N) = E(2) + (N-2)*k*d + (bytes(N) - bytes(2)) * 8/B / r
-
-At N = 2 there is a core for each rank. d, nanoseconds for each element received, is from
-`python -m benchmarks.kernels decode`; bytes(N) is what the packets really weigh.
+For N beyond those measured it is what two hosts took, and what the planner (`dgc_horovod.planning`) says of N more than
+of two. At N = 2 there is a core for each rank.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.kernels.decode import nanoseconds_an_element
 from benchmarks.report import RESULTS, read_results
+from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
-from dgc_horovod.launch.doctor.cost_model import link_bytes
+from dgc_horovod.config import FLAT
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.cost_model import DENSE, cost
+from dgc_horovod.planning.machine import Machine
 
 COMPUTE_MS = 200.0
 MODELLED = (16, 32, 64)
@@ -52,26 +53,29 @@ def modelled(rows: Sequence[Row], method: str, density: float) -> dict[int, floa
         method: "dense" or "dgc".
         density: of what was measured.
     """
-    at_two, dense_at_two = (measured(rows, name).get(2) for name in (method, "dense"))
-    if at_two is None or dense_at_two is None:
+    at_two = measured(rows, method).get(2)
+    if at_two is None:
         return {}
-    n, bit_ms = rows[0]["parameters"], 1e3 / BITS[rows[0]["rate"]]
-    byte_ms = dense_at_two / _ring_bytes(n, 2)  # that is 8/B/r
-    assert byte_ms > 8 * bit_ms, "faster than the link"
-    if method == "dense":
-        return {workers: _ring_bytes(n, workers) * byte_ms for workers in MODELLED}
-    config, received_ms = DGCConfig(density=density), density * n * decode_nanoseconds() / 1e6
-    at = {workers: link_bytes(n, config, workers) for workers in (2, *MODELLED)}
-    return {workers: at_two + (workers - 2) * received_ms + (at[workers] - at[2]) * byte_ms for workers in MODELLED}
+    tensors = specs(rows[0]["model"])
+    config = DGCConfig(density=density)
+    machine = Machine(COMPUTE_MS / 1e3, overlap=0.0, decode=decode_nanoseconds() / 1e9).over_gloo()
+
+    def planned(workers: int) -> float:
+        cluster = Cluster(workers, Link(BITS[rows[0]["rate"]]))
+        found = cost(DENSE if method == "dense" else FLAT, tensors, config, cluster, machine)
+        return 1e3 * (found.network_seconds + found.cpu_seconds)
+
+    return {workers: at_two + planned(workers) - planned(2) for workers in MODELLED}
+
+
+@functools.cache
+def specs(model: str) -> tuple[TensorSpec, ...]:
+    """A model's tensors."""
+    return tuple(TensorSpec(name, tuple(shape)) for name, shape in SHAPES[model]())
 
 
 def _workers(row: Row) -> int:
     return int(row["workers"])
-
-
-def _ring_bytes(numel: int, workers: int) -> float:
-    """Through one host's link, in each direction, of an fp32 ring allreduce."""
-    return 2 * (workers - 1) / workers * 4 * numel
 
 
 def decode_nanoseconds() -> float:

@@ -8,10 +8,9 @@ from decimal import ROUND_DOWN, Decimal
 from dgc_horovod.config import AUTO, HIERARCHICAL, SHARDED, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, dense_values, plan
 from dgc_horovod.core.workspace import message_spec
-from dgc_horovod.exchange.contract import ALL, BETWEEN
+from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.rules import RULES
-from dgc_horovod.stats import ring_received
 
 # How many times faster than their card workers of a node reach each other: host memory by way of a local connection
 # (a few Gbit/s a worker, where each has a core, beside 1 Gbit/s), or NCCL
@@ -22,28 +21,53 @@ LEAST_DENSITY = 1e-4  # below it a coordinate is sent less than once in ten thou
 _HALVINGS, _DIGITS = 30, 3
 
 
-def card_bytes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> int:
+def card_bytes(
+    specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology, workers_a_card: int | None = None
+) -> int:
     """Bytes that a node's network card receives at a step, after the warm-up.
-
-    Collectives among all ranks are counted as rings in host order, which cross each card once, however many workers
-    are behind it; an alltoall among them, which is no ring, as if each were alone on its host. What goes round inside a
-    node crosses no card.
 
     Args:
         specs: name and shape of every tensor, in the model's order.
         config: compression settings.
         topology: workers and nodes; the rank does not matter.
+        workers_a_card: number of workers behind one card; None: those of a node of `topology`.
     """
-    layout, received = plan(specs, config, topology.nodes), 0
-    for bucket in layout.buckets:
-        for collective in message_spec(bucket, config, config.final_density, topology).rounds:
-            if collective.group == ALL:
-                received += collective.received(topology.workers)
-            elif collective.group == BETWEEN:
-                received += topology.node_size * collective.received(topology.nodes)
-    width = 2 if dense_values(config, topology.nodes) == "fp16" else 4
-    dense = set(layout.dense)
-    return received + ring_received(width * sum(s.numel for s in specs if s.name in dense), topology.workers)
+    card = topology.workers, workers_a_card or topology.node_size
+    return sum(through_card(each, *card) for bucket in rounds_of(specs, config, topology) for each in bucket)
+
+
+def rounds_of(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> list[tuple[Round, ...]]:
+    """The rounds of every bucket after the warm-up, and last the allreduce of what is not compressed, if there is any.
+
+    Args:
+        specs, config, topology: see `card_bytes`.
+    """
+    layout = plan(specs, config, topology.nodes)
+    rounds = [message_spec(bucket, config, config.final_density, topology).rounds for bucket in layout.buckets]
+    small = set(layout.dense)
+    numel = sum(spec.numel for spec in specs if spec.name in small)
+    dtype = "float16" if dense_values(config, topology.nodes) == "fp16" else "float32"
+    return [*rounds, (Round("small", ALLREDUCE, dtype, numel),)] if numel else rounds
+
+
+def through_card(collective: Round, workers: int, workers_a_card: int) -> int:
+    """Bytes that a card receives in a collective.
+
+    A ring of all workers in host order crosses each card once, however many are behind it; an alltoall of all brings
+    each of them what it gets from those that are not. What goes round inside a node crosses no card.
+
+    Args:
+        collective: round, see `Round`.
+        workers: N >= 1.
+        workers_a_card: G >= 1, a divisor of N.
+    """
+    if collective.group == INSIDE:
+        return 0
+    if collective.group == BETWEEN:
+        return workers_a_card * collective.received(workers // workers_a_card)
+    if collective.kind == ALLTOALL:
+        return workers_a_card * (workers - workers_a_card) * collective.nbytes // workers
+    return collective.received(workers) if workers > workers_a_card else 0
 
 
 def loss_by_nodes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology, speed: float) -> str:

@@ -26,7 +26,7 @@ class Round:
     Args:
         name: name of the collective, behind that of the bucket.
         kind: kind of collective: `ALLGATHER` of equal buffers, `ALLREDUCE` (a sum), or `ALLTOALL` of N equal parts.
-        dtype: dtype of the buffer, "uint8" or "float32".
+        dtype: dtype of the buffer, "uint8" or "float32"; of tensors that are not compressed also "float16".
         size: number of elements in the buffer of one rank.
         group: group of workers among which it is made: `ALL`, `BETWEEN` or `INSIDE`.
     """

@@ -21,7 +21,6 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch.doctor import link
-from dgc_horovod.launch.doctor.cost_model import Plan, measure_compress, price, show
 from dgc_horovod.launch.doctor.diagnoses import (
     BAD,
     Facts,
@@ -32,14 +31,17 @@ from dgc_horovod.launch.doctor.diagnoses import (
     judge_kernels,
     judge_links,
 )
+from dgc_horovod.launch.doctor.estimate import Estimate, price, show
 from dgc_horovod.launch.doctor.link import Link
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.marked import marked
 from dgc_horovod.launch.settings import Job
+from dgc_horovod.planning.cluster import PAYLOAD
+from dgc_horovod.planning.machine import Machine
+from dgc_horovod.planning.measure import measured
 
 _COLUMNS = 100
 _CHILD_SECONDS, _LINK_SECONDS = 120, 60
-_PAYLOAD = 1448 / 1538  # of what Ethernet carries in full frames is what TCP delivers
 _MARK = "DGC_FOUND "
 _BEGIN = """
 import json
@@ -89,7 +91,7 @@ _TENSORFLOW = """
 """
 
 
-def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Plan | None) -> int:
+def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | None) -> int:
     """Print what was found; returns 1 if something would stop a compressed job, else 0.
 
     Args:
@@ -140,20 +142,20 @@ def _wrapped(text: str, first: str) -> str:
     return wrapper.fill(text)
 
 
-def _say_whether_it_pays(plan: Plan, job: Job) -> None:
+def _say_whether_it_pays(plan: Estimate, job: Job) -> None:
     method = job.method if job.config is not None else "dgc"
     config = job.config or DGCConfig(**PRESETS[method])
-    rows = price(plan, config, method, measure_compress(plan.elements, config, plan.workers))
+    rows = price(plan, config, method, measured(Machine(plan.step_seconds), plan.elements, config))
     print(f"\ndoes it pay? an estimate\n{textwrap.indent(show(plan, rows), '  ')}")
 
 
-def _with_link(plan: Plan, links: Sequence[Link]) -> Plan:
+def _with_link(plan: Estimate, links: Sequence[Link]) -> Estimate:
     if plan.link_bits is not None:
         return plan
-    measured = [min(each.there_bits, each.back_bits) for each in links if not each.problem]
-    if not measured:
+    rates = [min(each.there_bits, each.back_bits) for each in links if not each.problem]
+    if not rates:
         raise ConfigError("no link could be measured; give the plan its link with --link-gbps 1")
-    return replace(plan, link_bits=min(measured) / _PAYLOAD)
+    return replace(plan, link_bits=min(rates) / PAYLOAD)
 
 
 # -- finding out

@@ -1,0 +1,156 @@
+"""Steps as the planner predicts them beside those that were measured between two hosts.
+
+What a prediction knows: the model's shapes, density, N, the nominal rate of the link; and constants of the machine from
+one other cell, ResNet-50 between two hosts whose link is not shaped, which is therefore not counted itself:
+
+* of each kind of allreduce (Horovod's and torch's, fp32 and fp16), the seconds to add a byte;
+* of PowerSGD, the seconds of an element;
+* of dgc's kinds, the seconds of a step beside compressing, decoding and the network.
+
+For dgc, compressing and decoding are either the cell's own phases ("own phases": what a planner who measures on the
+machine knows), or those of that other cell, by elements ("nothing of its own").
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from benchmarks.exchange.tables import NAMES, Row
+from benchmarks.report import markdown
+from benchmarks.scaling import BITS, specs
+from dgc_horovod import DGCConfig
+from dgc_horovod.config import FLAT
+from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link
+from dgc_horovod.planning.cost_model import DENSE, FP16, POWER_SGD, Cost, cost
+from dgc_horovod.planning.machine import Machine
+
+# The planner's method, and how many ranks PowerSGD has; published DGC is none of them
+METHODS = {
+    "dense": DENSE,
+    "fp16": FP16,
+    "torch DDP": DENSE,
+    "torch DDP, fp16 hook": FP16,
+    "torch DDP, PowerSGD 2": POWER_SGD,
+    "dgc": FLAT,
+    "dgc, 4-bit values": FLAT,
+    "dgc, sampled": FLAT,
+    "dgc, gaussian": FLAT,
+}
+KNOWN = ("resnet50", 2, "none")
+_UNSHAPED = 10.89e9 / PAYLOAD  # bits a second: the link of that cell, measured one way, as its nominal rate would be
+_RANK = 2
+_ALONE = Machine(1e-9, overlap=0.0, compress=0.0, encode=0.0, decode=0.0, update=0.0, overhead=0.0, factorise=0.0)
+
+
+class Prediction(NamedTuple):
+    """A row of the exchange study, milliseconds as predicted, and those predicted with nothing of its own."""
+
+    row: Row
+    ms: float
+    without: float
+
+    @property
+    def error(self) -> float:
+        """Relative, of `ms`."""
+        return self.ms / self.measured - 1
+
+    @property
+    def error_without(self) -> float:
+        """Relative, of `without`."""
+        return self.without / self.measured - 1
+
+    @property
+    def measured(self) -> float:
+        """Median milliseconds."""
+        return float(self.row["ms"]["p50"])
+
+
+def _cost(row: Row, machine: Machine) -> Cost:
+    config = DGCConfig(values="4bit" if "4-bit" in row["method"] else "bf16")
+    cluster = Cluster(row["workers"], Link(BITS.get(row["rate"], _UNSHAPED)))
+    return cost(METHODS[row["method"]], specs(row["model"]), config, cluster, machine, _RANK)
+
+
+def _network_ms(row: Row, machine: Machine = _ALONE) -> float:
+    return 1e3 * _cost(row, machine).network_seconds
+
+
+def calibrated(known: Row) -> Machine:
+    """The constants of a method, so that the known row is predicted as it was measured."""
+    method, n, ms = METHODS[known["method"]], known["parameters"], known["ms"]["p50"]
+    if method in (DENSE, FP16):
+        # reduce-scatter waits for the adding; the allgather half is the wire's
+        width = 4 if method == DENSE else 2
+        add = 1e-3 * (ms - _network_ms(known) / 2) / (width * n / known["workers"])
+        return replace(_ALONE, add_fp32=add, add_fp16=add)
+    own = 1e-3 * (ms - _network_ms(known))
+    if method == POWER_SGD:
+        return replace(_ALONE, factorise=own / (n * _RANK))
+    phases = {name: value / 1e3 for name, value in known["phases_ms"].items()}
+    overhead = own - phases["compress"] - phases["decode"]
+    return replace(_ALONE, compress=phases["compress"] / n, update=phases["decode"] / n, overhead=overhead)
+
+
+def predict(rows: Sequence[Row], workers: int) -> list[Prediction]:
+    """Every row of the planner's methods among so many hosts but those that the constants are of."""
+    known = {row["method"]: row for row in rows if (row["model"], row["workers"], row["rate"]) == KNOWN}
+    found = []
+    for row in rows:
+        place = row["model"], row["workers"], row["rate"]
+        if row["method"] in METHODS and row["workers"] == workers and place != KNOWN:
+            machine = calibrated(known[row["method"]])
+            priced = _cost(row, machine)
+            without = 1e3 * (priced.network_seconds + priced.cpu_seconds)
+            phases = row["phases_ms"]
+            own = (
+                _network_ms(row) + 1e3 * machine.overhead + phases["compress"] + phases["decode"] if phases else without
+            )
+            found.append(Prediction(row, own, without))
+    return found
+
+
+def summary(found: Sequence[Prediction]) -> str:
+    """How far off, by method and all together."""
+    lines = []
+    for method in (*METHODS, ""):
+        mine = [each for each in found if method in ("", each.row["method"])]
+        texts = [method or "**all**", str(len(mine))]
+        for errors in ([abs(each.error) for each in mine], [abs(each.error_without) for each in mine]):
+            texts += [f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"]
+        lines.append(texts)
+    return markdown(["", "cells", "median error", "worst", "nothing of its own: median", "worst"], lines)
+
+
+def cells(found: Sequence[Prediction]) -> str:
+    """Each cell: measured, predicted, error."""
+    lines = [
+        [
+            f"{each.row['model']}, {NAMES[each.row['rate']]}, {each.row['method']}",
+            *(_ms(value) for value in (each.measured, each.ms)),
+            f"{each.error:+.0%}",
+            f"{each.error_without:+.0%}",
+        ]
+        for each in found
+    ]
+    return markdown(["N = 2", "measured, ms", "planned, ms", "off", "nothing of its own"], lines)
+
+
+def many(rows: Sequence[Row]) -> str:
+    """Four and eight hosts, whose ranks share two cores: what the network takes, and what is beside it."""
+    lines = []
+    for workers in (4, 8):
+        for each in predict(rows, workers):
+            network = _network_ms(each.row)
+            phases: dict[str, Any] = each.row["phases_ms"]
+            waiting = _ms(phases["wait"]) if phases else ""
+            name = f"{each.row['model']}, N = {workers}, {each.row['method']}"
+            lines.append([name, _ms(each.measured), _ms(network), waiting, _ms(each.without)])
+    head = ["1 Gbps", "measured, ms", "network as planned", "waited, measured", "planned, a core each"]
+    return markdown(head, lines)
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

@@ -1,0 +1,109 @@
+"""Does it pay? A step with dense fp32, with fp16 and with compression on one number of workers (`planning`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.plan.units import duration, size
+from dgc_horovod.planning import cost_model
+from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.cost_model import DENSE, FP16, Cost
+from dgc_horovod.planning.machine import Machine
+from dgc_horovod.planning.shapes import tensors
+
+_PAYS, _NO_GAIN = 1.1, 0.97
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is asked: a model, a step, a number of workers, each behind a card of its own.
+
+    Args:
+        elements: number of elements of the model, n >= 1.
+        step_seconds: seconds of one step on one worker without any exchange, T, > 0 and finite.
+        workers: N >= 2.
+        link_bits: bits a second of the slowest host's link, B, > 0 and finite; None: to be measured.
+    """
+
+    elements: int
+    step_seconds: float
+    workers: int
+    link_bits: float | None
+
+    def __post_init__(self) -> None:
+        if self.elements < 1:
+            raise ConfigError(f"--model-size must be at least 1 element, got {self.elements}")
+        if not 0 < self.step_seconds < math.inf:
+            raise ConfigError(
+                f"--step-ms must be positive, got {1e3 * self.step_seconds:g}; it is the time of one step on one "
+                "worker without any exchange"
+            )
+        if self.workers < 2:
+            raise ConfigError(f"-np must be at least 2 here, got {self.workers}: one worker exchanges nothing")
+        if self.link_bits is not None and not 0 < self.link_bits < math.inf:
+            raise ConfigError(f"--link-gbps must be positive, got {self.link_bits / 1e9:g}")
+
+
+def price(estimate: Estimate, config: DGCConfig, method: str, machine: Machine) -> list[Cost]:
+    """Dense fp32, fp16, the method with nothing hidden behind computing, and with as much as dense.
+
+    Args:
+        estimate: model, step and link, the link known.
+        config: compression settings.
+        method: name of the method, for the table.
+        machine: seconds of a worker.
+    """
+    assert estimate.link_bits is not None
+    specs, cluster = tensors(estimate.elements, config), Cluster(estimate.workers, Link(estimate.link_bits))
+    exchange = "sharded" if config.shards else "flat"
+
+    def of(name: str, machine: Machine) -> Cost:
+        return cost_model.cost(name, specs, config, cluster, machine)
+
+    named = f"{method}, density {config.final_density:g}"
+    return [
+        replace(of(DENSE, machine), name="dense fp32"),
+        replace(of(FP16, machine), name="dense fp16"),
+        replace(of(exchange, replace(machine, overlap=0.0)), name=named),
+        replace(of(exchange, machine), name="  with overlap"),
+    ]
+
+
+def verdict(rows: Sequence[Cost]) -> str:
+    """One line on `price`'s rows.
+
+    It pays if compression without overlap is at least 1.1 times as fast as both others with; it does not if even with
+    overlap it gains less than 3% over the better of them.
+    """
+    fp32, fp16, alone, overlapped = (row.step_seconds for row in rows)
+    best, name = min((fp32, rows[0].name), (fp16, rows[1].name))
+    if best >= _PAYS * alone:
+        return f"pays: {fp32 / alone:.1f}x faster steps than with dense fp32, {fp16 / alone:.1f}x than with fp16"
+    if overlapped > _NO_GAIN * best:
+        return f"do not use it: a step takes {duration(overlapped)} at best, with {name} {duration(best)}"
+    return f"may pay; measure it: {best / alone:.2f}x to {best / overlapped:.2f}x the speed of {name}"
+
+
+def show(estimate: Estimate, rows: Sequence[Cost]) -> str:
+    """The table of `price`'s rows, and the verdict."""
+    assert estimate.link_bits is not None
+    lines = [
+        f"{estimate.elements:,} elements, {estimate.workers} workers, {duration(estimate.step_seconds)} of computing a "
+        f"step, link {estimate.link_bits / 1e9:.3g} Gbit/s",
+        "",
+        f"{'':26}{'through a link':>15}{'exchange':>12}{'compress':>11}{'step':>12}{'speed-up':>10}{'scaling':>9}",
+    ]
+    for row in rows:
+        gain = rows[0].step_seconds / row.step_seconds
+        compress = duration(row.cpu_seconds) if row.cpu_seconds else ""
+        times = f"{duration(row.network_seconds):>12}{compress:>11}{duration(row.step_seconds):>12}"
+        lines.append(f"{row.name:26}{size(row.card_bytes):>15}{times}{f'{gain:.2f}x':>10}{row.efficiency:>9.0%}")
+    notes = [
+        "Compress was measured just now on one CPU thread of this machine. The dense rows and the last one",
+        "hide exchange behind up to 2/3 of the computing. Scaling: computing divided by the whole step.",
+    ]
+    return "\n".join([*lines, *notes, "", verdict(rows)])

@@ -1,0 +1,1 @@
+"""What a step costs with each exchange, and which of them a job takes."""

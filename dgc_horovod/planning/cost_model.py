@@ -1,0 +1,221 @@
+"""What a step costs by each way to exchange gradients: bytes of a card, seconds, memory of a worker.
+
+n elements, k of them sent by a worker, N workers in M nodes of G, T of computing; a worker reads the packets of S
+senders: N, or M nodes, or, where elements have owners, as much as 2::
+
+    network   the collectives one after another, as Horovod's thread makes them (`collectives.seconds`),
+              + what each round that depends on another waits for Horovod (`collectives.waiting`)
+    cpu       compress * n/G + encode * k/G + decode * S*k + update * n + overhead; PowerSGD factorise * rank * n
+    step      T + cpu + network, less what of the network hides: at most overlap * T, and not the last bucket's
+    memory    bytes of momentum and what compression keeps: dense 4n, fp16 6n, PowerSGD 8n; ours 8n/G, with owners
+              4n/N more, 80 for each element sent and 8 for each received
+
+What it leaves out: the density warm-up, workers that wait for the slowest, switches that are shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED, DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.budget import rounds_of, through_card, within_budget
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, INSIDE, Round
+from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.planning import collectives
+from dgc_horovod.planning.cluster import Cluster
+from dgc_horovod.planning.machine import Machine
+
+DENSE, FP16, POWER_SGD = "dense", "fp16", "PowerSGD"
+EXCHANGES = (FLAT, HIERARCHICAL, SHARDED, f"{HIERARCHICAL}+{SHARDED}")
+METHODS = (DENSE, FP16, POWER_SGD, *EXCHANGES)
+FUSION_BYTES = 128 * 2**20  # what Horovod sends together by default
+POWER_SGD_RANK = 1  # the default of torch's hook
+# Bytes of memory: for each element sent and received (docs/design.md, Memory); of the others, for each of the model:
+# momentum, with fp16 the copy that is sent, with PowerSGD what was not sent
+_SENT_BYTES, _RECEIVED_BYTES = 80, 8
+_MEMORY = {DENSE: 4, FP16: 6, POWER_SGD: 8}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs by one method.
+
+    Args:
+        name: one of `METHODS`.
+        card_bytes: bytes that a network card receives.
+        network_seconds: seconds of the collectives, were nothing hidden behind computing.
+        cpu_seconds: seconds of the method's own work on a worker.
+        step_seconds: seconds of the whole step.
+        memory_bytes: bytes of a worker beside weights and gradients, momentum included.
+        computing: seconds of a step without any exchange, T.
+        density: fraction of the elements that are sent; a budget may have lowered it.
+    """
+
+    name: str
+    card_bytes: int
+    network_seconds: float
+    cpu_seconds: float
+    step_seconds: float
+    memory_bytes: int
+    computing: float
+    density: float = 1.0
+
+    @property
+    def efficiency(self) -> float:
+        """Throughput of N workers over N times that of one that exchanges nothing."""
+        return self.computing / self.step_seconds
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of a step: for each bucket its rounds, in order; each waits for the one before."""
+
+    buckets: tuple[tuple[Round, ...], ...]
+
+    def card_bytes(self, cluster: Cluster) -> int:
+        """Bytes that a card receives."""
+        return sum(through_card(each, cluster.workers, cluster.node_size) for rounds in self.buckets for each in rounds)
+
+    @property
+    def depth(self) -> int:
+        """Number of rounds of which each waits for the one before; buckets make theirs together."""
+        return max(map(len, self.buckets), default=0)
+
+    def seconds(self, cluster: Cluster, machine: Machine) -> float:
+        """Seconds of all of them, one after another, and of waiting for Horovod to begin each round."""
+        every = sum(_of_bucket(rounds, cluster, machine) for rounds in self.buckets)
+        return collectives.waiting(self.depth, cluster) + every
+
+    def last(self, cluster: Cluster, machine: Machine) -> float:
+        """Seconds of the last bucket, which the end of the backward pass sets free."""
+        own = _of_bucket(self.buckets[-1], cluster, machine) if self.buckets else 0.0
+        return collectives.waiting(self.depth, cluster) + own
+
+
+def _of_bucket(rounds: Sequence[Round], cluster: Cluster, machine: Machine) -> float:
+    return sum(collectives.seconds(each, cluster, machine.add(each)) for each in rounds)
+
+
+def traffic_of(
+    method: str, specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, rank: int = POWER_SGD_RANK
+) -> Traffic:
+    """The collectives of a step by one of `METHODS`.
+
+    Args:
+        method, specs, config, cluster, rank: see `cost`; the density is that of `config`, whatever its budget.
+    """
+    numel = sum(spec.numel for spec in specs)
+    if method in EXCHANGES:
+        topology = _topology(method, cluster)
+        buckets = rounds_of(specs, config.replace(exchange=method), topology)
+        if topology.node_size > 1:  # before them the workers of a node average, each its slice
+            buckets.insert(0, (Round("slices", ALLTOALL, "float32", numel, INSIDE),))
+        return Traffic(tuple(buckets))
+    if method == POWER_SGD:
+        whole, left, right = power_sgd_elements(specs, rank)
+        return Traffic((tuple(_allreduce(n, "float32") for n in (whole, left, right) if n),))
+    dtype = "float16" if method == FP16 else "float32"
+    fused = math.ceil(numel * (2 if method == FP16 else 4) / FUSION_BYTES)
+    return Traffic(tuple((_allreduce(-(-numel // fused), dtype),) for _ in range(fused)))
+
+
+def _allreduce(numel: int, dtype: str) -> Round:
+    return Round("gradients", ALLREDUCE, dtype, numel)
+
+
+def _topology(method: str, cluster: Cluster) -> Topology:
+    return Topology(0, cluster.workers, cluster.node_size if method.startswith(HIERARCHICAL) else 1)
+
+
+def power_sgd_elements(specs: Sequence[TensorSpec], rank: int = POWER_SGD_RANK) -> tuple[int, int, int]:
+    """Numbers of elements that PowerSGD (arXiv 1905.13727) sends: whole tensors, factors P, factors Q.
+
+    A tensor of m rows and the rest as columns is sent as two factors of rank r, unless that saves less than half of it.
+
+    Args:
+        specs: name and shape of every tensor.
+        rank: r >= 1.
+    """
+    whole = left = right = 0
+    for spec in specs:
+        rows = spec.shape[0] if spec.shape else 1
+        columns = spec.numel // rows if rows else 0
+        if len(spec.shape) < 2 or 2 * rank * (rows + columns) > spec.numel:
+            whole += spec.numel
+        else:
+            left, right = left + rank * rows, right + rank * columns
+    return whole, left, right
+
+
+def cost(
+    method: str,
+    specs: Sequence[TensorSpec],
+    config: DGCConfig,
+    cluster: Cluster,
+    machine: Machine,
+    rank: int = POWER_SGD_RANK,
+) -> Cost:
+    """What a step costs.
+
+    Args:
+        method: one of `METHODS`; it takes the place of the exchange of `config`.
+        specs: name and shape of every tensor, in the model's order.
+        config: compression settings; a budget lowers the density, as it does in a job.
+        cluster: workers and links.
+        machine: seconds of one worker.
+        rank: number of columns of PowerSGD's factors, >= 1.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    if method in EXCHANGES:
+        return _compressed(method, specs, config, cluster, machine)
+    if method not in METHODS:
+        raise ConfigError(f"there is no method {method!r} to price; there are {', '.join(METHODS)}")
+    numel = sum(spec.numel for spec in specs)
+    cpu = machine.factorise * rank * numel if method == POWER_SGD else 0.0
+    traffic = traffic_of(method, specs, config, cluster, rank)
+    return _cost(_Parts(method, traffic, cpu, _MEMORY[method] * numel), cluster, machine)
+
+
+def _compressed(
+    method: str, specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, machine: Machine
+) -> Cost:
+    topology = _topology(method, cluster)
+    config = within_budget(specs, config.replace(exchange=method), topology)
+    numel = sum(spec.numel for spec in specs)
+    kept, sent = numel / topology.node_size, config.final_density * numel
+    sent_here = sent / topology.node_size
+    received = 2 * sent if config.shards else topology.nodes * sent
+    cpu = machine.compress * kept + machine.encode * sent_here + machine.decode * received
+    cpu += machine.update * numel + machine.overhead
+    memory = 8 * kept + 4 * numel / cluster.workers * config.shards
+    memory += _SENT_BYTES * sent_here + _RECEIVED_BYTES * received
+    traffic = traffic_of(method, specs, config, cluster)
+    hides = config.clip_norm is None  # with a norm to clip at, every gradient must be there before a message leaves
+    return _cost(_Parts(method, traffic, cpu, round(memory), hides, config.final_density), cluster, machine)
+
+
+class _Parts(NamedTuple):
+    """A method's collectives, and what `Cost` has of it that no link decides; `hides`: behind the backward pass."""
+
+    name: str
+    traffic: Traffic
+    cpu: float
+    memory: int
+    hides: bool = True
+    density: float = 1.0
+
+
+def _cost(parts: _Parts, cluster: Cluster, machine: Machine) -> Cost:
+    traffic, computing = parts.traffic, machine.computing
+    network = traffic.seconds(cluster, machine)
+    hidden = min(machine.overlap * computing, network - traffic.last(cluster, machine)) if parts.hides else 0.0
+    step = computing + parts.cpu + network - hidden
+    nbytes = traffic.card_bytes(cluster)
+    return Cost(parts.name, nbytes, network, parts.cpu, step, parts.memory, computing, parts.density)

@@ -1,0 +1,51 @@
+"""A model as far as a plan needs it: its size in words, or shapes that stand for it."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.errors import ConfigError
+
+_SMALL = 0.002  # of the elements are biases and norms: ResNet-50's share
+_LARGEST_TENSOR = 2**30
+_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """A number of elements: ``25.6M`` -> 25600000. K, M, and G or B; plain numbers too.
+
+    Raises:
+        ConfigError: it is no such number, not whole, or below 1.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGB]?)", text.strip().upper())
+    size = Decimal(found[1]) * _SIZES[found[2]] if found else Decimal(0)
+    if size < 1 or size != int(size):
+        raise ConfigError(
+            f"--model-size must be a whole number of elements, at least 1, such as 25.6M, 350K, 1.3B or 25557032, "
+            f"got {text!r}"
+        )
+    return int(size)
+
+
+def tensors(elements: int, config: DGCConfig) -> list[TensorSpec]:
+    """Shapes that stand for a model of which only the size is known: square matrices, and one vector.
+
+    Args:
+        elements: number of elements of the model, n >= 1.
+        config: compression settings; a matrix fills a bucket.
+    """
+    small = round(_SMALL * elements)
+    most = min(max(config.bucket_bytes // 4, 2**20), _LARGEST_TENSOR)
+    matrices = [
+        TensorSpec(f"weight{start}", _nearly_square(min(most, elements - small - start)))
+        for start in range(0, elements - small, most)
+    ]
+    return [TensorSpec("biases", (small,)), *matrices]
+
+
+def _nearly_square(numel: int) -> tuple[int, int]:
+    rows = next(rows for rows in range(int(numel**0.5), 0, -1) if numel % rows == 0)
+    return rows, numel // rows

@@ -1,0 +1,93 @@
+"""Which exchange a job takes, by its own clock: stock Horovod's, its fp16, or the compressed one.
+
+Nothing here communicates: every rank gives its times, is told their means over the ranks, and comes to the same choice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+DENSE, HALF, COMPRESSED, UNDECIDED = "dense", "fp16", "compressed", "undecided"
+SETTLING, TIMED = 5, 20  # steps after a change that are not timed, at least 1, and steps that are
+GAIN = 0.95  # of the dense step's time, or less, is faster
+_HOPEFUL = 1.1  # of the dense step's time: what is expected to take more is not tried
+_CLOSE = 1.3  # an expectation within this of the best one may turn out better
+
+
+class Trial:
+    """Times the dense steps, then those of each exchange that is predicted to be faster, and takes the fastest.
+
+    Args:
+        dense_steps: number of dense steps before those that are timed, >= 0.
+
+    Attributes:
+        mode: exchange of the steps to come, `DENSE`, `HALF` or `COMPRESSED`.
+        ended: whether it stays.
+        seconds: time of a step of each exchange that was timed, by mode, mean over the ranks of their medians.
+    """
+
+    def __init__(self, dense_steps: int = SETTLING) -> None:
+        self.mode, self.ended = DENSE, False
+        self.seconds: dict[str, float] = {}
+        self._left: list[str] = []
+        self._begin(dense_steps)
+
+    def _begin(self, settling: int = SETTLING) -> None:
+        self._untimed, self._last = settling, 0.0
+        self._times: list[float] = []
+        self._waits: list[float] = []
+
+    def step_ended(self, now: float, waited: float) -> bool:
+        """Count a step.
+
+        Args:
+            now: seconds on a clock that goes evenly.
+            waited: seconds of this step in which nothing was left to do but wait for gradients, >= 0.
+
+        Returns:
+            Whether the ranks are to compare their times now: `own`, then `dense_timed` or `tried`.
+        """
+        if self.ended:
+            return False
+        self._untimed -= 1
+        if self._untimed < 0:
+            self._times.append(now - self._last)
+            self._waits.append(waited)
+        self._last = now
+        return len(self._times) == TIMED
+
+    def own(self) -> tuple[float, float]:
+        """Median seconds of this rank's steps, and of those the seconds that it waited."""
+        return statistics.median(self._times), statistics.median(self._waits)
+
+    def dense_timed(self, seconds: float, predicted: Mapping[str, float]) -> None:
+        """The dense steps are timed: choose what to try.
+
+        Args:
+            seconds: mean over the ranks of a dense step's time, > 0.
+            predicted: seconds of a step with each other exchange, by mode, the same on every rank.
+        """
+        self.seconds[DENSE] = seconds
+        faster = sorted(
+            (mode for mode in predicted if predicted[mode] <= _HOPEFUL * seconds), key=lambda m: predicted[m]
+        )
+        self._left = [mode for mode in faster if predicted[mode] <= _CLOSE * predicted[faster[0]]]
+        self._go_on()
+
+    def tried(self, seconds: float) -> None:
+        """The present exchange is timed: its mean over the ranks, > 0."""
+        self.seconds[self.mode] = seconds
+        self._go_on()
+
+    def stay(self, mode: str | None = None) -> None:
+        """End the trial with `mode`, or with the present one."""
+        self.mode, self.ended, self._left = mode or self.mode, True, []
+
+    def _go_on(self) -> None:
+        self._begin()
+        if self._left:
+            self.mode = self._left.pop(0)
+            return
+        best = min(self.seconds, key=self.seconds.__getitem__)
+        self.stay(best if self.seconds[best] <= GAIN * self.seconds[DENSE] else DENSE)

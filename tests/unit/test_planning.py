@@ -1,0 +1,223 @@
+"""The planner: bytes are those that exchanges count, seconds those of single messages, and laws of both."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.budget import card_bytes
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Round
+from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import ErrorFeedback
+from dgc_horovod.launch.plan.model_shapes import shapes_of
+from dgc_horovod.planning import collectives, simulation
+from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link
+from dgc_horovod.planning.cost_model import (
+    DENSE,
+    EXCHANGES,
+    FP16,
+    METHODS,
+    POWER_SGD,
+    cost,
+    power_sgd_elements,
+    traffic_of,
+)
+from dgc_horovod.planning.machine import Machine
+from dgc_horovod.planning.measure import measured
+from dgc_horovod.planning.shapes import tensors
+from dgc_horovod.planning.table import best, ranges, table
+from dgc_horovod.stats import Traffic
+
+RATES, LATENCIES, DENSITIES = (1e8, 1e9, 1e10), (20e-6, 1e-3, 40e-3), (0.001, 0.01)
+SPECS = tensors(25_600_000, DGCConfig())
+MACHINE = Machine(computing=0.2).over_gloo()
+GIGABIT = Link(1e9)
+
+
+def methods_of(cluster: Cluster) -> list[str]:
+    return [name for name in METHODS if cluster.node_size > 1 or not name.startswith("hierarchical")]
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize("workers, density", [(2, 0.001), (16, 0.001), (64, 0.25)])
+def test_bytes_are_those_that_the_exchange_counts(workers, density):
+    config = DGCConfig(density=density, bucket_bytes=4 * 2**20, momentum_correction=False)
+    specs, kernels, traffic = tensors(3_000_000, config), registry.choose("cpu"), Traffic()
+    exchange = OptimizerExchange(specs, config, lambda name: kernels, 0, workers, True, traffic)
+    for engine in exchange.engines:
+        gradient = np.random.default_rng(0).standard_normal(engine.bucket.numel).astype(np.float32)
+        engine.add_gradient(0, kernels.from_host(gradient), ErrorFeedback())
+        exchange.compress(engine)
+    by_allreduce = 0 if workers == 2 else 2 * (workers - 1) * 4 * 6_000 // workers
+    planned = cost("flat", specs, config, Cluster(workers, GIGABIT), MACHINE)
+    assert traffic.received + by_allreduce == planned.card_bytes == card_bytes(specs, config, Topology(0, workers))
+
+
+def test_several_workers_behind_a_card():
+    """A ring of all crosses a card once; an alltoall brings each of them what it gets from other nodes."""
+    ring, direct = Round("r", ALLGATHER, "uint8", 1000), Round("a", "alltoall", "uint8", 1600)
+    alone, nodes = Cluster(16, GIGABIT), Cluster(16, GIGABIT, 4)
+    for cluster, of_ring, of_direct in ((alone, 15_000, 1_500), (nodes, 15_000, 4 * 12 * 100)):
+        place = cluster.workers, cluster.node_size
+        assert (collectives.through_card(ring, *place), collectives.through_card(direct, *place)) == (
+            of_ring,
+            of_direct,
+        )
+
+
+def test_power_sgd_sends_two_factors():
+    specs = [TensorSpec("w", (100, 20, 10)), TensorSpec("b", (100,)), TensorSpec("thin", (1000, 2))]
+    assert power_sgd_elements(specs, 2) == (2100, 200, 400)
+
+
+# -- seconds
+
+
+def test_an_allreduce_by_hand():
+    """Four workers: 3 hops in which bytes travel while others are added, 3 in which sums go round."""
+    cluster, part = Cluster(4, Link(1e9, latency=1e-3, message=1e-4)), 250_000
+    on_wire, hop = 8 * part / (PAYLOAD * 1e9), 1.75e-3 + 1e-4
+    found = collectives.seconds(Round("r", ALLREDUCE, "float32", part), cluster, add=1e-8)
+    assert found == pytest.approx(3 * (max(on_wire, part * 1e-8) + hop) + 3 * (on_wire + hop))
+
+
+def worst_of(workers: int, node_size: int) -> float:
+    """Largest deviation of the closed form from the simulation, over links, densities and methods."""
+    deviations = []
+    for rate, latency in itertools.product(RATES, LATENCIES):
+        cluster = Cluster(workers, Link(rate, latency), node_size)
+        for density, method in itertools.product(DENSITIES, methods_of(cluster)):
+            if method in EXCHANGES or density == DENSITIES[0]:
+                traffic = traffic_of(method, SPECS, DGCConfig(density=density), cluster)
+                simulated = simulation.seconds(traffic, cluster, MACHINE)
+                deviations.append(abs(traffic.seconds(cluster, MACHINE) / simulated - 1))
+    return max(deviations)
+
+
+@pytest.mark.parametrize("workers, node_size", [(2, 1), (4, 1), (8, 1), (8, 4), (16, 4), (16, 8), (32, 8)])
+def test_the_simulation_agrees(workers, node_size):
+    assert worst_of(workers, node_size) <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("node_size", [1, 4, 8])
+def test_the_simulation_agrees_to_1024_workers(workers, node_size):
+    assert worst_of(workers, node_size) <= 0.05
+
+
+@given(st.sampled_from([2, 16, 64]), st.sampled_from([1, 4]), st.floats(1e7, 1e11), st.floats(0, 0.1))
+def test_a_slower_link_never_helps(workers, node_size, bits, latency):
+    if workers % node_size or workers == node_size:
+        return
+    fast = Cluster(workers, Link(bits, latency), node_size)
+    for slower in (Link(bits / 2, latency), Link(bits, latency + 1e-3)):
+        for method in methods_of(fast):
+            costs = [
+                cost(method, SPECS, DGCConfig(), replace(fast, card=card), MACHINE) for card in (fast.card, slower)
+            ]
+            assert costs[0].step_seconds <= costs[1].step_seconds
+
+
+def test_one_worker_exchanges_nothing():
+    for method in ("dense", "flat", "sharded"):
+        alone = cost(method, SPECS, DGCConfig(), Cluster(1, GIGABIT), MACHINE)
+        assert alone.network_seconds == 0 and alone.card_bytes == 0
+
+
+def test_what_hides():
+    """At most 2/3 of the computing, and never the last bucket; nothing where a norm is needed first."""
+    of = lambda config: cost("flat", tensors(10**8, config), config, Cluster(64, GIGABIT), MACHINE)  # noqa: E731
+    found, clipped = of(DGCConfig()), of(DGCConfig(clip_norm=1.0))
+    hidden = clipped.step_seconds - found.step_seconds
+    assert 0 < hidden <= 2 / 3 * MACHINE.computing + 1e-9 and found.network_seconds == clipped.network_seconds
+    assert 0 < found.efficiency < 1
+
+
+def test_memory_is_shared_by_a_node():
+    nodes = Cluster(64, GIGABIT, 8)
+    flat, hierarchical = (cost(name, SPECS, DGCConfig(), nodes, MACHINE).memory_bytes for name in EXCHANGES[:2])
+    assert hierarchical / flat == pytest.approx(1 / 8, rel=0.01)
+
+
+def test_a_budget_lowers_the_density():
+    config = DGCConfig(density=0.01, max_bytes_per_step=2 * 10**6)
+    found = cost("flat", SPECS, config, Cluster(64, GIGABIT), MACHINE)
+    assert found.card_bytes <= 2 * 10**6 and found.density < 0.01
+
+
+@pytest.mark.parametrize("config", [DGCConfig(), DGCConfig(density=0.25), DGCConfig(exchange="sharded")])
+def test_compress_is_really_measured(config):
+    found = measured(MACHINE, 300_000, config)
+    assert 1e-11 < found.compress < 1e-5 and found.decode >= 0 and found.update >= 0
+    assert found.computing == MACHINE.computing
+
+
+# -- what to take
+
+
+def test_the_table_and_what_to_take():
+    """1 Gbit/s: owners where many send much; 100 Gbit/s: no compression."""
+    slow = table(SPECS, DGCConfig(density=0.01), Cluster(8, GIGABIT, 8), MACHINE)
+    assert list(slow) == [16, 32, 64, 128, 256, 512, 1024]
+    assert ranges(slow)[0][::2] == (16, EXCHANGES[1]) and "sharded" in ranges(slow)[-1][2]
+    fast = table(SPECS, DGCConfig(), Cluster(1, Link(1e11)), Machine(0.2))
+    assert best(fast[2]).name in (DENSE, FP16)
+
+
+@pytest.mark.parametrize(
+    "bits, latency, message", [(0, 0, 0), (float("inf"), 0, 0), (1e9, -1, 0), (1e9, 0, float("nan"))]
+)
+def test_links_that_are_none(bits, latency, message):
+    with pytest.raises(ConfigError, match="a link's"):
+        Link(bits, latency, message)
+
+
+def test_methods_that_are_none():
+    with pytest.raises(ConfigError, match=f"there are .*{POWER_SGD}"):
+        cost("densest", SPECS, DGCConfig(), Cluster(2, GIGABIT), MACHINE)
+    with pytest.raises(ConfigError, match="do not fill nodes"):
+        Cluster(6, GIGABIT, 4)
+
+
+# -- shapes
+
+
+def test_shapes_of_a_function(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def make():\n    return [('w', (3, 4)), ('b', (3,))]\ndef none():\n    return []\n")
+    assert shapes_of(f"{file}:make") == [TensorSpec("w", (3, 4)), TensorSpec("b", (3,))]
+    for target, said in (
+        (f"{file}:absent", "absent"),
+        (f"{file}:none", "nothing to train"),
+        ("mine", "module:function"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            shapes_of(target, sys.executable)
+
+
+def test_shapes_of_a_torch_module():
+    pytest.importorskip("torch")
+    assert shapes_of(f"{__file__}:linear") == [
+        TensorSpec("weight", (2, 3)),
+        TensorSpec("bias", (2,)),
+    ]
+
+
+def linear():
+    import torch
+
+    return torch.nn.Linear(3, 2)
