@@ -21,7 +21,7 @@ from dgc_horovod.tensorflow.wrapping.variables import key_of
 def flush(optimizer: Any, distribution: Distribution) -> None:
     """See ``flush`` of the optimizer."""
     distribution.residuals()  # errors that should come before anything is changed
-    if not distribution.update.is_split and passes_of(optimizer) > 1:
+    if distribution.update.flush_is_step and passes_of(optimizer) > 1:
         raise UnsupportedUse("flush() with accumulated gradients has a form under momentum correction only")
     if not distribution.exchanges or distribution.settings.config is None:
         return

@@ -21,8 +21,8 @@ from dgc_horovod.tensorflow import compiling
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.local.methods import LocalMethods
-from dgc_horovod.tensorflow.local.rounds import LocalUpdate
+from dgc_horovod.tensorflow.local.methods import NO_SCALER, LocalMethods
+from dgc_horovod.tensorflow.local.update import LocalUpdate
 from dgc_horovod.tensorflow.optimizer_mixin import AgreedScaling, DistributedMethods
 from dgc_horovod.tensorflow.updates.choice import choose_update
 from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
@@ -137,8 +137,6 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
     config = settings.config
     rounds = config.local_steps if config is not None else None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if rounds:
-            raise UnsupportedUse("local steps with a LossScaleOptimizer: use mixed_bfloat16, which needs none")
         return _distribute_scaler(optimizer, _distribute(optimizer.inner_optimizer, settings, passes, averaged))
     if passes > 1 and optimizer.gradient_accumulation_steps:
         raise ConfigError(
@@ -147,17 +145,21 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
         )
     if rounds and passes > 1:
         raise UnsupportedUse("local steps: give the Keras optimizer gradient_accumulation_steps instead of passes")
+    if rounds and optimizer.use_ema:
+        raise UnsupportedUse(
+            "local steps with use_ema=True: each rank would average its own weights, and end with a model of its own"
+        )
     kind: Any = type(optimizer)
     methods = LocalMethods if rounds else DistributedMethods
     wrapped = _adopt(optimizer, methods, lambda plain: _distribute(plain, settings, passes, averaged))
     steps = passes if passes > 1 else wrapped.gradient_accumulation_steps or 1
     described = " ".join([kind.__name__, *map(str, clipping_of(optimizer) or ())])  # ranks compare it
     if config is not None and rounds:  # clipping is the inner optimizer's own
-        distribution = Distribution(settings, LocalUpdate(config.outer_rate), "optimizer", steps * rounds, described)
+        distribution = Distribution(settings, LocalUpdate(wrapped, config.outer_rate), "optimizer", rounds, described)
     else:
         update = choose_update(wrapped, kind, config)
         distribution = Distribution(with_clipping(optimizer, settings), update, "optimizer", steps, described)
-    own: dict[str, Any] = {"_dgc": distribution, "_dgc_local": set(), "_dgc_stride": steps}
+    own: dict[str, Any] = {"_dgc": distribution, "_dgc_local": set()}
     for name, value in {**own, "_dgc_passes": passes, "_dgc_averaged": averaged}.items():
         object.__setattr__(wrapped, name, value)  # Keras need not know
     if passes > 1:
@@ -167,6 +169,8 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
 
 def _distribute_scaler(scaler: Any, inner: Any) -> Any:
     """A LossScaleOptimizer around `inner`, one of ours."""
+    if isinstance(inner, LocalMethods):
+        raise UnsupportedUse(NO_SCALER)
 
     def again(plain: Any) -> Any:
         return _distribute_scaler(plain, type(inner)._dgc_again(plain.inner_optimizer))

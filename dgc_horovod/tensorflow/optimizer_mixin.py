@@ -235,6 +235,13 @@ class DistributedMethods(UsersClass):
     def _dgc_finish_round(self: Any) -> None:
         """End what spans several steps: nothing does here."""
 
+    def _dgc_outer(self: Any) -> list[Any]:
+        """Variables that belong to a checkpoint and not to Keras' optimizer; it is built. None here."""
+        return []
+
+    def _dgc_weights_loaded(self: Any) -> None:
+        """A checkpoint of ours was loaded."""
+
     def _dgc_apply_as_stock(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """A step of the user's optimizer, without exchange."""
         super().apply(list(gradients), list(variables))

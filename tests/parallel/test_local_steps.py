@@ -8,12 +8,13 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = ["averaging", "learning", "conservation", "faults", "misuse", "scaled"]
+AROUND = ["loading", "freezing", "differing", "counting", "overflowing"]
 H = 5
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    around = [f"local_steps_around.{case}" for case in ("loading", "freezing", "differing", "counting")]
+    around = [f"local_steps_around.{case}" for case in AROUND]
     return run_ranks(2, [*(f"local_steps.{case}" for case in CASES), *around], timeout=300)
 
 
@@ -75,6 +76,12 @@ def test_weights_that_differ_are_found_by_name_and_repaired(ranks):
     for found in (rank["local_steps_around.differing"] for rank in ranks):
         assert "'2.weight'" in found["stop"] and "more" not in found["stop"].split("differ")[0], found["stop"]
         assert found["broadcast"] == "" and found["repaired"] == 0
+
+
+def test_an_overflow_on_one_rank_is_over_with_the_round(ranks):
+    """Adam's first moment had stayed where the second was emptied: steps of 1e24."""
+    for found in (rank["local_steps_around.overflowing"] for rank in ranks):
+        assert found["apart"] == 0 and found["largest"] < 2
 
 
 def test_rounds_that_end_early_count_as_they_are(ranks):

@@ -85,8 +85,8 @@ def clipped(gradient: Gradient, optimizer: Any, settings: Settings, local: bool)
 
 def check_change(optimizer: Any, config: DGCConfig | None, kind: str, limit: Any) -> None:
     """Raise UnsupportedUse where a limit that is set after wrapping would not be looked at."""
-    if config is None or limit == getattr(optimizer, kind):
-        return
+    if config is None or config.local_steps is not None or limit == getattr(optimizer, kind):
+        return  # with local steps clipping is the optimizer's own
     if kind == "global_clipnorm" or config.clip_norm is not None:
         raise UnsupportedUse(
             f"{kind}={limit} is set after the optimizer was wrapped, when the limit that each rank clips to "

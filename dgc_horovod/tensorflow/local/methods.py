@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.notices import MID_ROUND
+from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.distribution import VariableSet
+from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.local.rounds import LocalRounds
 from dgc_horovod.tensorflow.optimizer_mixin import DistributedMethods, not_converted
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, key_of, native
+
+NO_SCALER = "local steps with a LossScaleOptimizer: use mixed_bfloat16, which needs none"
 
 
 class LocalMethods(DistributedMethods):
     """Over a Keras optimizer: it steps on each rank alone, and after every H-th step the weights are exchanged.
 
     A step is one of the optimizer's: several passes that are accumulated are one. Rounds end where the optimizer's
-    ``iterations`` are a multiple of H steps, so that all ranks agree without a message.
+    ``iterations`` are a multiple of H, so that all ranks agree without a message.
     """
 
     _dgc_rounds: LocalRounds | None = None
-    _dgc_set: VariableSet
+    _dgc_set: VariableSet | None = None
 
     @not_converted
     def apply(self: Any, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
@@ -31,50 +37,59 @@ class LocalMethods(DistributedMethods):
         known = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self._dgc.takes_part or not known:
             return self._dgc_apply_as_stock(grads, known)
+        if self.__dict__.get("_dgc_scaled_by_another"):
+            raise UnsupportedUse(NO_SCALER)
         self._dgc_check(known)
-        rounds = self._dgc_make_rounds(known)
-        rounds.begin()
+        if not self.built:
+            with tf.init_scope(), keras.name_scope(self.name):
+                self.build(known)
+        rounds = self._dgc_make_rounds()
+        if not rounds.variables:  # all are this rank's own
+            return self._dgc_apply_as_stock(grads, known)
+        if self._dgc_set is None:
+            agreed = self._dgc.variable_set(rounds.variables, rounds.weights)
+            object.__setattr__(self, "_dgc_set", agreed)  # Keras need not know
+        trained = {key_of(variable) for variable in known}
+        self._dgc.let_go_of_frozen(trained)
+        rounds.begin(trained)
         self._dgc_apply_as_stock(grads, known)
-        every = self._dgc.settings.config.local_steps * self._dgc_stride
-        full = tf.equal(native(self.iterations) % every, 0)
-        tf.cond(full, self._dgc_exchange, lambda: tf.constant(False))
+        every = self._dgc.settings.config.local_steps * passes_of(self)
+        tf.cond(tf.equal(native(self._iterations) % every, 0), self._dgc_exchange, lambda: tf.constant(False))
         return None
 
-    def _dgc_make_rounds(self: Any, known: Sequence[Any]) -> LocalRounds:
-        shared = [variable for variable in known if key_of(variable) not in self._dgc_local]
+    def _dgc_make_rounds(self: Any) -> LocalRounds:
+        """The rounds of all variables that Keras has built it with, whichever of them a step changes."""
         rounds: LocalRounds | None = self._dgc_rounds
         if rounds is None:
-            if not self.built:
-                with tf.init_scope():
-                    self.build(known)
+            shared = [variable for variable in self._trainable_variables if key_of(variable) not in self._dgc_local]
             rounds = LocalRounds(shared, self._dgc.settings.config)
-            whole = self._dgc.variable_set(shared, [native(variable) for variable in shared])
-            whole.exchange.steps.passes = self._dgc_stride
-            for name, value in {"_dgc_rounds": rounds, "_dgc_set": whole}.items():
-                object.__setattr__(self, name, value)  # Keras need not know
-        elif [key_of(variable) for variable in shared] != [key_of(variable) for variable in rounds.variables]:
-            raise UnsupportedUse(
-                "with local steps an optimizer is given the same variables at every step; give each set an optimizer "
-                "of its own, and freeze layers before the first step"
-            )
+            object.__setattr__(self, "_dgc_rounds", rounds)
         return rounds
 
     def _dgc_exchange(self: Any) -> tf.Tensor:
-        # counted before the last step, as at an exchange of gradients
-        slots = list(map(native, self.variables))
-        self._dgc_rounds.exchange(self._dgc_set.exchange, self.iterations - 1, slots)
+        # iterations counted before the last step, as at an exchange of gradients
+        alike = {id(native(variable)) for variable in (self._iterations, self._learning_rate)}
+        slots = [native(variable) for variable in shared_variables(self) if id(native(variable)) not in alike]
+        self._dgc_rounds.exchange(self._dgc_set.exchange, self.iterations - 1, slots, passes_of(self))
         return tf.constant(True)
 
+    @not_converted
     def exchange(self: Any) -> None:
         """Exchange what the weights have changed by since the last time; every rank calls it, between two steps.
 
         Afterwards the weights are the same on every rank. ``apply`` does it every ``local_steps`` steps.
         """
-        if self._dgc_rounds is not None and bool(self._dgc_rounds.begun):
-            self._dgc_exchange()
+        if self._dgc_set is not None:
+            tf.cond(self._dgc_rounds.calls > 0, self._dgc_exchange, lambda: tf.constant(False))
 
     def _dgc_finish_round(self: Any) -> None:
         self.exchange()
+
+    def _dgc_outer(self: Any) -> list[Any]:
+        return self._dgc_make_rounds().outer
+
+    def _dgc_weights_loaded(self: Any) -> None:
+        self._dgc_make_rounds().fresh.assign(True)
 
     def flush(self: Any) -> None:
         """Apply everything that the ranks have kept: the round under way ends, then `e` goes densely."""
@@ -82,7 +97,38 @@ class LocalMethods(DistributedMethods):
         super().flush()
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """As Keras'; the round under way is given up, and what the ranks have kept."""
+        """As Keras'; the round under way is given up, outer momentum, and what the ranks have kept."""
         super().load_own_variables(store)
+        self._dgc_restart()
+
+    def clear_residuals(self: Any) -> None:
+        """Empty `e` and outer momentum, and begin a round with the weights that a script has set.
+
+        Every rank calls it, and has set them to the same.
+        """
+        super().clear_residuals()
+        self._dgc_restart()
+
+    def _dgc_restart(self: Any) -> None:
         if self._dgc_rounds is not None:
-            self._dgc_rounds.begun.assign(False)
+            self._dgc_rounds.restart()
+
+    def register_local_var(self: Any, var: Any) -> None:
+        """Leave `var` to each rank: what it changes by is not exchanged. Before the first step."""
+        if self._dgc_rounds is not None:
+            raise UnsupportedUse("local steps: call register_local_var before the first step; rounds have begun")
+        super().register_local_var(var)
+
+    def residual_state_dict(self: Any) -> dict[str, Any]:
+        """See `DistributedMethods`; between two rounds. The slots of SGD, Adam and AdamW are in it, too."""
+        self._dgc_check_between_rounds()
+        return super().residual_state_dict()
+
+    def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """See `DistributedMethods`; between two rounds."""
+        self._dgc_check_between_rounds()
+        super().load_residual_state_dict(state_dict)
+
+    def _dgc_check_between_rounds(self: Any) -> None:
+        if self._dgc_rounds is not None and int(self._dgc_rounds.calls):
+            raise UnsupportedUse(MID_ROUND)

@@ -2,94 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.tensorflow.updates.base import PlainUpdate
-from dgc_horovod.tensorflow.wrapping.variables import native
+from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.wrapping.variables import Key, is_frozen, key_of, native
 
-
-class LocalUpdate(PlainUpdate):
-    """The inner optimizer takes its own gradients; what is exchanged are changes of weights."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self._rate = rate
-
-    def flush(self, optimizer: Any, left: Sequence[tuple[Any, Any]], compressed: Any) -> list[Any]:
-        """Apply what all ranks together had kept: nothing of it is left."""
-        for variable, parts in left:
-            for change in parts.values():
-                native(variable).assign_sub(tf.cast(self._rate * change, native(variable).dtype))
-        return [None] * len(left)
+if TYPE_CHECKING:
+    from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 
 
 class LocalRounds:
     """The rounds of one rank: the anchor, and what an exchange makes of it.
 
     Args:
-        variables: whose changes are exchanged.
+        variables: Keras variables whose changes are exchanged.
         config: compression settings; ``outer_rate`` and ``outer_momentum`` are used.
 
     Attributes:
-        begun: whether a step was made since the last exchange.
+        calls: number of times that the optimizer was called since the last exchange.
+        fresh: whether the next step remembers the weights: after an exchange, or when they have been loaded.
         anchors: weights of the last exchange, one for each variable.
+        outer: outer momentum, one for each variable, the same on every rank; none without.
 
     Memory: the anchor, as much as the weights, and as much again with outer momentum.
     """
 
     def __init__(self, variables: Sequence[Any], config: DGCConfig) -> None:
-        self.variables = [native(variable) for variable in variables]
+        self.variables, self.weights = list(variables), [native(variable) for variable in variables]
         self._rate, self._momentum = config.outer_rate, config.outer_momentum
+        self._frozen: set[int] = set()
         with tf.init_scope():
-            self.begun = tf.Variable(False, trainable=False)
-            self.anchors = [_like(variable) for variable in self.variables]
-            self.outer = [_like(variable) for variable in self.variables] if self._momentum else []
+            self.calls = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self.fresh = tf.Variable(True, trainable=False)
+            self.anchors = [_like(weight) for weight in self.weights]
+            self.outer = [_like(weight) for weight in self.weights] if self._momentum else []
+        _every.add(self)
 
-    def begin(self) -> None:
-        """A step comes: before the first of a round the weights, the same on every rank, are remembered."""
+    def begin(self, trained: Collection[Key]) -> None:
+        """A step comes: before the first of a round the weights, the same on every rank, are remembered.
 
+        Args:
+            trained: keys of the variables that it changes. Of others, those that are frozen stay from now on.
+        """
+        self._frozen = {i for i, v in enumerate(self.variables) if is_frozen(v) and key_of(v) not in trained}
+        self._remember()
+        self.calls.assign_add(1)
+
+    def _remember(self) -> None:
         def remember() -> tf.Tensor:
-            for anchor, variable in zip(self.anchors, self.variables, strict=True):
-                anchor.assign(variable)
-            self.begun.assign(True)
+            for anchor, weight in zip(self.anchors, self.weights, strict=True):
+                anchor.assign(weight)
+            self.fresh.assign(False)
             return tf.constant(True)
 
-        tf.cond(self.begun, lambda: tf.constant(True), remember)
+        tf.cond(self.fresh, remember, lambda: tf.constant(True))
 
-    def exchange(self, exchange: Callable[..., Any], iterations: Any, slots: Sequence[Any]) -> None:
+    def exchange(self, exchange: GradientExchange, iterations: Any, slots: Sequence[Any], passes: int) -> None:
         """Let the weights be the same on every rank; if a change was not finite, those of before the round.
 
         Args:
-            exchange: the `GradientExchange` of the variables.
+            exchange: exchange of the variables.
             iterations: number of steps that the optimizer had made before the last one.
-            slots: the inner optimizer's variables, which would spoil the weights again where they are not finite.
+            slots: the inner optimizer's variables for those that are trained. Where one is not finite it would spoil
+                the weights again: all are emptied on that rank, as Adam's first moment is no good without the second.
+            passes: calls of the optimizer for one step.
         """
-        changes = [anchor - variable for anchor, variable in zip(self.anchors, self.variables, strict=True)]
-        found = exchange(changes, iterations, 1.0, self.anchors, self.anchors)
+        self._remember()  # where weights were loaded and no step was made
+        pairs = enumerate(zip(self.anchors, self.weights, strict=True))
+        changes = [tf.zeros_like(anchor) if i in self._frozen else anchor - weight for i, (anchor, weight) in pairs]
+        found = exchange(changes, iterations, 1.0, self.anchors, [*self.anchors, *self.outer, *slots])
+
+        def count(calls: np.ndarray) -> list[Any]:
+            exchange.steps.counts.steps_alone += max(0, int(calls) // passes - 1)
+            return [np.int64(calls)]
+
+        counted = host_call(count, [self.calls], [tf.int64])
 
         def apply() -> tf.Tensor:
             for i, (anchor, mean) in enumerate(zip(self.anchors, found.gradients, strict=True)):
-                step = tf.cast(mean, anchor.dtype)
-                if self.outer:
-                    momentum = self.outer[i].assign(self._momentum * self.outer[i] + step)
-                    step = step + self._momentum * momentum
-                anchor.assign_sub(self._rate * step)
+                self._apply(i, anchor, tf.cast(mean, anchor.dtype))
             return tf.constant(True)
 
         def clean() -> tf.Tensor:
+            sound = tf.reduce_all([tf.reduce_all(tf.math.is_finite(slot)) for slot in slots if slot.dtype.is_floating])
             for slot in slots:
-                if slot.dtype.is_floating:
-                    slot.assign(tf.where(tf.math.is_finite(slot), slot, tf.zeros_like(slot)))
+                slot.assign(tf.where(sound, slot, tf.zeros_like(slot)))
             return tf.constant(False)
 
-        with tf.control_dependencies([tf.cond(found.finite, apply, clean)]):
-            for anchor, variable in zip(self.anchors, self.variables, strict=True):
-                variable.assign(anchor.read_value())
-            self.begun.assign(False)
+        with tf.control_dependencies([*counted, tf.cond(found.finite, apply, clean)]):
+            for variable, anchor, weight in zip(self.variables, self.anchors, self.weights, strict=True):
+                weight.assign(anchor.read_value())
+                if variable.constraint is not None:
+                    variable.assign(variable.constraint(variable))
+            self.fresh.assign(True)
+            self.calls.assign(0)
+
+    def _apply(self, i: int, anchor: tf.Variable, step: tf.Tensor) -> None:
+        if self.outer:
+            momentum = self.outer[i].assign(self._momentum * self.outer[i] + step)
+            step = step + self._momentum * momentum
+        if i in self._frozen:
+            for momentum in self.outer[i : i + 1]:
+                momentum.assign(tf.zeros_like(momentum))
+        else:
+            anchor.assign_sub(self._rate * step)
+
+    def restart(self) -> None:
+        """The weights are others: the next step begins a round, without outer momentum."""
+        self.fresh.assign(True)
+        for momentum in self.outer:
+            momentum.assign(tf.zeros_like(momentum))
+
+    def restart_of(self, keys: Collection[Key]) -> None:
+        """The same for the variables of these keys only, wherever in a round the others are."""
+        for i, weight in enumerate(self.weights):
+            if key_of(weight) in keys:
+                self.anchors[i].assign(weight)
+                for momentum in self.outer[i : i + 1]:
+                    momentum.assign(tf.zeros_like(momentum))
+
+
+_every: weakref.WeakSet[LocalRounds] = weakref.WeakSet()
+
+
+def have_been_set(variables: Iterable[Any]) -> None:
+    """Some of `variables` may be in rounds: all ranks have set them to the same."""
+    keys = set(map(key_of, variables))
+    for rounds in _every:
+        rounds.restart_of(keys)
 
 
 def _like(variable: Any) -> tf.Variable:

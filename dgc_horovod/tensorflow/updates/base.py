@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
-from dgc_horovod.state.residual_state import RESIDUAL
+from dgc_horovod.state.residual_state import RESIDUAL, Arrays
 from dgc_horovod.tensorflow.wrapping.variables import Key, key_of
 
 Left = Mapping[str, np.ndarray]  # of a variable, by part
@@ -35,6 +35,7 @@ class PlainUpdate:
     is_optimizers = True  # and not a tape's, which knows no optimizer
     keeps_second = False  # whether each rank keeps a second moment of its own
     learns_second = False  # whether one that all ranks have is learnt in dense steps, which are the optimizer's own
+    flush_is_step = True  # of the user's optimizer
 
     def __init__(self, notice: str = "") -> None:
         self.notice = notice
@@ -65,6 +66,14 @@ class PlainUpdate:
         """The reverse: what this rank has, as the optimizer's slots, which are these, would hold it, for a file."""
         return []
 
+    def own(self, key: Key) -> Arrays:
+        """The slots of the variable `key` that are this rank's alone, for its record."""
+        return {}
+
+    def take_own(self, key: Key, arrays: Arrays) -> Arrays:
+        """Put them back; returns the rest of `arrays`."""
+        return arrays
+
     def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
         """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
 
@@ -91,6 +100,7 @@ class SplitUpdate(PlainUpdate):
     """Variables on the sparse path are stepped by what comes back alone."""
 
     is_split = True
+    flush_is_step = False
 
     def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
         rate = float(optimizer.learning_rate)

@@ -8,9 +8,9 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
+from dgc_horovod.notices import MID_ROUND, round_not_finite
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.local.rounds import LocalRounds
 from dgc_horovod.torch.local.update import LocalUpdate
@@ -18,9 +18,6 @@ from dgc_horovod.torch.optimizer_mixin import CompressedMethods
 from dgc_horovod.torch.wrapping import owners
 
 _OUTER = "outer_momentum"  # in a state
-_MID_ROUND = (
-    "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
-)
 
 
 class LocalMethods:
@@ -34,8 +31,6 @@ class LocalMethods:
     _dgc_rounds: LocalRounds
 
     def _attach(self: Any, config: DGCConfig, update: LocalUpdate, grad_scaler: Any) -> None:
-        if envvars.horovod_elastic():
-            raise UnsupportedUse("local steps under Horovod Elastic are not supported; start with a fixed -np")
         CompressedMethods._attach(self, config, update, None)  # type: ignore[arg-type]  # updates have no loss scale
         if self.process_set.included():
             self._dgc_rounds = LocalRounds(self._dgc, config)
@@ -95,17 +90,21 @@ class LocalMethods:
         self._dgc_replicas.end(self)  # now, as the next step makes them differ
         if not finite:
             self._dgc_clean_state()
-            exchange, where = self._dgc.buckets.steps, self._dgc.buckets.where_not_finite()
-            text = f"exchange {exchange}: a weight was not finite on {where}; all ranks go back to the one before"
+            text = round_not_finite(self._dgc.buckets.steps, self._dgc.buckets.where_not_finite())
             if self._dgc_config.on_nonfinite == "stop":
                 raise NotFinite(text)
             self._tell_once("not finite", text)
 
     def _dgc_clean_state(self: Any) -> None:
-        """A rank whose weights were not finite has an inner state that would spoil them again."""
+        """A rank whose weights were not finite has an inner state that would spoil them again.
+
+        Of a parameter all of it: Adam's first moment is no good without the second.
+        """
         for state in self.state.values():
-            for x in state.values():
-                if isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()):
+            own = [x for key, x in state.items() if key != "step" and isinstance(x, torch.Tensor)]
+            own = [x for x in own if x.is_floating_point()]
+            if not all(bool(torch.isfinite(x).all()) for x in own):
+                for x in own:
                     x.zero_()
 
     def synchronize(self: Any) -> None:
@@ -128,7 +127,7 @@ class LocalMethods:
 
     def _dgc_check_between_steps(self: Any) -> None:
         if self._dgc_rounds.count:
-            raise UnsupportedUse(_MID_ROUND)
+            raise UnsupportedUse(MID_ROUND)
 
     def _dgc_finish_round(self: Any) -> None:
         if self._dgc_rounds.count:

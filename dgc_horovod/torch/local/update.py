@@ -31,6 +31,8 @@ class LocalUpdate(PlainUpdate):
         for p, name in optimizer._dgc.names.items():
             own = optimizer.state.get(p, {})
             kept = {part: own.get(key) for key, part in _KEPT.get(self.kind, {}).items()}
+            if not all(bool(torch.isfinite(x).all()) for x in kept.values() if x is not None):
+                continue  # no file takes others
             for part, x in kept.items():
                 if x is not None:
                     state.tensors.setdefault(name, {})[part] = x.detach().reshape(-1).float().cpu().numpy().copy()

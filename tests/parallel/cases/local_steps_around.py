@@ -87,6 +87,21 @@ def differing() -> dict[str, Any]:
     return found
 
 
+def overflowing() -> dict[str, Any]:
+    """One rank's gradient is beyond float32 when Adam squares it, and another not finite: the next steps are small."""
+    hvd.init()
+    model = torch.nn.Linear(40, 50)
+    for p in model.parameters():
+        torch.nn.init.ones_(p)
+    optimizer = wrapped(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    for step in range(3 * H):
+        model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+        if hvd.rank() == 1 and step // H == 1:
+            model.weight.grad[0, 0], model.bias.grad[0] = 1e25, float("nan")
+        optimizer.step()
+    return {"apart": _spread(model), "largest": float(model.weight.detach().abs().max())}
+
+
 def counting() -> dict[str, Any]:
     """Rounds that the script ends early count as they are; an optimizer whose model was wrapped again is refused."""
     hvd.init()
