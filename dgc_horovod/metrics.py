@@ -1,4 +1,4 @@
-"""Where the counters of a run go: JSON lines, a Prometheus text file, TensorBoard.
+"""Where the counters of a run go: JSON lines, a Prometheus text file, TensorBoard, MLflow.
 
 ``writer_for("run.jsonl").write(optimizer.compression_stats())``; `dgcrun --dgc-metrics-file` does it every ten seconds.
 """
@@ -14,7 +14,10 @@ from typing import Any, Protocol
 
 from dgc_horovod.errors import ConfigError
 
-Record = Mapping[str, Any]  # numbers and texts by name; under "buckets" one more for each bucket
+Record = Mapping[str, Any]  # numbers and texts by name; under the names of `_PARTS` one more for each part
+_PARTS = {"buckets": "bucket", "ranks": "rank"}
+_MLFLOW, _BATCH = "mlflow:", 1000  # metrics that it takes at once
+_OFTEN = 500  # records while a run lasts e times as long
 
 
 class Writer(Protocol):
@@ -32,25 +35,41 @@ def writer_for(path: str) -> Writer:
 
     Args:
         path: path of the metrics; ``*.prom``: text format of Prometheus' node exporter, replaced at every write (extra
-            ``dgc-horovod[prometheus]``); ``*/``: folder for TensorBoard (extra ``dgc-horovod[tensorboard]``); any
-            other: JSON lines.
+            ``dgc-horovod[prometheus]``); ``*/``: folder for TensorBoard (extra ``dgc-horovod[tensorboard]``);
+            ``mlflow:EXPERIMENT``: a run in MLflow (package mlflow), wherever its own settings say; any other: JSON
+            lines.
 
     Raises:
         ConfigError: the extra is not installed.
     """
+    if path.startswith(_MLFLOW):
+        return MLflow(path.removeprefix(_MLFLOW))
     if path.endswith(".prom"):
         return Prometheus(path)
     return TensorBoard(path) if path.endswith("/") else JsonLines(path)
 
 
+def is_json_lines(path: str) -> bool:
+    """Whether `writer_for` writes JSON lines there."""
+    return not (path.startswith(_MLFLOW) or path.endswith((".prom", "/")))
+
+
 class JsonLines:
-    """A line of JSON a record."""
+    """A line of JSON a record; where these say how many ``seconds`` a run has lasted, fewer as it goes on.
+
+    The next line comes after a 500th of that time at the earliest: ``500 * (1 + ln(T / 5000))`` lines of a record
+    every ten seconds for T > 5,000 s, 2,900 in a week.
+    """
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self._path, self._next = Path(path), 0.0
 
     def write(self, record: Record) -> None:
         """Add a line, with the time if the record has none."""
+        seconds = record.get("seconds", self._next)
+        if seconds < self._next and not record.get("final"):
+            return
+        self._next = seconds * (1 + 1 / _OFTEN)
         with self._path.open("a") as file:
             file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
 
@@ -59,7 +78,7 @@ class JsonLines:
 
 
 class Prometheus:
-    """A file of gauges ``dgc_NAME`` and ``dgc_bucket_NAME{bucket="0"}``."""
+    """A file of gauges ``dgc_NAME``, ``dgc_bucket_NAME{bucket="0"}`` and ``dgc_rank_NAME{rank="0"}``."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -72,13 +91,13 @@ class Prometheus:
         """Replace the file."""
         registry = self._client.CollectorRegistry()
         gauges: dict[str, Any] = {}
-        for name, bucket, value in _numbers(record):
-            full_name, labels = (f"dgc_{name}", []) if bucket is None else (f"dgc_bucket_{name}", ["bucket"])
+        for name, part, number, value in _numbers(record):
+            full_name, labels = (f"dgc_{part}_{name}", [part]) if part else (f"dgc_{name}", [])
             if full_name not in gauges:
                 text = f"{name} of dgc_horovod's compression_stats()"
                 gauges[full_name] = self._client.Gauge(full_name, text, labels, registry=registry)
             gauge = gauges[full_name]
-            (gauge if bucket is None else gauge.labels(str(bucket))).set(value)
+            (gauge.labels(number) if part else gauge).set(value)
         self._client.write_to_textfile(self._path, registry)
 
     def close(self) -> None:
@@ -86,7 +105,7 @@ class Prometheus:
 
 
 class TensorBoard:
-    """Scalars ``dgc/NAME`` and ``dgc/bucket0/NAME`` over the steps."""
+    """Scalars ``dgc/NAME``, ``dgc/bucket0/NAME`` and ``dgc/rank0/NAME`` over the steps."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -97,8 +116,7 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         """Add a point to every curve, at the record's ``steps``."""
-        for name, bucket, value in _numbers(record):
-            tag = f"dgc/{name}" if bucket is None else f"dgc/bucket{bucket}/{name}"
+        for tag, value in _tagged(record).items():
             self._writer.add_scalar(tag, value, int(record.get("steps", 0)))
         self._writer.flush()
 
@@ -107,15 +125,56 @@ class TensorBoard:
         self._writer.close()
 
 
-def _numbers(record: Record) -> Iterator[tuple[str, int | None, float]]:
-    """Name, number of the bucket or None, and value, of everything that is a finite number."""
+class MLflow:
+    """The scalars of `TensorBoard` in a run of its own, which is not the script's active one."""
+
+    def __init__(self, experiment: str) -> None:
+        try:
+            from mlflow import MlflowClient, MlflowException, entities
+        except ImportError:
+            raise ConfigError(f"'{_MLFLOW}{experiment}' needs mlflow: pip install mlflow") from None
+        self._client, self._metric, self._error = MlflowClient(), entities.Metric, MlflowException
+        try:
+            found = self._client.get_experiment_by_name(experiment)
+            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+            self._run: str = self._client.create_run(number, run_name="dgc_horovod").info.run_id
+        except MlflowException as error:
+            raise ConfigError(f"'{_MLFLOW}{experiment}': {error}") from None
+
+    def write(self, record: Record) -> None:
+        """Add a point to every curve, at the record's ``steps``."""
+        now, step = int(1000 * time.time()), int(record.get("steps", 0))
+        points = [self._metric(tag, value, now, step) for tag, value in _tagged(record).items()]
+        try:
+            for first in range(0, len(points), _BATCH):
+                self._client.log_batch(self._run, points[first : first + _BATCH])
+            if record.get("final"):
+                self._client.set_terminated(self._run)
+        except self._error as error:
+            raise OSError(str(error)) from None
+
+    def close(self) -> None:
+        """See `Writer`."""
+
+
+def _tagged(record: Record) -> dict[str, float]:
+    """Every number, under ``dgc/NAME``, ``dgc/bucket0/NAME`` or ``dgc/rank0/NAME``."""
+    return {
+        f"dgc/{part}{number}/{name}" if part else f"dgc/{name}": value for name, part, number, value in _numbers(record)
+    }
+
+
+def _numbers(record: Record) -> Iterator[tuple[str, str, str, float]]:
+    """Name, what it is a part of, number of the part, and value, of everything that is a finite number."""
     for name, value in record.items():
         if _is_number(value):
-            yield name, None, float(value)
-    for number, bucket in enumerate(record.get("buckets", ())):
-        for name, value in bucket.items():
-            if _is_number(value):
-                yield name, number, float(value)
+            yield name, "", "", float(value)
+    for parts, part in _PARTS.items():
+        for i, each in enumerate(record.get(parts, ())):
+            number = str(each.get(part, i))  # a rank says which it is
+            for name, value in each.items():
+                if _is_number(value) and name != part:
+                    yield name, part, number, float(value)
 
 
 def _is_number(value: Any) -> bool:

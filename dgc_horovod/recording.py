@@ -1,7 +1,7 @@
 """The metrics file of a run: a record of rank 0's counters every ten seconds, and one more at the end.
 
-Under `dgcrun` it begins with ``hvd.init()``; in a script that imports dgc_horovod itself, with its first compressed
-optimizer or tape. One process has one such file.
+Under `dgcrun` it begins with ``hvd.init()``, and has what the other ranks tell of themselves; in a script that imports
+dgc_horovod itself, with its first compressed optimizer or tape. One process has one such file.
 """
 
 from __future__ import annotations
@@ -9,20 +9,41 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from dgc_horovod import __version__, envvars
+from dgc_horovod import __version__, advice, envvars, stats
 from dgc_horovod.compression import method_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.metrics import Writer, writer_for
 from dgc_horovod.notices import make_visible
-from dgc_horovod.stats import all_exchanges, bucket_stats, total
+from dgc_horovod.stats import all_exchanges, replica_checks
 
 _log = logging.getLogger("dgc_horovod")
-_EVERY = 10.0  # seconds
+EVERY = 10.0  # seconds
+RANKS_KEPT = 32  # in a record: those that wait least for the others, and those that wait most
 _current: Recording | None = None
+RanksOf = Callable[[], Sequence[Mapping[str, Any]]]
+
+
+def rank_figures(rank: int) -> dict[str, Any]:
+    """What a rank tells of itself: times of all its exchanges, and figures of the last step that was looked at."""
+    tallies = list(all_exchanges)
+    return {"rank": rank, "host": socket.gethostname()[:64], **stats.times(tallies), **stats.figures(tallies)}
+
+
+def bounded(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """At most `RANKS_KEPT` of what the ranks tell: those that wait least, of which one may be slow, and those that wait
+    most; in the order of ranks.
+    """
+    if len(ranks) > RANKS_KEPT:
+        by_wait = sorted(ranks, key=lambda figures: figures["wait_seconds"])
+        ranks = [*by_wait[: RANKS_KEPT // 2], *by_wait[-RANKS_KEPT // 2 :]]
+    return sorted(ranks, key=lambda figures: figures["rank"])
 
 
 class Recording:
@@ -31,19 +52,21 @@ class Recording:
     Args:
         path: path of the metrics, see `metrics.writer_for`.
         method: name of the compression method, for the records.
+        run: description of the job, as JSON, for the first record.
+        ranks_of: function that gives what every rank last told of itself.
 
     Raises:
         ConfigError: it cannot be written.
     """
 
-    def __init__(self, path: str, method: str) -> None:
-        self._path, self._method = path, method
+    def __init__(self, path: str, method: str, run: Mapping[str, Any], ranks_of: RanksOf) -> None:
+        self._path, self._method, self._ranks_of = path, method, ranks_of
         self._start, self._process = time.monotonic(), os.getpid()
         self._writing, self._ended = threading.Lock(), threading.Event()
         self._told = False
         try:
             self._writer: Writer = writer_for(path)
-            self._write(final=False)
+            self._write(False, {"run": run} if run else {})
         except OSError as error:
             raise ConfigError(f"the metrics file {path!r} cannot be written: {error}") from None
         threading.Thread(target=self._write_on, name="dgc-metrics", daemon=True).start()
@@ -55,39 +78,54 @@ class Recording:
             self._try(final=True)
 
     def _write_on(self) -> None:
-        while not self._ended.wait(_EVERY):
+        while not self._ended.wait(EVERY):
             self._try(final=False)
 
     def _try(self, final: bool) -> None:
         try:
             with self._writing:
                 if final or not self._ended.is_set():
-                    self._write(final)
+                    self._write(final, {})
         except OSError as error:
             if not self._told:
                 self._told = True
                 make_visible()
                 _log.warning("dgc_horovod: the metrics file %r cannot be written any more: %s", self._path, error)
 
-    def _write(self, final: bool) -> None:
+    def _write(self, final: bool, more: Mapping[str, Any]) -> None:
+        tallies = list(all_exchanges)
         record = {
             "seconds": round(time.monotonic() - self._start, 3),
             "version": __version__,
             "method": self._method,
             "final": final,
-            **total(list(all_exchanges)),
-            "buckets": bucket_stats(list(all_exchanges)),
+            **stats.total(tallies),
+            **stats.figures(tallies),
+            "replica_checks": replica_checks.made,
+            "replica_mismatches": replica_checks.differed,
+            "skips": stats.skips(tallies),
+            "advice": advice.given(),
+            "buckets": stats.bucket_stats(tallies),
+            "ranks": bounded(self._ranks_of()),
+            **more,
         }
         self._writer.write(record)
         if final:
             self._writer.close()
 
 
-def begin(path: str, method: str) -> Recording:
-    """The recording of this process, begun now if it was not. Raises ConfigError as `Recording` does."""
+def begin(path: str, method: str, run: Mapping[str, Any] | None = None, ranks_of: RanksOf | None = None) -> Recording:
+    """The recording of this process, begun now if it was not.
+
+    Args:
+        path, method, run, ranks_of: see `Recording`; without the last, this rank tells of itself alone.
+
+    Raises:
+        ConfigError: see `Recording`.
+    """
     global _current
     if _current is None:
-        _current = Recording(path, method)
+        _current = Recording(path, method, run or {}, ranks_of or (lambda: [rank_figures(0)]))
     return _current
 
 

@@ -13,6 +13,22 @@ from dgc_horovod.core.workspace import Message
 _SAMPLED = 4096  # elements whose last sending is remembered
 
 
+class _Recent:
+    """The last `_SAMPLED` of some numbers."""
+
+    def __init__(self) -> None:
+        self._kept, self._seen = np.zeros(_SAMPLED, np.int64), 0
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Keep `numbers`, at most `_SAMPLED`, in place of the oldest."""
+        self._kept[(self._seen + np.arange(numbers.size)) % _SAMPLED] = numbers
+        self._seen += numbers.size
+
+    @property
+    def kept(self) -> np.ndarray:
+        return self._kept[: self._seen].copy()
+
+
 class BucketMeter:
     """The counts of one bucket.
 
@@ -24,6 +40,7 @@ class BucketMeter:
         self._engine = engine
         self._shift = max(0, (engine.bucket.numel - 1) // _SAMPLED).bit_length()  # every 2^shift-th element
         self._sent_at = np.zeros(((engine.bucket.numel - 1) >> self._shift) + 1, np.int64)
+        self._waits = _Recent()
         self._selected = self._nbytes = self._steps = 0
         self._compressing = self._exchanging = self._decoding = 0.0
         self._since, self._waited = time.perf_counter(), 0.0
@@ -42,7 +59,14 @@ class BucketMeter:
         if not self._engine.bucket.uncompressed:
             sampled = self._engine.sent_positions
             sampled = sampled[sampled & ((1 << self._shift) - 1) == 0]
-            self._sent_at[sampled >> self._shift] = self._steps
+            places = sampled >> self._shift
+            self._waits.add(self._steps - self._sent_at[places])
+            self._sent_at[places] = self._steps
+
+    @property
+    def waits(self) -> np.ndarray:
+        """Steps that elements waited which were sent last, since they were sent before: of at most 4,096 samples."""
+        return self._waits.kept
 
     def decoded(self) -> None:
         """What came back is decoded."""

@@ -26,7 +26,8 @@ _PAUSES = (0.2, 1.0)  # seconds, before another try
 _MOST_BYTES, _MOST_BYTES_OF_A_REQUEST = 4096, 16384  # of an entry, and with the request around it
 _MOST_CONNECTIONS = 512  # at once; each has a thread
 _MOST_ENTRIES = 2**15  # a rank makes one at each hvd.init()
-_NAME = re.compile(r"[\w.-]{1,64}")
+_ALL = "*"  # at the end of what is asked for: all entries whose names begin so
+_NAME = re.compile(r"[\w.-]{1,64}\*?")
 
 
 class StatusServer:
@@ -36,6 +37,7 @@ class StatusServer:
         self.key = f"dgc-{secrets.token_hex(16)}"
         self._server = _Server(("", 0), _Handler)
         self._server.key = self.key
+        self._own: set[str] = set()  # keys of what dgcrun itself has put here
         threading.Thread(target=self._server.serve_forever, name="dgc-status", daemon=True).start()
 
     @property
@@ -50,12 +52,17 @@ class StatusServer:
     @property
     def heard_of(self) -> bool:
         """Whether any rank has reported anything."""
-        return bool(self._server.entries)
+        return bool(self._server.entries.keys() - self._own)
 
     def get(self, key: str) -> Any:
         """The entry under `key`, None if there is none."""
         data = self._server.entries.get(key)
         return None if data is None else json.loads(data)
+
+    def put(self, key: str, entry: Any) -> None:
+        """Keep `entry`, of any size, under `key`, for ranks to read."""
+        self._own.add(key)
+        self._server.keep(key, json.dumps(entry).encode())
 
     def close(self) -> None:
         """Stop serving."""
@@ -109,6 +116,12 @@ class _Server(ThreadingHTTPServer):
             self.entries[name] = data
             return True
 
+    def beginning_with(self, prefix: str) -> bytes:
+        """All entries whose names begin so: one JSON object."""
+        with self._changed:
+            found = [(name, data) for name, data in self.entries.items() if name.startswith(prefix)]
+        return b"{" + b", ".join(json.dumps(name).encode() + b": " + data for name, data in found) + b"}"
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # a rank that hangs up asks again; the job's output is no place for it
 
@@ -123,12 +136,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self._name()
+        if name is not None and name.endswith(_ALL):
+            return self._answer(200, self.server.beginning_with(name[: -len(_ALL)]))
         data = None if name is None else self.server.entries.get(name)
         self._answer(404 if data is None else 200, data or b"")
 
     def do_PUT(self) -> None:
         name, length = self._name(), self.headers.get("Content-Length", "")
-        if name is None or not (length.isascii() and length.isdigit() and 0 < int(length) <= _MOST_BYTES):
+        sized = length.isascii() and length.isdigit() and 0 < int(length) <= _MOST_BYTES
+        if name is None or name.endswith(_ALL) or not sized:
             return self._answer(400, b"")
         data = self.rfile.read(int(length))
         if not _is_json(data):  # cut off, perhaps
@@ -201,6 +217,13 @@ class StatusBoard:
         """The entry under `key`, None if there is none yet. Raises OSError if no store can be reached."""
         found = [data for data in self._each(key, None) if data]
         return json.loads(found[0]) if found else None
+
+    def get_all(self, prefix: str) -> dict[str, Any]:
+        """The entries whose keys begin with `prefix`. Raises OSError if no store can be reached."""
+        found: dict[str, Any] = {}
+        for data in self._each(f"{prefix}{_ALL}", None):
+            found |= json.loads(data or b"{}")
+        return found
 
     def _each(self, key: str, data: bytes | None) -> list[bytes | None]:
         answers, failed = [], OSError("there is no store")

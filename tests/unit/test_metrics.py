@@ -11,15 +11,20 @@ import pytest
 from dgc_horovod import metrics
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.diagnostics import Diagnostics
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.kernels.contract import MomentumCorrection
+from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.launch.rank.summary import Outcome
 from dgc_horovod.launch.settings import resolve
+from dgc_horovod.recording import RANKS_KEPT, bounded
 from dgc_horovod.stats import Traffic, all_exchanges, bucket_stats
 from tests.helpers.data import BACKENDS, as_array
 
-STATS = {"steps": 3, "method": "dgc", "bytes_sent": 100.5, "buckets": [{"age": 2, "threshold": 0.5}, {"age": 4}]}
+STATS = {
+    "steps": 3, "method": "dgc", "bytes_sent": 100.5, "buckets": [{"age": 2, "threshold": 0.5}, {"age": 4}],
+    "ranks": [{"rank": 7, "host": "a", "wait_seconds": 1.5}],
+}  # fmt: skip
 
 
 def exchange_of(kernels, numel: int, density: float) -> OptimizerExchange:
@@ -70,6 +75,76 @@ def test_a_step_that_was_not_finished_counts_in_what_was_offered_too():
     assert (stats["steps"], stats["selected"], stats["elements"]) == (1, 200, 200)
 
 
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+def test_a_step_that_is_looked_at_has_norms_and_overlap_of_what_was_sent(kernels):
+    workers, numel, density, rng = 4, 20_000, 0.01, np.random.default_rng(0)
+    config = DGCConfig(density=density, min_numel=1, compress_1d=True, values="fp32")
+    spec = [TensorSpec("w", (numel,))]
+    ranks = [
+        OptimizerExchange(spec, config, lambda name: kernels, rank, workers, True, Traffic()) for rank in range(workers)
+    ]
+    common = rng.standard_normal(numel)  # without which the ranks' selections would hardly meet
+    gradients = [(common + rng.standard_normal(numel)).astype(np.float32) for _ in ranks]
+    messages, sent = [], []
+    for exchange, gradient in zip(ranks, gradients, strict=True):
+        (engine,) = exchange.engines
+        engine.add_gradient(0, as_array(kernels, gradient), MomentumCorrection(0.9, False))
+        messages.append(exchange.compress(engine, clip=0.5).payload.copy())
+        sent.append(engine.sent_positions.copy())
+        engine.outputs.put(0, kernels.new(numel))
+    chosen = [set(positions.tolist()) for positions in sent]
+    shared = [len(a & b) / len(a) for i, a in enumerate(chosen) for j, b in enumerate(chosen) if i != j]
+    for exchange, gradient in zip(ranks, gradients, strict=True):
+        (engine,) = exchange.engines
+        assert exchange.receive(engine, np.concatenate(messages)) is None and exchange.aggregate(engine)
+        exchange.close(True)
+        figures, v = exchange.counts.figures, kernels.to_host(engine.state.v)
+        assert figures["gradient_norm"] == pytest.approx(0.5 * float(np.linalg.norm(gradient.astype(np.float64))))
+        assert figures["residual_norm"] == pytest.approx(float(np.linalg.norm(v.astype(np.float64))))
+        assert figures["residual_ratio"] == pytest.approx(figures["residual_norm"] / figures["gradient_norm"])
+        assert figures["overlap"] == pytest.approx(np.mean(shared)) and 0.05 < figures["overlap"] < 0.95
+        assert figures["staleness_mean"] == figures["staleness_99"] == 1, "since before the first step"
+
+
+def test_steps_are_looked_at_rarely_and_a_skipped_one_leaves_no_figures():
+    exchange, reads = exchange_of(BACKENDS[0], 1000, 0.1), 0
+    (engine,) = exchange.engines
+    plain = engine.gradients.squared_norm
+
+    def counted():
+        nonlocal reads
+        reads += 1
+        return plain()
+
+    engine.gradients.squared_norm = counted
+    for finite, seconds in ((False, 0), (True, 3600), (True, None)):
+        if seconds is not None:
+            exchange.diagnostics = Diagnostics(seconds)
+        engine.add_gradient(0, as_array(BACKENDS[0], np.ones(1000, np.float32)), MomentumCorrection(0.9, False))
+        engine.outputs.put(0, BACKENDS[0].new(1000))
+        assert exchange.receive(engine, exchange.compress(engine).payload) is None and exchange.aggregate(engine)
+        exchange.close(finite)
+        assert bool(exchange.counts.figures) == finite
+    assert reads == 2, "of three steps the third came too early"
+    assert exchange.counts.stats()["skipped"] == 1 and exchange.counts.skips == [(0, "some rank")]
+
+
+def test_staleness_is_the_steps_between_two_sendings():
+    """Of gradients that come in turns every element is sent once in ten steps."""
+    kernels, numel, turns = BACKENDS[0], 1000, 10
+    exchange = exchange_of(kernels, numel, 1 / turns)
+    (engine,) = exchange.engines
+    for step in range(3 * turns):
+        gradient = np.zeros(numel, np.float32)
+        gradient[step % turns :: turns] = 1
+        engine.add_gradient(0, as_array(kernels, gradient), ErrorFeedback())
+        engine.outputs.put(0, kernels.new(numel))
+        assert exchange.receive(engine, exchange.compress(engine).payload) is None and exchange.aggregate(engine)
+        exchange.close(True)
+    waits = exchange.meters[engine].waits
+    assert set(waits[numel:].tolist()) == {turns} and waits.size == 3 * numel
+
+
 def test_counts_outlive_their_exchange_and_buckets_do_not():
     exchange = exchange_of(BACKENDS[0], 100, 0.1)
     tallies = [exchange.counts]
@@ -87,6 +162,39 @@ def test_json_lines(tmp_path):
     assert (second["steps"], second["time"]) == (4, 1.0)
 
 
+def test_a_week_of_json_lines_is_bounded(tmp_path):
+    writer, path = metrics.writer_for(str(tmp_path / "run.jsonl")), tmp_path / "run.jsonl"
+    for seconds in range(0, 7 * 86_400, 10):
+        writer.write({"seconds": seconds, "final": False})
+    writer.write({"seconds": seconds + 1, "final": True})
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert 2000 < len(found) < 3000 and found[-1]["final"]
+    times = np.array([record["seconds"] for record in found])
+    assert np.all(np.diff(times)[times[:-1] < 4000] == 10) and np.all(np.diff(times) <= times[1:] / 400 + 10)
+
+
+def test_of_many_ranks_those_that_wait_least_and_most_are_kept():
+    ranks = [{"rank": rank, "wait_seconds": float((37 * rank) % 1000)} for rank in range(1000)]
+    kept = bounded(ranks)
+    assert len(kept) == RANKS_KEPT and [each["rank"] for each in kept] == sorted(each["rank"] for each in kept)
+    waits = sorted(each["wait_seconds"] for each in kept)
+    assert waits == [*range(RANKS_KEPT // 2), *range(1000 - RANKS_KEPT // 2, 1000)]
+    assert bounded(ranks[:RANKS_KEPT]) == ranks[:RANKS_KEPT]
+
+
+def test_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    writer = metrics.writer_for("mlflow:demo")
+    writer.write(STATS)
+    writer.write({**STATS, "steps": 4, "final": True})
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("demo").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.metrics["dgc/bucket1/age"] == 4
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "dgc/bytes_sent")] == [3, 4]
+
+
 def test_prometheus(tmp_path):
     parser = pytest.importorskip("prometheus_client.parser")
     writer = metrics.writer_for(str(tmp_path / "run.prom"))
@@ -96,7 +204,7 @@ def test_prometheus(tmp_path):
     found = {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
     assert found == {
         ("dgc_steps", ()): 3, ("dgc_bytes_sent", ()): 100.5, ("dgc_bucket_age", ("0",)): 2,
-        ("dgc_bucket_age", ("1",)): 4, ("dgc_bucket_threshold", ("0",)): 0.5,
+        ("dgc_bucket_age", ("1",)): 4, ("dgc_bucket_threshold", ("0",)): 0.5, ("dgc_rank_wait_seconds", ("7",)): 1.5,
     }  # fmt: skip
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -110,10 +218,12 @@ def test_tensorboard(tmp_path):
     assert b"dgc/bucket1/age" in file.read_bytes()
 
 
-@pytest.mark.parametrize(("path", "module"), [("x.prom", "prometheus_client"), ("x/", "tensorboardX")])
+@pytest.mark.parametrize(
+    ("path", "module"), [("x.prom", "prometheus_client"), ("x/", "tensorboardX"), ("mlflow:x", "mlflow")]
+)
 def test_a_missing_extra_is_named(monkeypatch, path, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"needs {module}: pip install dgc-horovod\["):
+    with pytest.raises(ConfigError, match=rf"needs {module}: pip install (dgc-horovod\[|mlflow)"):
         metrics.writer_for(path)
 
 
@@ -122,10 +232,10 @@ def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, capsy
     path = tmp_path / "metrics.jsonl"
     given = {"DGC_COMPRESSION": "dgc", "DGC_METRICS_FILE": str(path)}
     outcome = Outcome(resolve({}, given, []))
-    outcome.begin(1)
+    outcome.begin(1, 2)
     assert not path.exists()
-    outcome.begin(0)
-    outcome.begin(0)
+    outcome.begin(0, 1)
+    outcome.begin(0, 1)
     assert len(path.read_text().splitlines()) == 1
     outcome.end()
     assert capsys.readouterr().err.count("dgc_horovod: ") == 1

@@ -96,7 +96,7 @@ class Replacements:
             # a newcomer of an elastic job comes when the others are under way; parts of a job do not know each other
             part = (args[0] if args else kwargs.get("comm")) not in (None, [])
             activation_check.hold(horovod.rank(), 1 if part or envvars.horovod_elastic() else horovod.size())
-            self.outcome.begin(horovod.rank())
+            self.outcome.begin(horovod.rank(), horovod.size())
             return result
 
         return initializing

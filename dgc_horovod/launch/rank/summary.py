@@ -9,15 +9,19 @@ import sys
 from typing import Any
 
 from dgc_horovod import envvars, recording
+from dgc_horovod.config import AUTO
+from dgc_horovod.launch.rank.reports import Reports
 from dgc_horovod.launch.settings import UNCOMPRESSED, Job
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
+from dgc_horovod.planning.trial import COMPRESSED, HALF
 from dgc_horovod.recording import Recording
 from dgc_horovod.stats import all_exchanges, total
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
 WRAPPED, END = "wrapped", "end"  # what rank 0 reports to dgcrun
+RUN = "run"  # what dgcrun tells it: see `description.of_job`
 NOTHING_WRAPPED = (
     "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
     "itself (hvd.allreduce) cannot be compressed"
@@ -38,16 +42,29 @@ class Outcome:
         self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
         self._told: set[str] = set()
         self._recording: Recording | None = None
+        self._reports: Reports | None = None
         self._process = os.getpid()
         address = envvars.desk_address()
         self._desk = StatusBoard([address]) if address else None
 
-    def begin(self, rank: int) -> None:
+    def begin(self, rank: int, workers: int) -> None:
         """``hvd.init()`` is done, again where the ranks have changed. Raises ConfigError: no metrics can be written."""
         self.rank = rank
+        if self._desk is not None and self._reports is None:
+            self._reports = Reports(envvars.desk_address())
+        if self._reports is not None:
+            self._reports.go_on_as(rank, workers)
         path = self.job.get(envvars.METRICS_FILE)
         if rank == 0 and path and self._recording is None:
-            self._recording = recording.begin(path, self.job.method)
+            ranks_of = None if self._reports is None else self._reports.of_all
+            self._recording = recording.begin(path, self.job.method, self._run(), ranks_of)
+
+    def _run(self) -> dict[str, Any]:
+        """What dgcrun says of the job."""
+        try:
+            return (self._desk.get(RUN) if self._desk is not None else None) or {}
+        except OSError:  # the activation check has told of it
+            return {}
 
     def watch_exit(self) -> None:
         """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
@@ -98,12 +115,12 @@ class Outcome:
             return ""
         if not self.wrapped and not all_exchanges:
             return NOTHING_WRAPPED
-        if self.job.method in UNCOMPRESSED or not all_exchanges:  # not ledger: rank 0 is in no process set
+        if self.job.method in UNCOMPRESSED or not all_exchanges:  # rank 0 is in no process set
             return ""
         stats = self.stats()
         if not stats["steps"]:
             return "its optimizer has made no step"
-        if not stats["elements"]:
+        if not stats["elements"] and self.job.method != AUTO:
             assert self.job.config is not None
             return f"every tensor is 1-D or has fewer than min_numel={self.job.config.min_numel} elements"
         return ""
@@ -116,12 +133,20 @@ class Outcome:
         stats = self.stats()
         if not stats["bytes_sent"]:
             return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
+        if self.job.method == AUTO and not any(counts.mode == COMPRESSED for counts in all_exchanges):
+            halves = any(counts.mode == HALF for counts in all_exchanges)
+            taken = "fp16" if halves else "dense exchange"
+            return f"auto: stock Horovod's {taken} was taken; {stats['steps']:,} steps"
         final = min((counts.density for counts in all_exchanges), default=1.0)
         return _line(self.job.method, final, stats, "fp16" in self.asked)
 
     def end(self) -> int:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
-        if self.rank != 0 or os.getpid() != self._process:
+        if os.getpid() != self._process:
+            return 0
+        if self._reports is not None:
+            self._reports.end()
+        if self.rank != 0:
             return 0
         if self._recording is not None:
             self._recording.end()
@@ -151,9 +176,8 @@ def _line(method: str, final_density: float, stats: dict[str, Any], asked_fp16: 
     if received:
         parts.append(f"received {_bytes(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
     if stats["elements"]:
-        parts.append(
-            f"{stats['compress_seconds']:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks"
-        )
+        compressing = stats["compress_seconds"] + stats["decode_seconds"]
+        parts.append(f"{compressing:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks")
     return f"{method}{_density(final_density, stats)}: {'; '.join(parts)}"
 
 

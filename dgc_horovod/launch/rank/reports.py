@@ -1,0 +1,89 @@
+"""What every rank tells of itself while the job runs, by way of `dgcrun`: how long it waits for the others, and so on.
+
+A thread of each rank reports, a thread of rank 0 reads what all have reported. No collective, no graph and no step of
+the training knows of it: a rank that is slow, or stuck in a collective, reports like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+from dgc_horovod import advice
+from dgc_horovod.launch.status_server import StatusBoard
+from dgc_horovod.recording import EVERY, rank_figures
+from dgc_horovod.stats import COUNTERS
+
+_PREFIX = "figures."
+_MOST_A_SECOND = 20  # reports of all ranks together
+_LAST_SECONDS, _LOOK_EVERY = 2.0, 0.05  # that rank 0 waits for the last reports of the others
+
+
+class Reports:
+    """This rank's reports, and on rank 0 those of all.
+
+    Args:
+        address: address of `dgcrun`, see ``envvars.desk_address``.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._board = StatusBoard([address])
+        self._rank, self._workers = 0, 1
+        self._all: list[dict[str, Any]] = []
+        self._judged: dict[int, dict[str, Any]] = {}  # when they were, by rank
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def go_on_as(self, rank: int, workers: int) -> None:
+        """From now on report as that one of so many ranks."""
+        self._rank, self._workers = rank, workers
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._report_on, name="dgc-reports", daemon=True)
+            self._thread.start()
+
+    def of_all(self) -> list[dict[str, Any]]:
+        """What every rank has reported last, this one as it is now; in the order of ranks."""
+        others = [figures for figures in self._all if figures["rank"] != self._rank]
+        return sorted([*others, rank_figures(self._rank)], key=lambda figures: figures["rank"])
+
+    def end(self) -> None:
+        """Report for the last time; rank 0 waits for the others, who end at the same time, for a moment."""
+        self._ended.set()
+        with contextlib.suppress(OSError):  # dgcrun is gone
+            self._report(last=True)
+            deadline = time.monotonic() + _LAST_SECONDS
+            while self._rank == 0 and self._read() and time.monotonic() < deadline:
+                time.sleep(_LOOK_EVERY)
+
+    def _report_on(self) -> None:
+        while not self._ended.wait(max(EVERY, self._workers / _MOST_A_SECOND)):
+            try:
+                self._report(last=False)
+                if self._rank == 0:
+                    self._read()
+                    self._judge(self.of_all())
+            except OSError:
+                return
+
+    def _judge(self, ranks: list[dict[str, Any]]) -> None:
+        """Tell what is to be said of the steps since the last time."""
+        recent = [_since(figures, self._judged.get(figures["rank"], {})) for figures in ranks]
+        if min(figures["timed_steps"] for figures in recent) >= advice.FEW_STEPS:
+            advice.tell(advice.on_ranks(recent))
+            self._judged = {figures["rank"]: figures for figures in ranks}
+
+    def _report(self, last: bool) -> None:
+        self._board.put(f"{_PREFIX}{self._rank}", {**rank_figures(self._rank), "last": last})
+
+    def _read(self) -> int:
+        """Read what all have reported; returns how many will report again."""
+        found = self._board.get_all(_PREFIX).values()
+        self._all = [figures for figures in found if figures["rank"] < self._workers]  # elastic ones may have left
+        return self._workers - sum(figures.pop("last") for figures in self._all)
+
+
+def _since(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the time between two reports."""
+    return {**now, **{name: now[name] - before.get(name, 0) for name in COUNTERS}}

@@ -1,0 +1,120 @@
+"""What a run comes to in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dgc_horovod.advice import Straggler
+from dgc_horovod.report.records import Record, Run, number, ranks_of
+from dgc_horovod.stats import COUNTERS, PARTS
+
+LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10}  # in bits a second
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time of a step goes, in seconds: what is neither of the other parts is computing."""
+
+    step: float
+    compress: float
+    decode: float
+    wait: float
+
+    @property
+    def compute(self) -> float:
+        """Forward, backward, data, evaluation, the optimizer's own step."""
+        return max(0.0, self.step - self.compress - self.decode - self.wait)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of one rank: sent and received, and what fp32 ring allreduces of every gradient would be."""
+
+    sent: float
+    received: float
+    dense_sent: float
+    dense_received: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Of a step over a link: seconds that dense exchanges would take, and how much less the measured one did."""
+
+    link: str
+    fp32: float
+    fp16: float
+    saved: float  # against fp32; below 0: lost
+
+
+def times(now: Record, before: Record | None = None) -> Times | None:
+    """The times of a rank in a step, on average since `before`; None where it has made none since."""
+    spent = {name: number(now, name) - number(before or {}, name) for name in COUNTERS}
+    steps = spent["timed_steps"]
+    return Times(spent["step_seconds"] / steps, *(spent[name] / steps for name in PARTS)) if steps > 0 else None
+
+
+def mean(each: Sequence[Times]) -> Times:
+    """The mean over ranks."""
+    names = ("step", "compress", "decode", "wait")
+    return Times(*(sum(getattr(times, name) for times in each) / len(each) for name in names))
+
+
+def series(run: Run) -> dict[int, list[tuple[float, Times]]]:
+    """For each rank what its steps were like between two records, with the step at the end of it."""
+    found: dict[int, list[tuple[float, Times]]] = {}
+    before: dict[int, Record] = {}
+    for record in run.records:
+        for told in ranks_of(record):
+            rank = int(number(told, "rank"))
+            between = times(told, before.get(rank))
+            if between is not None:
+                found.setdefault(rank, []).append((number(told, "timed_steps") + 1, between))
+                before[rank] = told
+    return found
+
+
+def straggler(run: Run) -> Straggler | None:
+    """The rank that waits least; None where only one has told of itself."""
+    told = [figures for figures in run.ranks if number(figures, "timed_steps") > 0]
+    return Straggler(told) if len(told) > 1 else None
+
+
+def traffic(run: Run) -> Bytes:
+    """The bytes of rank 0 over the run."""
+    names = ("bytes_sent", "bytes_received", "bytes_dense", "bytes_dense_received")
+    return Bytes(*(number(run.last, name) for name in names))
+
+
+def saved(run: Run) -> list[Saved]:
+    """What a step gains over links of several rates.
+
+    The dense exchange is taken to run at the full rate of the link, with nothing of it hidden behind the backward pass.
+    The measured one is compression, decoding, and the wait of the rank that waits least: of the others' wait a part is
+    for that rank, and dense training would wait for it just as long.
+    """
+    ranks = [each for told in run.ranks if (each := times(told)) is not None]
+    steps = number(run.last, "steps")
+    if not (ranks and steps and traffic(run).received):
+        return []
+    dense, whole = traffic(run).dense_received / steps, mean(ranks)
+    measured = whole.compress + whole.decode + min(each.wait for each in ranks)
+    fp32 = {link: 8 * dense / rate for link, rate in LINKS.items()}
+    return [Saved(link, seconds, seconds / 2, seconds - measured) for link, seconds in fp32.items()]
+
+
+def skips(run: Run) -> list[tuple[float, str]]:
+    """The first steps that were applied on no rank: number from 0, and where the reason lay."""
+    found = run.last.get("skips")
+    pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
+    return [(number({"step": step}, "step"), str(where)) for step, where in pairs]
+
+
+def rates(run: Run, name: str, over: str) -> list[tuple[float, float]]:
+    """How much a counter has grown between two records for each unit of another one; with the step at the end."""
+    found = []
+    for before, now in zip(run.records, run.records[1:], strict=False):
+        grown, units = (number(now, each) - number(before, each) for each in (name, over))
+        if units > 0:
+            found.append((number(now, "steps"), grown / units))
+    return found

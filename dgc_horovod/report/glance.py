@@ -1,0 +1,88 @@
+"""What to see first: one tile for each question, with the answer and whether it is as it should be."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dgc_horovod.report import figures
+from dgc_horovod.report.records import Run, number
+from dgc_horovod.report.units import count, milliseconds, percent, size, times_less
+
+GOOD, LOOK, PLAIN = "good", "look", "plain"
+
+
+class Tile(NamedTuple):
+    """An answer.
+
+    Args:
+        question: what it answers.
+        answer: the answer in a few words.
+        more: one sentence more.
+        state: ``GOOD``, ``LOOK`` (something should be done), or ``PLAIN`` (a figure).
+    """
+
+    question: str
+    answer: str
+    more: str
+    state: str
+
+
+def tiles(run: Run) -> list[Tile]:
+    """All that there is something to say of."""
+    found = [_end(run), _sent(run), _slow(run), _skipped(run), _replicas(run), _advice(run)]
+    return [tile for tile in found if tile is not None]
+
+
+def _end(run: Run) -> Tile:
+    steps, seconds = number(run.last, "steps"), number(run.last, "seconds")
+    answer = f"{count(steps)} steps in {seconds:,.0f} s"
+    if run.ended:
+        return Tile("The run", answer, "It has come to its end.", GOOD)
+    return Tile("The run", answer, "It goes on, or was stopped: there is no last record.", LOOK)
+
+
+def _sent(run: Run) -> Tile | None:
+    moved = figures.traffic(run)
+    if not moved.sent:
+        return Tile("Bytes sent", "not counted", "Horovod's own exchange of dense gradients is not.", PLAIN)
+    less = times_less(moved.dense_sent, moved.sent)
+    return Tile("Bytes sent", less, f"A rank sent {size(moved.sent)}; fp32 would be {size(moved.dense_sent)}.", PLAIN)
+
+
+def _slow(run: Run) -> Tile | None:
+    slowest = figures.straggler(run)
+    if slowest is None:
+        return None
+    name = f"rank {slowest.figures['rank']:.0f} ({slowest.figures['host']})"
+    lost = f"{milliseconds(slowest.lost)} of every step, {percent(slowest.share)}"
+    if slowest.notable:
+        return Tile("Slowest rank", f"{name} is slow", f"The others wait for it {lost} of their time.", LOOK)
+    return Tile("Slowest rank", "none stands out", f"The others wait for {name} {lost}.", GOOD)
+
+
+def _skipped(run: Run) -> Tile:
+    skipped, steps = number(run.last, "skipped"), number(run.last, "steps")
+    if not skipped:
+        return Tile("Skipped steps", "none", "Every gradient was finite.", GOOD)
+    answer = f"{count(skipped)} of {count(steps)} ({percent(skipped / max(1.0, steps))})"
+    first = figures.skips(run)
+    more = f"The first is step {first[0][0]:.0f}: not finite on {first[0][1]}." if first else ""
+    return Tile("Skipped steps", answer, more, LOOK)
+
+
+def _replicas(run: Run) -> Tile:
+    made, differed = number(run.last, "replica_checks"), number(run.last, "replica_mismatches")
+    if differed:
+        more = f"Of {count(made)} comparisons of weights; the ranks went on with those of the first."
+        return Tile("Replicas", f"differed {count(differed)} times", more, LOOK)
+    if not made:
+        return Tile("Replicas", "not compared", "check_every is 0, or the run too short.", PLAIN)
+    return Tile("Replicas", "all alike", f"Weights were compared {count(made)} times.", GOOD)
+
+
+def _advice(run: Run) -> Tile:
+    found = run.last.get("advice")
+    texts = [str(text) for text in found] if isinstance(found, list) else []
+    if not texts:
+        return Tile("Advice", "none", "All figures stayed in the range that was seen to be sound.", GOOD)
+    return Tile("Advice", f"{len(texts)} given", " ".join(f"{text}." for text in texts), LOOK)

@@ -1,0 +1,151 @@
+"""The page of a run: what to see first, the plots, and a table for everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from dgc_horovod.report import figures, plots
+from dgc_horovod.report.glance import LOOK, Tile, tiles
+from dgc_horovod.report.html import document, table, tag
+from dgc_horovod.report.records import Record, Run, number
+from dgc_horovod.report.style import STYLE
+from dgc_horovod.report.units import count, milliseconds, percent, plain, size, times_less
+
+_HEALTH = {
+    "residual_ratio": ("residual norm / gradient norm", "how many gradients wait on a rank"),
+    "staleness_mean": ("staleness, mean", "steps since an element that is sent was sent before"),
+    "staleness_99": ("staleness, 99%", "99% of them waited less"),
+    "overlap": ("overlap of the ranks' selections", "share of a rank's elements that another rank sends as well"),
+}
+
+
+def page(run: Run) -> str:
+    """The page as HTML: it holds all that it shows, loads nothing and runs nothing."""
+    description = run.description
+    title = f"dgc_horovod: {description.get('command') or run.last.get('method', '')}"
+    tables = {
+        "Ranks": _ranks(run),
+        "Bytes": _bytes(run),
+        "Estimated time saved": _saved(run),
+        "Is it sound?": _health(run),
+        "Skipped steps": _skips(run),
+        "Buckets": _buckets(run),
+        "What ran": _job(run),
+        "Settings": _settings(description),
+    }
+    return document(
+        title,
+        STYLE,
+        tag("h1", f"Compression {run.last.get('method', '')}"),
+        tag("p", tag("code", str(description.get("command") or "a script that was started without dgcrun"))),
+        tag("section", *map(_tile, tiles(run)), class_="tiles"),
+        tag("section", *plots.of_run(run), class_="plots"),
+        tag("div", *(part for title, content in tables.items() for part in _section(title, content)), class_="tables"),
+    )
+
+
+def _section(title: str, content: Sequence[Element]) -> list[Element]:
+    return [tag("section", tag("h2", title), *content)] if content else []
+
+
+def _tile(tile: Tile) -> Element:
+    word = "look" if tile.state == LOOK else ""
+    heading = tag("h3", tile.question, tag("span", word, class_="word"))
+    return tag("div", heading, tag("p", tile.answer, class_="answer"), tag("p", tile.more), class_=f"tile {tile.state}")
+
+
+def _ranks(run: Run) -> list[Element]:
+    slowest, rows = figures.straggler(run), []
+    told = [(rank, times) for rank in run.ranks if (times := figures.times(rank)) is not None]
+    for rank, times in told:
+        parts = (times.step, times.compute, times.compress, times.decode, times.wait)
+        rows.append([f"{rank['rank']:.0f}", rank["host"], *map(milliseconds, parts), plain(rank.get("residual_ratio"))])
+    head = ["rank", "host", "a step", "computing", "compressing", "decoding", "waiting", "residual / gradient"]
+    is_slow = [slowest is not None and slowest.notable and rank["rank"] == slowest.figures["rank"] for rank, _ in told]
+    note = (
+        "Mean over all steps but the first. The slowest rank is the one that waits least: the others wait for it. "
+        "Computing is the rest of a step, data and evaluation included."
+    )
+    if len(told) < 2:
+        note += " Only rank 0 is known: the others tell of themselves where dgcrun has started them."
+    marked = is_slow.index(True) if any(is_slow) else None
+    return [table(head, rows, marked), tag("p", note, class_="note")] if told else []
+
+
+def _bytes(run: Run) -> list[Element]:
+    moved, steps = figures.traffic(run), max(1.0, number(run.last, "steps"))
+    rows = []
+    for name, ours, dense in (
+        ("sent", moved.sent, moved.dense_sent),
+        ("received", moved.received, moved.dense_received),
+    ):
+        less = times_less(dense, ours), times_less(dense / 2, ours)
+        rows.append([name, size(ours), size(ours / steps), size(dense), less[0], size(dense / 2), less[1]])
+    elements, selected = number(run.last, "elements"), number(run.last, "selected")
+    note = f"Density over the run, warm-up included: {percent(selected / elements)}. " if elements else ""
+    note += "Of one rank, counted as for ring algorithms; small tensors, headers and checks are in it."
+    head = ["rank 0", "in all", "a step", "fp32 would be", "", "fp16 would be", ""]
+    return [table(head, rows), tag("p", note, class_="note")] if moved.sent else []
+
+
+def _saved(run: Run) -> list[Element]:
+    rows = [
+        [each.link, milliseconds(each.fp32), milliseconds(each.fp16), milliseconds(each.saved)]
+        for each in figures.saved(run)
+    ]
+    note = (
+        "Assumed: the dense exchange runs at the full rate of the link, none of it behind the backward pass. Against "
+        "it stands what was measured: compression, decoding, and the wait of the rank that waits least (the others' is "
+        "for a slow rank too, and dense training would wait as well). Below zero, compression costs time there."
+    )
+    head = ["a link of", "fp32, a step", "fp16, a step", "saved a step, against fp32"]
+    return [table(head, rows), tag("p", note, class_="note")] if rows else []
+
+
+def _health(run: Run) -> list[Element]:
+    rows = [
+        [name, plain(number(run.last, key)), meaning] for key, (name, meaning) in _HEALTH.items() if key in run.last
+    ]
+    note = "Of rank 0, at the last step that was looked at. docs/tuning.md says what is normal, and what to do if not."
+    return [table(["", "last", "what it is"], rows), tag("p", note, class_="note")] if rows else []
+
+
+def _skips(run: Run) -> list[Element]:
+    rows = [[f"{step:.0f}", where] for step, where in figures.skips(run)]
+    return [table(["step, from 0", "a gradient was not finite on"], rows)] if rows else []
+
+
+def _buckets(run: Run) -> list[Element]:
+    found = run.last.get("buckets")
+    buckets: list[Record] = [b for b in found if isinstance(b, dict)] if isinstance(found, list) else []
+    steps = max(1.0, number(run.last, "steps"))
+    rows = []
+    for i, bucket in enumerate(buckets):
+        seconds = [number(bucket, f"{part}_seconds") / steps for part in ("compress", "decode", "exchange")]
+        rows.append([
+            str(i), count(number(bucket, "elements")), percent(number(bucket, "density")),
+            size(number(bucket, "bytes")), plain(number(bucket, "threshold")),
+            plain(number(bucket, "residual_norm")), count(number(bucket, "age")), *map(milliseconds, seconds),
+        ])  # fmt: skip
+    head = ["bucket", "elements", "density", "bytes a step", "least sent", "residual norm", "oldest waits, steps",
+            "compressing", "decoding", "under way"]  # fmt: skip
+    return [table(head, rows)] if rows else []
+
+
+def _job(run: Run) -> list[Element]:
+    description, versions = run.description, {"dgc_horovod": run.last.get("version", "")}
+    told = description.get("versions")
+    versions |= told if isinstance(told, dict) else {}
+    rows = [[str(name), str(version)] for name, version in versions.items()]
+    for name in ("started", "hosts", "workers", "folder"):
+        if description.get(name):
+            rows.append([name, str(description[name])])
+    return [table(["", ""], rows)]
+
+
+def _settings(description: Mapping[str, Any]) -> list[Element]:
+    found = description.get("settings")
+    rows = [[str(cell) for cell in row] for row in found if isinstance(row, list)] if isinstance(found, list) else []
+    return [table(["setting", "value", "where from"], rows)] if rows else []

@@ -1,0 +1,236 @@
+"""The plots of a run, as SVG inside the page: transparent, in middle tones, with text in the page's own colour."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from dgc_horovod.report import figures
+from dgc_horovod.report.html import tag
+from dgc_horovod.report.records import Run, number
+
+MISSING = "There are no plots: matplotlib is not installed here (pip install dgc-horovod[plots])."
+_INCHES = 4.6, 2.7
+_INK = "#010203"  # replaced by the colour of the page's text
+_COLOURS = {"compute": "#4c8dd6", "compress": "#d98a2b", "decode": "#9a78d6", "wait": "#8d949c"}
+_RED, _GREEN = "#dc4b57", "#2f9e6e"
+_MOST_POINTS = 300  # of a curve
+_FEW_RANKS = 12  # whose names fit beside their bars
+Plot = Callable[[Any, Run], bool]  # draws into axes; whether there was anything to draw
+
+
+def of_run(run: Run) -> list[Element]:
+    """A figure with its caption for each plot of which there is something to draw; a note without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return [tag("p", MISSING, class_="note")]
+    made = []
+    with matplotlib.rc_context(_settings()):
+        for caption, draw in _PLOTS.items():
+            picture = _drawn(draw, run, caption)
+            if picture is not None:
+                made.append(tag("figure", picture, tag("figcaption", caption)))
+    return made
+
+
+def _settings() -> Any:
+    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    return {
+        **dict.fromkeys(inks, _INK),
+        "font.size": 8.5,
+        "svg.fonttype": "none",  # the page's own font
+        "svg.hashsalt": "dgc",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+    }
+
+
+def _drawn(draw: Plot, run: Run, caption: str) -> Element | None:
+    from matplotlib.figure import Figure  # without pyplot: nothing is shown, no backend is chosen
+
+    picture = Figure(figsize=_INCHES, layout="constrained")
+    if not draw(picture.add_subplot(), run):
+        return None
+    file = io.StringIO()
+    picture.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(file.getvalue(), caption)
+
+
+def _inline(text: str, caption: str) -> Element:
+    """A drawing as HTML has it: without namespaces, names and rules of its own, as wide as there is room."""
+    root = ElementTree.fromstring(text.replace(_INK, "currentColor"))
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")):
+                parent.remove(child)
+    used = {value for element in root.iter() for value in _references(element)}
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        for key in list(element.attrib):
+            value = element.attrib.pop(key)
+            if key != "id" or value in used:
+                element.set(key.rpartition("}")[2], value)
+    for key in ("width", "height"):
+        root.attrib.pop(key, None)
+    root.attrib |= {"role": "img", "aria-label": caption}
+    return root
+
+
+def _references(element: Element) -> Iterator[str]:
+    for key, value in element.attrib.items():
+        if key.endswith("href"):
+            yield value.removeprefix("#")
+        elif value.startswith("url(#"):
+            yield value[len("url(#") : -1]
+
+
+def _steps_in_time(axes: Any, run: Run) -> bool:
+    """The mean over ranks: a rank that has told less often is left out."""
+    of_ranks = list(figures.series(run).values())
+    longest = max(map(len, of_ranks), default=0)
+    whole = [points for points in of_ranks if len(points) == longest]
+    if longest < 2:
+        return False
+    steps = [points[0] for points in whole[0]]
+    means = [figures.mean([times for _, times in each]) for each in zip(*whole, strict=True)]
+    parts = {name: [1000 * getattr(times, name) for times in means] for name in _COLOURS}
+    edges, areas = [steps[0] - 1, *steps], {name: [values[0], *values] for name, values in parts.items()}
+    axes.stackplot(edges, *areas.values(), labels=list(areas), colors=list(_COLOURS.values()), step="pre", alpha=0.85)
+    if steps[0] > 1:
+        axes.set_xlim(left=0)
+    _mark_skips(axes, run)
+    axes.set_ylabel("ms a step")
+    _legend(axes)
+    return _over_steps(axes)
+
+
+def _mark_skips(axes: Any, run: Run) -> None:
+    skips = figures.skips(run)
+    for step, _ in skips:
+        axes.axvline(step, color=_RED, linewidth=1.6)
+    if skips:
+        first = skips[0][0]
+        axes.annotate(
+            f"skipped: step {first:.0f}", (first, 1), xycoords=("data", "axes fraction"), color=_RED,
+            textcoords="offset points", xytext=(3, -8), weight="bold",
+        )  # fmt: skip
+
+
+def _ranks(axes: Any, run: Run) -> bool:
+    told = [(rank, times) for rank in run.ranks if (times := figures.times(rank)) is not None]
+    slowest = figures.straggler(run)
+    if not told or slowest is None:
+        return False
+    places, start = list(range(len(told))), [0.0] * len(told)
+    for name, colour in _COLOURS.items():
+        widths = [1000 * getattr(times, name) for _, times in told]
+        axes.barh(places, widths, left=start, color=colour, label=name, alpha=0.85)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    slow = [rank["rank"] for rank, _ in told].index(slowest.figures["rank"])
+    if slowest.notable:
+        axes.barh([slow], [start[slow]], color="none", edgecolor=_RED, linewidth=2)
+    every = max(1, len(told) // _FEW_RANKS)
+    axes.set_yticks(places[::every], [f"rank {rank['rank']:.0f}" for rank, _ in told][::every])
+    for label, place in zip(axes.get_yticklabels(), places[::every], strict=True):
+        if place == slow and slowest.notable:
+            label.set(color=_RED, weight="bold")
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a step")
+    _legend(axes)
+    return True
+
+
+def _waits(axes: Any, run: Run) -> bool:
+    slowest, every = figures.straggler(run), figures.series(run)
+    if slowest is None or max(map(len, every.values()), default=0) < 2:
+        return False
+    for rank, points in every.items():
+        slow = rank == slowest.figures["rank"]
+        style = {"color": _RED, "linewidth": 2, "zorder": 3} if slow else {"color": _COLOURS["wait"], "linewidth": 1}
+        label = f"rank {rank}, waits least" if slow else None
+        axes.plot(*_thinned([(step, 1000 * times.wait) for step, times in points]), label=label, **style)
+    axes.set_ylabel("ms waiting a step")
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return _over_steps(axes)
+
+
+def _curves(names: dict[str, str], label: str, logarithmic: bool) -> Plot:
+    """A plot of some figures of rank 0: name in the records -> name in the legend."""
+
+    def draw(axes: Any, run: Run) -> bool:
+        drawn = False
+        for (name, shown), colour in zip(names.items(), (_COLOURS["compute"], _COLOURS["compress"]), strict=False):
+            points = [(number(r, "steps"), number(r, name)) for r in run.records if number(r, name) > 0]
+            if len(points) > 1:
+                drawn = bool(axes.plot(*_thinned(points), color=colour, label=shown, marker=".", markersize=3))
+        if logarithmic:
+            axes.set_yscale("log")
+        axes.set_ylabel(label)
+        _legend(axes)
+        return drawn and _over_steps(axes)
+
+    return draw
+
+
+def _bytes(axes: Any, run: Run) -> bool:
+    for name, colour, shown in (("bytes_sent", _GREEN, "sent"), ("bytes_dense", _COLOURS["wait"], "fp32 would be")):
+        points = [(step, rate / 1e6) for step, rate in figures.rates(run, name, "steps") if rate > 0]
+        if not points:
+            return False
+        _draw_steps(axes, points, color=colour, label=shown)
+    axes.set_yscale("log")
+    axes.set_ylabel("MB a step and rank")
+    _legend(axes)
+    return _over_steps(axes)
+
+
+def _density(axes: Any, run: Run) -> bool:
+    points = [(step, rate) for step, rate in figures.rates(run, "selected", "elements") if rate > 0]
+    if not points:
+        return False
+    _draw_steps(axes, points, color=_COLOURS["compute"])
+    axes.set_yscale("log")
+    axes.set_ylabel("share of elements sent")
+    return _over_steps(axes)
+
+
+def _draw_steps(axes: Any, points: list[tuple[float, float]], **style: Any) -> None:
+    """Means, each of which is drawn over all the steps that it is of."""
+    axes.plot(*_thinned([(0, points[0][1]), *points]), drawstyle="steps-pre", **style)
+
+
+def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    every = -(-len(points) // _MOST_POINTS)
+    kept = points[::every] if points[-1] in points[::every] else [*points[::every], points[-1]]
+    return [x for x, _ in kept], [y for _, y in kept]
+
+
+def _over_steps(axes: Any) -> bool:
+    axes.set_xlabel("step")
+    return True
+
+
+def _legend(axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1, columnspacing=1)
+
+
+_PLOTS: dict[str, Plot] = {
+    "Time of a step, rank by rank": _ranks,
+    "Time of a step over the run, mean of the ranks": _steps_in_time,
+    "Waiting for the other ranks": _waits,
+    "Bytes of a step": _bytes,
+    "Density": _density,
+    "Residual norm / gradient norm": _curves({"residual_ratio": "of rank 0"}, "ratio", True),
+    "Staleness: steps since an element was sent before": _curves(
+        {"staleness_99": "99% are below", "staleness_mean": "mean"}, "steps", True
+    ),
+    "Overlap of the ranks' selections": _curves({"overlap": "of two ranks"}, "overlap", False),
+}

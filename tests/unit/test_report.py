@@ -1,0 +1,156 @@
+"""The page of a run: what it says of known records, and that nothing in them can become markup."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from dgc_horovod.advice import MOST_LOST, Straggler, on_ranks
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.report import figures
+from dgc_horovod.report.glance import GOOD, LOOK, tiles
+from dgc_horovod.report.page import page
+from dgc_horovod.report.records import Run, read
+from tests.helpers.records import STEPS_A_RECORD, rank, records, write
+
+SLOW = (0.06, 0.06, 0.01, 0.06)  # rank 2 waits least
+HOSTILE = "<script>alert('x')</script><img src=https://example.org/x onerror=alert(1)>\"'&$\\alpha$\x00\ud800"
+
+
+class Seen(HTMLParser):
+    """Every element, attribute and text of a page, as a browser would read it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def answers(run: Run) -> dict[str, tuple[str, str, str]]:
+    return {tile.question: (tile.answer, tile.more, tile.state) for tile in tiles(run)}
+
+
+def test_a_file_may_hold_several_runs_and_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, records(SLOW, 3), records(SLOW, 2), records(SLOW, 4)[:-1], records(SLOW, 5))
+    with path.open("a") as file:
+        file.write('{"steps": 3, "seco')
+    runs = read(str(path))
+    assert [len(run.records) for run in runs] == [3, 2, 3, 5]
+    assert [run.ended for run in runs] == [True, True, False, True]
+    path.write_text("# HELP dgc_steps steps\n")
+    with pytest.raises(ConfigError, match="holds no record"):
+        read(str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(str(tmp_path / "none"))
+
+
+def test_the_straggler_is_the_rank_that_waits_least():
+    run = Run(records(SLOW))
+    slowest = figures.straggler(run)
+    assert slowest.figures["rank"] == 2 and slowest.lost == pytest.approx(0.05) and slowest.share == pytest.approx(0.5)
+    assert answers(run)["Slowest rank"][0] == "rank 2 (host2) is slow" and answers(run)["Slowest rank"][2] == LOOK
+    even = Run(records((0.05, 0.051, 0.05, 0.049)))
+    assert answers(even)["Slowest rank"][2] == GOOD
+    assert "Slowest rank" not in answers(Run(records((0.05,)))), "one rank cannot be compared"
+
+
+@pytest.mark.parametrize("share", [0.9 * MOST_LOST, 1.1 * MOST_LOST])
+def test_advice_on_ranks_is_given_beyond_its_limit_alone(share):
+    ranks = [rank(n, "h", 100, 0.05 + (share * 0.1 if n else 0)) for n in range(4)]
+    assert bool(on_ranks(ranks)) == (share > MOST_LOST)
+    assert not on_ranks([rank(n, "h", 10, 0.09 if n else 0.0) for n in range(4)]), "too few steps"
+    assert Straggler(ranks).share == pytest.approx(share)
+
+
+def test_the_times_between_records_add_up_to_those_of_the_run():
+    run = Run(records(SLOW))
+    for told, points in zip(run.ranks, figures.series(run).values(), strict=True):
+        ends = [0.0, *(step - 1 for step, _ in points)]
+        lengths = [now - before for before, now in itertools.pairwise(ends)]
+        assert sum(times.wait * steps for steps, (_, times) in zip(lengths, points, strict=True)) == pytest.approx(
+            told["wait_seconds"]
+        )
+        whole = figures.times(told)
+        assert whole.compute + whole.compress + whole.decode + whole.wait == pytest.approx(whole.step)
+
+
+def test_time_saved_is_the_dense_transfer_less_what_was_measured():
+    found = {each.link: each for each in figures.saved(Run(records(SLOW)))}
+    assert found["1 Gbit/s"].fp32 == pytest.approx(8 * 60_000 / 1e9)
+    measured = 0.005 + 0.003 + min(SLOW)  # what the others wait for rank 2 is none of the exchange's
+    assert found["1 Gbit/s"].saved == pytest.approx(8 * 60_000 / 1e9 - measured)
+    assert all(each.fp16 == each.fp32 / 2 for each in found.values())
+
+
+def test_a_skipped_step_and_a_replica_that_differed_are_seen_first():
+    last = {"skipped": 1, "skips": [[100, "rank 1, among 'w'"]], "replica_mismatches": 1, "advice": ["rank 2 is slow"]}
+    run = Run(records(SLOW, **last))
+    found = answers(run)
+    assert (
+        found["Skipped steps"][0].startswith("1 of 250")
+        and "step 100: not finite on rank 1" in found["Skipped steps"][1]
+    )
+    assert found["Replicas"][2] == found["Advice"][2] == LOOK and "rank 2 is slow" in found["Advice"][1]
+    assert "skipped: step 100" in page(run)
+
+
+def test_what_strangers_wrote_is_text():
+    """Hostnames, commands and settings come from ranks and command lines: nothing of them may become an element."""
+    given = records(SLOW, host=HOSTILE, advice=[HOSTILE], skipped=1, skips=[[3, HOSTILE]], method=HOSTILE)
+    given[0]["run"] = {
+        "command": HOSTILE, "hosts": HOSTILE, "versions": {HOSTILE: HOSTILE}, "settings": [[HOSTILE] * 3],
+        "started": HOSTILE, "folder": HOSTILE,
+    }  # fmt: skip
+    text = page(Run(json.loads(json.dumps(given))))
+    seen = Seen(text)
+    assert {"script", "img", "iframe", "link", "object"}.isdisjoint(tag for tag, _ in seen.elements)
+    for _, attributes in seen.elements:
+        assert not any(name.startswith("on") or name in ("src", "action") for name in attributes)
+        assert (attributes.get("href") or "#").startswith("#"), "nothing is loaded from anywhere"
+    assert seen.text.count("<script>alert('x')</script>") > 10
+    assert "default-src 'none'" in text and "https://example.org" not in text.replace(
+        "&lt;img src=https://example.org", ""
+    )
+
+
+@pytest.mark.parametrize("broken", [
+    [{"steps": 1}], [{"steps": "x", "seconds": None, "ranks": 3, "buckets": {}, "skips": [1], "advice": 2, "run": []}],
+    [{"steps": 1, "ranks": [1, {}, {"rank": float("nan"), "wait_seconds": "a"}], "buckets": [1], "run": {"versions": 1,
+      "settings": [1]}}],
+])  # fmt: skip
+def test_a_record_of_another_kind_makes_a_shorter_page(broken):
+    assert "<h1>" in page(Run(broken))
+
+
+def test_without_matplotlib_the_tables_are_there(tmp_path):
+    path = write(tmp_path / "m.jsonl", records(SLOW))
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from dgc_horovod.report.__main__ import main; sys.exit(main())"
+    )
+    out = tmp_path / "page.html"
+    subprocess.run([sys.executable, "-c", code, path, "-o", str(out)], check=True)
+    text = out.read_text()
+    assert "<svg" not in text and "pip install dgc-horovod[plots]" in text and "rank 2 (host2) is slow" in text
+    assert text.count("<table>") == 6
+
+
+def test_the_command_says_what_is_wrong(tmp_path):
+    command = [sys.executable, "-m", "dgc_horovod.report"]
+    finished = subprocess.run([*command, str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert finished.returncode == 2 and "cannot be read" in finished.stderr and "Traceback" not in finished.stderr
+    path = write(tmp_path / "m.jsonl", records(SLOW), records(SLOW))
+    done = subprocess.run([*command, path, "-o", f"{tmp_path}/p.html"], capture_output=True, text=True, check=True)
+    assert f"{5 * STEPS_A_RECORD} steps; 1 earlier ones" in done.stdout
