@@ -12,6 +12,14 @@ _TOPK = {"momentum_correction": False, "factor_masking": False}
 # The fields in which a preset differs from DGCConfig's defaults.
 PRESETS: dict[str, dict[str, Any]] = {
     "dgc": {"rule": "exact", "momentum_correction": True, "factor_masking": True},
+    "auto": {
+        "rule": "exact",
+        "momentum_correction": True,
+        "factor_masking": True,
+        "automatic": True,
+        "density": 0.01,
+        "exchange": "auto",
+    },
     "topk": {"rule": "exact", **_TOPK},
     "sampled": {"rule": "sampled", **_TOPK},
     "gaussian": {"rule": "gaussian", **_TOPK},
@@ -76,6 +84,21 @@ class Presets:
         Memory: 8 bytes an element (u, v). Cost: one pass over gradient, u and v, 20 bytes an element.
         """
         return cls._preset("dgc", density=density, **fields)
+
+    @classmethod
+    def auto(cls, total_steps: int | None = None, **fields: Any) -> Any:
+        """Whatever is fastest here: stock Horovod's exchange, its fp16, or `dgc` at a density that fits the run.
+
+        The job begins with stock Horovod's exchange, and times it. Where the cost model says that another one is
+        faster, it tries that one for some tens of steps, and goes on with what the clock has found best: with stock
+        Horovod's unless another gains 5%. PyTorch only.
+
+        Args:
+            total_steps: number of steps of the run, >= 1: the density is then the smallest at which a coordinate is
+                sent 20 times; None: it is ``density``, 0.01 unless it is given.
+            fields: any other field of DGCConfig.
+        """
+        return cls._preset("auto", total_steps=total_steps, **fields)
 
     @classmethod
     def topk(cls, density: float = 0.001, **fields: Any) -> Any:
@@ -159,6 +182,8 @@ def method_of(config: DGCConfig) -> str:
     """The preset that a config is of, or is nearest to."""
     if config.local_steps is not None:
         return "local"
+    if config.automatic:
+        return "auto"
     if config.momentum_correction:
         return "dgc"
     return config.rule if config.rule in PRESETS else "topk"

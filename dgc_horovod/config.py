@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.errors import ConfigError, nearest
+from dgc_horovod.errors import ConfigError, UnsupportedUse, nearest
 from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.wire.codecs import VALUE_CODECS
@@ -59,6 +59,9 @@ class DGCConfig:
         node_size: number of workers of a node, >= 1; None: those on one host.
         max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
             density is lowered until it does, not below 0.0001; None: no limit.
+        automatic: whether the job begins with stock Horovod's exchange, and takes the fastest by its own clock: that,
+            its fp16, or this compression. PyTorch.
+        total_steps: number of steps of the run, >= 1, where it is known: ``automatic`` takes the density from it.
         local_steps: number of the optimizer's steps on each rank alone from one exchange to the next, H >= 1: what is
             exchanged then is the weights' change. None: gradients are exchanged at every step.
         local_decay: with local steps, factor of what waits at each exchange, in (0, 1].
@@ -93,6 +96,8 @@ class DGCConfig:
     exchange: str = "flat"
     node_size: int | None = None
     max_bytes_per_step: int | None = None
+    automatic: bool = False
+    total_steps: int | None = None
     local_steps: int | None = None
     local_decay: float = 0.95
     outer_rate: float = 1.0
@@ -119,11 +124,11 @@ class DGCConfig:
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        for name in ("momentum_correction", "factor_masking", "compress_1d", "keep_gradients"):
+        for name in ("momentum_correction", "factor_masking", "automatic", "compress_1d", "keep_gradients"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
             _check_whole(name, getattr(self, name), least)
-        for name in ("node_size", "max_bytes_per_step", "local_steps"):
+        for name in ("node_size", "max_bytes_per_step", "total_steps", "local_steps"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 1)
         _check_positive("clip_norm", self.clip_norm)
@@ -140,6 +145,13 @@ class DGCConfig:
                 "only with it; e.g. Compression.threshold(0.01, max_density=0.02), or --compression threshold "
                 "--dgc-threshold 0.01"
             )
+        if self.automatic and (self.local_steps is not None or not RULES[self.rule].sets_density):
+            raise ConfigError(
+                "automatic goes with an exchange of gradients at every step and a rule whose density is set: use "
+                f"Compression.auto(...); got rule={self.rule!r}, local_steps={self.local_steps!r}"
+            )
+        if self.total_steps is not None and not self.automatic:
+            raise ConfigError("total_steps goes with Compression.auto(...), or --compression auto")
         if self.warmup is not None and not RULES[self.rule].sets_density:
             raise ConfigError(
                 f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
@@ -149,6 +161,11 @@ class DGCConfig:
                 "second_moment='frozen' goes with momentum correction, and with dense steps to learn it in: pass "
                 "warmup=WarmupSchedule(steps=..., first_density=1.0), or --dgc-warmup-steps N "
                 "--dgc-warmup-first-density 1"
+            )
+        if self.until_settled is not None and not self.freezes_second_moment:
+            raise ConfigError(
+                "until_settled goes with a second moment that is learnt in dense steps and stays: momentum correction, "
+                "first_density=1.0 and second_moment='auto' or 'frozen'"
             )
         self._check_local()
         self._normalise()
@@ -188,11 +205,16 @@ class DGCConfig:
         return self.momentum_correction and self.second_moment != OWN and self._begins_dense
 
     @property
+    def until_settled(self) -> float | None:
+        """`WarmupSchedule.until_settled` of the warm-up, if there is one."""
+        return self.warmup.until_settled if self.warmup is not None else None
+
+    @property
     def _begins_dense(self) -> bool:
         """Whether everything is sent at the first step, and no budget can change that."""
         first = self.warmup.first_density if self.warmup is not None else 0
         whole = self.density == 1 and self.max_bytes_per_step is None
-        return RULES[self.rule].sets_density and (first == 1 or whole)
+        return RULES[self.rule].sets_density and (first == 1 or whole or self.automatic)
 
     @property
     def shards(self) -> bool:
@@ -237,6 +259,19 @@ def check_predivide(factor: Any, averages: bool) -> None:
         raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")
     if factor != 1.0 and not averages:
         raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
+
+
+def check_local_steps(averages: bool, elastic: bool) -> None:
+    """Raise UnsupportedUse for what local steps cannot do.
+
+    Args:
+        averages: whether the script asks for an average over the ranks.
+        elastic: whether the number of ranks may change.
+    """
+    if not averages:
+        raise UnsupportedUse("local steps average the ranks' changes: op must be hvd.Average")
+    if elastic:
+        raise UnsupportedUse("local steps under Horovod Elastic are not supported; start with a fixed -np")
 
 
 def _check_fraction(name: str, value: Any) -> None:

@@ -162,11 +162,13 @@ FIELDS = (
     _field("clip_norm", "", "L2 norm to clip the averaged gradient at, > 0", "number", _WHAT),
     _field("threshold", "", "least magnitude sent, for method threshold, > 0", "number", _WHAT),
     _field("max_density", "0.01", "most that method threshold may send, in (0, 1]", "number", _WHAT),
+    _field("total_steps", "", "of the run: method auto takes the density from it", "whole", _WHEN),
     _field("warmup.steps", "", "length in optimizer steps, >= 1", "whole", _WHEN),
     _field("warmup.epochs", "", "or length in epochs, > 0 (4 in the paper)", "number", _WHEN),
     _field("warmup.steps_per_epoch", "", "steps in an epoch, where nothing tells the epoch", "whole", _WHEN),
     _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WHEN),
     _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WHEN),
+    _field("warmup.until_settled", "", "or dense until Adam's second moment changes by less, > 0", "number", _WHEN),
     _field("local_steps", "", "steps on each rank alone, then weights' changes are sent", "whole", _WHEN),
     _field("local_decay", "0.95", "what waits is multiplied by, in (0, 1]", "number", _WHEN),
     _field("outer_rate", "1.0", "and the mean change, > 0", "number", _WHEN),
@@ -194,7 +196,7 @@ BACKEND = EnvironmentVariable(
     flag="--dgc-backend", choices=("auto", "native", "triton", "torch_eager", "reference"), acts=EVERYWHERE,
 )  # fmt: skip
 METRICS_FILE = EnvironmentVariable(
-    "DGC_METRICS_FILE", "", "rank 0's counters: JSON lines, *.prom: Prometheus, */: TensorBoard", "path",
+    "DGC_METRICS_FILE", "", "rank 0's counters: JSON lines, *.prom: Prometheus, */: TensorBoard, mlflow:NAME", "path",
     flag="--dgc-metrics-file", acts=EVERYWHERE,
 )  # fmt: skip
 ALLOW_INACTIVE = EnvironmentVariable(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from dgc_horovod import envvars
 from dgc_horovod.core.bucketing import dense_values
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, Trial
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -25,6 +27,9 @@ NOT_LEARNT = (
 NEVER_LEARNT = (
     "{name!r} has a gradient now, and had none in the dense steps: there is no second moment to divide it by. Let the "
     "dense steps be later or longer, train it with an optimizer of its own, or pass second_moment='own'"
+)
+MID_ROUND = (
+    "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
 )
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
@@ -48,7 +53,10 @@ def tell_plain(optimizer: str) -> None:
 
 def tell_no_second_moment(optimizer: str) -> None:
     """Warn that an optimizer has no second moment that could stay."""
-    _log.warning("dgc_horovod: second_moment='frozen' is for Adam and AdamW; it does nothing for %s", optimizer)
+    _log.warning(
+        "dgc_horovod: second_moment='frozen' and until_settled are for Adam and AdamW; they do nothing for %s",
+        optimizer,
+    )
 
 
 def tell_frozen(step: int) -> None:
@@ -64,6 +72,11 @@ def tell_unknown(name: str) -> None:
 def not_finite(step: int, where: str) -> str:
     """What is said of a step that is not applied: its number from 0, and `OptimizerExchange.where_not_finite`."""
     return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
+
+
+def round_not_finite(exchange: int, where: str) -> str:
+    """The same of an exchange of local steps."""
+    return f"exchange {exchange}: a weight was not finite on {where}; the round is applied on no rank"
 
 
 def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
@@ -101,8 +114,9 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
     compressed = exchange.compressed
     whole = [name for name in numel if name not in set(compressed)]
     _log.info(
-        "dgc_horovod: %s, density %g: %d tensors compressed in %d bucket%s, values %s; %d small ones with %.3g%% of "
+        "dgc_horovod: %s%s, density %g: %d tensors compressed in %d bucket%s, values %s; %d small ones with %.3g%% of "
         "all elements are sent whole, values %s%s",
+        "auto: stock Horovod's exchange first; to be tried: " if config.automatic else "",
         config.rule,
         config.final_density,
         len(compressed),
@@ -127,11 +141,50 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
         _log.warning(
             "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
         )
-    elif config.momentum_correction and config.warmup is None and config.density < 0.01:
+    elif config.momentum_correction and config.warmup is None and config.density < 0.01 and not config.automatic:
         _log.warning(
             "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
             "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...), or --dgc-warmup-steps N with dgcrun"
         )
+
+
+def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str, float]) -> None:
+    """What a trial has come to: what is tried next, or what stays, with the times that say so.
+
+    Args:
+        exchange: buckets of the optimizer.
+        trial: trial, after a comparison.
+        expected: predicted seconds of a step by mode, after the dense steps; else empty.
+    """
+    names = {DENSE: "stock Horovod", HALF: "its fp16", COMPRESSED: f"compression at density {exchange.density():g}"}
+    timed = ", ".join(f"{names[mode]} {1e3 * seconds:,.0f} ms a step" for mode, seconds in trial.seconds.items())
+    guessed = ", ".join(f"{names[mode]} {1e3 * seconds:,.0f} ms" for mode, seconds in expected.items())
+    _log.info(
+        "dgc_horovod: step %d: %s: %s%s",
+        exchange.steps,
+        f"{names[trial.mode]} stays" if trial.ended else f"trying {names[trial.mode]}",
+        timed,
+        f"; expected: {guessed}" if expected else "",
+    )
+
+
+def tell_not_automatic() -> None:
+    """Warn that TensorFlow has no exchange that changes while a job runs: its graphs are traced once."""
+    make_visible()
+    _log.warning(
+        "dgc_horovod: compression auto is for PyTorch; TensorFlow's graph is traced with one exchange, which stays "
+        "dense. See whether compression pays with dgcrun --doctor, and ask for it: --compression dgc"
+    )
+
+
+def tell_too_short(total_steps: int, density: float) -> None:
+    """Warn that a run is too short for anything to be gained by compression."""
+    _log.warning(
+        "dgc_horovod: auto: %d steps are too few for compression, at the density that fits them, %g, or for a choice: "
+        "stock Horovod stays",
+        total_steps,
+        density,
+    )
 
 
 def _who(exchange: OptimizerExchange) -> str:

@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+_SKIPS_KEPT = 20
+PARTS = ("compress_seconds", "decode_seconds", "wait_seconds")  # of "step_seconds"
+COUNTERS = ("timed_steps", "step_seconds", *PARTS)
+
 
 @dataclass
 class Traffic:
@@ -77,11 +81,43 @@ class ExchangeStats:
     elements: int
     traffic: Traffic = field(default_factory=Traffic)
     density: float = 1.0
+    mode: str = ""  # exchange at work, where a job chooses among several
     steps: int = 0
     steps_alone: int = 0  # of the script's, without an exchange
     offered: int = 0  # elements on the sparse path, also of a step that was not finished
     selected: int = 0  # and how many of them were sent
+    skipped: int = 0  # steps that were applied on no rank
+    skips: list[tuple[int, str]] = field(default_factory=list)  # the first of them: number, and where the reason lay
+    figures: dict[str, float] = field(default_factory=dict)  # of how healthy the compression is
     buckets: Callable[[], Callable[[], list[dict[str, float]]] | None] = lambda: None  # while the exchange is alive
+
+    def __post_init__(self) -> None:
+        self._first_ended: dict[str, float] = {}  # seconds spent until the end of the first step, as in `times`
+        self._last_ended: dict[str, float] = {}
+
+    def end_step(self, skipped_at: tuple[int, str] | None = None) -> None:
+        """Count a step; of one that is applied on no rank its number and where the reason lay."""
+        self.steps += 1
+        if skipped_at is not None:
+            self.skipped += 1
+            if len(self.skips) < _SKIPS_KEPT:
+                self.skips.append(skipped_at)
+        self._last_ended = self._clocks()
+        self._first_ended = self._first_ended or self._last_ended
+
+    def times(self) -> dict[str, float]:
+        """Seconds of all steps but the first, in which ranks that are early wait for others to start, and compile.
+
+        Returns:
+            ``timed_steps``: how many these are; ``step_seconds``, from the end of the first to the end of the last, and
+            of these ``compress_seconds``, ``decode_seconds``, ``wait_seconds``: waiting for other ranks.
+        """
+        spent = {name: self._last_ended.get(name, 0) - self._first_ended.get(name, 0) for name in COUNTERS[1:]}
+        return {"timed_steps": max(0, self.steps - 1), **spent}
+
+    def _clocks(self) -> dict[str, float]:
+        spent = time.perf_counter(), self.traffic.compressing, self.traffic.decoding, self.traffic.waiting
+        return dict(zip(COUNTERS[1:], spent, strict=True))
 
     def stats(self) -> dict[str, float]:
         """The counts, beside those of fp32 ring allreduces of all tensors."""
@@ -95,19 +131,53 @@ class ExchangeStats:
             "bytes_inside_node": self.traffic.inside,
             "bytes_dense": dense,
             "bytes_dense_received": ring_received(dense, self.workers),
-            "compress_seconds": self.traffic.compressing + self.traffic.decoding,
+            "compress_seconds": self.traffic.compressing,
+            "decode_seconds": self.traffic.decoding,
             "exchange_seconds": self.traffic.waiting,
+            "skipped": self.skipped,
         }
 
 
+@dataclass
+class ReplicaChecks:
+    """How often the ranks have compared their weights, and how often they were not the same."""
+
+    made: int = 0
+    differed: int = 0
+
+    def count(self, same: bool) -> None:
+        """Count a comparison."""
+        self.made += 1
+        self.differed += not same
+
+
 all_exchanges: list[ExchangeStats] = []  # of every exchange that this process has made
+replica_checks = ReplicaChecks()  # of this process
 
 
 def total(tallies: list[ExchangeStats]) -> dict[str, float]:
     """The stats of several exchanges together."""
-    none = ExchangeStats(1, 0).stats()
-    each = [counts.stats() for counts in tallies]
-    return {name: sum(stats[name] for stats in each) for name in none}
+    return _sum([counts.stats() for counts in [ExchangeStats(1, 0), *tallies]])
+
+
+def times(tallies: list[ExchangeStats]) -> dict[str, float]:
+    """The times of several exchanges together."""
+    return _sum([counts.times() for counts in [ExchangeStats(1, 0), *tallies]])
+
+
+def _sum(each: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(numbers[name] for numbers in each) for name in each[0]}
+
+
+def figures(tallies: list[ExchangeStats]) -> dict[str, float]:
+    """What the last step that was looked at was like: see `Diagnostics.close`. Of several exchanges, of the largest."""
+    found = [counts for counts in tallies if counts.figures]
+    return dict(max(found, key=lambda counts: counts.elements).figures) if found else {}
+
+
+def skips(tallies: list[ExchangeStats]) -> list[tuple[int, str]]:
+    """The first steps that were applied on no rank: numbers from 0, and where the reason lay."""
+    return sorted(skip for counts in tallies for skip in counts.skips)[:_SKIPS_KEPT]
 
 
 def bucket_stats(tallies: list[ExchangeStats]) -> list[dict[str, float]]:

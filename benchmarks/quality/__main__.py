@@ -26,6 +26,7 @@ studies:
   adam        AdamW with a frozen second moment, after so many dense steps; 1, 4 and 10 times the length
   local       AdamW with local steps, averaged and compressed; 4 and 10 times the length
   gpt         the same two for a GPT of 5.1 M parameters, beside PowerSGD
+  auto        runs of 300 and of 30,000 steps at the density that --compression auto takes for them
   real        some of the runs on Horovod's own ranks; the others are simulated in one process
   exchanges   nodes and shards of 16, 32 and 64 workers, beside a flat exchange of as many bytes
   longer-exchanges  the same at 4 times the length

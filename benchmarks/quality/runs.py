@@ -23,6 +23,7 @@ from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import (
     ABLATION,
     ADAM,
+    AUTOMATIC,
     AVERAGED,
     CHOICES,
     EXCHANGES,
@@ -35,6 +36,8 @@ from benchmarks.quality.variants import (
     OWN,
     OWN_GPT,
     POWER_SGD,
+    RUN_LENGTHS,
+    SETTLED,
     VARIANTS,
     WITHOUT,
 )
@@ -52,6 +55,7 @@ _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
 _NOT_LEARNING = (
     "check_every", "on_mismatch", "on_nonfinite", "keep_gradients", "exchange", "node_size", "max_bytes_per_step",
     "local_steps", "local_decay", "outer_rate", "outer_momentum",  # where there are none
+    "automatic", "total_steps",  # there is nothing to choose in a simulation
     "second_moment",  # which stands for two ways that `settings` tells apart
 )  # fmt: skip
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 3  # far more than any takes; then it is killed
@@ -98,6 +102,8 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
         for seed, length in itertools.product(seeds, LENGTHS):
             for variant in ("AdamW, dense", "AdamW, dgc", *ADAM, *((*FALLING, *OWN) if length > 1 else ())):
                 yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
+    for seed, variant in itertools.product(seeds, SETTLED):
+        yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])
 
 
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
@@ -116,6 +122,13 @@ def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
         for i, workers in enumerate(WORKERS):
             for variant in ("AdamW, dense", *LOWER, *AVERAGED, *LOCAL):
                 yield Run("gpt", variant, workers, seed + 100 * i)
+
+
+def _auto(seeds: Sequence[int]) -> Iterator[Run]:
+    for seed, task in itertools.product(seeds, ("images", "transformer")):
+        for steps, variant in zip(RUN_LENGTHS, AUTOMATIC, strict=True):
+            length = steps / TASKS[task].settings.steps
+            yield from (Run(task, name, 4, seed + 700, length) for name in ("dense", variant))
 
 
 def _lowest(seeds: Sequence[int]) -> Iterator[Run]:
@@ -150,6 +163,7 @@ STUDIES = {
     "adam": _adam,
     "local": _local,
     "gpt": _gpt,
+    "auto": _auto,
     "real": _real,
     "exchanges": functools.partial(_exchanges, lengths=LENGTHS[:1]),
     "longer-exchanges": functools.partial(_exchanges, lengths=LENGTHS[1:2]),
@@ -185,7 +199,8 @@ def settings(run: Run) -> str:
         others = (*others, task.adamw_lr, task.ramp, digest())
     if variant.power_sgd:
         others = (*others, variant.power_sgd, variant.dense_steps)
-    return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
+    text = repr((task, fields, *others)).replace(", until_settled=None", "")  # which most runs are older than
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def complete(plan: Iterable[Run], file: Path, processes: int) -> None:

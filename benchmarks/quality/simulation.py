@@ -20,6 +20,7 @@ from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.settling import measured
 from dgc_horovod.torch.updates.base import States
 from dgc_horovod.torch.updates.choice import choose_update
 
@@ -207,7 +208,16 @@ class CompressedRanks(DenseRanks):
                 self._owners.reselect(density)
             compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
             self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
+            self._settle()
         return sum(losses) / len(losses)
+
+    def _settle(self) -> None:
+        """End dense steps as `torch.settling.watch` does."""
+        first, *_ = every = [exchange.buckets for exchange in self.exchanges]
+        if self._updates[0].dense and first.settling.is_due(first.steps):
+            told = first.settling.judge(*measured(self.optimizer, self.exchanges[0].compressed))
+            for buckets in every:
+                buckets.settling.take(told, buckets.steps)
 
     def _loss_of_node(self, node: int, loss_of: LossOf) -> Tensor:
         """The mean over the workers of a node, whose gradient is the mean of theirs."""

@@ -12,6 +12,8 @@ from torch import nn
 from benchmarks.quality.tasks import Settings
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.planning.density import fitting
+from dgc_horovod.planning.trial import SETTLING, TIMED
 from dgc_horovod.schedule import WarmupSchedule
 
 MOMENTUM = 0.9
@@ -133,12 +135,13 @@ OPTIMIZERS = {
 }
 
 
-def _after_dense(steps: int, falls: bool = False, **fields: Any) -> Variant:
-    """AdamW, dense for so many steps.
+def _after_dense(steps: int, falls: bool = False, until_settled: float | None = None, **fields: Any) -> Variant:
+    """AdamW, dense for so many steps, or at most so many until the second moment has settled.
 
     The density falls at once, or (to 1%) by way of as many steps each at 25%, 6.25% and 1.6%.
     """
-    warmup = WarmupSchedule(steps=(4 if falls else 1) * steps, first_density=1.0, factor=0.25 if falls else 1e-3)
+    row = {"steps": (4 if falls else 1) * steps, "factor": 0.25 if falls else 1e-3}
+    warmup = WarmupSchedule(**row, first_density=1.0, until_settled=until_settled)
     return Variant(_dgc(warmup=warmup, **fields), warmup=0, optimizer="adamw")
 
 
@@ -147,6 +150,13 @@ FROZEN_AFTER, FALLING_AFTER, OWN_AFTER = (20, 40, 60, 100, 200, 400), (100, 200,
 ADAM = {f"AdamW, frozen after {steps}": _after_dense(steps) for steps in FROZEN_AFTER}
 FALLING = {f"AdamW, frozen after {steps}, density falls": _after_dense(steps, True) for steps in FALLING_AFTER}
 OWN = {f"AdamW, own after {steps}": _after_dense(steps, second_moment="own") for steps in OWN_AFTER}
+# The same until it has settled, at most so many steps: by how much it may still change in 100 steps (b2 is 0.99)
+LONGEST_DENSE, CHANGES = 800, (0.25, 0.1)
+SETTLED = {
+    f"AdamW, settled to {change:.0%}{', density falls' * falls}": _after_dense(LONGEST_DENSE, falls, change)
+    for change in CHANGES
+    for falls in (False, True)
+}
 # The larger model: a shorter dense part, and densities that send what local steps do every 5, 15 and 30 steps
 GPT_DENSE = 200
 
@@ -184,6 +194,17 @@ LOCAL_STEPS = (5, 15, 30)
 AVERAGED = {f"AdamW, averaged every {steps}": _local(steps, **_WHOLE) for steps in LOCAL_STEPS}
 LOCAL = {f"AdamW, local, {steps} steps": _local(steps, outer_rate=1.5) for steps in LOCAL_STEPS}
 LOCAL_DENSER = {f"AdamW, local, {steps} steps, 6%": _local(steps, density=1 / 16) for steps in LOCAL_STEPS}
+# What `auto` does in a run of so many steps: dense ones until it has chosen, then the density that fits
+RUN_LENGTHS = (300, 30_000)
+AUTOMATIC = {
+    f"auto, {steps:,} steps": Variant(
+        _dgc(
+            density=fitting(steps), warmup=WarmupSchedule(steps=SETTLING + TIMED, first_density=1.0, factor=1e-4)
+        ),
+        warmup=0,
+    )
+    for steps in RUN_LENGTHS
+}  # fmt: skip
 # What brings the LSTM at the papers' density closer to dense training; the last ones at half the learning rate
 LOWEST = {
     "dgc, density 0.1%, scope=tensor": Variant(_dgc(density=0.001, scope="tensor")),
@@ -217,6 +238,7 @@ VARIANTS = {
     **ADAM,
     **FALLING,
     **OWN,
+    **SETTLED,
     **LOWER,
     **OWN_GPT,
     **OWN_GPT_TIMED,
@@ -224,6 +246,7 @@ VARIANTS = {
     **AVERAGED,
     **LOCAL,
     **LOCAL_DENSER,
+    **AUTOMATIC,
     **LOWEST,
     **EXCHANGES,
 }

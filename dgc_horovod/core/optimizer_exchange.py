@@ -6,14 +6,18 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from dgc_horovod import advice
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucket_stats import BucketMeter
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.budget import card_bytes, within_budget
+from dgc_horovod.core.diagnostics import Diagnostics
 from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.settling import Settling
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, Round
@@ -71,7 +75,7 @@ class OptimizerExchange:
         self.rank, self.workers, self.averages = rank, workers, averages
         self.topology = Topology(rank, workers, node_size)
         self.config = config = within_budget(specs, config, self.topology)
-        self._specs = specs
+        self.specs = specs
         self.numel = {spec.name: spec.numel for spec in specs}
         self.layout = plan(specs, config, self.topology.nodes)
         self.engines = [
@@ -96,6 +100,8 @@ class OptimizerExchange:
         all_exchanges.append(self.counts)
         self.steps = 0  # finished so far, of the whole training
         self.epoch: int | None = None  # that the warm-up was told last
+        self.diagnostics, self._advice = Diagnostics(), advice.Compression()
+        self.settling = Settling(config.warmup, config.final_density)
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
     def is_compressed(self, name: str) -> bool:
@@ -109,11 +115,11 @@ class OptimizerExchange:
 
     def card_bytes(self) -> int:
         """`budget.card_bytes` of these tensors."""
-        return card_bytes(self._specs, self.config, self.topology)
+        return card_bytes(self.specs, self.config, self.topology)
 
     def density(self) -> float:
         """Density of the step under way."""
-        return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
+        return density_at(self.config.final_density, self.settling.warmup, self.steps, self.epoch)
 
     @property
     def learns_second(self) -> bool:
@@ -140,10 +146,12 @@ class OptimizerExchange:
             loss_scale: factor of the loss, hence of every gradient, > 0.
         """
         traffic, meter = self.counts.traffic, self.meters[engine]
+        self.diagnostics.before(engine, clip / loss_scale)
         meter.begins()
         with traffic.timing("compressing"):
             message = engine.compress(clip / loss_scale, self.steps, self.density())
         meter.compressed(message)
+        self.diagnostics.compressed(engine)
         with self._lock:
             if not engine.bucket.uncompressed:
                 self.counts.offered += engine.bucket.numel
@@ -177,6 +185,7 @@ class OptimizerExchange:
         with self.counts.traffic.timing("decoding"):
             finite = engine.aggregate_into(self.mean_scale * loss_scale) and engine.outcome.finite
         self.meters[engine].decoded()
+        self.diagnostics.aggregated(engine)
         return finite
 
     def _count(self, collective: Round) -> None:
@@ -229,13 +238,26 @@ class OptimizerExchange:
 
     def close(self, finite: bool) -> None:
         """End the step; unless `finite`, take back what was sent in it, as every rank does."""
+        skipped_at = None if finite else (self.steps, self.where_not_finite())
         if finite:
+            self._note(self.diagnostics.close(True))
             for engine in self.engines:
                 engine.commit()
         else:
             self.rollback()
         self.steps += 1
-        self.counts.steps += 1
+        self.counts.end_step(skipped_at)
+
+    def _note(self, figures: dict[str, float]) -> None:
+        """Keep the figures of a step that was looked at, with how long waited what was sent."""
+        if figures:
+            waits = np.concatenate([meter.waits for meter in self.meters.values()])
+            if waits.size:
+                figures |= {"staleness_mean": float(waits.mean()), "staleness_99": float(np.quantile(waits, 0.99))}
+            self.counts.figures = figures
+            density = self.density()
+            if self.rank == 0 and density == self.config.final_density < 1:
+                advice.tell(self._advice.on(figures, density))
 
     def where_not_finite(self) -> str:
         """In words, where a gradient of the last step was not finite; the same text on every rank."""
@@ -253,6 +275,7 @@ class OptimizerExchange:
 
     def rollback(self) -> None:
         """Take back what the step under way has sent."""
+        self.diagnostics.close(False)
         for engine in self.engines:
             engine.rollback()
 
@@ -277,6 +300,7 @@ class OptimizerExchange:
         for name in self.numel.keys() - self.place.keys() - set(self.layout.dense):  # other workers of the node have it
             state.tensors[name], state.runs[name] = {RESIDUAL: np.empty(0, np.float32)}, [0, self.numel[name]]
         state.thresholds = {_key(engine): engine.thresholds for engine in self.engines}
+        state.settled_at, state.measured = self.settling.settled_at, list(self.settling.measured)
         return state
 
     def load(self, state: ResidualState) -> Arrays:
@@ -291,6 +315,7 @@ class OptimizerExchange:
         self._check_fits(state)
         self.clear()
         self.steps, self.epoch = state.step, state.epoch
+        self.settling.settled_at, self.settling.measured = state.settled_at, list(state.measured)
         for name, arrays in state.tensors.items():
             self.keep(name, arrays, state.runs.get(name, [0])[0])
         for engine in self.engines:
@@ -348,6 +373,10 @@ class OptimizerExchange:
     def bucket_stats(self) -> list[dict[str, float]]:
         """`BucketMeter.stats` of every bucket."""
         return [meter.stats() for meter in self.meters.values()]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, figures of the last step that was looked at, and under ``buckets`` those of every bucket."""
+        return {**self.counts.stats(), **self.counts.figures, "buckets": self.bucket_stats()}
 
     def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
         """Copies of u and v of what this rank keeps of tensors, by name: what tests and tools look at."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import config_file, flags, hosts, inputs, settings
+from dgc_horovod.launch import config_file, flags, hosts, inputs, job_report, settings
 from dgc_horovod.launch.job import run_job
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.site import FOLDER
@@ -32,19 +32,25 @@ def run(words: Sequence[str]) -> int:
     if args.print_env:
         print(_exports(job))
         return 0
+    if args.plan:
+        from dgc_horovod.launch.plan import command
+
+        return command.run(args, job)
+    _check_told(args, flags.PLAN, "--plan")
     if args.doctor:
         from dgc_horovod.launch.doctor import report
 
         envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
         interpreter = hosts.interpreter_of(args.command) or sys.executable
-        return report.diagnose(hosts.host_slots(args), interpreter, ssh, job, _plan(args))
-    if args.model_size or args.step_ms or args.link_gbps:
-        raise ConfigError("--model-size, --step-ms and --link-gbps go with --doctor")
+        return report.diagnose(hosts.host_slots(args), interpreter, ssh, job, _estimate(args))
+    _check_told(args, flags.ESTIMATE, "--doctor and --plan")
     if not args.command:
         raise ConfigError("no command was given, e.g. dgcrun -np 2 --dgc python train.py")
     late = [word for word in args.command if word == "--dgc" or word.startswith("--dgc-")]
     if late:
         print(f"dgcrun: {late[0]} stands after the command, so the script gets it and dgcrun does not", file=sys.stderr)
+    if args.report:
+        job = job_report.with_metrics(job, args.report)
     return run_job(args, job, ssh)
 
 
@@ -78,26 +84,25 @@ def _exports(job: Job) -> str:
     return "\n".join([*lines, f'export PYTHONPATH={shlex.quote(FOLDER)}"${{PYTHONPATH:+:$PYTHONPATH}}"'])
 
 
-def _plan(args: Any) -> Any:
-    from dgc_horovod.launch.doctor import cost_model
+def _check_told(args: Any, told: Iterable[str], commands: str) -> None:
+    """Raise ConfigError for a flag that none of the commands under way reads."""
+    for flag in told:
+        if getattr(args, flag.removeprefix("--").replace("-", "_")):
+            raise ConfigError(f"{flag} goes with {commands}")
+
+
+def _estimate(args: Any) -> Any:
+    from dgc_horovod.launch.doctor.estimate import Estimate
+    from dgc_horovod.launch.plan.command import number
+    from dgc_horovod.planning.shapes import parse_size
 
     if not (args.model_size or args.step_ms or args.link_gbps):
         return None
-    elements = cost_model.parse_size(args.model_size) if args.model_size else 0
-    milliseconds = _number("--step-ms", args.step_ms) if args.step_ms else 0.0
-    link = _number("--link-gbps", args.link_gbps) * 1e9 if args.link_gbps else None
+    elements = parse_size(args.model_size) if args.model_size else 0
+    milliseconds = number("--step-ms", args.step_ms) if args.step_ms else 0.0
+    link = number("--link-gbps", args.link_gbps) * 1e9 if args.link_gbps else None
     if not (elements and milliseconds and args.num_proc):
         raise ConfigError(
             "--model-size, --step-ms and -np go together, e.g. dgcrun --doctor --model-size 25.6M --step-ms 180 -np 16"
         )
-    return cost_model.Plan(elements, milliseconds / 1000, args.num_proc, link)
-
-
-def _number(flag: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ConfigError(f"{flag} must be a positive number, got {text!r}")
-    return value
+    return Estimate(elements, milliseconds / 1000, args.num_proc, link)

@@ -26,10 +26,16 @@ COMMANDS = {
     "--show-config": "print every setting and where it comes from",
     "--print-env": "print exports that make plain horovodrun and mpirun jobs compressed",
     "--doctor": "check this installation, the hosts (-H) and their links; say what to do",
+    "--plan": "which exchange to take, from how many workers on (docs/planning.md)",
     "--build-horovod": "build Horovod for this environment; what follows goes to the build",
 }
-PLAN = {"--model-size": "SIZE", "--step-ms": "MS", "--link-gbps": "GBPS"}
-_PLAN = "with --doctor: does it pay (25.6M 180 1)"
+REPORT = "--report"
+_REPORT = "a page (HTML) of what the job did, made of the metrics file"
+# What the doctor and the plan are told
+ESTIMATE = {"--model-size": "SIZE", "--step-ms": "MS", "--link-gbps": "GBPS"}
+PLAN = {"--model": "MODULE:FUNCTION", "--latency-ms": "MS", "--workers-per-node": "G", "--plot": "FILE"}
+_ESTIMATE = "with --doctor, -np: does it pay; --plan"
+_PLAN = "with --plan"
 _DESCRIPTION = "Everything that horovodrun does, with the gradients compressed on the way. Scripts stay as they are."
 _USAGE = "dgcrun -np N [-H HOST:SLOTS,...] [--dgc | --compression METHOD] [options] COMMAND"
 
@@ -122,7 +128,7 @@ class _Parser(argparse.ArgumentParser):
             _add(one_of if variable is envvars.COMPRESSION else ours, variable)
         for flag in COMMANDS:
             ours.add_argument(flag, action=_Command)
-        for flag, metavar in PLAN.items():
+        for flag, metavar in {REPORT: "PAGE", **ESTIMATE, **PLAN}.items():
             ours.add_argument(flag, metavar=metavar)
 
     def add_argument(self, *flags: Any, **more: Any) -> Any:
@@ -138,7 +144,9 @@ class _Parser(argparse.ArgumentParser):
             "--dgc",
             "--dgc-density",
             "--config-file",
+            REPORT,
             *COMMANDS,
+            *ESTIMATE,
             *PLAN,
             *(variable.flag for variable in envvars.SETTABLE),
         }
@@ -179,11 +187,13 @@ def help_text(horovods: Sequence[str]) -> str:
             lines += ["", group]
         value = "" if variable is envvars.ALLOW_INACTIVE else variable.metavar
         lines += _row(f"{variable.flag} {value}", variable.explained, variable.default)
+    lines += _row(f"{REPORT} PAGE", _REPORT)
     lines += _row("--config-file PATH", "Horovod's YAML file, which may have a section `compression:`")
     lines += ["", "instead of a job"]
     for flag, meaning in COMMANDS.items():
         lines += _row(flag, meaning)
-    lines += _row(" ".join(f"{flag} {metavar}" for flag, metavar in PLAN.items()), _PLAN)
+    for told, meaning in ((ESTIMATE, _ESTIMATE), (PLAN, _PLAN)):
+        lines += _row(" ".join(f"{flag} {metavar}" for flag, metavar in told.items()), meaning)
     lines += ["", "Horovod's own (horovodrun --help explains them)"]
     lines += textwrap.wrap(
         " ".join(horovods), _width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False

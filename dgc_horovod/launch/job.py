@@ -15,7 +15,7 @@ from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import envvars
-from dgc_horovod.launch import hosts, inputs, settings
+from dgc_horovod.launch import hosts, inputs, job_report, settings
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.private import key_on_no_command_line
@@ -52,6 +52,8 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
 
     child = Child(work)
     status = StatusServer()  # after the fork: its thread would not survive one
+    description = job_report.describe(args, job, slots)
+    status.put(summary.RUN, description)
     quiet = threading.Timer(_QUIET_SECONDS, _say_if_quiet, (status,))
     quiet.daemon = True
     quiet.start()
@@ -59,6 +61,8 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     code = child.wait()
     quiet.cancel()
     status.close()
+    if args.report:
+        job_report.write(job, args.report, description)
     if code and status.get(activation_check.verdict(0)):
         _say("dgcrun: compression was not active on every rank, so every rank was stopped: see NotActivated above")
     return code or _look_at_the_end(status, job)

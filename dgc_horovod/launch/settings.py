@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dgc_horovod import envvars
@@ -66,6 +66,11 @@ class Job:
     def get(self, variable: EnvironmentVariable) -> Any:
         """The value of one setting."""
         return next(setting.value for setting in self.settings if setting.variable is variable)
+
+    def with_setting(self, variable: EnvironmentVariable, text: str, source: str) -> Job:
+        """The same with another text of one setting that is no field of `config`."""
+        changed = (Setting(variable, text, source) if s.variable is variable else s for s in self.settings)
+        return replace(self, settings=tuple(changed))
 
     def variables(self) -> dict[str, str]:
         """The environment that carries these settings to the ranks; "" where a variable is not to be set."""
@@ -173,7 +178,14 @@ def show(job: Job) -> str:
         headline = "no compression was asked for: stock Horovod (--dgc turns it on)"
     else:
         headline = f"compression {job.method}"
-    rows = []
+    found = rows(job)
+    width = max(len(key) for key, _, _ in found)
+    return "\n".join([headline, *(f"  {key:{width}}  {text:14}  {source}" for key, text, source in found)])
+
+
+def rows(job: Job) -> list[tuple[str, str, str]]:
+    """Every setting: its key, its value, and where that comes from."""
+    found = []
     for setting in job.settings:
         text = setting.text
         if setting.variable is envvars.COMPRESSION:
@@ -181,9 +193,8 @@ def show(job: Job) -> str:
         elif job.config is not None and not setting.given and setting.variable.field in PRESETS[job.method]:
             text = _as_text(getattr(job.config, setting.variable.field))
         unused = setting.given and not _is_used(setting, job)
-        rows.append((setting.variable.key, text or "-", setting.source + (" (not used)" if unused else "")))
-    width = max(len(key) for key, _, _ in rows)
-    return "\n".join([headline, *(f"  {key:{width}}  {text:14}  {source}" for key, text, source in rows)])
+        found.append((setting.variable.key, text or "-", setting.source + (" (not used)" if unused else "")))
+    return found
 
 
 def _is_used(setting: Setting, job: Job) -> bool:

@@ -113,6 +113,7 @@ def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], t
                 kept.averages,
                 kept.node_size,
                 fields,
+                kept.settled_at,
                 dict(sorted(files.items())),
             )
             _write(directory, MANIFEST, manifest.to_bytes())
@@ -223,6 +224,7 @@ def load(
     topology = Topology(collectives.rank, collectives.workers, node_size)
     place = topology.rank, topology.workers
     empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
+    empty.settled_at = manifest.settled_at
     if config is None or residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)
     found: dict[int, ResidualState] = {}

@@ -49,6 +49,9 @@ class ResidualState:
             layout is another one.
         node_size: number of workers of a node, each of which keeps a part of it, G >= 1.
         runs: [index of the first element kept, number of elements of the tensor], by name, of those that are sliced.
+        mode: name of the exchange that was at work, where a job chooses among several; else "".
+        settled_at: step at which the dense steps ended since Adam's second moment had settled, or None.
+        measured: what that is judged by, see `core.settling.Settling`.
     """
 
     rank: int
@@ -61,6 +64,14 @@ class ResidualState:
     thresholds: dict[str, np.ndarray] = field(default_factory=dict)
     node_size: int = 1
     runs: dict[str, list[int]] = field(default_factory=dict)
+    mode: str = ""
+    settled_at: int | None = None
+    measured: list[list[float]] = field(default_factory=list)
+
+    @property
+    def clock(self) -> dict[str, Any]:
+        """What is the same on every rank, and newcomers take over, by field: where the schedules are."""
+        return {name: getattr(self, name) for name in ("step", "epoch", "settled_at", "measured", "mode")}
 
     def to_dict(self) -> dict[str, Any]:
         """As a dict of plain values and arrays."""
@@ -135,11 +146,14 @@ class ResidualState:
             _checked(head["workers"], int),
             _checked(head["averages"], bool),
             _checked(head["step"], int),
-            None if head["epoch"] is None else _checked(head["epoch"], int),
+            _optional(head["epoch"]),
             {name: {} for name in names},
             {_checked(name, str): _checked(steps, int) for name, steps in head["directions"].items()},
             node_size=_checked(head.get("node_size", 1), int),  # records of earlier versions know no nodes
             runs={name: [_checked(x, int) for x in run] for name, run in head.get("runs", {}).items()},
+            mode=_checked(head.get("mode", ""), str),
+            settled_at=_optional(head.get("settled_at")),
+            measured=[[float(x) for x in each] for each in head.get("measured", [])],
         )
         for key, array in arrays.items():
             number, part = key.split(".")
@@ -212,10 +226,12 @@ def check_moments(state: ResidualState, keeps_second: bool) -> None:
             )
 
 
-_HEAD_FIELDS = ("rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions")
+_HEAD_FIELDS = (
+    "rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions", "settled_at", "measured", "mode",
+)  # fmt: skip
 _KINDS = {
     "rank": int, "workers": int, "averages": bool, "step": int, "node_size": int, "tensors": dict, "runs": dict,
-    "directions": dict, "thresholds": dict,
+    "directions": dict, "thresholds": dict, "measured": list, "mode": str,
 }  # fmt: skip
 
 
@@ -223,6 +239,10 @@ def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
+
+
+def _optional(number: Any) -> int | None:
+    return None if number is None else int(_checked(number, int))
 
 
 def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, float]:
@@ -271,6 +291,7 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology) -> Residu
     if (one.workers, one.node_size) == (workers, topology.node_size) and rank in states:
         return states[rank]
     made = ResidualState(rank, workers, one.averages, one.step, one.epoch, node_size=topology.node_size)
+    made.settled_at, made.measured = one.settled_at, one.measured
     weights = shares(topology.node, topology.nodes, one.workers, one.averages)
     means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed
     for old, state in states.items():

@@ -24,7 +24,7 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.stats import bucket_stats, total
+from dgc_horovod.stats import bucket_stats, figures, total
 from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.transport import Collectives
@@ -133,7 +133,7 @@ class Distribution:
             RankMismatch: on every rank, if they differ.
         """
         sources = sources_of(variables)
-        self._let_go_of_frozen(source.key for source in sources)
+        self.let_go_of_frozen(source.key for source in sources)
         left_out = tuple(source.key in local for source in sources)
         key = number, sources, left_out
         if key not in self._sets:
@@ -147,8 +147,12 @@ class Distribution:
                     weakref.finalize(native(variable), self._forget, key)
         return self._sets[key]
 
-    def _let_go_of_frozen(self, given: Iterable[Key]) -> None:
-        """Empty u and v of variables that have been frozen: what waits there would move them when they are not."""
+    def let_go_of_frozen(self, given: Iterable[Key]) -> None:
+        """Empty u and v of variables that have been frozen: what waits there would move them when they are not.
+
+        Args:
+            given: keys of the variables that are trained now.
+        """
         frozen = {key for key, variable in self._known.items() if is_frozen(variable)}
         frozen.difference_update(given)
         for key in frozen - self._frozen:
@@ -290,11 +294,11 @@ class Distribution:
             process_set = self.settings.process_set
             self.resume(state.carried_on(process_set.rank(), process_set.size()), iterations)
 
-    def join(self, step: int, epoch: int | None, iterations: int) -> None:
-        """Be at the step of the others; a newcomer begins with nothing."""
+    def join(self, clock: dict[str, Any], iterations: int) -> None:
+        """Be where the others are, as `ResidualState.clock` says; a newcomer begins with nothing."""
         process_set = self.settings.process_set
         state = self.residuals() or ResidualState(process_set.rank(), process_set.size(), self.settings.averages)
-        self.resume(dataclasses.replace(state, step=step, epoch=epoch), iterations)
+        self.resume(dataclasses.replace(state, **clock), iterations)
 
     def clear(self) -> None:
         """Empty u, v and the moments of every exchange: the weights are about to be others."""
@@ -323,7 +327,7 @@ class Distribution:
     def stats(self) -> dict[str, Any]:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""
         tallies = [exchange.steps.counts for exchange in self.exchanges]
-        return {**total(tallies), "buckets": bucket_stats(tallies)}
+        return {**total(tallies), **figures(tallies), "buckets": bucket_stats(tallies)}
 
 
 def _compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None:

@@ -39,11 +39,11 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
     distribution, collectives, variables = _parts(model, optimizer)
-    getattr(optimizer or model.optimizer, "_dgc_finish_round", lambda: None)()
+    used = _inner(optimizer or model.optimizer)
+    used._dgc_finish_round()
 
     def content() -> checkpoint.Content:
-        used = optimizer or model.optimizer
-        made, passes = int(getattr(used, "inner_optimizer", used)._iterations), passes_of(used)
+        made, passes = int(used._iterations), passes_of(used)
         if made % passes:
             raise UnsupportedUse(
                 f"{made % passes} of {passes} passes of a step are accumulated, which a checkpoint does not hold; save "
@@ -84,6 +84,7 @@ def load_checkpoint(
     found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals, node_size)
     with together(collectives, f"loading {directory}"):
         extra = _assigned(variables, found.model)
+        _inner(optimizer or model.optimizer)._dgc_weights_loaded()
         if settings.config is not None:
             distribution.resume(found.state, int((optimizer or model.optimizer).iterations))
             checkpoint.tell_if_empty(found, directory)
@@ -101,9 +102,15 @@ def _parts(model: Any, optimizer: Any) -> tuple[Distribution, Collectives, list[
         raise UnsupportedUse("the model must be built: call model.build(input_shape)")
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    variables = [native(variable) for variable in (*model.weights, *shared_variables(optimizer))]
+    everything = (*model.weights, *shared_variables(optimizer), *_inner(optimizer)._dgc_outer())
+    variables = [native(variable) for variable in everything]
     patient = Collectives(distribution.settings.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
     return distribution, patient, variables
+
+
+def _inner(optimizer: Any) -> Any:
+    """Without a LossScaleOptimizer around it."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _dumped(variables: list[Any], extra: dict[str, Any]) -> bytes:

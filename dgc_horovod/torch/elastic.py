@@ -124,8 +124,10 @@ class ResidualHandler(OptimizerStateHandler):
             super().sync()
         put_back(optimizer, own)  # and not what stands in their places
         renew(optimizer)
-        buckets = optimizer._dgc.buckets
-        buckets.steps, buckets.epoch = hvd.broadcast_object((buckets.steps, buckets.epoch), 0, name="dgc.elastic.step")
+        buckets, settling = optimizer._dgc.buckets, optimizer._dgc.buckets.settling
+        own_place = buckets.steps, buckets.epoch, settling.settled_at, settling.measured
+        place = hvd.broadcast_object(own_place, 0, name="dgc.elastic.step")
+        buckets.steps, buckets.epoch, settling.settled_at, settling.measured = place
 
 
 @contextmanager

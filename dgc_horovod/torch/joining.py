@@ -52,6 +52,8 @@ def join(device: int = -1) -> int:
         same step that is one; otherwise a few small collectives more, and if weights differ in the end a broadcast of
         weights and optimizer state.
     """
+    for optimizer in owners.undecided():
+        optimizer._dgc_choice.trial.stay()  # the others see it at their next comparison
     optimizers = owners.live()
     if not optimizers:
         return int(_stock_join(device))

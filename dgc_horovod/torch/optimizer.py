@@ -16,14 +16,16 @@ import torch
 from horovod.torch.compression import Compression as HorovodCompression
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, config_of
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.torch.auto.methods import AutomaticMethods
 from dgc_horovod.torch.local.methods import LocalMethods
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
 from dgc_horovod.torch.updates.choice import choose_update, kind_of
-from dgc_horovod.torch.wrapping.arguments import check_arguments, check_local, check_same_choice, checked_names
+from dgc_horovod.torch.wrapping.arguments import check_arguments, check_same_choice, checked_names
 from dgc_horovod.torch.wrapping.refusals import alike, check_optimizer, check_parameters
 
 
@@ -89,12 +91,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         check_optimizer(optimizer, sparse_as_dense)
         check_parameters(optimizer, named)
         if config.local_steps is None:
-            methods: tuple[type, ...] = (CompressedMethods,)
+            methods: tuple[type, ...] = (CompressedMethods, *([AutomaticMethods] if config.automatic else []))
             update = choose_update(optimizer, config)
         else:
             methods = (CompressedMethods, LocalMethods)
             update = LocalUpdate(kind_of(optimizer), config.outer_rate)
-            check_local(op)
+            check_local_steps(op == hvd.Average, envvars.horovod_elastic())
         wrapped = _adopt(
             optimizer,
             named,

@@ -19,7 +19,7 @@ from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
-from dgc_horovod.torch import epochs, state
+from dgc_horovod.torch import epochs, settling, state
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.elastic import Membership
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
@@ -27,6 +27,7 @@ from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.gradients.node_exchange import NodeGradientExchange
 from dgc_horovod.torch.gradients.replica_check import Replicas
+from dgc_horovod.torch.gradients.scaling import already_unscaled, scale_of
 from dgc_horovod.torch.nodes import transports
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 from dgc_horovod.torch.updates.base import PlainUpdate
@@ -51,12 +52,13 @@ class CompressedMethods:
 
     _dgc: GradientExchange
     _dgc_update: PlainUpdate
+    _dgc_stock = False  # whether stock Horovod exchanges the gradients of the present step
+    _dgc_is_undecided = False  # whether that may change
 
     def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
         """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
         self._dgc_update, self._dgc_scaler = update, grad_scaler
-        self._dgc_may_apply = True
-        self._dgc_superseded = False
+        self._dgc_may_apply, self._dgc_superseded = True, False
         self._dgc_watch = GradientWatch()
         self._dgc_told: set[str] = set()
         self._dgc_loaded = False  # a state, since the last step
@@ -92,7 +94,7 @@ class CompressedMethods:
         """Everything that depends on which ranks there are; again whenever they change."""
         config, collectives = self._dgc_config, HorovodCollectives(self.process_set, self._dgc_tag)
         settings = ReduceSettings(self.op == hvd.Average, self.gradient_predivide_factor, self.sparse_as_dense)
-        parameters, boundaries, scale = self._dgc_parameters, self._dgc_boundaries, _scale_of(self._dgc_scaler)
+        parameters, boundaries, scale = self._dgc_parameters, self._dgc_boundaries, scale_of(self._dgc_scaler)
         groups = transports(collectives, config, settings.averages, parameters)
         if len(groups) == 1:
             self._dgc = GradientExchange(parameters, boundaries, config, collectives, settings, scale)
@@ -169,7 +171,7 @@ class CompressedMethods:
         owners.check(self)
         if not self._handles and self._nothing_new():
             return
-        if _already_unscaled(self._dgc_scaler, self):
+        if already_unscaled(self._dgc_scaler, self):
             raise UnsupportedUse(UNSCALED_TOO_EARLY)
         if self._dgc_watch.changed_since_taken():
             self._tell_once("late change", LATE_CHANGE)
@@ -212,7 +214,7 @@ class CompressedMethods:
         self._synchronized, self._dgc_loaded = False, False
         if not self._dgc_may_apply:
             clip_calls.end_step(self)
-            if self._dgc_config.on_nonfinite == "stop" and _scale_of(self._dgc_scaler)() == 1.0:
+            if self._dgc_config.on_nonfinite == "stop" and scale_of(self._dgc_scaler)() == 1.0:
                 raise NotFinite(self._dgc.not_finite)
             self._tell_once("not finite", self._dgc.not_finite)
             return loss
@@ -224,6 +226,7 @@ class CompressedMethods:
         self._dgc_watch.applied(self._dgc.names)
         if not self._dgc.buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
             self._dgc_replicas.begin(self._dgc.buckets.steps)
+            settling.watch(self)
         return loss
 
     def _apply(self: Any, _: Any) -> None:
@@ -249,7 +252,7 @@ class CompressedMethods:
 
     def _check_untouched(self: Any) -> None:
         """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
-        if self._dgc_watch.changed_since_synchronized(_scale_of(self._dgc_scaler)()):
+        if self._dgc_watch.changed_since_synchronized(scale_of(self._dgc_scaler)()):
             if not self._dgc.undo_clipping():
                 self._tell_once("changed update", CHANGED_UPDATE)
             elif self._dgc.clipping.by_hand is not None:
@@ -260,6 +263,13 @@ class CompressedMethods:
             raise UnsupportedUse(
                 "residuals can be saved, loaded and flushed between two steps only: after step(), before backward()"
             )
+
+    def _dgc_mode(self: Any) -> str:
+        """Which exchange is at work, where there are several; for a checkpoint."""
+        return ""
+
+    def _dgc_resume(self: Any, mode: str) -> None:
+        """Go on with the exchange that was at work when a state was saved."""
 
     def _dgc_finish_round(self: Any) -> None:
         """End what spans several steps: nothing does here."""
@@ -375,26 +385,14 @@ class CompressedMethods:
             everything handed to and received from collectives, dense path and headers included;
             ``bytes_inside_node``: what came from workers of the same node, which is in neither of them;
             ``bytes_dense`` and ``bytes_dense_received``: the same for an fp32 ring allreduce of every gradient;
-            ``compress_seconds`` in compression and decoding; ``exchange_seconds`` waiting for the other ranks;
-            ``buckets``: what each bucket is like, see `BucketMeter.stats`. Costs a read of all residuals.
+            ``compress_seconds``, ``decode_seconds``; ``exchange_seconds`` waiting for other ranks; ``skipped`` steps;
+            figures of health, see `Diagnostics.close`; ``buckets``, see `BucketMeter.stats`. Costs a read of residuals.
         """
         if not self.process_set.included():
             return {}
-        return {**self._dgc.buckets.counts.stats(), "buckets": self._dgc.buckets.bucket_stats()}
+        return self._dgc.buckets.stats()
 
 
 def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def _already_unscaled(scaler: Any, optimizer: Any) -> bool:
-    states = getattr(scaler, "_per_optimizer_states", {})
-    stage = states[id(optimizer)].get("stage") if id(optimizer) in states else None
-    return getattr(stage, "name", "") == "UNSCALED"
-
-
-def _scale_of(grad_scaler: Any) -> Callable[[], float]:
-    if grad_scaler is None:
-        return lambda: 1.0
-    return lambda: float(grad_scaler.get_scale())

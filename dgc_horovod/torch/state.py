@@ -153,6 +153,7 @@ def copied(optimizer: Any) -> ResidualState:
     steps = {exchange.names[p]: update.directions(p) for p in exchange.compressed}
     state.directions = {name: count for name, count in steps.items() if count}
     update.add_own(optimizer, state)
+    state.mode = optimizer._dgc_mode()
     return state
 
 
@@ -162,6 +163,7 @@ def put_back(optimizer: Any, state: ResidualState) -> None:
     state = update.take_own(optimizer, state)
     check_moments(state, update.keeps_second)
     exchange.load(state)
+    optimizer._dgc_resume(state.mode)
     for p in exchange.compressed:
         name = exchange.names[p]
         if FIRST in state.tensors.get(name, {}):

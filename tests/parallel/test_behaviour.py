@@ -17,7 +17,7 @@ CASES = [
 DTYPES = ["low_precision", "cast_after_wrapping", "channels_last_clipped", "half_overflow", "through_host_memory"]
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
 def ranks(request):
     cases = [*(f"behaviour.{case}" for case in CASES), *(f"dtypes.{case}" for case in DTYPES)]
     return run_ranks(2, cases, request.param)

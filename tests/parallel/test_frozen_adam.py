@@ -11,12 +11,14 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 CASES = ["dense_steps", "faults", "rare", "coupled", "summed", "skipped"]
 STATES = ["state", "looked_at", "misuse", "handed_on"]
+SETTLED = ["ends", "limits", "resumed", "handed_on"]
 DENSE = 30
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     cases = [f"frozen_adam.{case}" for case in CASES] + [f"frozen_adam_state.{case}" for case in STATES]
+    cases += [f"settled_adam.{case}" for case in SETTLED]
     return run_ranks(2, cases, environment={"STATE_FOLDER": str(tmp_path_factory.mktemp("state"))}, timeout=300)
 
 
@@ -114,3 +116,40 @@ def test_on_nodes_each_worker_keeps_its_part(tmp_path):
     for each in found:
         assert each["apart"] <= 1e-5 and each["kept"] == 11_264 // 2
         assert sum(each["losses"][-5:]) < 0.9 * sum(each["losses"][:5])
+
+
+def test_dense_steps_that_end_when_settled_are_the_same_as_so_many_by_number(ranks):
+    for found in (rank["settled_adam.ends"] for rank in ranks):
+        assert 2 * 20 < found["steps"] < 150 and found["replica"] == found["by number"]
+    assert len({rank["settled_adam.ends"]["replica"] for rank in ranks}) == 1
+
+
+def test_when_a_second_moment_may_have_settled(ranks):
+    for found in (rank["settled_adam.limits"] for rank in ranks):
+        assert found["any"] == 40, "two windows of 1/(1-b2)"
+        assert found["none"] == 100, "the longest that was allowed"
+        assert found["skipped"] == 50, "three skipped steps are none"
+        assert found["ramp"] == 80, "a window after the rate has stopped rising"
+        assert found["own norm"] == 40, "what the first rank says, whatever the others have"
+
+
+def test_it_settles_where_it_would_have_however_it_was_interrupted(ranks):
+    for found in (rank["settled_adam.resumed"] for rank in ranks):
+        assert len(found) == 5
+        for at, (whole, interrupted) in found.items():
+            assert whole == interrupted, at
+
+
+def test_where_it_has_settled_is_restored_joined_and_loaded(ranks):
+    for found in (rank["settled_adam.handed_on"] for rank in ranks):
+        assert found["settled"] == 40 and found["restored"] == [None, True]
+        assert found["joined"] is None, "not while a rank is in join"
+        assert found["after"][0] == found["required"] == found["ignored"] == 50
+    assert len({rank["settled_adam.handed_on"]["after"][1] for rank in ranks}) == 1
+
+
+def test_another_number_of_ranks_knows_where_it_has_settled(tmp_path):
+    folder = {"STATE_FOLDER": str(tmp_path)}
+    saved = [rank["settled_adam.saved"] for rank in run_ranks(4, ["settled_adam.saved"], environment=folder)]
+    found = [rank["settled_adam.loaded"] for rank in run_ranks(2, ["settled_adam.loaded"], environment=folder)]
+    assert saved == [40] * 4 and found == [[40, 0.1, True]] * 2

@@ -9,7 +9,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 
 
-CASES = ["dense_steps", "resume", "faults", "handed_on", "misuse"]
+CASES = ["dense_steps", "resume", "faults", "handed_on", "misuse", "settled"]
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +60,11 @@ def test_on_nodes_each_worker_keeps_its_part():
     for each in found:
         assert each["apart"] <= 1e-5 and each["kept"] == 11_264 // 2
         assert each["losses"][-1] < each["losses"][0]
+
+
+def test_dense_steps_end_once_it_has_settled(ranks):
+    found = [rank["keras_frozen_adam.settled"] for rank in ranks]
+    assert found[0] == found[1]
+    each = found[0]
+    assert each["any"] == 40 < each["some"] == each["synced"]
+    assert each["some, replica"] == each["by number"] == each["resumed"]

@@ -62,7 +62,8 @@ def test_a_set_of_ranks(tmp_path):
     check_metrics_file(metrics, "dgc")
     first, second = (found["keras_messages.process_sets"] for found in ranks)
     assert first["selected"] > 0 and first["steps"] == 8
-    assert second.keys() == first.keys() and not any(second.values())
+    looked_at = {"gradient_norm", "residual_norm", "residual_ratio", "staleness_mean", "staleness_99"}  # of a step
+    assert second.keys() == first.keys() - looked_at and not any(second.values())
 
 
 def test_a_rank_that_stays_away():

@@ -26,7 +26,7 @@ SAME = 1e-5
         pytest.param(("gloo", 3), marks=pytest.mark.slow),
         pytest.param(("gloo", 4), marks=pytest.mark.slow),
         pytest.param(("nodes", 4), marks=pytest.mark.slow),
-        pytest.param(("mpi", 2), marks=pytest.mark.mpi),
+        pytest.param(("mpi", 2), marks=[pytest.mark.mpi, pytest.mark.slow]),
     ],
     ids=str,
 )

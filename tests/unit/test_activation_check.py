@@ -15,6 +15,7 @@ from dgc_horovod.errors import NotActivated
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch import status_server as desk_module
 from dgc_horovod.launch.rank import activation_check
+from dgc_horovod.launch.rank.reports import Reports
 from dgc_horovod.launch.status_server import StatusBoard, StatusServer
 
 
@@ -202,3 +203,31 @@ def test_the_python_of_a_script(tmp_path, first, python):
     assert (
         hosts.interpreter_of([str(script), "python", "train.py"]) is None
     )  # it may run that one in another environment
+
+
+def test_all_entries_of_a_kind_are_read_at_once(server):
+    view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
+    assert view.get_all("figures.") == {}
+    for rank in range(3):
+        view.put(f"figures.{rank}", {"rank": rank})
+    view.put("figure", 1)
+    server.put("run", {"command": "x" * 10_000})  # what dgcrun itself says has no limit
+    assert view.get_all("figures.") == {f"figures.{rank}": {"rank": rank} for rank in range(3)}
+    assert len(view.get("run")["command"]) == 10_000
+    with pytest.raises(OSError, match="400"):
+        view.put("figures.*", 1)
+
+
+def test_the_ranks_reports_reach_rank_0_and_those_that_have_left_do_not(server):
+    address = f"{server.key}@{server.place(['127.0.0.1'])}"
+    reports = [Reports(address) for _ in range(3)]
+    for rank, each in enumerate(reports):
+        each.go_on_as(rank, 3)
+    for each in reversed(reports):  # rank 0 ends last, and waits for nobody
+        start = time.monotonic()
+        each.end()
+    assert [figures["rank"] for figures in reports[0].of_all()] == [0, 1, 2] and time.monotonic() - start < 1.5
+    alone = Reports(address)
+    alone.go_on_as(0, 2)
+    alone.end()
+    assert [figures["rank"] for figures in alone.of_all()] == [0, 1]

@@ -15,7 +15,8 @@ from benchmarks.quality import analysis, runs, selection, tables
 from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import ABLATION, LOWER, OPTIMIZERS, OWN_GPT, VARIANTS
+from benchmarks.quality.variants import ABLATION, AUTOMATIC, LOWER, OPTIMIZERS, OWN_GPT, VARIANTS
+from dgc_horovod.planning.trial import SETTLING, TIMED
 
 
 def kept(variant: str, losses: list[float | None], **more):
@@ -84,13 +85,16 @@ def test_every_variant_has_a_valid_compression(task):
         if variant.optimizer == "adamw" and config.warmup is not None and config.warmup.first_density == 1:
             if task == "transformer" and name not in {**LOWER, **OWN_GPT}:  # whose study it is
                 stages = config.warmup.stages(config.density)
-                assert f"after {config.warmup.steps // stages}" in name
-                assert config.freezes_second_moment == ("frozen" in name)
+                change, steps = config.until_settled, config.warmup.steps // stages
+                assert (f"settled to {change:.0%}" if change else f"after {steps}") in name
+                assert config.freezes_second_moment == ("own" not in name)
             continue
         if config.warmup is not None and not variant.falls:
             stages = config.warmup.stages(config.density)
-            assert config.warmup.steps == pytest.approx(settings.stage * stages * variant.warmup, abs=1), name
-        assert (config.warmup is None) == (not variant.warmup or config.density >= 0.25), name
+            steps = SETTLING + TIMED if name in AUTOMATIC else settings.stage * stages * variant.warmup
+            assert config.warmup.steps == pytest.approx(steps, abs=1), name
+        warms = variant.warmup or name in AUTOMATIC
+        assert (config.warmup is None) == (not warms or config.density >= 0.25), name
         assert (config.clip_norm is None) == (settings.clip_norm is None or variant.clips != "locally"), name
 
 

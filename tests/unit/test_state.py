@@ -56,7 +56,9 @@ def state_of(rank: int, workers: int, averages: bool = True, seed: int = 0) -> R
             ("empty", 0, ("v",)),
         )
     }
-    return ResidualState(rank, workers, averages, 7, 2, tensors, {"b": 4}, {"bucket": rng.standard_normal(6)})
+    state = ResidualState(rank, workers, averages, 7, 2, tensors, {"b": 4}, {"bucket": rng.standard_normal(6)})
+    state.settled_at, state.measured = 5, [[4, 0.1, 1e-3], [5, 0.3, 1e-3]]
+    return state
 
 
 def owed(states: list[ResidualState], name: str, part: str) -> np.ndarray:
@@ -96,6 +98,7 @@ def test_what_is_owed_does_not_change_with_the_number_of_ranks(before, after, av
     mean = [np.mean([state.tensors["b"]["first"] for state in states], axis=0) for states in (old, new)]
     np.testing.assert_allclose(*mean, rtol=1e-5, atol=1e-6)
     assert all((state.step, state.epoch, state.directions) == (7, 2, {"b": 4}) for state in new)
+    assert all((state.settled_at, state.measured) == (5, old[0].measured) for state in new)
 
 
 def of_node(rank: int, workers: int, node_size: int, averages: bool) -> ResidualState:

@@ -21,7 +21,9 @@ from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas
+from dgc_horovod.tensorflow.gradients.settling import SettlingWatch
 from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
@@ -77,6 +79,10 @@ class GradientExchange:
         if settings.config is not None and settings.config.check_every and update.is_optimizers:
             self._replicas = Replicas(sources, settings.config, collectives, self.steps.noting)
             self.steps.part_due = self._replicas.due
+        self._settling = None
+        waits = settings.config is not None and settings.config.until_settled is not None
+        if waits and self.compressed and isinstance(update, FrozenAdamUpdate):
+            self._settling = SettlingWatch(self.steps, update, [self.sources[i].key for i in sorted(self.compressed)])
         # a tape does not clip: what the script clips of its results is done here
         self._learns = settings.config is not None and not update.is_optimizers
         self._when_eager = LearntClipping(len(self.sources), settings)
@@ -132,6 +138,8 @@ class GradientExchange:
     def _graph(
         self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
     ) -> tuple[list[Gradient], Any, Any]:
+        if self._settling is not None:
+            iterations = self._settling(iterations, rate)
         dtypes = [tf.int64, tf.bool, tf.int32, tf.int64, tf.bool]
         started, fresh, part, step, dense = self._call(self.steps.start, [iterations], dtypes)
         if self.settings.config is None:

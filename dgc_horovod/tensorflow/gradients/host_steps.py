@@ -23,7 +23,7 @@ from dgc_horovod.errors import BackendUnavailable, DGCError, NotFinite, Unsuppor
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, Kernels
-from dgc_horovod.notices import not_finite
+from dgc_horovod.notices import not_finite, round_not_finite
 from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moments
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
@@ -73,7 +73,6 @@ class HostSteps:
         self.place: dict[int, BucketRun] = {}
         self.error: DGCError | None = None
         self.part_due: Callable[[int], int] = lambda steps: -1  # of the weights, to be compared; see `Replicas.due`
-        self.passes = 1  # the optimizer's iterations for one step of the script, where local steps are counted
         self._homes, self._keys = homes, [(number, source.key) for source in sources]
         self._generation_now, self._generation = generation, _FROM_SLOTS
         self._iterations = self._origin = 0
@@ -147,6 +146,9 @@ class HostSteps:
         state = self.buckets.residuals()
         add_shared(self.buckets, state)
         tensors = {_number(name): arrays for name, arrays in state.tensors.items()}
+        for i, (_, key) in enumerate(self._keys):
+            if own := self.update.own(key):
+                tensors[str(i)] = {**tensors.get(str(i), {}), **own}
         runs = {_number(name): run for name, run in state.runs.items()}
         # without an origin the optimizer's slots hold what is to be taken over at the next step
         directions = {} if self._generation == _FROM_SLOTS else {_ORIGIN: self._origin}
@@ -163,6 +165,9 @@ class HostSteps:
         assert self.buckets is not None
         if self._generation_now(iterations) != generation:
             return
+        keys = {str(i): key for i, (_, key) in enumerate(self._keys)}
+        rest = {n: self.update.take_own(keys[n], x) if n in keys else x for n, x in state.tensors.items()}
+        state = dataclasses.replace(state, tensors={n: arrays for n, arrays in rest.items() if arrays})
         check_moments(state, self.update.keeps_second)
         self._under_way, self._resumed = False, True
         names = {_number(name): name for name in self.buckets.numel}
@@ -206,7 +211,7 @@ class HostSteps:
             if self._under_way:
                 self.buckets.rollback()
         if self.buckets is not None and self.buckets.config.local_steps is not None:
-            self._begin_round(int(iterations))
+            self.buckets.rescale(self.buckets.config.local_decay)  # weights are exchanged: what waits fades
         self._under_way, self._iterations = True, int(iterations)
         generation = self._generation_now(self._iterations)
         fresh, self._generation = generation != self._generation, generation
@@ -218,13 +223,6 @@ class HostSteps:
             fresh, self._resumed = self._second_moment.begin(fresh or self._resumed, self._dense, self.runs), False
         part = self.part_due(steps)
         return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), np.bool_(self._dense)]
-
-    def _begin_round(self, iterations: int) -> None:
-        """Weights are exchanged, after local steps: what waits fades."""
-        assert self.buckets is not None
-        self.buckets.rescale(self.buckets.config.local_decay)
-        last = self._iterations if self.counts.steps else -1
-        self.counts.steps_alone += max(0, (iterations - last) // self.passes - 1)
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
@@ -353,14 +351,15 @@ class HostSteps:
         self.collectives.watch.disarm()
         self.collectives.traffic.count_allreduce(dense_bytes, self.collectives.workers)
         if self.buckets is not None:
-            text = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
+            said = not_finite if self.buckets.config.local_steps is None else round_not_finite
+            text = "" if finite else said(self.buckets.steps, self.buckets.where_not_finite())
             self.buckets.close(finite)
             if self._dense and not finite:
                 self.buckets.drop_residuals()
             self._under_way = False
             self._say(text)
         else:
-            self.counts.steps += 1
+            self.counts.end_step()
             self._under_way = False
         return [np.bool_(finite)]
 

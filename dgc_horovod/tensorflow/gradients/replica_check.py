@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dgc_horovod import replica_check
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.stats import replica_checks
 from dgc_horovod.tensorflow.broadcast import assign_from
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.transport import Collectives
@@ -86,6 +87,7 @@ class Replicas:
         self._collectives.watch.disarm()
         records = np.ascontiguousarray(theirs).view(np.uint32).reshape(self._collectives.workers, -1)
         found = replica_check.compared(int(step), [self._names[i] for i in numbers], records.tolist())
+        replica_checks.count(found is None)
         if found is None:
             return [np.bool_(True)]
         replica_check.stop_or_tell(found, self._stops, self._collectives.rank)

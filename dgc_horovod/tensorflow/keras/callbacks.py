@@ -127,7 +127,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         start_epoch, end_epoch: first epoch, and the one after the last (None: no end).
         staircase: whether the epoch is an integer, set at its first batch; otherwise a fraction, set at every batch.
         momentum_correction: whether a change of the learning rate scales the velocity of SGD, which has that rate in
-            it, by the same factor (Goyal et al. 2017, section 3.1). Compressed tensors do not need it.
+            it, by the same factor (Goyal et al. 2017, section 3.1). Under DGC's momentum correction compressed tensors
+            do not need it.
         steps_per_epoch: batches in an epoch; None: asked of Keras.
     """
 
@@ -185,9 +186,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         old, new = float(optimizer.learning_rate.numpy()), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         if self.momentum_correction and old and new != old and getattr(optimizer, "momentums", None):
-            compressed = optimizer._dgc.compressed if hasattr(optimizer, "_dgc") else set()
+            distribution = getattr(optimizer, "_dgc", None)
+            ours = distribution.compressed if distribution is not None and distribution.update.is_split else set()
             for variable, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
-                if key_of(variable) not in compressed:
+                if key_of(variable) not in ours:
                     velocity.assign(velocity * (new / old))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

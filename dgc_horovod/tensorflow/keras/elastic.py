@@ -170,10 +170,9 @@ class KerasState(ObjectState):
             check_agreement(meeting, stock if self._settings is None else self._agreed_fields(self._settings))
             broadcast_variables(self._variables, root_rank=0)
             if self._distribution is not None:
-                state = self._distribution.residuals()
-                own = (0, None) if state is None else (state.step, state.epoch)
-                step, epoch = broadcast_object(own, root_rank=0, name="dgc.elastic.step")
-                self._distribution.join(step, epoch, self._iterations)
+                state = self._distribution.residuals() or ResidualState(0, 1, averages=True)
+                clock = broadcast_object(state.clock, root_rank=0, name="dgc.elastic.step")
+                self._distribution.join(clock, self._iterations)
             self._settled_at = self._iterations
             self._remember()
             super().sync()

@@ -73,6 +73,11 @@ class FrozenAdamUpdate(AdamUpdate):
         super().__init__(optimizer)
         self.notice, self.share = "", 1  # of a sum over ranks, their number: what a first moment is divided by
 
+    @property
+    def window(self) -> float:
+        """``1/(1-b2)``: of so many steps the second moment is an average."""
+        return 1 / (1 - float(self._optimizer.beta_2))
+
     def accumulation(self, iterations: int, dense: bool) -> Accumulation:
         if dense:
             return ErrorFeedback()

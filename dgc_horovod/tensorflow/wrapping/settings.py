@@ -14,9 +14,9 @@ from horovod.common.util import split_list
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import config_of
-from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
+from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_local_steps, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.notices import NOT_ALL_RANKS
+from dgc_horovod.notices import NOT_ALL_RANKS, tell_not_automatic
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.wrapping.variables import Key, Source, key_of
 
@@ -96,10 +96,11 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
         raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
     if config is not None and config.local_steps is not None:
-        if fields["op"] != hvd.Average:
-            raise UnsupportedUse("local steps average the ranks' changes: op must be hvd.Average")
-        if envvars.horovod_elastic():
-            raise UnsupportedUse("local steps under Horovod Elastic are not supported; start with a fixed -np")
+        check_local_steps(fields["op"] == hvd.Average, envvars.horovod_elastic())
+    if config is not None and config.automatic:
+        if hvd.rank() == 0:
+            tell_not_automatic()
+        compression, config = Compression.none, None
     settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others have no form under Keras 3")

@@ -337,6 +337,7 @@ class GradientExchange:
         """Give up the step under way, if there is one, and the residuals: other weights come."""
         self.buckets.rollback()
         self.clipping.abandon()
+        self.buckets.settling.measured.clear()  # of other moments, too
         for run in self.runs:
             run.arrived = 0
         self._dense_path.residuals.clear()

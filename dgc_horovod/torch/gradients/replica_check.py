@@ -12,6 +12,7 @@ import torch
 from dgc_horovod import replica_check
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
+from dgc_horovod.stats import replica_checks
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 
@@ -48,7 +49,9 @@ class Replicas:
             return
         pending, step, names = self._under_way
         self._under_way = None
-        if replica_check.same(self._collectives.wait(pending).numpy()):
+        same = replica_check.same(self._collectives.wait(pending).numpy())
+        replica_checks.count(same)
+        if same:
             return
         found = replica_check.find(self._collectives, step, names, self._checksum_of)
         if found is None:  # the script has set it right in the meantime

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,3 +81,17 @@ def _noticed(method: Any) -> Any:
         return method(self, what, *args, **kwargs)
 
     return noticed
+
+
+def already_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Whether a GradScaler has unscaled the gradients of `optimizer` in this step."""
+    states = getattr(scaler, "_per_optimizer_states", {})
+    stage = states[id(optimizer)].get("stage") if id(optimizer) in states else None
+    return getattr(stage, "name", "") == "UNSCALED"
+
+
+def scale_of(grad_scaler: Any) -> Callable[[], float]:
+    """A function that gives the present factor of the gradients, 1 without a scaler."""
+    if grad_scaler is None:
+        return lambda: 1.0
+    return lambda: float(grad_scaler.get_scale())

@@ -23,7 +23,7 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
         UnsupportedUse: an option of the optimizer that the split would get wrong.
     """
     kind = kind_of(optimizer)
-    if kind != "adam" and config.second_moment == FROZEN:
+    if kind != "adam" and (config.second_moment == FROZEN or config.until_settled is not None):
         tell_no_second_moment(type(optimizer).__name__)
     if not config.momentum_correction:
         return PlainUpdate(kind)

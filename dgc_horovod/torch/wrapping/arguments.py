@@ -74,12 +74,6 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
         raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
 
 
-def check_local(op: int) -> None:
-    """Raise UnsupportedUse for what local steps cannot do."""
-    if op != hvd.Average:
-        raise UnsupportedUse("local steps average the ranks' changes: op must be hvd.Average")
-
-
 def check_same_choice(compression: Any, process_set: hvd.ProcessSet, refused: str = "nothing") -> None:
     """Stop every rank if some compress and others do not, or refuse to: their collectives would never meet.
 

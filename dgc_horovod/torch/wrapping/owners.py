@@ -17,7 +17,7 @@ def claim(optimizer: Any) -> None:
     model again drops the old optimizer when it has the new one.
     """
     parameters = set(optimizer._requires_update)
-    for other in live():
+    for other in _owning():
         if not parameters.isdisjoint(other._requires_update):
             other._dgc_superseded = True
             for hook in other._grad_accs:
@@ -28,6 +28,15 @@ def claim(optimizer: Any) -> None:
 
 def live() -> list[Any]:
     """The optimizers that compress and still have their parameters, in the order of wrapping."""
+    return [optimizer for optimizer in _owning() if not optimizer._dgc_stock]
+
+
+def undecided() -> list[Any]:
+    """Those whose exchange is still to be chosen."""
+    return [optimizer for optimizer in _owning() if optimizer._dgc_is_undecided]
+
+
+def _owning() -> list[Any]:
     found = [ref() for ref in _made]
     return [optimizer for optimizer in found if optimizer is not None and not optimizer._dgc_superseded]
 

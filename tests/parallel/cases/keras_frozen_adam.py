@@ -164,3 +164,37 @@ def nodes() -> dict[str, Any]:
     apart = float(np.linalg.norm(weights(model) - one) / np.linalg.norm(one))
     losses = fit_more(model, EPOCHS)
     return {"apart": apart, "kept": _second(optimizer).size, "replica": fingerprint(model), "losses": losses}
+
+
+def settled() -> dict[str, Any]:
+    """Dense steps that end once it has settled: the same as so many by number, also if interrupted; a commit."""
+    hvd.init()
+    longest, found = 3 * DENSE, {}
+    waiting = {
+        name: WarmupSchedule(steps=longest, first_density=1.0, factor=1e-3, until_settled=change)
+        for name, change in (("some", 0.4), ("any", 1e9))
+    }
+    for name, warmup in waiting.items():
+        optimizer = _optimizer(warmup=warmup)
+        model = fit(smooth_model(), optimizer, 3 * EPOCHS + 2)
+        found[name] = _settling(optimizer).settled_at
+        found[f"{name}, replica"] = fingerprint(model)
+    by_number = WarmupSchedule(steps=found["some"], first_density=1.0, factor=1e-3)
+    found["by number"] = fingerprint(fit(smooth_model(), _optimizer(warmup=by_number), 3 * EPOCHS + 2))
+    half, folder = found["some"] // BATCHES, _shared_folder("settled")
+    save_checkpoint(folder, fit(smooth_model(), _optimizer(warmup=waiting["some"]), half))
+    resumed, optimizer = smooth_model(5), _optimizer(warmup=waiting["some"])
+    load_checkpoint(folder, resumed, optimizer)
+    fit(resumed, optimizer, 3 * EPOCHS + 2 - half)
+    _remove(folder)
+    found["resumed"] = fingerprint(resumed)
+    state = KerasState(resumed, optimizer)
+    for act in (state.save, state.sync, state.restore, state.sync):
+        act()
+    found["synced"] = _settling(optimizer).settled_at
+    return found
+
+
+def _settling(optimizer: Any) -> Any:
+    (exchange,) = optimizer._dgc.exchanges
+    return exchange.steps.buckets.settling

@@ -1,0 +1,1 @@
+"""`dgcrun --plan`: which exchange, from how many workers on."""

@@ -1,0 +1,108 @@
+"""``dgcrun --plan``: what a step costs by every method on 2 to 1,024 workers, and which one to take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dgc_horovod import envvars
+from dgc_horovod.compression import PRESETS
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import hosts
+from dgc_horovod.launch.plan import show
+from dgc_horovod.launch.plan.model_shapes import shapes_of
+from dgc_horovod.launch.settings import Job
+from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.machine import Machine
+from dgc_horovod.planning.measure import measured
+from dgc_horovod.planning.shapes import parse_size, tensors
+from dgc_horovod.planning.table import table
+
+_EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
+
+
+def run(args: Any, job: Job) -> int:
+    """Print the plan, and draw it if a file is named; returns 0.
+
+    Args:
+        args: Horovod's parsed arguments, with ours.
+        job: resolved settings of the job; without compression those of dgc.
+
+    Raises:
+        ConfigError: something is missing or wrong.
+    """
+    if not (args.step_ms and args.link_gbps and bool(args.model_size) != bool(args.model)):
+        raise ConfigError(f"--plan needs --step-ms, --link-gbps, and --model-size or --model, e.g. {_EXAMPLE}")
+    config = job.config or DGCConfig(**PRESETS["dgc"])
+    if config.local_steps is not None:
+        raise ConfigError("--plan prices an exchange at every step; leave --dgc-local-steps out of it")
+    envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
+    computing, cluster = number("--step-ms", args.step_ms) / 1e3, _cluster(args)
+    specs = _specs(args, config)
+    elements = sum(spec.numel for spec in specs)
+    machine = Machine(computing).over_gloo() if args.use_gloo else Machine(computing)
+    machine = measured(machine, elements, config)
+    found = table(specs, config, cluster, machine)
+    if not found:
+        raise ConfigError(f"no number of workers up to 1,024 fills two nodes of {cluster.node_size}")
+    title = show.head(elements, computing, config.final_density, _described(cluster))
+    print("\n".join([title, "", *show.verdicts(found), "", show.text(found), "", *_notes(machine, elements)]))
+    if args.plot:
+        show.draw(found, title, Path(args.plot))
+        print(f"drawn: {args.plot}")
+    return 0
+
+
+def number(flag: str, text: str, least_excluded: float = 0.0) -> float:
+    """The number that a flag gives; it must be above `least_excluded`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = least_excluded
+    if not value > least_excluded:
+        raise ConfigError(f"{flag} must be a positive number, got {text!r}")
+    return value
+
+
+def _specs(args: Any, config: DGCConfig) -> Sequence[TensorSpec]:
+    if args.model:
+        return shapes_of(args.model, hosts.interpreter_of(args.command) or sys.executable)
+    return tensors(parse_size(args.model_size), config)
+
+
+def _cluster(args: Any) -> Cluster:
+    latency = number("--latency-ms", args.latency_ms) / 1e3 if args.latency_ms else Link.latency
+    card = Link(number("--link-gbps", args.link_gbps) * 1e9, latency)
+    node_size = _node_size(args)
+    return Cluster(node_size, card, node_size, mpi=bool(args.use_mpi))
+
+
+def _node_size(args: Any) -> int:
+    """Of --workers-per-node; else that of -H, the same on every host; else 1."""
+    if args.workers_per_node:
+        if not (args.workers_per_node.isdecimal() and int(args.workers_per_node) >= 1):
+            raise ConfigError(f"--workers-per-node must be a whole number >= 1, got {args.workers_per_node!r}")
+        return int(args.workers_per_node)
+    slots = [part.rpartition(":")[2] for part in (args.hosts or "").split(",") if part]
+    if len(set(slots)) > 1:
+        raise ConfigError(f"-H {args.hosts} has nodes of different sizes; say --workers-per-node")
+    return int(slots[0]) if slots and slots[0].isdecimal() else 1
+
+
+def _described(cluster: Cluster) -> str:
+    link = f"{cluster.card.bits / 1e9:.3g} Gbit/s, {1e3 * cluster.card.latency:g} ms"
+    return f"{cluster.node_size} worker{'s' * (cluster.node_size > 1)} a card of {link}"
+
+
+def _notes(machine: Machine, elements: int) -> list[str]:
+    compress = 1e3 * machine.compress * elements
+    return [
+        "* the method to take. Dense and fp16 are stock Horovod, as fast as the link; with --gloo as Gloo on a CPU.",
+        "PowerSGD is torch DDP's, of rank 1.",
+        f"Compressing ({compress:.0f} ms a step for all elements) was measured just now, on one CPU thread.",
+        "Sharded exchanges, like a lower density, cost some quality. docs/planning.md: equations, how far off it is.",
+    ]

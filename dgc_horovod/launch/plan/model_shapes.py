@@ -1,0 +1,65 @@
+"""Shapes of a model that a function of the user's makes, in a process of its own: it may import whatever it likes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.marked import marked
+
+_SECONDS = 300
+_MARK = "DGC_SHAPES "
+_CODE = f"""
+import importlib, importlib.util, json, sys
+module, name = sys.argv[1].rsplit(":", 1)
+sys.path.insert(0, "")
+if module.endswith(".py"):
+    spec = importlib.util.spec_from_file_location("planned_model", module)
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules["planned_model"] = loaded
+    spec.loader.exec_module(loaded)
+else:
+    loaded = importlib.import_module(module)
+made = getattr(loaded, name)()
+if hasattr(made, "named_parameters"):
+    shapes = [(name, each.shape) for name, each in made.named_parameters() if each.requires_grad]
+elif hasattr(made, "trainable_variables"):
+    shapes = [(each.path, each.shape) for each in made.trainable_variables]
+else:
+    shapes = made.items() if hasattr(made, "items") else made
+print({_MARK!r} + json.dumps([[str(name), [int(size) for size in shape]] for name, shape in shapes]))
+"""
+
+
+def shapes_of(target: str, interpreter: str = sys.executable) -> Sequence[TensorSpec]:
+    """The tensors of a model, in its order.
+
+    Args:
+        target: ``module:function`` or ``file.py:function``; the function, without arguments, returns a torch module, a
+            Keras model that is built, or (name, shape) of every tensor.
+        interpreter: Python that runs it.
+
+    Raises:
+        ConfigError: there is no such function, or it fails.
+    """
+    if not all(target.rpartition(":")):
+        raise ConfigError(f"--model must be module:function or file.py:function, got {target!r}")
+    command = [interpreter, "-c", _CODE, target]
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--model {target}: not done after {_SECONDS} s") from None
+    found = marked(ended.stdout, _MARK)
+    if found is None:
+        said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        raise ConfigError(
+            f"--model {target}: {said[-1]}; it must return a torch module, a built Keras model, or (name, shape) pairs"
+        )
+    if not found:
+        raise ConfigError(f"--model {target}: there is nothing to train in it")
+    return [TensorSpec(name, tuple(shape)) for name, shape in found]

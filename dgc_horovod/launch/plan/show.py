@@ -1,0 +1,128 @@
+"""The plan as text and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.plan.units import duration
+from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, POWER_SGD, Cost
+from dgc_horovod.planning.table import Table, best, ranges
+
+_HEADS = {**{name: name for name in METHODS}, EXCHANGES[3]: "hier.+sharded"}
+_BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
+    ("time of a step, ms", lambda each: 1e3 * each.step_seconds),
+    ("efficiency, % of N times one worker", lambda each: 100 * each.efficiency),
+    ("into a network card, MB a step", lambda each: each.card_bytes / 1e6),
+    ("memory of a worker beside weights and gradients, MB", lambda each: each.memory_bytes / 1e6),
+)
+_STYLES = {
+    DENSE: {"color": "#444444", "linestyle": "--"},
+    FP16: {"color": "#999999", "linestyle": "--"},
+    POWER_SGD: {"color": "#e69f00", "linestyle": ":"},
+    EXCHANGES[0]: {"color": "#0072b2"},
+    EXCHANGES[1]: {"color": "#009e73"},
+    EXCHANGES[2]: {"color": "#56b4e9"},
+    EXCHANGES[3]: {"color": "#d55e00"},
+}
+
+
+def verdicts(found: Table) -> list[str]:
+    """A line for each range of N: which method to take, and what it gains."""
+    lines = []
+    for low, high, name in ranges(found):
+        where = f"N = {low:,}" if low == high else f"N = {low:,} to {high:,}"
+        ends = [_gain(found[low])] if low == high else sorted({_gain(found[low]), _gain(found[high])})
+        gain = " to ".join(f"{each:.1f}" for each in ends)
+        if name in (DENSE, FP16):
+            lines.append(f"{where}: {name}; compression gains less than a tenth")
+        else:
+            lines.append(f"{where}: --dgc-exchange {name}, {gain} times as fast as the better of dense and fp16")
+    return lines
+
+
+def _gain(costs: Sequence[Cost]) -> float:
+    return min(each.step_seconds for each in costs if each.name in (DENSE, FP16)) / best(costs).step_seconds
+
+
+def text(found: Table) -> str:
+    """A table for each of time, efficiency, bytes and memory; the method to take is marked."""
+    names = [name for name in METHODS if any(each.name == name for costs in found.values() for each in costs)]
+    blocks = []
+    for title, value in _BLOCKS:
+        lines = [title, f"{'N':>8}" + "".join(f"{_HEADS[name]:>15}" for name in names)]
+        for workers, costs in found.items():
+            chosen, by_name = best(costs).name, {each.name: each for each in costs}
+            cells = [_cell(by_name.get(name), value, name == chosen) for name in names]
+            lines.append(f"{workers:>8,}" + "".join(cells))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(cost: Cost | None, value: Callable[[Cost], float], chosen: bool) -> str:
+    if cost is None:
+        return f"{'':>15}"
+    number = value(cost)
+    shown = f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    return f"{shown:>14}{'*' if chosen else ' '}"
+
+
+def draw(found: Table, title: str, file: Path) -> None:
+    """Efficiency, step and bytes over N.
+
+    Args:
+        found: costs by number of workers.
+        title: what was planned.
+        file: to write; the ending decides on the form.
+
+    Raises:
+        ConfigError: there is no matplotlib, or the file cannot be written.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'dgc-horovod[plots]'") from None
+    panels = [_BLOCKS[1], ("time of a step, ms", _BLOCKS[0][1]), _BLOCKS[2]]
+    figure, axes = pyplot.subplots(1, 3, figsize=(12.6, 4.2), layout="constrained")
+    for (name, value), axis in zip(panels, axes, strict=True):
+        _panel(axis, found, name, value, logarithmic=value is not _BLOCKS[1][1])
+    figure.suptitle(title, fontsize=11)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False, fontsize=9)
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {file}: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], logarithmic: bool) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for method in METHODS:
+        points = [(n, value(each)) for n, costs in found.items() for each in costs if each.name == method]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=method, **_STYLES[method])
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(found), [f"{n:,}" for n in found], fontsize=8)
+    axis.minorticks_off()
+    if logarithmic:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_ylim(0, 100)
+    axis.set_xlabel("workers, N")
+    axis.set_title(name, fontsize=10)
+    axis.grid(alpha=0.3)
+
+
+def head(elements: int, computing: float, density: float, link: str) -> str:
+    """What was planned, in one line."""
+    return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, density {density:g}, {link}"

@@ -1,0 +1,1 @@
+"""The exchange that a job takes by its own clock."""

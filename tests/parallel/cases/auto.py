@@ -1,0 +1,265 @@
+"""Compression.auto on real ranks: stock Horovod to the bit, switches that lose nothing, one choice for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, TIMED
+from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from tests.helpers.errors import error_of
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, smooth_model, train, weights
+
+STEPS = 24
+_SMALL: dict[str, Any] = {"density": 0.05, "min_numel": 16}
+
+
+def _nesterov(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.003)
+
+
+OPTIMIZERS = {"SGD": _nesterov, "AdamW": _adamw}
+
+
+def made(make: Any = _nesterov, mode: str | None = DENSE, **fields: Any) -> tuple[nn.Module, Any]:
+    """A model and its optimizer, whose exchange stays what it is until it is told; mode None: it chooses."""
+    hvd.init()
+    model = smooth_model()
+    compression = Compression.auto(**{**_SMALL, **fields})
+    optimizer = DistributedOptimizer(make(model), named_parameters=model.named_parameters(), compression=compression)
+    if mode is not None:
+        take(optimizer, mode)
+    return model, optimizer
+
+
+def take(optimizer: Any, mode: str) -> None:
+    """Go on with `mode`, whatever the clock says."""
+    optimizer._dgc_choice.trial.stay(mode)
+    optimizer._dgc_take(mode)
+
+
+def stock(make: Any, clip: float | None = None, half: bool = False) -> nn.Module:
+    """What stock Horovod makes of `STEPS` steps."""
+    hvd.init()
+    model = smooth_model()
+    compression = hvd.Compression.fp16 if half else hvd.Compression.none
+    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters(), compression=compression)
+    for x, y in batches(STEPS, hvd.rank()):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.synchronize()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return model
+
+
+def dense_steps() -> dict[str, bool]:
+    """Before a choice every bit is stock Horovod's."""
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        model, optimizer = made(make)
+        train(model, optimizer, STEPS)
+        found[name] = fingerprint(model) == fingerprint(stock(make))
+    model, optimizer = made(mode=HALF)
+    train(model, optimizer, STEPS)
+    found["fp16"] = fingerprint(model) == fingerprint(stock(_nesterov, half=True))
+    model, optimizer = made(clip_norm=0.5)
+    train(model, optimizer, STEPS)
+    found["clip_norm"] = fingerprint(model) == fingerprint(stock(_nesterov, clip=0.5))
+    return found
+
+
+def script_clipping() -> dict[str, Any]:
+    """A script's own clipping is stock's in dense steps, and local afterwards."""
+    model, optimizer = made()
+    for x, y in batches(STEPS, hvd.rank()):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    same = fingerprint(model) == fingerprint(stock(_nesterov, clip=0.5))
+    take(optimizer, COMPRESSED)
+    for x, y in batches(4, hvd.rank(), seed=2):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return {"same": same, "told": "clipping" in optimizer._dgc_told or hvd.rank() > 0, "weights": fingerprint(model)}
+
+
+_ORDER = (DENSE, COMPRESSED, DENSE, HALF, COMPRESSED, HALF, COMPRESSED, DENSE)
+
+
+def switching() -> dict[str, Any]:
+    """At density 1, unrounded, every switch leaves stock's training as it is; at 5% replicas stay replicas."""
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        model, optimizer = made(make, density=1.0, factor_masking=False, second_moment="own", **UNROUNDED)
+        orders = [mode for mode in _ORDER if mode != HALF] if name == "SGD" else [DENSE]
+        _train_with(model, optimizer, orders)
+        found[name] = distance(weights(stock(make)), weights(model))
+        model, optimizer = made(make)
+        found[f"{name}, replicas"] = _train_with(model, optimizer, list(_ORDER))
+        found[f"{name}, left"] = sum(
+            float(abs(x).sum())
+            for arrays in optimizer.residual_state_dict()["tensors"].values()
+            for x in arrays.values()
+        )
+    return found
+
+
+def _train_with(model: nn.Module, optimizer: Any, modes: list[str]) -> list[str]:
+    """`STEPS` steps, a mode after the other; fingerprints after each."""
+    seen = []
+
+    def switch(step: int) -> None:
+        seen.append(fingerprint(model))
+        if (step + 1) % (STEPS // len(modes)) == 0 and step + 1 < STEPS:
+            take(optimizer, modes[(step + 1) // (STEPS // len(modes))])
+
+    take(optimizer, modes[0])
+    train(model, optimizer, STEPS, after_step=switch)
+    return seen
+
+
+def conservation() -> dict[str, float]:
+    """Gradients that do not depend on the weights: whatever the order of exchanges, all of them arrive in the end."""
+    hvd.init()
+    found = {}
+    for momentum in (0.0, 0.9):
+
+        def sgd(model: nn.Module, momentum: float = momentum) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+
+        ends = []
+        for modes in ([DENSE], [COMPRESSED, DENSE, COMPRESSED, DENSE]):
+            model, optimizer = made(sgd, factor_masking=False, **UNROUNDED)
+            generator = torch.Generator().manual_seed(hvd.rank())
+            for step in range(STEPS):
+                take(optimizer, modes[step * len(modes) // STEPS])
+                optimizer.zero_grad()
+                sum((p * torch.randn(p.shape, generator=generator)).sum() for p in model.parameters()).backward()
+                optimizer.step()
+            ends.append(weights(model) - weights(smooth_model()))
+        found[str(momentum)] = distance(*ends)
+    return found
+
+
+def choosing() -> dict[str, Any]:
+    """A choice by the clock: the same on every rank, and the one that the times say."""
+    model, optimizer = made(mode=None, density=0.01)
+    trial, modes, prints = optimizer._dgc_choice.trial, [], []
+    data = iter(batches(8 * TIMED, hvd.rank()))
+    for _ in range(8 * TIMED):
+        optimizer.zero_grad()
+        x, y = next(data)
+        nn.functional.mse_loss(model(x), y).backward()
+        modes.append(trial.mode)
+        optimizer.step()
+        prints.append(fingerprint(model))
+    return {
+        "modes": modes, "prints": prints, "ended": trial.ended, "seconds": trial.seconds,
+        "steps": optimizer._dgc.buckets.steps, "stats": optimizer.compression_stats()["steps"],
+    }  # fmt: skip
+
+
+def resuming() -> dict[str, Any]:
+    """Saved and loaded in each state: the rest of the run is the uninterrupted one, bit for bit."""
+    hvd.init()
+    folder = hvd.broadcast_object(tempfile.mkdtemp(), name="folder")
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        for mode in (DENSE, HALF, COMPRESSED):
+            ends = []
+            for stops in (False, True):
+                model, optimizer = made(make)
+                data = list(batches(STEPS, hvd.rank()))
+                for step, (x, y) in enumerate(data):
+                    if step == STEPS // 3:
+                        take(optimizer, mode)
+                    if stops and step == 2 * STEPS // 3:
+                        path = Path(folder) / f"{name}.{mode}"
+                        save_checkpoint(path, model, optimizer)
+                        model, optimizer = made(make, mode=None)
+                        load_checkpoint(path, model, optimizer)
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(model(x), y).backward()
+                    optimizer.step()
+                ends.append(fingerprint(model))
+            found[f"{name}, {mode}"] = [ends[0] == ends[1], optimizer._dgc_choice.trial.mode, ends[1]]
+    return found
+
+
+def uneven() -> dict[str, Any]:
+    """Ranks that run out of data, undecided and compressed."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    for mode in (None, COMPRESSED):
+        model, optimizer = made(mode=mode)
+        more = 2 * TIMED if mode is None else 6  # the other rank comes to its comparison alone
+        for x, y in batches(TIMED // 2 + more * hvd.rank(), hvd.rank()):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        hvd.join()
+        trial = optimizer._dgc_choice.trial
+        hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
+        found[str(mode)] = [trial.ended, trial.mode]
+        train(model, optimizer, 4)
+        found[f"{mode}, weights"] = fingerprint(model)
+    return found
+
+
+def missing() -> dict[str, Any]:
+    """A rank that stays away from a dense step: the others say so within the time limit."""
+    model, optimizer = made()
+    train(model, optimizer, 2)
+    if hvd.rank() == 0:
+        return {"error": error_of(lambda: train(model, optimizer, 1))}
+    import time
+
+    time.sleep(float(os.environ["DGC_TIMEOUT"]) + 4)
+    return {"error": ""}
+
+
+def refused() -> dict[str, str]:
+    """What auto is not for."""
+    hvd.init()
+    words = {}
+    with contextlib.suppress(KeyError):
+        words["rule"] = error_of(lambda: Compression.auto(rule="threshold", threshold=0.1))
+    words["local"] = error_of(lambda: Compression.auto(local_steps=4, momentum_correction=False))
+    words["total"] = error_of(lambda: Compression.dgc(total_steps=100))
+    return words
+
+
+def settling() -> dict[str, Any]:
+    """AdamW: nothing is timed before its second moment has settled."""
+    model, optimizer = made(lambda model: torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.9, 0.9)), mode=None)
+    choice, modes = optimizer._dgc_choice, []
+    for x, y in batches(300, hvd.rank()):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        modes.append(choice.trial.mode)
+        optimizer.step()
+        if choice.trial.ended:
+            break
+    return {"settled": choice._settling.settled_at, "seconds": choice.trial.seconds, "steps": len(modes)}

@@ -1,0 +1,95 @@
+"""Compression.auto on real ranks: stock Horovod to the bit, switches that lose nothing, one choice for all."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, SETTLING, TIMED
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = (
+    *("dense_steps", "script_clipping", "switching", "conservation"),
+    *("choosing", "settling", "resuming", "uneven", "refused"),
+)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, [f"auto.{case}" for case in CASES], timeout=300)
+
+
+def _found(ranks, case):
+    return [rank[f"auto.{case}"] for rank in ranks]
+
+
+def test_dense_steps_are_stock_horovods_bit_by_bit(ranks):
+    for found in _found(ranks, "dense_steps"):
+        assert found == {"SGD": True, "AdamW": True, "fp16": True, "clip_norm": True}
+
+
+def test_a_scripts_clipping_is_stocks_first_and_local_afterwards(ranks):
+    one, other = _found(ranks, "script_clipping")
+    assert one == other and one["same"] and one["told"]
+
+
+def test_a_switch_changes_nothing_at_density_1(ranks):
+    for found in _found(ranks, "switching"):
+        assert found["SGD"] <= 1e-5 and found["AdamW"] <= 1e-5
+
+
+def test_replicas_are_identical_after_every_step_of_every_switch(ranks):
+    one, other = _found(ranks, "switching")
+    for name in ("SGD", "AdamW"):
+        assert one[f"{name}, replicas"] == other[f"{name}, replicas"]
+        assert len(set(one[f"{name}, replicas"])) == len(one[f"{name}, replicas"])
+        assert one[f"{name}, left"] == 0, "dense steps leave nothing behind"
+
+
+def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again(ranks):
+    for found in _found(ranks, "conservation"):
+        assert max(found.values()) <= 1e-6
+
+
+def test_every_rank_comes_to_the_choice_that_the_clock_says(ranks):
+    one, other = _found(ranks, "choosing")
+    assert one == other
+    assert one["ended"] and one["steps"] == one["stats"] == len(one["modes"])
+    changes = [mode for mode, _ in itertools.groupby(one["modes"])]
+    assert one["modes"][: SETTLING + TIMED] == [DENSE] * (SETTLING + TIMED) and set(changes) == set(one["seconds"])
+    best = min(one["seconds"], key=one["seconds"].get)
+    gains = one["seconds"][best] <= GAIN * one["seconds"][DENSE]
+    assert one["modes"][-1] == (best if gains else DENSE)
+
+
+def test_nothing_is_timed_before_adams_second_moment_has_settled(ranks):
+    one, other = _found(ranks, "settling")
+    assert one == other and DENSE in one["seconds"]
+    assert one["settled"] >= 20 and one["steps"] >= one["settled"] + SETTLING + TIMED
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(ranks):
+    one, other = _found(ranks, "resuming")
+    assert one == other and len(one) == 6
+    for name, (same, mode, _) in one.items():
+        assert same and name.endswith(mode), name
+
+
+def test_ranks_that_run_out_of_data_choose_alike(ranks):
+    one, other = _found(ranks, "uneven")
+    assert one == other
+    assert one["None"] == [True, DENSE] and one[COMPRESSED] == [True, COMPRESSED]
+
+
+def test_what_does_not_go_together_is_refused(ranks):
+    for found in _found(ranks, "refused"):
+        assert (
+            "threshold" in found["rule"] and "local_steps=4" in found["local"] and "Compression.auto" in found["total"]
+        )
+
+
+def test_a_rank_that_stays_away_from_a_dense_step_is_an_error_not_a_hang():
+    one, _ = run_ranks(2, ["auto.missing"], timeout=240, environment={"DGC_TIMEOUT": "12"})
+    assert "waited 12 s for allreduce." in one["auto.missing"]["error"]

@@ -1,0 +1,134 @@
+"""Which exchange a job takes: the trial by the clock, what it expects, and the density that fits a run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dgc_horovod import DGCConfig
+from dgc_horovod.compression import PRESETS
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.kernels import registry
+from dgc_horovod.planning.density import LEAST, SENT, fitted, fitting
+from dgc_horovod.planning.prediction import Observed, predicted
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, HALF, SETTLING, TIMED, Trial
+from dgc_horovod.stats import Traffic
+
+MODES = (DENSE, HALF, COMPRESSED)
+
+
+def run(trial, seconds, expected):
+    """Steps that take `seconds` by mode, until the trial has ended; the modes that were at work."""
+    now, modes = 0.0, []
+    for _ in range(4 * (SETTLING + TIMED)):
+        modes.append(trial.mode)
+        now += seconds[trial.mode]
+        if trial.step_ended(now, 0.0):
+            took, _ = trial.own()
+            if trial.mode == DENSE:
+                trial.dense_timed(took, expected)
+            else:
+                trial.tried(took)
+    return modes
+
+
+TIMES = st.floats(0.001, 100)
+
+
+@given(st.fixed_dictionaries({mode: TIMES for mode in MODES}), st.fixed_dictionaries({m: TIMES for m in MODES[1:]}))
+def test_what_stays_is_the_fastest_of_what_was_tried(seconds, expected):
+    trial = Trial()
+    modes = run(trial, seconds, expected)
+    assert trial.ended and trial.mode in trial.seconds
+    for mode, taken in trial.seconds.items():
+        assert taken == pytest.approx(seconds[mode], rel=1e-6)
+    best = min(trial.seconds.values())
+    assert trial.seconds[trial.mode] == best or trial.mode == DENSE
+    if trial.mode == DENSE:
+        assert best > GAIN * trial.seconds[DENSE] or best == trial.seconds[DENSE]
+    else:
+        assert best <= GAIN * trial.seconds[DENSE]
+    changes = [mode for mode, _ in itertools.groupby(modes)]
+    assert len(changes) <= 4 and changes[0] == DENSE
+    for tried in trial.seconds.keys() - {DENSE}:
+        assert expected[tried] <= 1.1 * trial.seconds[DENSE] * (1 + 1e-6), "nothing is tried that is expected to lose"
+
+
+def test_what_is_expected_to_be_slower_is_not_tried():
+    trial = Trial()
+    assert set(run(trial, {DENSE: 1.0}, {HALF: 1.15, COMPRESSED: 1.5})) == {DENSE}
+
+
+def test_only_what_may_be_best_is_tried():
+    trial = Trial()
+    assert HALF not in run(trial, {DENSE: 1.0, HALF: 0.6, COMPRESSED: 0.1}, {HALF: 0.6, COMPRESSED: 0.1})
+    assert trial.mode == COMPRESSED
+
+
+def test_a_choice_that_the_clock_does_not_confirm_is_taken_back():
+    trial = Trial()
+    modes = run(trial, {DENSE: 1.0, COMPRESSED: 0.97}, {HALF: 1.0, COMPRESSED: 0.1})
+    assert modes.count(COMPRESSED) == SETTLING + TIMED and trial.mode == DENSE
+
+
+def test_steps_right_after_a_change_are_not_timed():
+    trial, now = Trial(), 0.0
+    for step in range(SETTLING + TIMED):
+        now += 100.0 if step < SETTLING else 1.0
+        ready = trial.step_ended(now, 0.25)
+    assert ready and trial.own() == (1.0, 0.25)
+
+
+@pytest.mark.parametrize("steps, density", [(300, 0.067), (1000, 0.02), (30_000, LEAST), (10, 1.0), (1, 1.0)])
+def test_a_coordinate_is_sent_often_enough(steps, density):
+    assert fitting(steps) == density
+    assert fitting(steps) * steps >= 0.95 * min(SENT, steps)
+    config = DGCConfig(**{**PRESETS["auto"], "total_steps": steps})
+    assert fitted(config).density == density
+    assert fitted(DGCConfig(**PRESETS["auto"])).density == PRESETS["auto"]["density"]
+
+
+def _exchange(workers, **fields):
+    specs = [TensorSpec(f"weight{i}", (1000, 1000)) for i in range(20)] + [TensorSpec("bias", (1000,))]
+    kernels = registry.choose("cpu")
+    config = DGCConfig(**{**PRESETS["auto"], **fields})
+    return OptimizerExchange(specs, config, lambda name: kernels, 0, workers, True, Traffic())
+
+
+def _observed(computing, bits, workers=2, hidden=0.0, numel=2**20):
+    """Dense steps of 20 M elements behind a link of so many bits a second."""
+    exchange = 8 * 2 * (workers - 1) / workers * 4 * 20e6 / bits
+    probe = 8 * 2 * (workers - 1) / workers * 4 * numel / bits
+    waited = max(0.0, exchange - hidden)
+    return Observed(computing + waited, waited, 0.001, 0.001 + probe, numel)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_a_slow_link_lets_compression_win_and_a_fast_one_does_not(workers):
+    buckets = _exchange(workers)
+    slow, fast = _observed(0.2, 1e8, workers), _observed(0.2, 1e12, workers, hidden=0.1)
+    assert predicted(buckets, slow, True)[COMPRESSED] < 0.25 * slow.step
+    assert predicted(buckets, fast, True)[COMPRESSED] > fast.step
+
+
+def test_half_the_bytes_take_half_the_time_where_nothing_hides():
+    buckets, observed = _exchange(2), _observed(0.2, 1e8)
+    full = observed.step - observed.computing
+    assert 0.45 * full < predicted(buckets, observed, True)[HALF] - observed.computing < 0.75 * full
+
+
+def test_what_hides_behind_the_backward_pass_is_not_gained():
+    buckets = _exchange(2)
+    seen, hidden = _observed(20.0, 1e8), _observed(20.0, 1e8, hidden=10.0)
+    assert predicted(buckets, hidden, True)[HALF] > 0.95 * hidden.step
+    assert predicted(buckets, seen, True)[HALF] < 0.95 * seen.step
+
+
+def test_observed_times_that_contradict_each_other_still_give_numbers():
+    buckets = _exchange(2)
+    for observed in (Observed(1.0, 1.5, 0.01, 0.001, 2), Observed(1e-6, 0.0, 1.0, 1.0, 2**20)):
+        assert all(seconds > 0 for seconds in predicted(buckets, observed, True).values())

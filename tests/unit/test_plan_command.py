@@ -1,0 +1,56 @@
+"""``dgcrun --plan``: what it prints and draws, and what it refuses in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import commands
+
+PLAN = ["--plan", "--model-size", "300K", "--step-ms", "5", "--link-gbps", "0.1"]
+
+
+def test_a_plan_says_what_to_take_and_from_how_many_workers_on(capsys):
+    assert commands.run([*PLAN, "-H", "a:8,b:8"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("0.3 M elements, 5.0 ms of computing a step, density 0.001, 8 workers a card of 0.1 Gbit/s")
+    verdicts = [line for line in said.splitlines() if line.startswith("N = ")]
+    assert verdicts[0].startswith(("N = 16:", "N = 16 to ")) and verdicts[-1].split(":")[0].endswith("1,024")
+    # one star in each row of four tables, the method to take
+    rows = [line for line in said.splitlines() if line.split() and line.split()[0] in ("16", "64", "1,024")]
+    assert len(rows) == 3 * 4 and all(row.count("*") == 1 for row in rows)
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_hosts_of_one_worker_have_no_columns_of_nodes(capsys):
+    assert commands.run(PLAN) == 0
+    said = capsys.readouterr().out
+    assert "hierarchical" not in said and "PowerSGD" in said and "\n       2 " in said
+
+
+def test_a_plan_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.svg"
+    assert commands.run([*PLAN, "--plot", str(file)]) == 0
+    assert "<svg" in file.read_text()
+    with pytest.raises(ConfigError, match=r"--plot .*: "):
+        commands.run([*PLAN, "--plot", str(tmp_path / "plan.nothing")])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--plan"], "--plan needs --step-ms"),
+        ([*PLAN, "--model", "a:b"], "--model-size or --model"),
+        ([*PLAN, "--latency-ms", "soon"], "--latency-ms must be a positive number, got 'soon'"),
+        ([*PLAN, "--workers-per-node", "0"], "--workers-per-node must be a whole number >= 1"),
+        ([*PLAN, "--workers-per-node", "3"], "fills two nodes of 3"),
+        ([*PLAN, "-H", "a:2,b:4"], "nodes of different sizes"),
+        ([*PLAN, "--dgc-local-steps", "15"], "leave --dgc-local-steps out"),
+        (["-np", "2", "--plot", "x.svg", "true"], "--plot goes with --plan"),
+        (["-np", "2", "--step-ms", "1", "true"], "--step-ms goes with --doctor and --plan"),
+    ],
+)
+def test_what_is_missing_or_wrong(words, said):
+    with pytest.raises(ConfigError, match=said):
+        commands.run(words)
