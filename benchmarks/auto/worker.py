@@ -17,7 +17,7 @@ from dgc_horovod.torch import Compression, DistributedOptimizer
 
 NOTHING, DENSE, FP16, DGC, AUTO = METHODS = ("no exchange", "dense", "fp16", "dgc", "auto")
 DENSITY = 0.01
-_TURNS, _TURN_SECONDS, _MOST_STEPS, _MOST_CHOOSING = 6, 5.0, 10, 200
+_TURNS, _TURN_SECONDS, _MOST_STEPS, _MOST_CHOOSING = 8, 4.0, 60, 200
 
 
 class Trainer:

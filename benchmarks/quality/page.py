@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.quality import (
     adam_tables,
     analysis,
+    auto_tables,
     exchange_tables,
     plots,
     runs,
@@ -28,7 +29,7 @@ def texts() -> dict[tuple[Path, str], str]:
     made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
     made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
     made["quality"] = tables.by_length(found)
-    made |= exchange_tables.blocks(found) | adam_tables.blocks(found)
+    made |= exchange_tables.blocks(found) | adam_tables.blocks(found) | auto_tables.blocks(found)
     return {(PAGE, marker): text for marker, text in made.items()}
 
 
