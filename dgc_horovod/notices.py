@@ -88,6 +88,11 @@ def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
     )
 
 
+def lost(rank: int, workers: int, what: str, reason: str) -> str:
+    """What a rank says whose collective `what` has failed: another rank has ended, and `reason` is the library's."""
+    return f"rank {rank} of {workers}: {what} has failed, as another rank has ended or stopped with an error ({reason})"
+
+
 def going_back(error: BaseException | None) -> None:
     """Tell why an elastic job goes back to its last commit: Horovod says nothing."""
     if error is None:  # the script has asked for it

@@ -25,8 +25,9 @@ from dgc_horovod.torch.local.methods import LocalMethods
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
 from dgc_horovod.torch.updates.choice import choose_update, kind_of
-from dgc_horovod.torch.wrapping.arguments import check_arguments, check_same_choice, checked_names
-from dgc_horovod.torch.wrapping.refusals import alike, check_optimizer, check_parameters
+from dgc_horovod.torch.wrapping.arguments import checked_names
+from dgc_horovod.torch.wrapping.horovod_arguments import alike, check_arguments, check_same_choice
+from dgc_horovod.torch.wrapping.refusals import check_optimizer, check_parameters, check_plain_models
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -90,6 +91,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         check_arguments(op, gradient_predivide_factor, backward_passes_per_step)
         check_optimizer(optimizer, sparse_as_dense)
         check_parameters(optimizer, named)
+        check_plain_models(optimizer, named)
         if config.local_steps is None:
             methods: tuple[type, ...] = (CompressedMethods, *([AutomaticMethods] if config.automatic else []))
             update = choose_update(optimizer, config)
@@ -126,7 +128,7 @@ def _adopt(
         settings: Horovod's arguments.
     """
     user_class: Any = type(optimizer)
-    every = [entry for layer in layers for entry in vars(layer).items()]
+    every = [entry for layer in layers for base in reversed(layer.__mro__[:-1]) for entry in vars(base).items()]
     ours = {k: v for k, v in every if not k.startswith("__") or k == "__reduce_ex__"}
     methods = {**vars(_DistributedOptimizer), **ours}
     # broadcast_optimizer_state expects the class one level over the user's, with Horovod's __module__

@@ -8,75 +8,66 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
-from dgc_horovod import envvars
 from dgc_horovod.config_check import together
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.errors import CheckpointError, UnsupportedUse
+from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState, check_moments
+from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.updates.base import PlainUpdate
 
 
-def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
-    """Save model, optimizer and every rank's residuals; called on every rank of the optimizer, between two steps.
+def save(
+    directory: str | os.PathLike[str],
+    collectives: Collectives,
+    model: Any,
+    optimizer: Any,
+    extra: dict[str, Any],
+    group: int = 0,
+) -> None:
+    """What ``save_checkpoint`` of every adapter does.
 
     Args:
-        directory: path, made if it is not there. A checkpoint in it is replaced once the new one is complete; other
-            files are left alone. One for each optimizer.
-        model: module whose state is saved.
-        optimizer: optimizer of ``DistributedOptimizer``, with any compression.
-        extra: more values to keep: numbers, texts, tensors, dicts and lists of them (a scheduler's ``state_dict()``,
-            the epoch, the state of a random generator); those of rank 0 are kept.
-
-    Raises:
-        CheckpointError: on every rank, if any rank could not write, or is between backward() and step().
-
-    Cost: u and v of every rank are written, twice the model's size each with momentum.
+        directory, model, optimizer, extra: see ``save_checkpoint``.
+        collectives: transport of the ranks that save, which bears with slow disks.
+        group: number of the group of ranks; 0: all of the job.
     """
-    collectives, exchange = _of(optimizer)
+    exchange = getattr(optimizer, "_dgc", None)
     if exchange is not None:
         optimizer._dgc_finish_round()
 
     def content() -> checkpoint.Content:
         state = None if exchange is None else kept_by(optimizer)
         saved = _dumped(model, optimizer, extra) if collectives.rank == 0 else b""
-        names = optimizer._parameter_names.values()
-        holds = checkpoint.digest_of_names(names, optimizer.process_set.process_set_id)
+        holds = checkpoint.digest_of_names(optimizer._parameter_names.values(), group)
         return checkpoint.Content(holds, saved, state, None if exchange is None else exchange.config)
 
     checkpoint.save(directory, collectives, content)
 
 
-def load_checkpoint(
-    directory: str | os.PathLike[str], model: Any, optimizer: Any, residuals: str = checkpoint.REQUIRED
+def load(
+    directory: str | os.PathLike[str],
+    collectives: Collectives,
+    model: Any,
+    optimizer: Any,
+    averages: bool,
+    residuals: str = checkpoint.REQUIRED,
 ) -> dict[str, Any]:
-    """Go on from ``save_checkpoint``; called on every rank of the optimizer, whatever their number is now.
-
-    With the same number of ranks training goes on bit for bit. With another number the combined residual of all ranks
-    stays the same (to fp32 rounding); all ranks must then see the directory.
+    """What ``load_checkpoint`` of every adapter does.
 
     Args:
-        directory: path of the checkpoint.
-        model, optimizer: model and optimizer, built as they were when it was saved.
-        residuals: demand on them: "required"; "if sound": go on without those missing or damaged, whose content
-            is lost; "ignored": all start from zero.
-
-    Returns:
-        The `extra` of ``save_checkpoint``.
-
-    Raises:
-        CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
+        directory, model, optimizer, residuals: see ``load_checkpoint``.
+        collectives: transport of the ranks that load, which bears with slow disks.
+        averages: whether gradients are averaged or summed.
     """
-    collectives, exchange = _of(optimizer)
+    exchange = getattr(optimizer, "_dgc", None)
     config = None if exchange is None else exchange.config
     node_size = 1 if exchange is None else exchange.buckets.topology.node_size
-    found = checkpoint.load(directory, collectives, config, optimizer.op == hvd.Average, residuals, node_size)
+    found = checkpoint.load(directory, collectives, config, averages, residuals, node_size)
     with together(collectives, f"loading {directory}"):
         if exchange is not None:
             check_between_steps(optimizer)
@@ -92,20 +83,7 @@ def load_checkpoint(
     return dict(saved["extra"])
 
 
-def _of(optimizer: Any) -> tuple[HorovodCollectives, GradientExchange | None]:
-    """Collectives that bear with slow disks, and the exchange of an optimizer, None if it is not compressed."""
-    if not hasattr(optimizer, "_requires_update"):
-        raise UnsupportedUse("pass the optimizer that DistributedOptimizer has returned")
-    if not optimizer.process_set.included():
-        raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
-    exchange = getattr(optimizer, "_dgc", None)
-    if exchange is not None:
-        _follow(optimizer)
-    patient = HorovodCollectives(optimizer.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
-    return patient, getattr(optimizer, "_dgc", None)
-
-
-def _follow(optimizer: Any) -> None:
+def follow(optimizer: Any) -> None:
     """Know which ranks there are, before anything depends on it."""
     if optimizer._dgc_membership is not None:
         optimizer._dgc_membership.follow(optimizer)
@@ -134,14 +112,14 @@ def check_between_steps(optimizer: Any) -> None:
 
 def kept_by(optimizer: Any) -> ResidualState:
     """A copy of what this rank has kept; see ``residual_state_dict``."""
-    _follow(optimizer)
+    follow(optimizer)
     check_between_steps(optimizer)
     return copied(optimizer)
 
 
 def load_residuals(optimizer: Any, state: ResidualState) -> None:
     """Go on from `state`, of this rank; see ``load_residual_state_dict``."""
-    _follow(optimizer)
+    follow(optimizer)
     check_between_steps(optimizer)
     put_back(optimizer, state)
 
@@ -198,7 +176,7 @@ def _converted(record: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
 
 def flush(optimizer: Any) -> None:
     """See ``flush`` of the optimizer."""
-    _follow(optimizer)
+    follow(optimizer)
     check_between_steps(optimizer)
     exchange, update = optimizer._dgc, optimizer._dgc_update
     update.check_flush(optimizer)

@@ -47,6 +47,9 @@ class Collectives(ABC):
     """
 
     failures: tuple[type[Exception], ...] = ()  # what a collective raises once another rank has ended
+    # Whether those of all ranks meet by name, in whatever order a rank starts them, and small ones are put together. If
+    # not, every rank must start the same ones in the same order.
+    by_name = True
 
     def __init__(self, rank: int, workers: int, tag: str, timeout: float | None = None) -> None:
         self.rank, self.workers, self.tag = rank, workers, tag

@@ -1,4 +1,4 @@
-"""Small tensors (bias, norm) that are in no bucket: an allreduce each, which Horovod fuses."""
+"""Small tensors (bias, norm) that are in no bucket: an allreduce each, which Horovod fuses, or one of them all."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ class DensePath:
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self.residuals: dict[Parameter, torch.Tensor] = {}  # from when they were in buckets; go with the next step
         self._pending: dict[Parameter, Pending] = {}
+        self._waiting: dict[Parameter, torch.Tensor] = {}  # where small collectives are not put together: for one
         self._results: dict[Parameter, torch.Tensor] = {}
         self._kept: dict[Parameter, torch.Tensor] = {}
 
@@ -95,15 +96,41 @@ class DensePath:
             gradient = gradient + self.residuals[p].to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
+        if self.collectives.by_name:
+            self._pending[p] = self._reduced(gradient, self.names[p])
+            return
+        self._waiting[p] = gradient
+        if len(self._waiting) == len(self.names):
+            self._launch_together()
+
+    def launch_all(self, clip: float = 1.0) -> None:
+        """`launch` of every tensor, in one order on all ranks."""
+        for p in self.names:
+            self.launch(p, clip)
+
+    def _launch_together(self) -> None:
+        """One allreduce for each dtype and device."""
+        alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+        for p in self.names:
+            alike.setdefault((self._waiting[p].dtype, self._waiting[p].device), []).append(p)
+        for (dtype, _), parameters in alike.items():
+            flat = torch.cat([self._waiting[p].view(-1) for p in parameters])
+            self._pending.update(dict.fromkeys(parameters, self._reduced(flat, str(dtype))))
+        self._waiting.clear()
+
+    def _reduced(self, gradient: torch.Tensor, name: str) -> Pending:
         self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
-        name, settings = f"dense.{self.names[p]}", self.settings
-        self._pending[p] = self.collectives.allreduce(gradient, name, settings.averages, *settings.scales)
+        settings = self.settings
+        return self.collectives.allreduce(gradient, f"dense.{name}", settings.averages, *settings.scales)
 
     def result(self, p: Parameter) -> torch.Tensor:
         """Wait for the allreduce; what belongs into ``p.grad``, in its dtype."""
         assert p.grad is not None
         if p not in self._results:
-            self._results[p] = self.collectives.wait(self._pending[p])
+            pending = self._pending[p]
+            together = [p] if self.collectives.by_name else [q for q, its in self._pending.items() if its is pending]
+            parts = self.collectives.wait(pending).view(-1).split([q.numel() for q in together])
+            self._results.update(zip(together, parts, strict=True))
         return laid_out_as(self._results[p].view(p.shape), p.grad)
 
     @property
@@ -127,4 +154,5 @@ class DensePath:
             self.residuals.clear()
         self.gradients.clear()
         self._pending.clear()
+        self._waiting.clear()
         self._results.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -25,11 +25,11 @@ from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
 from dgc_horovod.torch.gradients.memory import (
     TakenMemory,
-    flat_array,
     handed,
     is_alone,
     is_in,
     is_plain,
+    squares_of,
     wait_for_streams,
 )
 
@@ -46,8 +46,8 @@ class GradientExchange:
         boundaries: number of each parameter; tensors of different numbers never share a bucket.
         config: compression settings.
         collectives: transport of this optimizer's group.
-        settings: Horovod's arguments.
-        loss_scale: function that gives the present factor of the loss, hence of every gradient, > 0.
+        settings: how gradients are combined.
+        loss_scale: function that gives the present factor of the loss, and of gradients, > 0.
         transports, node_size: transport of each group of workers, and G >= 1; None and 1: no nodes are known.
     """
 
@@ -64,8 +64,7 @@ class GradientExchange:
     ) -> None:
         self.config, self.collectives, self.settings = config, collectives, settings
         self._transports = transports or {ALL: collectives}
-        self.names = {p: name for name, p in parameters.items()}
-        self.loss_scale = loss_scale
+        self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
         self._scale: float | None = None  # of the step under way
         self._taken = TakenMemory()  # into which something of this step will be written
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
@@ -136,6 +135,8 @@ class GradientExchange:
             if self.clipping.active:
                 if self._dense_path.complete and all(run.complete for run in self.runs):
                     self._take_all(accumulation_of)
+            elif not self.collectives.by_name:
+                self._take_in_order(accumulation_of)
             elif place is None:
                 self._dense_path.launch(p)
             elif place[0].complete:
@@ -200,7 +201,7 @@ class GradientExchange:
 
     def _go_on(self) -> None:
         """Start the next round of every bucket whose present one is through, while the backward pass goes on."""
-        for run in self._launched:
+        for run in self._launched if self.collectives.by_name else ():
             while run.engine.has_more_rounds and run.pending is not None and self.collectives.done(run.pending):
                 self._take_round(run)
 
@@ -218,13 +219,23 @@ class GradientExchange:
         self._add_gradients(run, accumulation_of)
         self._launch(run, 1.0)
 
+    def _take_in_order(self, accumulation_of: AccumulationOf) -> None:
+        """Send what is complete, in the order of the buckets; the dense path comes after the last."""
+        for run in self.runs[len(self._launched) :]:
+            if not run.complete:
+                return
+            self._take_bucket(run, accumulation_of)
+        if self._dense_path.complete:
+            self._dense_path.launch_all()
+
     def _take_all(self, accumulation_of: AccumulationOf) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
         clip, dense = 1.0, self._dense_path.gradients
         if self.clipping.is_of_all:
             for run in self.runs:
                 self._add_gradients(run, accumulation_of)
-            clip = self.clipping.of_all(self.buckets.squares(self._squares(dense.values())), self._scale_now())
+            squares = squares_of(dense.values(), self._kernels_of)
+            clip = self.clipping.of_all(self.buckets.squares(squares), self._scale_now())
         else:
             bucketed = {p: self._gradient(p) for run in self.runs for p in run.parameters}
             self.clipping.measure({**bucketed, **dense}, self._scale_now())
@@ -237,18 +248,9 @@ class GradientExchange:
         all_clip = self.buckets.all_clip  # as the last step's messages said
         for run in self.runs:
             self._launch(run, clip)
-        for p in self._dense_path.names:
-            self._dense_path.launch(p, clip)
+        self._dense_path.launch_all(clip)
         if all_clip and not self.buckets.ranks_in_join:  # a collective that not every rank takes part in never ends
             self.clipping.share(self.collectives)
-
-    def _squares(self, gradients: Iterable[torch.Tensor]) -> float:
-        """Sum of all squares; what is not finite counts as zero."""
-        found: dict[Kernels, list[torch.Tensor]] = {}
-        for gradient in gradients:
-            kernels = self._kernels_of(gradient)
-            found.setdefault(kernels, []).append(flat_array(gradient.contiguous().to(torch.float32), kernels))
-        return sum(kernels.squares(arrays) for kernels, arrays in found.items())
 
     # -- gradients out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,6 +60,20 @@ def flat_array(x: torch.Tensor, kernels: Kernels) -> Any:
     """A contiguous tensor as an Array of `kernels`."""
     flat = x.detach().view(-1)
     return flat.numpy() if kernels.array_kind == "numpy" else flat
+
+
+def squares_of(tensors: Iterable[torch.Tensor], kernels_of: Callable[[torch.Tensor], Kernels]) -> float:
+    """Sum of all squares; what is not finite counts as zero.
+
+    Args:
+        tensors: dense tensors, of any dtype and layout.
+        kernels_of: function that gives the kernels for the device of a tensor.
+    """
+    found: dict[Kernels, list[torch.Tensor]] = {}
+    for x in tensors:
+        kernels = kernels_of(x)
+        found.setdefault(kernels, []).append(flat_array(x.contiguous().to(torch.float32), kernels))
+    return sum(kernels.squares(arrays) for kernels, arrays in found.items())
 
 
 def wait_for_streams(streams: set[torch.cuda.Stream]) -> None:

@@ -15,7 +15,7 @@ from dgc_horovod.torch.gradients.bucket_run import BucketRun
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import AccumulationOf, GradientExchange, Parameter
-from dgc_horovod.torch.gradients.memory import handed, wait_for_streams
+from dgc_horovod.torch.gradients.memory import handed, squares_of, wait_for_streams
 from dgc_horovod.torch.gradients.node_average import Averaging, NodeAverage
 from dgc_horovod.wire.bucket import PADDING
 
@@ -125,7 +125,7 @@ class NodeGradientExchange(GradientExchange):
         clip, scale = 1.0, 1 / self._scale_now()
         unscaled = {**gradients, **{p: gradient.float() * scale for p, gradient in dense.items()}}
         if self.clipping.is_of_all:
-            clip = self.clipping.of_all(self._squares(unscaled.values()), 1.0)
+            clip = self.clipping.of_all(squares_of(unscaled.values(), self._kernels_of), 1.0)
         else:
             self.clipping.measure(unscaled, 1.0)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})

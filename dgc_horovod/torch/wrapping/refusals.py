@@ -5,24 +5,25 @@ from __future__ import annotations
 import gc
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import horovod.torch as hvd
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dgc_horovod.errors import DGCError, UnsupportedUse
-from dgc_horovod.torch.wrapping.arguments import check_same_choice
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @contextmanager
-def alike(process_set: hvd.ProcessSet) -> Iterator[None]:
+def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
     """Around the checks of a rank that compresses: what one rank refuses, or cannot do, stops every rank.
+
+    Args:
+        compare: function that compares what each rank refuses, "nothing" or its words, and raises RankMismatch.
 
     Raises:
         RankMismatch: on every rank, if not all refuse the same; also if some do not compress.
@@ -34,7 +35,7 @@ def alike(process_set: hvd.ProcessSet) -> Iterator[None]:
         problem = error
     text = str(problem) if isinstance(problem, DGCError) else f"{type(problem).__name__}: {problem}"
     try:
-        check_same_choice("dgc", process_set, text if problem is not None else "nothing")
+        compare(text if problem is not None else "nothing")
     except Exception as mismatch:
         raise mismatch from problem
     if problem is not None:
@@ -57,8 +58,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sparse_as_dense: bool) -> 
         )
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise UnsupportedUse for a parameter that cannot be exchanged, or that something else exchanges already."""
+def check_parameters(optimizer: torch.optim.Optimizer, names: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise UnsupportedUse for a parameter that cannot be exchanged."""
     name_of = {p: name for name, p in names}
     for group in optimizer.param_groups:
         for p, times in Counter(group["params"]).items():
@@ -66,10 +67,14 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str
                 raise UnsupportedUse(
                     f"{name_of[p]!r} is {times} times in one parameter group, and would move as often in each step"
                 )
-    trained = {p: name_of[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    for p, name in trained.items():
+    for p, name in _trained(optimizer, names).items():
         if problem := _problem(p):
             raise UnsupportedUse(f"{name!r} {problem}")
+
+
+def check_plain_models(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise UnsupportedUse where DistributedDataParallel exchanges gradients as well."""
+    trained = _trained(optimizer, names)
     for wrapper in _data_parallel_models():
         for p in wrapper.parameters():
             if p in trained:
@@ -77,6 +82,12 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str
                     f"{trained[p]!r} belongs to a model in DistributedDataParallel, which exchanges every gradient "
                     "itself, uncompressed; leave the model plain, without DistributedDataParallel around it"
                 )
+
+
+def _trained(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
+    """Name of each parameter that requires a gradient."""
+    name_of = {p: name for name, p in names}
+    return {p: name_of[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _problem(p: torch.Tensor) -> str:
@@ -87,7 +98,7 @@ def _problem(p: torch.Tensor) -> str:
         return "is on the meta device, without data; call model.to_empty(device=...) and initialize it before wrapping"
     if _is_sharded(p):
         return (
-            "is sharded over the ranks (FSDP, DTensor), and Horovod averages whole gradients of replicas; wrap the "
+            "is sharded over the ranks (FSDP, DTensor), and what is averaged are whole gradients of replicas; wrap the "
             "optimizer of a model that is whole on every rank"
         )
     if is_traceable_wrapper_subclass(p):
@@ -96,8 +107,7 @@ def _problem(p: torch.Tensor) -> str:
         return f"has the layout {p.layout}; only dense tensors can be exchanged (p.to_dense())"
     if p.is_complex():
         return (
-            "is complex, which neither Horovod nor the compression can exchange; make its real view "
-            "(torch.view_as_real) the parameter"
+            "is complex, which the compression cannot exchange; make its real view (torch.view_as_real) the parameter"
         )
     if p.dtype not in _DTYPES:
         return f"is of {p.dtype}; gradients of float16, bfloat16, float32 and float64 can be exchanged"

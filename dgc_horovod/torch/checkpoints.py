@@ -1,0 +1,69 @@
+"""``save_checkpoint`` and ``load_checkpoint`` between Horovod's ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import horovod.torch as hvd
+
+from dgc_horovod import envvars
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.state import checkpoint
+from dgc_horovod.torch import state
+from dgc_horovod.torch.transport import HorovodCollectives
+
+
+def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
+    """Save model, optimizer and every rank's residuals; called on every rank of the optimizer, between two steps.
+
+    Args:
+        directory: path, made if it is not there. A checkpoint in it is replaced once the new one is complete; other
+            files are left alone. One for each optimizer.
+        model: module whose state is saved.
+        optimizer: optimizer of ``DistributedOptimizer``, with any compression.
+        extra: more values to keep: numbers, texts, tensors, dicts and lists of them (a scheduler's ``state_dict()``,
+            the epoch, the state of a random generator); those of rank 0 are kept.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write, or is between backward() and step().
+
+    Cost: u and v of every rank are written, twice the model's size each with momentum.
+    """
+    collectives = _patient(optimizer)
+    state.save(directory, collectives, model, optimizer, extra, optimizer.process_set.process_set_id)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], model: Any, optimizer: Any, residuals: str = checkpoint.REQUIRED
+) -> dict[str, Any]:
+    """Go on from ``save_checkpoint``; called on every rank of the optimizer, whatever their number is now.
+
+    With the same number of ranks training goes on bit for bit. With another number the combined residual of all ranks
+    stays the same (to fp32 rounding); all ranks must then see the directory.
+
+    Args:
+        directory: path of the checkpoint.
+        model, optimizer: model and optimizer, built as they were when it was saved.
+        residuals: demand on them: "required"; "if sound": go on without those missing or damaged, whose content
+            is lost; "ignored": all start from zero.
+
+    Returns:
+        The `extra` of ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
+    """
+    collectives = _patient(optimizer)
+    return state.load(directory, collectives, model, optimizer, optimizer.op == hvd.Average, residuals)
+
+
+def _patient(optimizer: Any) -> HorovodCollectives:
+    """Collectives that bear with slow disks, between the ranks that there are."""
+    if not hasattr(optimizer, "_requires_update"):
+        raise UnsupportedUse("pass the optimizer that DistributedOptimizer has returned")
+    if not optimizer.process_set.included():
+        raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
+    if getattr(optimizer, "_dgc", None) is not None:
+        state.follow(optimizer)
+    return HorovodCollectives(optimizer.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())

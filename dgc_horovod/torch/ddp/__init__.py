@@ -1,0 +1,24 @@
+"""The PyTorch adapter for torch.distributed, without Horovod: ``register`` for DDP, and ``DistributedOptimizer``."""
+
+from __future__ import annotations
+
+import torch.distributed
+
+if not torch.distributed.is_available():
+    raise ImportError("dgc_horovod.torch.ddp needs torch.distributed, which this build of PyTorch has not")
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.torch.ddp.checkpoints import load_checkpoint, save_checkpoint
+from dgc_horovod.torch.ddp.compression import Compression
+from dgc_horovod.torch.ddp.optimizer import DistributedOptimizer, register
+
+__all__ = [
+    "Compression",
+    "DGCConfig",
+    "DistributedOptimizer",
+    "WarmupSchedule",
+    "load_checkpoint",
+    "register",
+    "save_checkpoint",
+]

@@ -1,0 +1,168 @@
+"""The methods of an optimizer whose gradients torch.distributed carries: of plain models, and of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dgc_horovod.config_check import check_agreement
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.torch.ddp.hook import install
+from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives
+from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.scaling import scale_of
+from dgc_horovod.torch.methods import ExchangeMethods
+from dgc_horovod.torch.wrapping import owners
+from dgc_horovod.torch.wrapping.arguments import agreed_fields
+
+TOO_MANY_PASSES = (
+    "a parameter got a gradient more than backward_passes_per_step={passes} times before step(); pass the number of "
+    "backward passes that are summed"
+)
+ACCUMULATED = (
+    "backward() was called again before step(): the second gradient was added to an update, which has been through the "
+    "exchange. Put all backward passes of a step but the last inside `with model.no_sync():`. To give an update up, "
+    "call optimizer.zero_grad()"
+)
+NOT_EXCHANGED = (
+    "step() without gradients that have been exchanged: since the last step there was no backward pass outside of "
+    "model.no_sync(), or optimizer.zero_grad() came after it"
+)
+
+
+class ProcessGroupMethods(ExchangeMethods):
+    """In the class of an optimizer of ``DistributedOptimizer``. Never instantiated itself."""
+
+    _dgc_takes_part = True
+    _dgc_process_group: dist.ProcessGroup  # of our own
+    _dgc_settings: ReduceSettings
+
+    def _dgc_agree(self: Any) -> None:
+        devices: dict[torch.device, int] = {}
+        parameters = self._dgc_parameters
+        self._dgc_boundaries = {p: devices.setdefault(p.device, len(devices)) for p in parameters.values()}
+        check_agreement(ProcessGroupCollectives(self._dgc_process_group, "start"), self._dgc_agreed_fields())
+
+    def _dgc_agreed_fields(self: Any) -> dict[str, str]:
+        parameters = self._dgc_parameters
+        return {
+            **agreed_fields(self, parameters, self._dgc_config),
+            "average": str(self._dgc_settings.averages),
+            "backward_passes_per_step": str(self.backward_passes_per_step),
+            "devices": "\n".join(f"{name} {self._dgc_boundaries[p]}" for name, p in parameters.items()),
+        }
+
+    def _dgc_group_name(self: Any) -> str:
+        return f"process group {dist.get_process_group_ranks(self._dgc_process_group)}"
+
+    def _dgc_is_first(self: Any) -> bool:
+        return dist.get_rank() == 0
+
+    def _dgc_exchange(self: Any) -> GradientExchange:
+        collectives = ProcessGroupCollectives(self._dgc_process_group, self._dgc_tag)
+        scale = scale_of(self._dgc_scaler)
+        return GradientExchange(
+            self._dgc_parameters, self._dgc_boundaries, self._dgc_config, collectives, self._dgc_settings, scale
+        )
+
+    def _dgc_ready(self: Any, p: torch.Tensor) -> None:
+        left = self._dgc_passes_left[p] = self._dgc_passes_left[p] - 1
+        if left < 0:
+            raise UnsupportedUse(TOO_MANY_PASSES.format(passes=self.backward_passes_per_step))
+        self._handles[p] = (self._dgc_hand_over(p) if left == 0 else None, None)
+
+    def _dgc_finish_exchange(self: Any) -> None:
+        for p in self._dgc_parameters.values():  # in one order on every rank
+            if self._handles.get(p, (None,))[0] is None:
+                self._handles[p] = (self._dgc_hand_over(p), None)
+        for p, (result, _) in self._handles.items():
+            _put(p, result())
+        self._dgc_reset_passes()
+        self._synchronized = True
+
+    def _dgc_reset(self: Any) -> None:
+        self._synchronized, self._should_synchronize = False, True
+        self._dgc_reset_passes()
+
+    def _dgc_reset_passes(self: Any) -> None:
+        self._handles.clear()
+        self._dgc_passes_left = dict.fromkeys(self._dgc_parameters.values(), self.backward_passes_per_step)
+
+    @contextmanager
+    def skip_synchronize(self: Any) -> Iterator[None]:
+        """Inside, ``step`` applies what stands in ``p.grad`` after ``synchronize``."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+
+class DataParallelMethods(ProcessGroupMethods):
+    """In the class of an optimizer that is registered with a DistributedDataParallel model.
+
+    After ``backward`` outside of ``no_sync``, ``p.grad`` holds the update, as it holds the average with DDP alone: what
+    scripts do to it then (unscale, clip) they do to the same numbers on every rank.
+    """
+
+    _dgc_offered = False  # whether a GradScaler has looked at the updates; it may skip the step
+
+    def _register_hooks(self: Any) -> None:
+        self._requires_update.update(self._dgc_parameters.values())
+        install(self._dgc_model(), self)
+
+    def _dgc_take(self: Any, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None) -> None:
+        """Gradients of one bucket of DDP are there.
+
+        Args:
+            parameters: parameters of the bucket.
+            views: gradients in the bucket, where ``p.grad`` must lie there; None: it lies elsewhere.
+        """
+        if self._synchronized and not self._dgc_offered:
+            raise UnsupportedUse(ACCUMULATED)
+        for i, p in enumerate(parameters):
+            if p.grad is None and views is not None:  # unused here
+                p.grad = views[i]
+            self._handles[p] = (self._dgc_hand_over(p), None)
+
+    def _dgc_end_backward(self: Any) -> None:
+        """The backward pass is over, and every ``p.grad`` is where DDP has it."""
+        self._dgc_watch.look_again()
+        self.synchronize()
+        self._dgc_offered = False
+
+    @property
+    def _step_supports_amp_scaling(self: Any) -> bool:
+        self._dgc_offered = True
+        return False
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply what ``backward`` has brought; see `ExchangeMethods.step`.
+
+        Raises:
+            UnsupportedUse: nothing was exchanged since the last step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        owners.check(self)
+        if not self._synchronized:
+            raise UnsupportedUse(NOT_EXCHANGED)
+        with self.skip_synchronize():
+            ExchangeMethods.step(self)
+        return loss
+
+
+def _put(p: torch.Tensor, update: torch.Tensor) -> None:
+    """Give ``p.grad`` an update, in its own memory."""
+    assert p.grad is not None
+    if p.grad.is_sparse:
+        p.grad = update
+    elif update is not p.grad:
+        p.grad.copy_(update)

@@ -1,0 +1,86 @@
+"""Which models ``register`` takes, and how their parameters are called."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.torch.ddp.hook import is_installed
+
+COMPILED = "_orig_mod"  # what torch.compile puts before the name of what it has compiled
+_OPTIONS = (
+    (lambda model: model.mixed_precision is not None, "mixed_precision; use torch.autocast"),
+    (lambda model: model._use_python_reducer, 'optimize_ddp = "python_reducer" of torch._dynamo; leave it at True'),
+    (lambda model: bool(model._delay_all_reduce_params), "delay_all_reduce_named_params; leave it out"),
+    (lambda model: any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()),
+     "an optimizer in the backward pass; momentum correction is part of the optimizer's step"),
+)  # fmt: skip
+
+
+def data_parallel(model: Any) -> DistributedDataParallel:
+    """The DistributedDataParallel model that was given, or compiled.
+
+    Raises:
+        ConfigError: it is none.
+        UnsupportedUse: it is sharded, or exchanges gradients in a way that no hook can replace.
+    """
+    found = getattr(model, COMPILED, model)
+    if not isinstance(found, DistributedDataParallel):
+        if "FullyShardedDataParallel" in type(found).__name__ or hasattr(found, "unshard"):
+            raise UnsupportedUse(
+                "the model is sharded (FSDP): each rank holds a part of every parameter, and what is compressed is "
+                "the gradient of replicas. Use DistributedDataParallel where a replica fits on a device; else see "
+                "HYBRID_SHARD of FSDP, whose exchange between nodes is not compressed"
+            )
+        raise ConfigError(
+            f"model must be a DistributedDataParallel, got {type(found).__name__}; wrap it first, or give the "
+            "optimizer of a plain model to dgc_horovod.torch.ddp.DistributedOptimizer"
+        )
+    for used, what in _OPTIONS:
+        if used(found):
+            raise UnsupportedUse(f"this DistributedDataParallel has {what}")
+    if found._comm_hooks and not is_installed(found):
+        raise UnsupportedUse(
+            "this DistributedDataParallel has a communication hook already, and can have one only; leave it out"
+        )
+    for name, module in found.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedUse(f"{name!r} has sparse gradients, which DDP gives to no hook; use sparse=False")
+    return found
+
+
+def named_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that DDP exchanges, by the names that they have in the model itself, compiled or not."""
+    ignored = model.parameters_to_ignore
+    found = [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
+    return [(name.replace(f"{COMPILED}.", ""), p) for name, p in found]
+
+
+def check_same_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise UnsupportedUse unless DDP exchanges the parameters that `optimizer` trains, and no others."""
+    trained = Counter(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    exchanged = {p: name for name, p in named if p.requires_grad}
+    missing = [name for p, name in exchanged.items() if p not in trained]
+    if missing:
+        raise UnsupportedUse(
+            f"{missing[0]!r} and {len(missing) - 1} others are in the model and not in the optimizer, and their "
+            "gradients would stay different on every rank; put them into the optimizer, or freeze them before DDP"
+        )
+    others = [tuple(p.shape) for p in trained if p not in exchanged]
+    if others:
+        raise UnsupportedUse(
+            f"{len(others)} parameters of the optimizer (shapes {others[:5]}) are none that this "
+            "DistributedDataParallel exchanges; give them an optimizer of their own"
+        )
+
+
+def bare(model: Any) -> nn.Module:
+    """The model itself, without what DDP and torch.compile have put around it: its state has their names not."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, COMPILED):
+        model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, COMPILED)
+    return model

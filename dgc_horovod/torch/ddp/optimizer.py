@@ -1,0 +1,205 @@
+"""``register`` and ``DistributedOptimizer`` over torch.distributed: the user's optimizer with methods of ours."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from dgc_horovod import envvars
+from dgc_horovod.compression import config_of
+from dgc_horovod.config import FLAT, SHARDED, DGCConfig
+from dgc_horovod.config_check import check_agreement
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.torch.ddp.compression import Compression
+from dgc_horovod.torch.ddp.methods import DataParallelMethods, ProcessGroupMethods
+from dgc_horovod.torch.ddp.models import check_same_parameters, data_parallel, named_parameters
+from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
+from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
+from dgc_horovod.torch.updates.choice import choose_update
+from dgc_horovod.torch.wrapping.arguments import checked_names, choice_fields
+from dgc_horovod.torch.wrapping.refusals import check_optimizer, check_parameters, check_plain_models, refused_alike
+
+
+def register(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Let DDP's gradients go through `compression`, and `optimizer` step with what comes of them.
+
+    DDP's allreduce is replaced by its communication hook. `optimizer` stays the object that it is, and its class
+    becomes one over its own. Training goes on as before: ``backward`` exchanges, outside of ``no_sync``.
+
+    Args:
+        model: DistributedDataParallel model, compiled or not.
+        optimizer: torch optimizer of all its parameters that require a gradient, and of no others.
+        compression: ``Compression.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig; None: ``Compression.dgc()``;
+            ``Compression.none`` and ``.fp16`` leave the exchange to DDP.
+        process_group: ranks that take part; None: those of the model.
+
+    Returns:
+        `optimizer`, which has ``compression_stats()``, ``set_epoch()``, ``flush()``, ``residual_state_dict()`` and
+        ``load_residual_state_dict()`` now.
+
+    Raises:
+        ConfigError: an argument is out of range.
+        UnsupportedUse: a combination that would train wrongly.
+        RankMismatch: on every rank, if the ranks differ in model, config or version.
+    """
+    compression = Compression.dgc() if compression is None else compression
+    config = config_of(compression)
+    group = _group_of(process_group or data_parallel(model).process_group)
+    if config is None:
+        _check_choice(group, compression)
+        if compression is Compression.fp16:
+            found = data_parallel(model)
+            found.register_comm_hook(found.process_group, default_hooks.fp16_compress_hook)
+        return optimizer
+    with _alike(group):
+        found = data_parallel(model)
+        if dist.get_process_group_ranks(found.process_group) != dist.get_process_group_ranks(group):
+            raise UnsupportedUse("process_group has other ranks than the one that DistributedDataParallel was given")
+        named = named_parameters(found)
+        check_same_parameters(optimizer, named)
+        known = {p for _, p in named}
+        frozen = [p for each in optimizer.param_groups for p in each["params"] if p not in known]
+        named += [(f"frozen.{i}", p) for i, p in enumerate(frozen)]
+        update = _checked(optimizer, named, config)
+    scaler = SeenScaler()
+    watch_scalers()
+    _adopt(optimizer, DataParallelMethods, named, group, ReduceSettings(averages=True), _dgc_model=weakref.ref(found))
+    scaler.belongs_to(optimizer)
+    optimizer._attach(config, update, scaler)  # type: ignore[attr-defined]
+    return optimizer
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    average: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    sparse_as_dense: bool = False,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Any:
+    """For a plain model on every rank, without DDP: every step of `optimizer` uses the gradients of all ranks.
+
+    The script broadcasts the weights before the first step (``torch.distributed.broadcast``), as with Horovod.
+
+    Args:
+        optimizer: torch optimizer; it stays the object that it is, and its class becomes one over its own.
+        named_parameters: ``model.named_parameters()``; names must be unique and the same on every rank.
+        compression: ``Compression.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig; None: ``Compression.dgc()``.
+        backward_passes_per_step: number of backward passes summed before one exchange, >= 1.
+        average: whether gradients are averaged (True) or summed.
+        process_group: ranks that take part; None: all.
+        sparse_as_dense: whether sparse gradients are compressed as dense ones.
+        grad_scaler: GradScaler of the script; residuals are then kept in unscaled units.
+
+    Returns:
+        `optimizer`, with the methods that `register` gives, ``synchronize()`` and ``skip_synchronize()``.
+
+    Raises:
+        ConfigError, UnsupportedUse, RankMismatch: see `register`.
+    """
+    config = config_of(Compression.dgc() if compression is None else compression)
+    group = _group_of(process_group or dist.group.WORLD)
+    if config is None:
+        raise ConfigError(f"{compression!r} leaves the exchange to DDP, and there is none: use DDP and register()")
+    with _alike(group):
+        if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+            raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {backward_passes_per_step!r}")
+        named = checked_names(optimizer, named_parameters)
+        check_plain_models(optimizer, named)
+        update = _checked(optimizer, named, config, sparse_as_dense)
+    settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
+    _adopt(optimizer, ProcessGroupMethods, named, group, settings, passes=backward_passes_per_step)
+    optimizer._attach(config, update, grad_scaler)  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _group_of(theirs: Any) -> dist.ProcessGroup:
+    """Our own group of the same ranks."""
+    return new_group(dist.get_process_group_ranks(theirs), envvars.timeout_seconds())
+
+
+def _check_choice(group: dist.ProcessGroup, compression: Any, refused: str = "nothing") -> None:
+    check_agreement(ProcessGroupCollectives(group, "choice"), choice_fields(compression, refused))
+
+
+def _alike(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    return refused_alike(lambda refused: _check_choice(group, "dgc", refused))
+
+
+def _checked(optimizer: Any, named: list[tuple[str, torch.Tensor]], config: DGCConfig, sparse: bool = False) -> Any:
+    """The split of the optimizer's arithmetic, or an error for what cannot be compressed here."""
+    if config.automatic:
+        raise UnsupportedUse(
+            "Compression.auto compares with Horovod's own exchange, and is for dgc_horovod.torch; choose with "
+            "dgcrun --plan, e.g. Compression.dgc()"
+        )
+    if config.local_steps is not None:
+        raise UnsupportedUse("Compression.local is for dgc_horovod.torch so far; use Compression.dgc()")
+    if config.wants_nodes:
+        raise UnsupportedUse(
+            f"exchange={config.exchange!r} needs Horovod's process sets of nodes; pass exchange={FLAT!r} or {SHARDED!r}"
+        )
+    checked_names(optimizer, named)
+    check_optimizer(optimizer, sparse)
+    check_parameters(optimizer, named)
+    return choose_update(optimizer, config)
+
+
+def _adopt(
+    optimizer: Any,
+    methods: type,
+    named: list[tuple[str, torch.Tensor]],
+    group: dist.ProcessGroup,
+    settings: ReduceSettings,
+    passes: int = 1,
+    **more: Any,
+) -> None:
+    """Give `optimizer` the methods of a class, one level over its own."""
+    own = type(optimizer)
+    ours = {
+        key: value
+        for base in reversed(methods.__mro__[:-1])
+        for key, value in vars(base).items()
+        if not key.startswith("__") or key == "__reduce_ex__"
+    }
+    scheduled = optimizer.__dict__.pop("step", None)  # a scheduler's wrapper around the step of before
+    optimizer.__class__ = type(own.__name__, (own,), {**ours, "__module__": own.__module__})
+    vars(optimizer).update(
+        _dgc_process_group=group,
+        _dgc_settings=settings,
+        backward_passes_per_step=passes,
+        _parameter_names={p: name for name, p in sorted(named, key=lambda entry: entry[0])},
+        _handles={},
+        _dgc_passes_left=dict.fromkeys((p for _, p in named), passes),
+        _grad_accs=[],
+        _requires_update=set(),
+        _synchronized=False,
+        _should_synchronize=True,
+        **more,
+    )
+    if hasattr(scheduled, "_wrapped_by_lr_sched"):
+        optimizer.step = partial(_counted_step, weakref.ref(optimizer))
+        optimizer.step._wrapped_by_lr_sched = True
+
+
+def _counted_step(optimizer: Any, *arguments: Any, **named: Any) -> Any:
+    """What a scheduler has put over ``step``: it wants to know that one was made."""
+    found = optimizer()
+    found._opt_called = True
+    return type(found).step(found, *arguments, **named)

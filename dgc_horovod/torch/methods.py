@@ -1,0 +1,287 @@
+"""The methods of an optimizer whose gradients are exchanged, whoever carries them; an adapter adds its own."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.config_check import unique_tag
+from dgc_horovod.errors import NotFinite, UnsupportedUse
+from dgc_horovod.kernels.contract import Accumulation
+from dgc_horovod.notices import describe
+from dgc_horovod.recording import begin_as_environment_says
+from dgc_horovod.torch import epochs, settling
+from dgc_horovod.torch.clipping import calls as clip_calls
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.grad_guard import GradientWatch
+from dgc_horovod.torch.gradients.replica_check import Replicas
+from dgc_horovod.torch.gradients.scaling import already_unscaled, scale_of
+from dgc_horovod.torch.state_methods import StateMethods
+from dgc_horovod.torch.updates.base import PlainUpdate
+from dgc_horovod.torch.wrapping import owners
+from dgc_horovod.torch.wrapping.notices import (
+    CHANGED_UPDATE,
+    LATE_CHANGE,
+    SCALER_NOT_PASSED,
+    SYNCHRONIZED_TWICE,
+    UNSCALED_TOO_EARLY,
+    clipping_learned,
+)
+
+_log = logging.getLogger("dgc_horovod")
+_FROZEN = 6  # steps after which what waits of a frozen parameter is dropped
+_FADED = 1e-8  # so much of a momentum is nothing
+
+
+class ExchangeMethods(StateMethods):
+    """The methods that an adapter puts over those of the user's optimizer. Never instantiated itself.
+
+    Those that raise NotImplementedError are the adapter's: how the ranks talk to each other, and when.
+    """
+
+    _dgc_stock = False  # whether the framework's own exchange carries the gradients of the present step
+    _dgc_is_undecided = False  # whether that may change
+
+    def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
+        """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
+        self._dgc_update, self._dgc_scaler = update, grad_scaler
+        self._dgc_may_apply, self._dgc_superseded = True, False
+        self._dgc_watch = GradientWatch()
+        self._dgc_told: set[str] = set()
+        self._dgc_loaded = False  # a state, since the last step
+        self._dgc_frozen_for: dict[torch.Tensor, int] = {}  # steps in a row, by parameter
+        if not self._dgc_takes_part:
+            return
+        parameters = {self._parameter_names[p]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
+        self._dgc_config, self._dgc_parameters = config, parameters
+        self._dgc_agree()
+        self._dgc_tag = unique_tag("\n".join([self._dgc_group_name(), *parameters]))
+        self._dgc_build()
+        update.prepare(self)
+        self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
+        self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
+        self._register_hooks()
+        owners.claim(self)
+        clip_calls.watch()
+        if self._dgc_is_first():
+            begin_as_environment_says(config)
+        if self._dgc.collectives.rank == 0:
+            describe(self._dgc.buckets, update.notice)
+
+    def _dgc_agree(self: Any) -> None:
+        """Compare with the other ranks what is about to be done."""
+        raise NotImplementedError
+
+    def _dgc_group_name(self: Any) -> str:
+        """Name of the ranks that take part, the same on each of them."""
+        raise NotImplementedError
+
+    def _dgc_is_first(self: Any) -> bool:
+        """Whether this is the first rank of the whole job."""
+        raise NotImplementedError
+
+    def _dgc_exchange(self: Any) -> GradientExchange:
+        """A new exchange of the optimizer's gradients, between the ranks that there are."""
+        raise NotImplementedError
+
+    def _dgc_finish_exchange(self: Any) -> None:
+        """Wait for every exchange of this step, and put what came into ``p.grad``."""
+        raise NotImplementedError
+
+    def _dgc_build(self: Any) -> None:
+        """Everything that depends on which ranks there are; again whenever they change."""
+        config = self._dgc_config
+        self._dgc = self._dgc_exchange()
+        self._dgc_replicas = Replicas(self._dgc_parameters, config, self._dgc.collectives)
+        if config.warmup is not None and config.warmup.needs_epoch:
+            epochs.observe(self._dgc.buckets)
+
+    @property
+    def _step_supports_amp_scaling(self: Any) -> bool:
+        # GradScaler.step asks for this just before it calls step(), so here its use is noticed. Never True: a fused
+        # step would unscale the dense path only.
+        if self._dgc_scaler is None and self._dgc_takes_part:
+            raise UnsupportedUse(SCALER_NOT_PASSED)
+        return False
+
+    def _register_hooks(self: Any) -> None:
+        """Call `_dgc_ready` after each backward pass of a parameter, as long as the optimizer is alive."""
+        weak = weakref.ref(self)  # a script may wrap the same model again
+
+        def ready(p: torch.Tensor) -> None:
+            optimizer = weak()
+            if optimizer is not None:
+                optimizer._dgc_ready(p)
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self._requires_update.add(p)
+                    self._grad_accs.append(p.register_post_accumulate_grad_hook(ready))
+        weakref.finalize(self, _remove, self._grad_accs)
+
+    def _dgc_ready(self: Any, p: torch.Tensor) -> None:
+        """A backward pass has accumulated into ``p.grad``."""
+        raise NotImplementedError
+
+    def _dgc_hand_over(self: Any, p: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Hand the gradient of `p` to the exchange; a function that waits for what belongs into ``p.grad`` then."""
+        if p.grad is None:  # unused in this step; another rank may have used it
+            p.grad = torch.zeros_like(p)
+        self._synchronized = False
+        if self._dgc_membership is not None:
+            self._dgc_membership.check(self)
+        if not p.requires_grad:
+            self._dgc_fade(p)
+        elif self._dgc_frozen_for:
+            self._dgc_frozen_for.pop(p, None)
+        self._dgc_watch.taken(p)
+        return self._dgc.add_gradient(p, self._accumulation_of)
+
+    def _dgc_fade(self: Any, p: torch.Tensor) -> None:
+        """Of a parameter that stays frozen, what waits is dropped: it would go on moving for hundreds of steps.
+
+        Its momentum still pushes it, as with stock Horovod, and of that, too, nothing waits longer than it lasts.
+        Networks that take turns in one optimizer are not frozen for that long.
+        """
+        steps = self._dgc_frozen_for[p] = self._dgc_frozen_for.get(p, 0) + 1
+        if steps >= _FROZEN:
+            factor = self._dgc_update.fading(self.param_groups[self._dgc_group_of[p]])
+            if steps == _FROZEN or factor**steps > _FADED:
+                self._dgc.fade(p, 0.0 if steps == _FROZEN else factor)
+
+    def _accumulation_of(self: Any, p: torch.Tensor) -> tuple[Accumulation, float]:
+        """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
+        group, update = self.param_groups[self._dgc_group_of[p]], self._dgc_update
+        update.dense = update.learns_second and self._dgc.buckets.learns_second
+        update.adopt_state(p, group, self.state, self._dgc)
+        return update.accumulation(p, group), update.decay_before(group)
+
+    def synchronize(self: Any) -> None:
+        """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank.
+
+        Once done, another call before the next backward pass does nothing.
+        """
+        if not self._dgc_takes_part:
+            self._synchronized = True
+            return
+        owners.check(self)
+        if not self._handles and self._nothing_new():
+            return
+        if already_unscaled(self._dgc_scaler, self):
+            raise UnsupportedUse(UNSCALED_TOO_EARLY)
+        if self._dgc_watch.changed_since_taken():
+            self._tell_once("late change", LATE_CHANGE)
+        self._dgc_finish_exchange()
+        self._dgc_replicas.end(self)
+        self._check_nothing_unfrozen()
+        self._dgc_may_apply = self._dgc.finish()
+        if not self._dgc_may_apply and self._dgc_update.dense:
+            self._dgc.buckets.drop_residuals()
+        self._dgc_watch.synchronized(self._dgc.names)
+
+    def _nothing_new(self: Any) -> bool:
+        """Whether what stands in ``p.grad`` is an update already: to exchange it again would compress it twice."""
+        if self._synchronized:
+            return all(p.grad is not None for p in self._dgc.names)
+        if self._dgc_watch.unchanged_since_applied():
+            raise UnsupportedUse(
+                "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still "
+                "holds the update that has been applied. Call backward() first"
+            )
+        return False
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronize unless that is done or skipped, then apply the optimizer.
+
+        A step in which any rank's gradient was not finite is applied on no rank. A closure is evaluated
+        first, so that its gradients are the ones exchanged.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._dgc_takes_part:
+            super(type(self), self).step()  # type: ignore[misc]
+            return loss
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
+            self.synchronize()
+        self._synchronized, self._dgc_loaded = False, False
+        if not self._dgc_may_apply:
+            clip_calls.end_step(self)
+            if self._dgc_config.on_nonfinite == "stop" and scale_of(self._dgc_scaler)() == 1.0:
+                raise NotFinite(self._dgc.not_finite)
+            self._tell_once("not finite", self._dgc.not_finite)
+            return loss
+        self._check_untouched()
+        clip_calls.cut_late(self)
+        clip_calls.end_step(self)
+        # torch's own wrapper runs the step hooks, once, around everything that the step does
+        torch.optim.Optimizer.profile_hook_step(self._apply)(self)
+        self._dgc_watch.applied(self._dgc.names)
+        if not self._dgc.buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
+            self._dgc_replicas.begin(self._dgc.buckets.steps)
+            settling.watch(self)
+        return loss
+
+    def _apply(self: Any, _: Any) -> None:
+        self._dgc_update.step(self, self._dgc.compressed, self._dgc_own_step)
+
+    def _dgc_own_step(self: Any) -> None:
+        own_step: Any = super(type(self), self).step.__func__  # type: ignore[misc]
+        if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
+            own_step = own_step.__wrapped__
+        own_step(self)
+
+    def _check_nothing_unfrozen(self: Any) -> None:
+        """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
+        late = self._dgc_frozen
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._dgc_group_of):
+            late = [p for group in self.param_groups for p in group["params"] if p not in self._requires_update]
+        for p in late:
+            if p.requires_grad:
+                raise UnsupportedUse(
+                    f"{self._parameter_names[p]!r} did not require a gradient when the optimizer was wrapped and "
+                    "does now; wrap the optimizer while it does, and freeze it afterwards"
+                )
+
+    def _check_untouched(self: Any) -> None:
+        """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
+        if self._dgc_watch.changed_since_synchronized(scale_of(self._dgc_scaler)()):
+            if not self._dgc.undo_clipping():
+                self._tell_once("changed update", CHANGED_UPDATE)
+            elif self._dgc.clipping.by_hand is not None:
+                self._tell_once("clipping", clipping_learned(self._dgc.clipping.by_hand))
+
+    def _dgc_is_exchanging(self: Any) -> bool:
+        """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
+        return self._synchronized or any(handle is not None for handle, _ in self._handles.values())
+
+    def _tell_once(self: Any, key: str, text: str) -> None:
+        if key not in self._dgc_told and self._dgc.collectives.rank == 0:
+            self._dgc_told.add(key)
+            _log.warning("dgc_horovod: %s", text)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """As torch's, and an error between backward and step, while gradients are being exchanged."""
+        if self._handles:
+            raise UnsupportedUse(
+                "optimizer.zero_grad() was called after backward() but before step() or synchronize(); the gradients "
+                "are being exchanged. Call it after step(), or before backward(). After an exception in between, on "
+                "every rank, give the step up first: optimizer.synchronize(); optimizer.zero_grad()"
+            )
+        self._synchronized = False
+        super(type(self), self).zero_grad(set_to_none)  # type: ignore[misc]
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
