@@ -19,7 +19,7 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.ddp.compression import Compression
 from dgc_horovod.torch.ddp.methods import DataParallelMethods, ProcessGroupMethods
-from dgc_horovod.torch.ddp.models import check_same_parameters, data_parallel, named_parameters
+from dgc_horovod.torch.ddp.models import COMPILED, check_same_parameters, data_parallel, named_parameters
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
@@ -57,7 +57,7 @@ def register(
     """
     compression = Compression.dgc() if compression is None else compression
     config = config_of(compression)
-    group = _group_of(process_group or data_parallel(model).process_group)
+    group = _group_of(process_group or getattr(getattr(model, COMPILED, model), "process_group", None))
     if config is None:
         _check_choice(group, compression)
         if compression is Compression.fp16:
@@ -114,7 +114,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ConfigError, UnsupportedUse, RankMismatch: see `register`.
     """
     config = config_of(Compression.dgc() if compression is None else compression)
-    group = _group_of(process_group or dist.group.WORLD)
+    group = _group_of(process_group)
     if config is None:
         raise ConfigError(f"{compression!r} leaves the exchange to DDP, and there is none: use DDP and register()")
     with _alike(group):
@@ -130,8 +130,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _group_of(theirs: Any) -> dist.ProcessGroup:
-    """Our own group of the same ranks."""
-    return new_group(dist.get_process_group_ranks(theirs), envvars.timeout_seconds())
+    """Our own group of the same ranks, or of all."""
+    if not dist.is_initialized():
+        raise UnsupportedUse("call torch.distributed.init_process_group() before, and start the script with torchrun")
+    return new_group(dist.get_process_group_ranks(theirs or dist.group.WORLD), envvars.timeout_seconds())
 
 
 def _check_choice(group: dist.ProcessGroup, compression: Any, refused: str = "nothing") -> None:

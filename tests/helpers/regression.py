@@ -1,0 +1,49 @@
+"""A smooth model and its data: regression, a shard a rank, without any framework for several ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+
+# Compression fields with which nothing is rounded: what stock Horovod is compared with.
+UNROUNDED = {"values": "fp32", "dense_values": "fp32"}
+INPUTS = 32
+
+
+def smooth_model(seed: int = 0) -> nn.Module:
+    """Tanh network of 11,393 parameters: no kinks, so that rounding differences stay small."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(INPUTS, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1)
+    )
+
+
+def target(x: torch.Tensor) -> torch.Tensor:
+    """What is to be learnt of `x`."""
+    return x[:, :4].sum(1, keepdim=True) + 0.5 * x[:, 4:5] ** 2
+
+
+def batches(steps: int, rank: int, size: int = 16, seed: int = 1) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's shard of a regression task."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    for _ in range(steps):
+        x = torch.randn(size, INPUTS, generator=generator)
+        yield x, target(x)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash of the exact bits of all parameters."""
+    return hashlib.sha256(weights(model).numpy().tobytes()).hexdigest()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """``|a - b| / |a|``."""
+    return float((a - b).norm() / a.norm())

@@ -1,0 +1,77 @@
+"""The adapter over torch.distributed, on ranks that know no Horovod: stock DDP at density 1; what works, what not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.torch_ranks import run_torch_ranks
+
+pytestmark = pytest.mark.parallel
+SAME = 1e-5
+CASES = ["as_stock", "unused", "scaler", "without_ddp", "replicas", "schedulers_and_hooks", "registered_again"]
+REFUSED = {
+    "plain model": "ConfigError: model must be a DistributedDataParallel, got Sequential",
+    "mixed_precision": "UnsupportedUse: this DistributedDataParallel has mixed_precision; use torch.autocast",
+    "half": "UnsupportedUse: '2.weight' and 5 others are in the model and not in the optimizer",
+    "more": "UnsupportedUse: 1 parameters of the optimizer",
+    "hook": "UnsupportedUse: this DistributedDataParallel has a communication hook already",
+    "local": "UnsupportedUse: Compression.local is for dgc_horovod.torch so far",
+    "auto": "UnsupportedUse: Compression.auto compares with Horovod's own exchange",
+    "DistributedOptimizer of DDP": "belongs to a model in DistributedDataParallel",
+    "no exchange": "UnsupportedUse: step() without gradients that have been exchanged",
+    "accumulated": "UnsupportedUse: backward() was called again before step()",
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request):
+    return run_torch_ranks(request.param, [f"ddp.{case}" for case in CASES], timeout=240)
+
+
+def test_density_1_is_stock_ddp(ranks):
+    found = dict(ranks[0]["ddp.as_stock"])
+    assert found.pop("wrong on purpose") > 1e-3, "a compressed run equals a dense one: it was silently dense"
+    assert found.pop("bf16 autocast") < 5e-3  # a difference in the last bit may round another way
+    assert {name: value for name, value in found.items() if not value <= SAME} == {}
+
+
+def test_parameters_that_some_ranks_leave_out(ranks):
+    assert {name: value for name, value in ranks[0]["ddp.unused"].items() if not value <= SAME} == {}
+
+
+def test_a_grad_scaler_skips_the_same_steps(ranks):
+    for rank in ranks:
+        found = rank["ddp.scaler"]
+        assert found["distance"] <= SAME and found["skipped"]
+        assert found["scale"][0] == found["scale"][1] and found["weights"] == ranks[0]["ddp.scaler"]["weights"]
+
+
+def test_without_ddp(ranks):
+    assert all(value <= SAME for value in ranks[0]["ddp.without_ddp"].values())
+
+
+def test_replicas_are_the_same_bits_and_little_is_sent(ranks):
+    for name, (weights, steps, ratio) in ranks[0]["ddp.replicas"].items():
+        assert steps == 6 and ratio > 20, (name, ratio)
+        assert all(rank["ddp.replicas"][name][0] == weights for rank in ranks), name
+
+
+def test_schedulers_and_step_hooks(ranks):
+    assert ranks[0]["ddp.schedulers_and_hooks"] == {"lr": 0.05 / 8, "hooks": 3, "is": True}
+
+
+def test_registering_again(ranks):
+    found = ranks[0]["ddp.registered_again"]
+    assert found["steps"] == 2 and "wrapped by another one since" in found["first"]
+
+
+def test_refusals():
+    for rank in run_torch_ranks(2, ["ddp.refusals"]):
+        found = rank["ddp.refusals"]
+        assert {name: text for name, text in found.items() if REFUSED[name] not in text} == {}
+        assert found.keys() == REFUSED.keys()
+
+
+def test_compiled_models():
+    for rank in run_torch_ranks(2, ["ddp.compiled"], timeout=240):
+        assert all(value <= SAME for value in rank["ddp.compiled"].values()), rank
