@@ -1,0 +1,27 @@
+"""Fed the same gradients, both PyTorch adapters keep, send and apply the same bits, one rank's infinity included."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.fed import STEPS
+from tests.helpers.ranks import run_ranks
+from tests.parallel.cases.ddp_fed import PRESETS, SUMMED
+
+pytestmark = pytest.mark.parallel
+
+
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request):
+    return run_ranks(request.param, ["ddp_fed.of_all"], timeout=200)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bits_are_those_of_the_horovod_adapter(ranks, preset):
+    if preset in SUMMED and len(ranks) > 2:
+        pytest.skip("two terms have one sum, of more it depends on the order, which is the library's")
+    for rank in ranks:
+        found = rank["ddp_fed.of_all"][preset]
+        assert len(found["Horovod"]) == STEPS
+        assert found["DDP"] == found["Horovod"] and found["plain"] == found["Horovod"]
+        assert len({row["weights"] for row in found["DDP"]}) > 2, "nothing was trained"
