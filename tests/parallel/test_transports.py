@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from benchmarks.quality.simulation import Board, Loopback
+from tests.helpers.jobs import run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.torch_ranks import run_torch_ranks, torchrun
 from tests.helpers.transports import checked, expected, started
 
 pytestmark = pytest.mark.parallel
@@ -18,8 +20,8 @@ def assert_all(found: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
-def test_horovod_and_torch_distributed(controller):
-    cases = ["of_all", "with_a_deadline"] if controller == "mpi" else ["of_all", "torch_distributed", "with_a_deadline"]
+def test_horovod_for_torch(controller):
+    cases = ["of_all", "with_a_deadline"]
     for number, rank in enumerate(run_ranks(2, [f"transports.{case}" for case in cases], controller)):
         said = rank.pop("transports.with_a_deadline")
         assert (number == 0) != ("CollectiveTimeout" in said and "waited 1 s" in said), said
@@ -32,6 +34,22 @@ def test_a_transport_of_a_part_of_the_ranks_is_a_transport():
     assert first == {}
     for found in others:
         assert_all(found)
+
+
+def test_torch_distributed():
+    cases = ["of_all", "of_a_part", "texts", "with_a_deadline"]
+    for number, rank in enumerate(run_torch_ranks(3, [f"ddp_transports.{case}" for case in cases[:3]])):
+        assert_all(rank["ddp_transports.of_all"])
+        assert rank["ddp_transports.texts"] == [["", "xxxxx", "xxxxxxxxxx"], ["2.0", "2.0"]]
+        if number:
+            assert_all(rank["ddp_transports.of_a_part"])
+    late = run_torch_ranks(2, ["ddp_transports.with_a_deadline"])[1]["ddp_transports.with_a_deadline"]
+    assert "CollectiveTimeout" in late and "rank 1 of 2 waited 1 s for dgc.late.parted" in late
+
+
+def test_torch_distributed_when_a_rank_has_ended():
+    code, log = run([*torchrun(2), "-m", "tests.helpers.torch_rank_main", ".", "ddp_transports.says_that_one_is_gone"])
+    assert code and "rank 1 of 2: dgc.gone.gathered has failed, as another rank has ended" in log
 
 
 def test_horovod_for_tensorflow():

@@ -35,15 +35,16 @@ def new_group(ranks: Sequence[int], seconds: float) -> dist.ProcessGroup:
     """A Gloo group of our own, so that no collective of the script, or of DDP, comes between ours.
 
     Packets are made on the host and read there, also of a model whose DDP talks over NCCL. Every one of `ranks` must
-    call it, in the same order as other groups; the others need not.
+    call it, in the same order as other groups; the others need not. Of a part of the ranks all must be in equally many
+    groups: torch.distributed derives a group's name from that.
 
     Args:
         ranks: ranks of the group, as torch.distributed numbers all.
         seconds: time in which each collective must end, > 0; a process that ends waits for it too.
     """
-    return dist.new_group(
-        list(ranks), datetime.timedelta(seconds=seconds), "gloo", use_local_synchronization=True, group_desc="dgc"
-    )
+    is_part = len(ranks) < dist.get_world_size()
+    timeout = datetime.timedelta(seconds=seconds)
+    return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=is_part, group_desc="dgc")
 
 
 class ProcessGroupCollectives(Collectives):

@@ -1,4 +1,4 @@
-"""Both PyTorch adapters on the same ranks and fed gradients: Horovod's, and torch.distributed's with DDP and without."""
+"""Both PyTorch adapters on the same ranks and fed gradients: Horovod, and torch.distributed with DDP and without."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""Transports of PyTorch on real ranks: Horovod, all ranks and a part of them, and torch.distributed."""
+"""Horovod for PyTorch as a transport, on real ranks: all of them and a part."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 
 import horovod.torch as hvd
 import torch
-import torch.distributed as dist
 
-from benchmarks.gpu.training import Transport as TorchDistributed
 from dgc_horovod.torch.transport import HorovodCollectives
 from tests.helpers.errors import error_of
 from tests.helpers.transports import checked, started
@@ -44,15 +40,3 @@ def with_a_deadline() -> str:
         return ""
     transport = HorovodCollectives(hvd.global_process_set, "late", timeout=1.0)
     return error_of(lambda: transport.wait(transport.alltoall(torch.zeros(transport.workers), "parted")))
-
-
-def torch_distributed() -> dict[str, bool]:
-    """PyTorch's own collectives, over Gloo."""
-    hvd.init()
-    folder = os.path.join(tempfile.gettempdir(), f"dgc-transports-{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}")
-    dist.init_process_group("gloo", f"file://{folder}", rank=hvd.rank(), world_size=hvd.size())
-    transport = TorchDistributed()
-    found = checked(transport, torch.from_numpy, started(transport, torch.from_numpy))
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
