@@ -1,0 +1,96 @@
+"""Checkpoints: training goes on bit for bit, from those of the same adapter and of the other one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc_horovod.torch import ddp
+from dgc_horovod.torch.ddp import Compression, load_checkpoint, register, save_checkpoint
+from tests.helpers.errors import error_of
+from tests.helpers.regression import batches, fingerprint, smooth_model
+
+STEPS = 6
+
+
+def compression() -> Any:
+    """The one of all runs."""
+    return Compression.dgc(0.02, min_numel=64)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all runs."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True)
+
+
+def train(model: Any, optimizer: Any, rank: int, part: int) -> None:
+    """A first or second half, 0 or 1."""
+    for x, y in list(batches(2 * STEPS, rank))[part * STEPS : (part + 1) * STEPS]:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def _made() -> tuple[DistributedDataParallel, Any]:
+    model = DistributedDataParallel(smooth_model())
+    return model, register(model, sgd(model), compression())
+
+
+def saved() -> dict[str, Any]:
+    """Half a training, a checkpoint, and the second half."""
+    model, optimizer = _made()
+    train(model, optimizer, dist.get_rank(), 0)
+    save_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer, epoch=7)
+    train(model, optimizer, dist.get_rank(), 1)
+    return {"weights": fingerprint(model)}
+
+
+def resumed() -> dict[str, Any]:
+    """The second half, from a checkpoint of either adapter."""
+    model, optimizer = _made()
+    extra = load_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
+    train(model, optimizer, dist.get_rank(), 1)
+    return {"weights": fingerprint(model), **extra}
+
+
+def residuals_and_flush() -> dict[str, Any]:
+    """A rank's record is loaded again bit for bit; a flush leaves nothing, and equal weights."""
+    model, optimizer = _made()
+    train(model, optimizer, dist.get_rank(), 0)
+    kept, weights = optimizer.residual_state_dict(), model.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())  # loading does not copy
+    again, second = _made()
+    again.load_state_dict(weights)
+    second.load_state_dict(state)
+    second.load_residual_state_dict(kept)
+    for each in ((model, optimizer), (again, second)):
+        train(*each, dist.get_rank(), 1)
+    same = fingerprint(model) == fingerprint(again)
+    optimizer.flush()
+    return {
+        "same": same,
+        "flushed": fingerprint(model),
+        "kept": len(optimizer.residual_state_dict()["tensors"]),
+    }
+
+
+def refused() -> dict[str, str]:
+    """Between backward and step, and from an optimizer of nobody."""
+    model, optimizer = _made()
+    x, y = next(iter(batches(1, dist.get_rank())))
+    F.mse_loss(model(x), y).backward()
+    place = os.environ["DGC_TEST_CHECKPOINT"]
+    return {
+        "under way": error_of(lambda: save_checkpoint(place, model, optimizer)),
+        "stock": error_of(lambda: save_checkpoint(place, model, sgd(model))),
+        "missing": error_of(lambda: load_checkpoint(place + "/none", model, optimizer)),
+        "copy": error_of(lambda: copy.deepcopy(optimizer)),
+        "group": error_of(lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})),
+        "again": error_of(lambda: ddp.register(model, optimizer, compression())),
+    }
