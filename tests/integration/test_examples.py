@@ -13,17 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.torch_ranks import torchrun
+
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = {
     "torch_digits": ["none", "fp16", "dgc", "topk", "gaussian", "random"],
+    "ddp_digits": ["none", "fp16", "dgc", "topk"],
     "torch_lstm": ["none", "dgc", "topk"],
     "keras_digits": ["dgc"],
     "keras_loop": ["dgc"],
 }
 # The README's commands run some of the others, to their end; the rest are slow tests.
-IN_CI = [("torch_digits", "fp16"), ("torch_lstm", "topk"), ("keras_loop", "dgc")]
+IN_CI = [("torch_digits", "fp16"), ("ddp_digits", "dgc"), ("torch_lstm", "topk"), ("keras_loop", "dgc")]
 RUNS = [
     pytest.param(example, choice, "", marks=[] if (example, choice) in IN_CI else pytest.mark.slow)
     for example, choices in CHOICES.items()
@@ -36,7 +39,8 @@ RUNS = [
 def test_example(example, compression, option):
     if example.startswith("keras"):
         pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
-    command = ["horovodrun", "--gloo", "-np", "2", sys.executable, f"examples/{example}.py", "--epochs", "2"]
+    launcher = torchrun(2) if example == "ddp_digits" else ["horovodrun", "--gloo", "-np", "2", sys.executable]
+    command = [*launcher, f"examples/{example}.py", "--epochs", "2"]
     options = ["--compression", compression, "--warmup-epochs", "0", *option.split()]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
