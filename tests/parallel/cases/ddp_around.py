@@ -1,0 +1,103 @@
+"""What is around a step with DDP: ranks that differ, clipping by the script, damaged replicas, gradients not finite."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc_horovod.torch.ddp import Compression, register
+from tests.helpers.errors import error_of
+from tests.helpers.regression import batches, fingerprint, smooth_model
+
+
+def _made(compression: Any, **options: Any) -> tuple[DistributedDataParallel, Any]:
+    model = DistributedDataParallel(smooth_model(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, register(model, optimizer, compression)
+
+
+def _steps(model: Any, optimizer: Any, steps: int, spoilt: int = -1, clip: float | None = None) -> list[float]:
+    norms = []
+    for step, (x, y) in enumerate(batches(steps, dist.get_rank())):
+        optimizer.zero_grad()
+        x = x * torch.nan if step == spoilt and dist.get_rank() == 1 else x
+        F.mse_loss(model(x), y).backward()
+        if clip is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+    return norms
+
+
+def ranks_that_differ() -> dict[str, str]:
+    """Another density, no compression at all, and what one rank alone refuses: an error on every rank, alike."""
+    first = dist.get_rank() == 0
+    found = {"density": error_of(lambda: _made(Compression.dgc(0.01 if first else 0.02)))}
+    found["choice"] = error_of(lambda: _made(Compression.dgc(0.01) if first else Compression.none))
+    found["refused"] = error_of(lambda: _made(Compression.dgc(0.01) if first else Compression.local()))
+
+    def another_optimizer() -> None:
+        model = DistributedDataParallel(smooth_model())
+        kind = torch.optim.AdamW if first else torch.optim.SGD
+        register(model, kind(model.parameters(), lr=0.1), Compression.dgc(0.01))
+
+    found["optimizer"] = error_of(another_optimizer)
+    return found
+
+
+def clipping_by_the_script() -> dict[str, Any]:
+    """``clip_grad_norm_`` after backward is learned: every rank then clips its own gradient."""
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+    norms = _steps(model, optimizer, 5, clip=0.5)
+    return {"norms": norms, "limits": [clip.limit for clip in optimizer._dgc.clipping.clips], "is": fingerprint(model)}
+
+
+def not_finite() -> dict[str, Any]:
+    """A step that one rank cannot make is made by none; or the job stops."""
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+    _steps(model, optimizer, 4, spoilt=2)
+    found = {"skipped": optimizer.compression_stats()["skipped"], "is": fingerprint(model)}
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64, on_nonfinite="stop"))
+    return {**found, "stops": error_of(lambda: _steps(model, optimizer, 4, spoilt=2))}
+
+
+def replica_that_differs() -> dict[str, str]:
+    """A weight that one rank alone changes is found at the next comparison, and repaired if that is wanted."""
+    found = {}
+    for what in ("stop", "broadcast"):
+        model, optimizer = _made(Compression.dgc(0.02, min_numel=64, check_every=1, on_mismatch=what))
+
+        def spoil(model: Any = model, optimizer: Any = optimizer) -> None:
+            _steps(model, optimizer, 2)
+            if dist.get_rank() == 1:
+                with torch.no_grad():
+                    model.module[0].weight[0, 0] += 1
+            _steps(model, optimizer, 3)
+
+        found[what] = error_of(spoil) or fingerprint(model)
+    return found
+
+
+def late() -> str:
+    """What a rank says that waits for one that makes no step."""
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+    if dist.get_rank() == 0:
+        return error_of(lambda: _steps(model, optimizer, 1))
+    x, y = next(iter(batches(1, 1)))
+    with model.no_sync():
+        F.mse_loss(model(x), y).backward()
+    time.sleep(5)
+    return ""
+
+
+def metrics() -> str:
+    """The path of the metrics file, which rank 0 alone writes."""
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+    _steps(model, optimizer, 4)
+    return os.environ["DGC_METRICS_FILE"]

@@ -1,0 +1,53 @@
+"""Around a step with DDP: whatever goes wrong on one rank is the same clear error on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import check_metrics_file
+from tests.helpers.torch_ranks import run_torch_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_that_differs"]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_torch_ranks(2, [f"ddp_around.{case}" for case in CASES])
+
+
+def test_ranks_that_differ(ranks):
+    first, second = (rank["ddp_around.ranks_that_differ"] for rank in ranks)
+    assert first == second
+    assert "config.density: rank 0 has 0.01, rank 1 has 0.02" in first["density"]
+    assert "compression: rank 0 has dgc, rank 1 has none" in first["choice"]
+    assert "refused: rank 0 has nothing, rank 1 has Compression.local is for" in first["refused"]
+    assert "optimizer: rank 0 has AdamW, rank 1 has SGD" in first["optimizer"]
+
+
+def test_clipping_by_the_script_is_learned(ranks):
+    first, second = (rank["ddp_around.clipping_by_the_script"] for rank in ranks)
+    assert first["limits"] == second["limits"] == [0.5] and first["is"] == second["is"]
+    assert first["norms"][-1] == second["norms"][-1]  # as with DDP alone, what the script sees is the same
+
+
+def test_not_finite(ranks):
+    first, second = (rank["ddp_around.not_finite"] for rank in ranks)
+    assert first == second and first["skipped"] == 1
+    assert "NotFinite: step 2: a gradient was not finite on rank 1" in first["stops"]
+
+
+def test_replica_that_differs(ranks):
+    first, second = (rank["ddp_around.replica_that_differs"] for rank in ranks)
+    assert first == second and "ReplicaMismatch" in first["stop"] and len(first["broadcast"]) == 64
+
+
+def test_a_rank_that_makes_no_step():
+    said = run_torch_ranks(2, ["ddp_around.late"], environment={"DGC_TIMEOUT": "3"})[0]["ddp_around.late"]
+    assert "CollectiveTimeout: rank 0 of 2 waited 3 s" in said
+
+
+def test_metrics_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    run_torch_ranks(2, ["ddp_around.metrics"], environment={"DGC_METRICS_FILE": str(path)})
+    check_metrics_file(path, "dgc")
