@@ -150,6 +150,11 @@ class DGCConfig:
                 "automatic goes with an exchange of gradients at every step and a rule whose density is set: use "
                 f"Compression.auto(...); got rule={self.rule!r}, local_steps={self.local_steps!r}"
             )
+        if self.automatic and self.warmup is not None:
+            raise ConfigError(
+                "warmup goes with an exchange that is compressed from the beginning, and automatic begins with stock "
+                "Horovod's; drop one of them"
+            )
         if self.total_steps is not None and not self.automatic:
             raise ConfigError("total_steps goes with Compression.auto(...), or --compression auto")
         if self.warmup is not None and not RULES[self.rule].sets_density:

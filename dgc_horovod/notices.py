@@ -173,6 +173,32 @@ def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str
     )
 
 
+# Why stock Horovod's exchange stays
+JOINED = "a rank has called hvd.join() before a choice was made"
+SPARSE = "there are sparse gradients, which compression would make dense"
+OVERFLOW = "a sum of gradients was beyond half precision"
+NEVER_LEARNT = "a tensor has had no gradient yet, so that nothing is known of Adam's second moment there"
+
+
+def tell_given_up(why: str) -> None:
+    """Tell that nothing is chosen any more."""
+    _log.info("dgc_horovod: auto: %s; stock Horovod stays", why)
+
+
+def tell_stock(why: str) -> None:
+    """Warn that a job which may choose its exchange has no choice."""
+    make_visible()
+    _log.warning("dgc_horovod: auto: stock Horovod stays, as this cannot be compressed: %s", why)
+
+
+def tell_waits(steps: int) -> None:
+    """Tell when a choice can be looked for."""
+    _log.info(
+        "dgc_horovod: auto: Adam's second moment is learnt in dense steps first, %d at least; then steps are timed",
+        steps,
+    )
+
+
 def tell_not_automatic() -> None:
     """Warn that TensorFlow has no exchange that changes while a job runs: its graphs are traced once."""
     make_visible()

@@ -82,6 +82,7 @@ class ExchangeStats:
     traffic: Traffic = field(default_factory=Traffic)
     density: float = 1.0
     mode: str = ""  # exchange at work, where a job chooses among several
+    trial_seconds: dict[str, float] = field(default_factory=dict)  # of a step, by mode, as far as a job has timed it
     steps: int = 0
     steps_alone: int = 0  # of the script's, without an exchange
     offered: int = 0  # elements on the sparse path, also of a step that was not finished

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-DENSE, HALF, COMPRESSED, UNDECIDED = "dense", "fp16", "compressed", "undecided"
+DENSE, HALF, COMPRESSED = "dense", "fp16", "compressed"
 SETTLING, TIMED = 5, 20  # steps after a change that are not timed, at least 1, and steps that are
 GAIN = 0.95  # of the dense step's time, or less, is faster
 _HOPEFUL = 1.1  # of the dense step's time: what is expected to take more is not tried

@@ -24,7 +24,7 @@ from dgc_horovod.config_check import Gatherer, shared_from, together
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.state.manifest import MANIFEST, File, Manifest, digest
-from dgc_horovod.state.residual_state import ResidualState, combining, handed_on, needed
+from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining, handed_on, needed
 
 _log = logging.getLogger("dgc_horovod")
 MODEL = "model"
@@ -114,6 +114,7 @@ def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], t
                 kept.node_size,
                 fields,
                 kept.settled_at,
+                kept.mode,
                 dict(sorted(files.items())),
             )
             _write(directory, MANIFEST, manifest.to_bytes())
@@ -225,6 +226,7 @@ def load(
     place = topology.rank, topology.workers
     empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
     empty.settled_at = manifest.settled_at
+    empty.mode = manifest.mode if manifest.config else UNDECIDED  # stock Horovod's files know of no choice
     if config is None or residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)
     found: dict[int, ResidualState] = {}

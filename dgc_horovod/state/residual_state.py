@@ -26,6 +26,7 @@ FORMAT = 1
 # moment that all ranks have
 RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER, SHARED = PARTS = ("v", "u", "first", "second", "remainder", "shared")
 _HEAD, _GUESS = "head", "thresholds"
+UNDECIDED = "undecided"  # mode of a job that chooses an exchange by its clock, and has not
 Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
 
 
@@ -291,7 +292,7 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology) -> Residu
     if (one.workers, one.node_size) == (workers, topology.node_size) and rank in states:
         return states[rank]
     made = ResidualState(rank, workers, one.averages, one.step, one.epoch, node_size=topology.node_size)
-    made.settled_at, made.measured = one.settled_at, one.measured
+    made.settled_at, made.measured, made.mode = one.settled_at, one.measured, one.mode
     weights = shares(topology.node, topology.nodes, one.workers, one.averages)
     means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed
     for old, state in states.items():

@@ -19,6 +19,7 @@ from horovod.torch import mpi_ops
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
+from dgc_horovod.notices import JOINED
 from dgc_horovod.torch import state
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.transport import HorovodCollectives
@@ -53,7 +54,14 @@ def join(device: int = -1) -> int:
         weights and optimizer state.
     """
     for optimizer in owners.undecided():
-        optimizer._dgc_choice.trial.stay()  # the others see it at their next comparison
+        optimizer._dgc_choice.give_up(JOINED)  # the others see it at their next comparison
+    last = _join(device)
+    for optimizer in owners.automatic():
+        optimizer._dgc_leave()
+    return last
+
+
+def _join(device: int) -> int:
     optimizers = owners.live()
     if not optimizers:
         return int(_stock_join(device))

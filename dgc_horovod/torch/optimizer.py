@@ -8,7 +8,8 @@ copied or changed; ``Compression.none`` and ``.fp16`` go to Horovod's own factor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.torch as hvd
@@ -19,8 +20,9 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig, check_local_steps
-from dgc_horovod.errors import ConfigError
-from dgc_horovod.torch.auto.methods import AutomaticMethods
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.notices import tell_stock
+from dgc_horovod.torch.auto.methods import AutomaticMethods, check_automatic
 from dgc_horovod.torch.local.methods import LocalMethods
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
@@ -72,12 +74,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if isinstance(named_parameters, (ConfiguredCompressor, DGCConfig)):
         raise ConfigError("the second argument is named_parameters; pass the compression as compression=...")
     config = config_of(compression)
-    if config is None:
-        check_same_choice(compression, process_set)
+    given = list(named_parameters) if named_parameters is not None else None  # it may be a generator
+
+    def stock(theirs: Any) -> Any:
         return inspect.unwrap(hvd.DistributedOptimizer)(  # under dgcrun it is ours that stands there
             optimizer,
-            named_parameters,
-            compression,
+            given,
+            theirs,
             backward_passes_per_step,
             op,
             gradient_predivide_factor,
@@ -86,23 +89,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             sparse_as_dense,
             process_set,
         )
-    with alike(process_set):
-        named = checked_names(optimizer, named_parameters)
-        check_arguments(op, gradient_predivide_factor, backward_passes_per_step)
-        check_optimizer(optimizer, sparse_as_dense)
-        check_parameters(optimizer, named)
-        check_plain_models(optimizer, named)
-        if config.local_steps is None:
-            methods: tuple[type, ...] = (CompressedMethods, *([AutomaticMethods] if config.automatic else []))
-            update = choose_update(optimizer, config)
-        else:
-            methods = (CompressedMethods, LocalMethods)
-            update = LocalUpdate(kind_of(optimizer), config.outer_rate)
-            check_local_steps(op == hvd.Average, envvars.horovod_elastic())
-        wrapped = _adopt(
+
+    if config is None:
+        check_same_choice(compression, process_set)
+        return stock(compression)
+    try:
+        return _compressing(
             optimizer,
-            named,
-            methods,
+            given,
+            config,
+            grad_scaler,
             backward_passes_per_step=backward_passes_per_step,
             op=op,
             gradient_predivide_factor=gradient_predivide_factor,
@@ -110,8 +106,48 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
+    except _NoChoice as refused:
+        if hvd.rank() == 0:
+            tell_stock(str(refused))
+        return stock(HorovodCompression.none)
+
+
+class _NoChoice(UnsupportedUse):
+    """What cannot be compressed, of an optimizer whose exchange was to be chosen: nothing has been changed in it."""
+
+
+def _compressing(
+    optimizer: torch.optim.Optimizer, given: Any, config: DGCConfig, grad_scaler: Any, **settings: Any
+) -> Any:
+    """`DistributedOptimizer` with compression; `settings` are Horovod's."""
+    op, process_set = settings["op"], settings["process_set"]
+    with alike(process_set), _refusals_of(config):
+        named = checked_names(optimizer, given)
+        check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
+        check_optimizer(optimizer, settings["sparse_as_dense"])
+        check_parameters(optimizer, named)
+        check_plain_models(optimizer, named)
+        if config.local_steps is None:
+            methods: tuple[type, ...] = (CompressedMethods, *([AutomaticMethods] if config.automatic else []))
+            update = choose_update(optimizer, config)
+            if config.automatic:
+                check_automatic(named)
+        else:
+            methods = (CompressedMethods, LocalMethods)
+            update = LocalUpdate(kind_of(optimizer), config.outer_rate)
+            check_local_steps(op == hvd.Average, envvars.horovod_elastic())
+        wrapped = _adopt(optimizer, named, methods, **settings)
     wrapped._attach(config, update, grad_scaler)
     return wrapped
+
+
+@contextmanager
+def _refusals_of(config: DGCConfig) -> Iterator[None]:
+    """Let a refusal be told from others where stock Horovod can do without compression."""
+    try:
+        yield
+    except UnsupportedUse as refused:
+        raise (_NoChoice(str(refused)) if config.automatic else refused) from None
 
 
 def _adopt(

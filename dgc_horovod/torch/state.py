@@ -80,6 +80,8 @@ def load(
         if exchange is not None:
             put_back(optimizer, found.state)
             checkpoint.tell_if_empty(found, directory)
+    if exchange is not None and found.manifest.workers not in (0, collectives.workers):
+        optimizer._dgc_ranks_changed()
     return dict(saved["extra"])
 
 

@@ -131,6 +131,9 @@ class StateMethods:
     def _dgc_resume(self: Any, mode: str) -> None:
         """Go on with the exchange that was at work when a state was saved."""
 
+    def _dgc_ranks_changed(self: Any) -> None:
+        """A checkpoint of another number of ranks is loaded, on every rank."""
+
     def _dgc_finish_round(self: Any) -> None:
         """End what spans several steps: nothing does here."""
 

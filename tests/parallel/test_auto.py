@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, SETTLING, TIMED
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, HALF, SETTLING, TIMED
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = (
     *("dense_steps", "script_clipping", "switching", "conservation"),
     *("choosing", "settling", "resuming", "uneven", "refused"),
+    *("given_up", "beside", "loading"),
 )
 
 
@@ -81,6 +82,37 @@ def test_ranks_that_run_out_of_data_choose_alike(ranks):
     one, other = _found(ranks, "uneven")
     assert one == other
     assert one["None"] == [True, DENSE] and one[COMPRESSED] == [True, COMPRESSED]
+
+
+def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange(ranks):
+    one, other = _found(ranks, "given_up")
+    assert one == other
+    for mode in (COMPRESSED, HALF):
+        assert one[f"join, {mode}"] == [DENSE, True]
+    for by_hand in (False, True):
+        assert one[f"overflow, {by_hand}"] == [True, DENSE] and one[f"overflow, {by_hand}, finite"]
+
+
+def test_what_cannot_be_compressed_is_left_to_stock_horovod(ranks):
+    one, other = _found(ranks, "beside")
+    assert one == other
+    assert one["sparse"] == [DENSE, True, True] and one["dampening"][0] is False and one["gradients"]
+
+
+def test_a_job_that_has_lost_residuals_goes_on_with_what_was_chosen(ranks):
+    one, other = _found(ranks, "loading")
+    assert one == other
+    for mode in (DENSE, COMPRESSED):
+        assert one[f"{mode}, ignored"] == one[f"{mode}, if sound"] == [mode, True]
+    assert one["saving"] == one["trial"] == [DENSE, False], "a choice is made anew"
+
+
+def test_workers_of_nodes_switch_alike():
+    ranks = run_ranks(4, ["auto.on_nodes"], timeout=240)
+    found = _found(ranks, "on_nodes")
+    assert all(each["replicas"] == found[0]["replicas"] for each in found)
+    assert len(set(found[0]["replicas"])) == len(found[0]["replicas"])
+    assert all(each["left"] == 0 for each in found), "dense steps leave nothing behind"
 
 
 def test_what_does_not_go_together_is_refused(ranks):

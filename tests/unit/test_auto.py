@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,13 +13,42 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels import registry
 from dgc_horovod.planning.density import LEAST, SENT, fitted, fitting
 from dgc_horovod.planning.prediction import Observed, predicted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, HALF, SETTLING, TIMED, Trial
+from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.stats import Traffic
+from dgc_horovod.torch.auto.half import fits
 
 MODES = (DENSE, HALF, COMPRESSED)
+
+
+@pytest.mark.parametrize(
+    ("values", "factor", "is_fit"),
+    [
+        ([1.0, -2.0, 0.5], 4, True),
+        ([3000.0, 1.0], 2, True),
+        ([3000.0, 1.0], 4, False),  # a sum of four would leave little room
+        ([1e-8, 2e-8], 4, False),  # rounded to 0
+        ([1.0, 1e-9], 4, True),  # what is lost is nothing beside the rest
+        ([float("nan")], 4, False),
+        ([0.0, 0.0], 4, True),
+        ([], 4, True),
+    ],
+)
+def test_half_precision_is_tried_only_where_it_has_room(values, factor, is_fit):
+    assert fits([torch.tensor(values), torch.ones(3)], factor) is is_fit
+
+
+def test_half_precision_is_for_fp32_only():
+    assert not fits([torch.ones(3, dtype=torch.float64)], 1) and not fits([torch.ones(3, dtype=torch.bfloat16)], 1)
+
+
+def test_auto_begins_dense_and_needs_no_warm_up():
+    with pytest.raises(ConfigError, match="drop one of them"):
+        DGCConfig(automatic=True, density=0.01, warmup=WarmupSchedule(steps=10))
 
 
 def run(trial, seconds, expected):

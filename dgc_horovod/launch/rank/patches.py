@@ -125,8 +125,9 @@ def torch_names(replacements: Replacements, horovod: ModuleType) -> None:
         if replacements.job.config is None:
             return DistributedOptimizer(**arguments)
         scaler: Any = SeenScaler()
-        # the script cannot be told to ask for it, and only a gradient that is sparse is treated otherwise
-        arguments["sparse_as_dense"] = True
+        if not replacements.job.config.automatic:  # which leaves sparse gradients to stock Horovod
+            # the script cannot be told to ask for it, and only a gradient that is sparse is treated otherwise
+            arguments["sparse_as_dense"] = True
         made = DistributedOptimizer(**arguments, grad_scaler=scaler)
         scaler.belongs_to(made)
         return made

@@ -9,11 +9,21 @@ import horovod.torch as hvd
 import torch
 
 from dgc_horovod.core.settling import Settling
-from dgc_horovod.notices import tell_choice, tell_too_short
+from dgc_horovod.notices import (
+    JOINED,
+    NEVER_LEARNT,
+    OVERFLOW,
+    SPARSE,
+    tell_choice,
+    tell_given_up,
+    tell_too_short,
+    tell_waits,
+)
 from dgc_horovod.planning.density import MOST
 from dgc_horovod.planning.prediction import Observed, predicted
-from dgc_horovod.planning.trial import DENSE, SETTLING, TIMED, Trial
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, SETTLING, TIMED, Trial
 from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.torch.auto.half import fits
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.settling import measured
@@ -28,12 +38,21 @@ class Choice:
 
     Args:
         exchange: the compressed exchange of the optimizer.
+        optimizer: optimizer, of which nothing is kept.
         kind: name of its arithmetic: "sgd", "adam" or "other".
+
+    Attributes:
+        given_up: whether stock Horovod's exchange is to stay, whatever the clock says: the same on every rank once all
+            have ended a step, or are in join.
+        script_clips: whether the script has clipped gradients of this rank by itself.
     """
 
-    def __init__(self, exchange: GradientExchange, kind: str) -> None:
+    def __init__(self, exchange: GradientExchange, optimizer: torch.optim.Optimizer, kind: str) -> None:
         self._exchange, self._collectives = exchange, exchange.collectives
         self._learns_second = kind == "adam" and exchange.config.freezes_second_moment
+        windows = [1 / (1 - group["betas"][1]) for group in optimizer.param_groups] if self._learns_second else [0.0]
+        self._settles_at = round(2 * max(windows))  # the first step at which it may have, see `Settling`
+        self.given_up = self.script_clips = False
         self.begin()
 
     def begin(self) -> None:
@@ -41,23 +60,32 @@ class Choice:
         config, self.trial = self._exchange.config, Trial()
         until = WarmupSchedule(steps=1, first_density=1.0, until_settled=_SETTLED)
         self._settling = Settling(until if self._learns_second else None, config.final_density)
-        total = config.total_steps
-        short = total is not None and (total < _WORTH * (SETTLING + TIMED) or config.density > MOST)
-        if self._collectives.workers == 1 or not self._exchange.compressed or short:
+        total, least = config.total_steps, max(_WORTH * (SETTLING + TIMED), 2 * self._settles_at)
+        short = total is not None and (total < least or config.density > MOST)
+        if self._collectives.workers == 1 or not self._exchange.compressed or short or self.given_up:
             self.trial.stay()
+        elif self._learns_second and self._speaks:
+            tell_waits(self._settles_at)
         if total is not None and short and self._speaks:
             tell_too_short(total, config.density)
+
+    def give_up(self, why: str) -> None:
+        """The present exchange stays until all ranks can go back to stock Horovod's, which then stays."""
+        if not self.given_up and self._speaks:
+            tell_given_up(why)
+        self.given_up = True
+        self.trial.stay()
 
     @property
     def _speaks(self) -> bool:
         return self._collectives.rank == 0
 
-    def count(self, half: bool) -> None:
-        """Count a step of stock Horovod's exchange, in fp16 or not."""
+    def count(self, half: bool, skipped: bool = False) -> None:
+        """Count a step of stock Horovod's exchange, in fp16 or not; of one that was skipped its number."""
         buckets = self._exchange.buckets
         width = 2 if half else 4
         buckets.counts.traffic.count_allreduce(width * sum(buckets.numel.values()), buckets.workers)
-        buckets.counts.end_step()
+        buckets.counts.end_step((buckets.steps, OVERFLOW) if skipped else None)
         buckets.steps += 1
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -65,12 +93,17 @@ class Choice:
         steps = self._exchange.buckets.steps
         if self.trial.ended or not self._settling.is_due(steps):
             return
-        own = self._settling.judge(*measured(optimizer, self._exchange.compressed)) if self._speaks else [0.0] * 5
-        told = self._sum(torch.tensor([1.0, *own], dtype=torch.float64), "settled").tolist()
-        if round(told[0]) == self._collectives.workers:
-            self._settling.take(told[1:], steps)
-        else:  # Horovod's join has answered
-            self.trial.stay()
+        own = [0.0] * 6
+        if self._speaks:
+            compressed = self._exchange.compressed
+            unlearnt = sum(not optimizer.state[p]["exp_avg_sq"].any() for p in compressed)
+            own = [float(unlearnt), *self._settling.judge(*measured(optimizer, compressed))]
+        ranks, unlearnt, *told = self._sum(torch.tensor([1.0, *own], dtype=torch.float64), "settled").tolist()
+        if round(ranks) != self._collectives.workers:  # Horovod's join has answered
+            return self.give_up(JOINED)
+        self._settling.take(told, steps)
+        if unlearnt and self._settling.settled_at is not None:
+            self.give_up(NEVER_LEARNT)
 
     def step_ended(self, waited: float) -> bool:
         """Count the time of a step; the ranks compare where it is the last one that is timed.
@@ -87,21 +120,39 @@ class Choice:
         if not trial.step_ended(time.perf_counter(), waited):
             return False
         if self._exchange.buckets.ranks_in_join:
-            trial.stay()  # those in join answer nothing but steps
+            self.give_up(JOINED)  # those in join answer nothing but steps
             return False
-        found = self._means([*trial.own(), *(self._link() if before == DENSE else ())])
-        expected: dict[str, float] = {}
+        found = self._means([*trial.own(), *((*self._link(), *self._obstacles()) if before == DENSE else ())])
         if found is None:
-            trial.stay()
-        elif before == DENSE:
-            observed = Observed(*found)
+            self.give_up(JOINED)
+            return False
+        expected: dict[str, float] = {}
+        if before == DENSE:
+            observed, obstacles = Observed(*found[:5]), found[5:]
+            if obstacles[0]:
+                self.give_up(SPARSE)
+                return False
             expected = predicted(self._exchange.buckets, observed, hvd.gloo_enabled())
+            for mode, obstacle in zip((COMPRESSED, HALF), obstacles[1:], strict=True):
+                if obstacle:
+                    del expected[mode]
             trial.dense_timed(observed.step, expected)
         else:
             trial.tried(found[0])
-        if self._speaks and found is not None:
+        self._exchange.buckets.counts.trial_seconds = dict(trial.seconds)
+        if self._speaks:
             tell_choice(self._exchange.buckets, trial, expected)
         return trial.mode != before
+
+    def _obstacles(self) -> tuple[float, float, float]:
+        """Whether this rank has sparse gradients; what keeps it from compression; from half precision."""
+        exchange = self._exchange
+        gradients = [p.grad for p in exchange.names if p.grad is not None]
+        sparse = any(gradient.is_sparse for gradient in gradients)
+        # workers of a node might differ in what they clip, see `NodeGradientExchange`
+        clips = self.script_clips and exchange.buckets.topology.node_size > 1 and exchange.config.clip_norm is None
+        halves = sparse or fits(gradients, exchange.buckets.workers * exchange.loss_scale())
+        return float(sparse), float(clips), float(not halves)
 
     def _means(self, own: list[float]) -> list[float] | None:
         """Means over the ranks; None where some have no more data: Horovod's join answers with zeros for them."""

@@ -14,9 +14,10 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.notices import OVERFLOW
 from dgc_horovod.planning.density import fitted
-from dgc_horovod.planning.trial import COMPRESSED, HALF, UNDECIDED
-from dgc_horovod.state.residual_state import RESIDUAL
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
+from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
 from dgc_horovod.torch import state
 from dgc_horovod.torch.auto.choice import Choice
 from dgc_horovod.torch.gradients.collectives import Pending
@@ -27,10 +28,13 @@ from dgc_horovod.torch.transport import WITHOUT_CUDA, needs_host
 from dgc_horovod.torch.updates.base import PlainUpdate
 from dgc_horovod.torch.wrapping import owners
 
-_ELASTIC = (
-    "compression auto under Horovod Elastic is not supported, as it measures one number of ranks; choose by dgcrun "
-    "--doctor, e.g. --compression dgc"
-)
+
+def check_automatic(named: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise UnsupportedUse where nothing can be chosen."""
+    if envvars.horovod_elastic():
+        raise UnsupportedUse("under Horovod Elastic the number of ranks changes, and auto measures one")
+    if any(needs_host(p) for _, p in named):
+        raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
 
 
 class AutomaticMethods:
@@ -45,17 +49,11 @@ class AutomaticMethods:
     _dgc_stock: bool
 
     def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
-        if envvars.horovod_elastic():
-            raise UnsupportedUse(_ELASTIC)
-        self._dgc_stock, self._dgc_waited = True, 0.0
+        self._dgc_stock, self._dgc_waited, self._dgc_overflowed = True, 0.0, False
         self._dgc_owed: dict[torch.Tensor, torch.Tensor] = {}
         CompressedMethods._attach(self, fitted(config), update, grad_scaler)  # type: ignore[arg-type]
         if self.process_set.included():
-            if any(needs_host(p) for p in self._dgc_parameters.values()):
-                raise UnsupportedUse(
-                    f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own: use --compression dgc"
-                )
-            self._dgc_choice = Choice(self._dgc, update.kind)
+            self._dgc_choice = Choice(self._dgc, self, update.kind)
 
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Any]:
         """Called by Horovod's hook or synchronize when the gradient of `p` is to be exchanged."""
@@ -88,6 +86,8 @@ class AutomaticMethods:
         _DistributedOptimizer.synchronize(self)
         self._dgc_waited += time.perf_counter() - begin
         self._check_nothing_unfrozen()
+        if self._dgc_halves and self._dgc.loss_scale() == 1.0:  # else a GradScaler looks, and skips the step
+            self._dgc_overflowed = not all(bool(p.grad.isfinite().all()) for p in self._dgc.names if p.grad is not None)
         if self._dgc_config.clip_norm is not None:
             limit = self._dgc_config.clip_norm * self._dgc.loss_scale()
             torch.nn.utils.clip_grad_norm_(list(self._dgc.names), limit)
@@ -101,19 +101,53 @@ class AutomaticMethods:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            _DistributedOptimizer.step(self)
+            self._dgc_stock_step()
             self._dgc_loaded = False
-            self._dgc_choice.count(self._compression is HorovodCompression.fp16)
             self._dgc_choice.watch(self)
         if self.process_set.included() and self._dgc_choice.step_ended(self._dgc_waited):
             self._dgc_take(self._dgc_choice.trial.mode)
         self._dgc_waited = 0.0
         return loss
 
+    @property
+    def _dgc_halves(self: Any) -> bool:
+        """Whether gradients travel as stock Horovod's fp16."""
+        return bool(self._dgc_stock and self._compression is HorovodCompression.fp16)
+
+    def _dgc_stock_step(self: Any) -> None:
+        """Stock Horovod's, but for what half precision has made infinite: that is skipped, and fp16 is over."""
+        halves = self._dgc_halves
+        if halves and self._should_synchronize and not self._synchronized:
+            self.synchronize()
+            with self.skip_synchronize():
+                return self._dgc_stock_step()
+        overflowed, self._dgc_overflowed = self._dgc_overflowed, False
+        if not overflowed:
+            _DistributedOptimizer.step(self)
+        self._dgc_choice.count(halves, skipped=overflowed)
+        if overflowed:  # the same on every rank, which all have the same average
+            self._synchronized = False
+            self._dgc_choice.give_up(OVERFLOW)
+            self._dgc_leave()
+
+    def _dgc_leave(self: Any) -> None:
+        """Go on with stock Horovod's exchange, as every rank does, where the choice was given up."""
+        choice = self._dgc_choice
+        if choice.given_up and choice.trial.mode != DENSE:
+            self._dgc_take(DENSE)
+            choice.trial.stay(DENSE)
+
     def _dgc_take(self: Any, mode: str) -> None:
         """Exchange the gradients of the steps to come in another way; between two steps, on every rank."""
         if mode != COMPRESSED and not self._dgc_stock:
+            held = {p: p.grad for p in self._dgc.names}  # a script may look at them after the step
+            handles, delays = dict(self._handles), dict(self._allreduce_delay)  # of backward passes of a step to come
+            self._handles.clear()
             state.flush(self)
+            self._handles.update(handles)
+            self._allreduce_delay.update(delays)
+            for p, grad in held.items():
+                p.grad = grad
         self._dgc_enter(mode)
 
     def _dgc_enter(self: Any, mode: str) -> None:
@@ -143,14 +177,34 @@ class AutomaticMethods:
             self._dgc_choice.trial.stay(mode or COMPRESSED)
             self._dgc_enter(mode or COMPRESSED)
 
+    def _dgc_begin_anew(self: Any) -> None:
+        """Choose again, as every rank does; what is kept is applied."""
+        self._dgc_take(DENSE)
+        self._dgc_choice.begin()
+
+    def _dgc_ranks_changed(self: Any) -> None:
+        if self._dgc_choice.trial.ended:  # what was fastest for other ranks
+            self._dgc_begin_anew()
+
+    def _dgc_finish_round(self: Any) -> None:
+        """A checkpoint holds no half of a trial: that begins anew."""
+        if self.process_set.included() and not self._dgc_stock and not self._dgc_choice.trial.ended:
+            self._dgc_begin_anew()
+
 
 def _left_of_whole(exchange: GradientExchange) -> dict[torch.Tensor, torch.Tensor]:
-    """What coding has left of the gradients of tensors that are sent whole, where it has left something."""
-    left = {}
-    for run in exchange.runs:
-        for p in run.parameters if run.engine.bucket.uncompressed else ():
-            engine, i = exchange.buckets.place[exchange.names[p]]
-            v = torch.from_numpy(engine.state.read(i)[RESIDUAL])
-            if v.any():
-                left[p] = v.view(p.shape)
+    """What coding has left of the gradients of tensors that are sent whole, where it has left something.
+
+    A worker of a node has it of its slice, for all workers of the node.
+    """
+    left, state = {}, exchange.residuals()
+    parameters = {name: p for p, name in exchange.names.items()}
+    for engine in exchange.buckets.engines:
+        for segment in engine.bucket.segments if engine.bucket.uncompressed else ():
+            v = state.tensors.get(segment.name, {}).get(RESIDUAL)
+            if v is not None and v.any():
+                p, first = parameters[segment.name], state.runs.get(segment.name, [0])[0]
+                whole = torch.zeros(p.numel())
+                whole[first : first + v.size] = torch.from_numpy(v) * exchange.buckets.topology.node_size
+                left[p] = whole.view(p.shape)
     return left

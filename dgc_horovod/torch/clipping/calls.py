@@ -70,6 +70,9 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
     """The norms of gradients whose ranks clip them already, and the parameters that are left to torch."""
     norms, left = [], parameters
+    for optimizer in owners.undecided():
+        if any(x in optimizer._dgc.names for x in parameters):
+            optimizer._dgc_choice.script_clips = True
     for optimizer in owners.live():
         own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
         known = own and 0 < limit < math.inf and (math.isnan(p) or p > 0)  # a norm of order p <= 0 is torch's affair

@@ -36,6 +36,11 @@ def undecided() -> list[Any]:
     return [optimizer for optimizer in _owning() if optimizer._dgc_is_undecided]
 
 
+def automatic() -> list[Any]:
+    """Those whose exchange is, or was, to be chosen by this rank and others."""
+    return [optimizer for optimizer in _owning() if hasattr(optimizer, "_dgc_choice")]
+
+
 def _owning() -> list[Any]:
     found = [ref() for ref in _made]
     return [optimizer for optimizer in found if optimizer is not None and not optimizer._dgc_superseded]

@@ -228,6 +228,121 @@ def uneven() -> dict[str, Any]:
     return found
 
 
+def trying(optimizer: Any, mode: str = COMPRESSED) -> None:
+    """Be in the middle of a trial of `mode`, as every rank is."""
+    optimizer._dgc_choice.trial.dense_timed(1.0, {mode: 0.1})
+    optimizer._dgc_take(mode)
+
+
+def given_up() -> dict[str, Any]:
+    """What ends a trial without a choice: join, and sums beyond half precision; stock Horovod's exchange stays."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    for mode in (COMPRESSED, HALF):
+        model, optimizer = made(mode=None)
+        trying(optimizer, mode)
+        train(model, optimizer, 3 + 2 * hvd.rank())
+        hvd.join()
+        found[f"join, {mode}"] = [optimizer._dgc_choice.trial.mode, optimizer._dgc_choice.trial.ended]
+        hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
+        train(model, optimizer, 4)
+        found[f"join, {mode}, weights"] = fingerprint(model)
+    for by_hand in (False, True):
+        model, optimizer = made(mode=HALF)
+        train(model, optimizer, 2)
+        before = fingerprint(model)
+        x, y = next(iter(batches(1, hvd.rank())))
+        (1e8 * nn.functional.mse_loss(model(x), y)).backward()
+        if by_hand:
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        found[f"overflow, {by_hand}"] = [fingerprint(model) == before, optimizer._dgc_choice.trial.mode]
+        train(model, optimizer, 2)
+        found[f"overflow, {by_hand}, finite"] = bool(weights(model).isfinite().all())
+    return found
+
+
+class _Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embedding(x))
+
+
+def beside() -> dict[str, Any]:
+    """What compression cannot do, and a job that may have stock Horovod need not stop for."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = _Embedded()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression=Compression.auto(min_numel=16))
+    for step in range(2 * TIMED):
+        optimizer.zero_grad()
+        model(torch.tensor([step % 50, hvd.rank()])).square().sum().backward()
+        optimizer.step()
+    trial = optimizer._dgc_choice.trial
+    damped = smooth_model()
+    made_of = torch.optim.SGD(damped.parameters(), lr=0.05, momentum=0.9, dampening=0.1)
+    stock_one = DistributedOptimizer(made_of, damped.named_parameters(), compression=Compression.auto())
+    train(damped, stock_one, 3)
+    model, optimizer = made(mode=COMPRESSED)
+    train(model, optimizer, 2)
+    take(optimizer, DENSE)
+    return {
+        "sparse": [trial.mode, trial.ended, trial.seconds == {}],
+        "dampening": [hasattr(stock_one, "_dgc"), fingerprint(damped)],
+        "gradients": all(p.grad is not None for p in model.parameters()),
+    }
+
+
+def loading() -> dict[str, Any]:
+    """What a job goes on with that has lost residuals, or was saved in the middle of a trial."""
+    hvd.init()
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), name="folder"))
+    found: dict[str, Any] = {}
+    for mode in (DENSE, COMPRESSED):
+        model, optimizer = made(mode=mode)
+        train(model, optimizer, 3)
+        save_checkpoint(folder / mode, model, optimizer)
+        hvd.allreduce(torch.zeros(1), name="saved")
+        if hvd.rank() == 0:
+            next((folder / mode).glob("*rank1.npz")).write_bytes(b"")
+        hvd.allreduce(torch.zeros(1), name="damaged")
+        for residuals in ("ignored", "if sound"):
+            model, optimizer = made(mode=None)
+            load_checkpoint(folder / mode, model, optimizer, residuals=residuals)
+            found[f"{mode}, {residuals}"] = [optimizer._dgc_choice.trial.mode, optimizer._dgc_choice.trial.ended]
+            train(model, optimizer, 2)
+            found[f"{mode}, {residuals}, weights"] = fingerprint(model)
+    model, optimizer = made(mode=None)
+    trying(optimizer)
+    train(model, optimizer, 3)
+    save_checkpoint(folder / "trial", model, optimizer)
+    found["saving"] = [optimizer._dgc_choice.trial.mode, optimizer._dgc_choice.trial.ended]
+    model, optimizer = made(mode=None)
+    load_checkpoint(folder / "trial", model, optimizer)
+    found["trial"] = [optimizer._dgc_choice.trial.mode, optimizer._dgc_choice.trial.ended]
+    return found
+
+
+def on_nodes() -> dict[str, Any]:
+    """Workers of a node keep slices: switches are the same for all of them, and lose nothing."""
+    from dgc_horovod.torch import node_process_sets
+
+    hvd.init(process_sets=node_process_sets(2))
+    model, optimizer = made(exchange="hierarchical", node_size=2)
+    found: dict[str, Any] = {"replicas": _train_with(model, optimizer, list(_ORDER))}
+    record = optimizer.residual_state_dict()["tensors"].values()
+    found["left"] = sum(float(abs(x).sum()) for arrays in record for x in arrays.values())
+    return found
+
+
 def missing() -> dict[str, Any]:
     """A rank that stays away from a dense step: the others say so within the time limit."""
     model, optimizer = made()
