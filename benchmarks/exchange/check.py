@@ -9,7 +9,15 @@ import numpy as np
 import torch
 
 from benchmarks.exchange.gradients import Gradients
-from benchmarks.exchange.methods import MOMENTUM, POWER_SGD_RANK, CompressedMethod, DDPMethod, Method, PublishedMethod
+from benchmarks.exchange.methods import (
+    MOMENTUM,
+    POWER_SGD_RANK,
+    CompressedDDPMethod,
+    CompressedMethod,
+    DDPMethod,
+    Method,
+    PublishedMethod,
+)
 from dgc_horovod.core.engine import BucketEngine
 
 _LEAST_OF_K = 2 / 3  # that a rule other than the exact one may send
@@ -44,6 +52,8 @@ def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, 
         found = residual.check()
     elif isinstance(method, PublishedMethod):
         found = _check_published(method)
+    elif isinstance(method, CompressedDDPMethod):
+        found = _check_sent(method)
     elif isinstance(method, DDPMethod) and method.approximate:
         found = _check_rank(method)
     else:
@@ -77,6 +87,17 @@ def _check_published(method: PublishedMethod) -> str:
     count, k = sum(int(g.count_nonzero()) for g in compressed), method.exchange.k
     assert 0.5 * k <= count <= hvd.size() * k, f"{count} elements were sent, k is {k}"
     return f"{count} elements were sent, k is {k}"
+
+
+def _check_sent(method: CompressedDDPMethod) -> str:
+    """What came back of compressed tensors are the elements that the ranks have sent: from k to N*k of them."""
+    buckets, workers = method.optimizer._dgc.buckets, method.optimizer._dgc.collectives.workers
+    gradients = {name: p.grad for name, p in method.model.named_parameters()}
+    sparse = [engine for engine in buckets.engines if not engine.bucket.uncompressed]
+    k = sum(int(np.ceil(buckets.config.final_density * engine.bucket.numel)) for engine in sparse)
+    count = sum(int(gradients[s.name].count_nonzero()) for engine in sparse for s in engine.bucket.segments)
+    assert k <= count <= workers * k, f"{count} elements came back, k is {k}"
+    return f"{count} elements came back, k is {k}"
 
 
 def _check_rank(method: DDPMethod) -> str:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import connections
 from benchmarks.exchange.published import PublishedExchange
 from benchmarks.shapes import Shapes
-from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch import Compression, DistributedOptimizer, ddp
 
 MASTER = "EXCHANGE_MASTER"  # the variable with the address of rank 0
 MOMENTUM = 0.9
@@ -193,6 +193,23 @@ class DDPMethod(Method):
         hvd.init()
 
 
+class CompressedDDPMethod(DDPMethod):
+    """Ours as a hook of DistributedDataParallel: Horovod's adapter and this one differ in who carries the packets."""
+
+    def __init__(self, shapes: Shapes, density: float) -> None:
+        super().__init__(shapes)
+        self.untimed = CompressedMethod.untimed
+        plain = torch.optim.SGD(self.runs.parameters(), lr=0.1, momentum=MOMENTUM)
+        self.optimizer = ddp.register(self.runs, plain, ddp.Compression.dgc(density=density))
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
+    def phases(self) -> dict[str, float]:
+        traffic = self.optimizer._dgc.collectives.traffic
+        return {"compress": traffic.compressing, "decode": traffic.decoding, "wait": traffic.waiting}
+
+
 def _power_sgd(shapes: Shapes) -> Method:
     state = powerSGD_hook.PowerSGDState(None, POWER_SGD_RANK, start_powerSGD_iter=_POWER_SGD_START)
     return DDPMethod(shapes, powerSGD_hook.powerSGD_hook, state)
@@ -214,5 +231,6 @@ METHODS: dict[str, Callable[[Shapes, float], Method]] = {
     "published DGC": PublishedMethod,
     "torch DDP": lambda shapes, _: DDPMethod(shapes),
     "torch DDP, fp16 hook": lambda shapes, _: DDPMethod(shapes, default_hooks.fp16_compress_hook),
+    "dgc, DDP": CompressedDDPMethod,
     "torch DDP, PowerSGD 2": lambda shapes, _: _power_sgd(shapes),
 }

@@ -1,6 +1,6 @@
 """A small training run, dense and compressed, of two processes that share one device.
 
-Where Horovod is missing torch.distributed's Gloo carries the packets; engines, kernels and packets are the product's.
+Where Horovod is missing the transport of `dgc_horovod.torch.ddp` carries the packets; all of it is the product's.
 ``python -m benchmarks.gpu.training RANK WORKERS RENDEZVOUS DEVICE`` is one worker.
 """
 
@@ -28,6 +28,7 @@ from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.stats import Traffic
+from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 
 WORKERS, BATCH, INPUTS, CLASSES, RATE, MOMENTUM = 2, 64, 64, 10, 0.05, 0.9
 STEPS, WIDTH = 400, 512
@@ -35,41 +36,10 @@ TINY_STEPS, TINY_WIDTH = 12, 24
 TIMEOUT = 240  # seconds
 
 
-class Transport:
-    """`contract.Transport` by torch.distributed over Gloo: buffers are on the host."""
-
-    def __init__(self) -> None:
-        self.rank, self.workers = dist.get_rank(), dist.get_world_size()
-
-    def allgather(self, packet: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
-        """Start an allgather; the ranks' buffers after one another."""
-        gathered = packet.new_empty(self.workers * packet.numel())
-        return dist.all_gather_into_tensor(gathered, packet, async_op=True), gathered
-
-    def allreduce(self, tensor: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
-        """Start a sum over ranks."""
-        host = tensor.detach().cpu().clone()
-        return dist.all_reduce(host, async_op=True), host
-
-    def alltoall(self, tensor: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
-        """Start an exchange of equal parts."""
-        received = torch.empty_like(tensor)
-        return dist.all_to_all_single(received, tensor, async_op=True), received
-
-    def broadcast(self, tensor: torch.Tensor, name: str, root: int = 0) -> tuple[Any, torch.Tensor]:
-        """Start a broadcast from `root`."""
-        return dist.broadcast(tensor, root, async_op=True), tensor
-
-    def wait(self, pending: tuple[Any, torch.Tensor]) -> torch.Tensor:
-        """The result of a collective."""
-        pending[0].wait()
-        return pending[1]
-
-
 class Compressed:
     """Exchange and step of a model: matrices compressed, the rest as Horovod would reduce it."""
 
-    def __init__(self, model: nn.Module, device: str, transport: Transport, steps: int) -> None:
+    def __init__(self, model: nn.Module, device: str, transport: ProcessGroupCollectives, steps: int) -> None:
         self.transport, kernels = transport, TritonKernels(device)
         self.parameters = dict(model.named_parameters())
         warmup = WarmupSchedule(steps=steps // 5)
@@ -109,7 +79,7 @@ class Compressed:
 class Dense:
     """The same without compression."""
 
-    def __init__(self, model: nn.Module, device: str, transport: Transport, steps: int) -> None:
+    def __init__(self, model: nn.Module, device: str, transport: ProcessGroupCollectives, steps: int) -> None:
         self.transport, self.model = transport, model
         self.optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
 
@@ -131,7 +101,7 @@ def _network(width: int, seed: int) -> nn.Sequential:
 def trained(method: type[Any], device: str, steps: int, width: int) -> dict[str, Any]:
     """Accuracy after learning what another network says, and a hash of the weights."""
     model, teacher = _network(width, 0).to(device), _network(32, 1).to(device)
-    worker = method(model, device, Transport(), steps)
+    worker = method(model, device, ProcessGroupCollectives(new_group(range(WORKERS), TIMEOUT), "study"), steps)
     draw = torch.Generator(device).manual_seed(dist.get_rank())
     for _ in range(steps):
         x = torch.randn(BATCH, INPUTS, generator=draw, device=device)

@@ -88,17 +88,19 @@ def wait_for_streams(streams: set[torch.cuda.Stream]) -> None:
 class TakenMemory:
     """Memory that somebody will write to.
 
-    Autograd gives two parameters one gradient memory where a view of each is added to the other.
+    Autograd gives two parameters one gradient memory where a view of each is added to the other. DDP, where it is asked
+    for, keeps many gradients in one memory, one behind the other.
     """
 
     def __init__(self) -> None:
-        self._places: set[int] = set()
+        self._places: dict[int, list[tuple[int, int]]] = {}  # begin and end, by the memory that holds them
 
     def is_first_in(self, grad: torch.Tensor) -> bool:
-        """Whether nothing is in the memory of `grad` yet; from now on `grad` is."""
-        place = grad.untyped_storage().data_ptr()
-        first = place not in self._places
-        self._places.add(place)
+        """Whether nothing is in the place of `grad`, which is contiguous, yet; from now on `grad` is."""
+        taken = self._places.setdefault(grad.untyped_storage().data_ptr(), [])
+        begin, end = grad.data_ptr(), grad.data_ptr() + grad.nbytes
+        first = all(end <= others_begin or others_end <= begin for others_begin, others_end in taken)
+        taken.append((begin, end))
         return first
 
     def clear(self) -> None:
