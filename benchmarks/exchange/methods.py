@@ -160,11 +160,14 @@ class DDPMethod(Method):
         shapes: of the model.
         hook: for the communication.
         state: of the hook; the hook then approximates.
+        options: more arguments of DistributedDataParallel.
     """
 
     _next_port = 29_400
 
-    def __init__(self, shapes: Shapes, hook: Callable[..., Any] | None = None, state: Any = None) -> None:
+    def __init__(
+        self, shapes: Shapes, hook: Callable[..., Any] | None = None, state: Any = None, **options: Any
+    ) -> None:
         super().__init__(shapes)
         rank, size = hvd.rank(), hvd.size()
         connections.shut_down()
@@ -176,7 +179,7 @@ class DDPMethod(Method):
         # PowerSGD starts collectives in callbacks, whose order over Gloo differs between ranks as soon as there are
         # two buckets: the job then dies
         bucket = {"bucket_cap_mb": 1 << 20} if self.approximate else {}
-        self.runs = DistributedDataParallel(self.model, init_sync=False, **bucket)
+        self.runs = DistributedDataParallel(self.model, init_sync=False, **bucket, **options)
         if hook is not None:
             self.runs.register_comm_hook(state, hook)
 
@@ -197,7 +200,7 @@ class CompressedDDPMethod(DDPMethod):
     """Ours as a hook of DistributedDataParallel: Horovod's adapter and this one differ in who carries the packets."""
 
     def __init__(self, shapes: Shapes, density: float) -> None:
-        super().__init__(shapes)
+        super().__init__(shapes, gradient_as_bucket_view=True)  # else DDP copies every gradient twice
         self.untimed = CompressedMethod.untimed
         plain = torch.optim.SGD(self.runs.parameters(), lr=0.1, momentum=MOMENTUM)
         self.optimizer = ddp.register(self.runs, plain, ddp.Compression.dgc(density=density))

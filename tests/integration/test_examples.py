@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.jobs import run
 from tests.helpers.torch_ranks import torchrun
 
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
@@ -32,6 +33,16 @@ RUNS = [
     for example, choices in CHOICES.items()
     for choice in choices
 ]
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_recipe(library):
+    pytest.importorskip(library, reason=f"{library} is not installed (extra [{library}])")
+    code, log = run([*torchrun(2), f"examples/ddp_{library}.py", "--epochs", "6"], 150)
+    found = re.search(r"accuracy ([\d.]+)%, (\d+)x less sent", log)
+    assert code == 0 and found, log
+    assert float(found[1]) > 60 and int(found[2]) > 50
 
 
 @pytest.mark.parallel
