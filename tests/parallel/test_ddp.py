@@ -18,6 +18,11 @@ REFUSED = {
     "local": "UnsupportedUse: Compression.local is for dgc_horovod.torch so far",
     "auto": "UnsupportedUse: Compression.auto compares with Horovod's own exchange",
     "DistributedOptimizer of DDP": "belongs to a model in DistributedDataParallel",
+    "FSDP": "UnsupportedUse: the model is sharded (FSDP)",
+    "DTensor": "UnsupportedUse: '0.weight' is sharded over the ranks",
+    "sparse": "UnsupportedUse: 'module' has sparse gradients",
+    "nodes": "UnsupportedUse: exchange='hierarchical' needs Horovod's process sets of nodes",
+    "join": "UnsupportedUse: Join with a compressed model",
     "no exchange": "UnsupportedUse: step() without gradients that have been exchanged",
     "accumulated": "UnsupportedUse: backward() was called again before step()",
 }

@@ -34,6 +34,10 @@ def test_resumed_with_another_number_of_ranks(tmp_path):
     assert found[0] == found[1] == found[2] and found[0]["epoch"] == 7
 
 
+def test_uncompressed(tmp_path):
+    assert all(found["same"] for found in run("DDP", "uncompressed", tmp_path))
+
+
 def test_records_and_flush(tmp_path):
     first, second = run("DDP", "residuals_and_flush", tmp_path)
     assert first == second and first["same"]

@@ -24,7 +24,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
         directory: path, made if it is not there. A checkpoint in it is replaced once the new one is complete; other
             files are left alone. One for each optimizer.
         model: module whose state is saved, with or without DDP around it.
-        optimizer: optimizer of `register` or `DistributedOptimizer` with compression.
+        optimizer: optimizer of `register` or `DistributedOptimizer`, with any compression.
         extra: more values to keep: numbers, texts, tensors, dicts and lists of them; those of rank 0 are kept.
 
     Raises:
@@ -62,7 +62,7 @@ def load_checkpoint(
 def _patient(optimizer: Any) -> ProcessGroupCollectives:
     """Collectives that bear with slow disks."""
     if not hasattr(optimizer, "_dgc_process_group"):
-        raise UnsupportedUse("pass the optimizer that was given to register() or DistributedOptimizer(), compressed")
+        raise UnsupportedUse("pass the optimizer that was given to register() or DistributedOptimizer()")
     seconds = envvars.checkpoint_seconds()
     if not hasattr(optimizer, "_dgc_patient_group"):
         ranks = dist.get_process_group_ranks(optimizer._dgc_process_group)

@@ -29,6 +29,11 @@ ACCUMULATED = (
     "exchange. Put all backward passes of a step but the last inside `with model.no_sync():`. To give an update up, "
     "call optimizer.zero_grad()"
 )
+DROPPED = (
+    "optimizer.zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum on every "
+    "rank, and a part of them comes with later updates; keep a backward pass that is not this model's away from it "
+    "(detach(), or requires_grad_(False) meanwhile)"
+)
 NOT_EXCHANGED = (
     "step() without gradients that have been exchanged: since the last step there was no backward pass outside of "
     "model.no_sync(), or optimizer.zero_grad() came after it"
@@ -135,6 +140,12 @@ class DataParallelMethods(ProcessGroupMethods):
         self._dgc_watch.look_again()
         self.synchronize()
         self._dgc_offered = False
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """As torch's; what ``backward`` has brought is given up, if it was not applied."""
+        if self._synchronized and self._dgc_may_apply and not self._dgc_offered:
+            self._tell_once("dropped", DROPPED)
+        ExchangeMethods.zero_grad(self, set_to_none)
 
     @property
     def _step_supports_amp_scaling(self: Any) -> bool:

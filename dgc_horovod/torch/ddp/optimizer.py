@@ -60,8 +60,9 @@ def register(
     group = _group_of(process_group or getattr(getattr(model, COMPILED, model), "process_group", None))
     if config is None:
         _check_choice(group, compression)
+        found = data_parallel(model)
+        vars(optimizer).update(_dgc_process_group=group, _parameter_names=_names_of(named_parameters(found)))
         if compression is Compression.fp16:
-            found = data_parallel(model)
             found.register_comm_hook(found.process_group, default_hooks.fp16_compress_hook)
         return optimizer
     with _alike(group):
@@ -186,7 +187,7 @@ def _adopt(
         _dgc_process_group=group,
         _dgc_settings=settings,
         backward_passes_per_step=passes,
-        _parameter_names={p: name for name, p in sorted(named, key=lambda entry: entry[0])},
+        _parameter_names=_names_of(named),
         _handles={},
         _dgc_passes_left=dict.fromkeys((p for _, p in named), passes),
         _grad_accs=[],
@@ -198,6 +199,11 @@ def _adopt(
     if hasattr(scheduled, "_wrapped_by_lr_sched"):
         optimizer.step = partial(_counted_step, weakref.ref(optimizer))
         optimizer.step._wrapped_by_lr_sched = True
+
+
+def _names_of(named: list[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
+    """Names by parameter, in the order in which Horovod has them, of which checkpoints keep a digest."""
+    return {p: name for name, p in sorted(named, key=lambda entry: entry[0])}
 
 
 def _counted_step(optimizer: Any, *arguments: Any, **named: Any) -> Any:

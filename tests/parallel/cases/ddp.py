@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
@@ -248,6 +250,13 @@ def refusals() -> dict[str, str]:
     found["DistributedOptimizer of DDP"] = error_of(
         lambda: DistributedOptimizer(_sgd()(model), model.named_parameters(), Compression.dgc(0.1))
     )
+    sharded = fully_shard(smooth_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    found["FSDP"] = error_of(lambda: register(sharded, _sgd()(sharded)))
+    found["DTensor"] = error_of(lambda: DistributedOptimizer(_sgd()(sharded), sharded.named_parameters()))
+    embedding = DistributedDataParallel(nn.Embedding(9, 4, sparse=True))
+    found["sparse"] = error_of(lambda: register(embedding, _sgd(momentum=0)(embedding)))
+    shared = Compression.dgc(0.1, exchange="hierarchical")
+    found["nodes"] = error_of(lambda: register(model, _sgd()(model), shared))
     optimizer = register(model, _sgd()(model), Compression.dgc(0.1))
     x, y = next(iter(batches(1, dist.get_rank())))
 
@@ -259,6 +268,14 @@ def refusals() -> dict[str, str]:
     found["no exchange"] = error_of(optimizer.step)
     backward()
     found["accumulated"] = error_of(backward)
+    joined = DistributedDataParallel(smooth_model())
+    register(joined, _sgd()(joined), Compression.dgc(0.1))
+
+    def join() -> None:
+        with joined.join():
+            F.mse_loss(joined(x), y).backward()
+
+    found["join"] = error_of(join)
     return found
 
 

@@ -37,9 +37,9 @@ def train(model: Any, optimizer: Any, rank: int, part: int) -> None:
         optimizer.step()
 
 
-def _made() -> tuple[DistributedDataParallel, Any]:
+def _made(given: Any = None) -> tuple[DistributedDataParallel, Any]:
     model = DistributedDataParallel(smooth_model())
-    return model, register(model, sgd(model), compression())
+    return model, register(model, sgd(model), given or compression())
 
 
 def saved() -> dict[str, Any]:
@@ -57,6 +57,21 @@ def resumed() -> dict[str, Any]:
     extra = load_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
     train(model, optimizer, dist.get_rank(), 1)
     return {"weights": fingerprint(model), **extra}
+
+
+def uncompressed() -> dict[str, Any]:
+    """Stock DDP saves and loads in the same way."""
+    found = []
+    for part in (0, 1):
+        model, optimizer = _made(Compression.none)
+        if part:
+            load_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
+        else:
+            train(model, optimizer, dist.get_rank(), 0)
+            save_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
+        train(model, optimizer, dist.get_rank(), 1)
+        found.append(fingerprint(model))
+    return {"same": found[0] == found[1]}
 
 
 def residuals_and_flush() -> dict[str, Any]:
