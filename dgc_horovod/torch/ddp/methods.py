@@ -30,9 +30,9 @@ ACCUMULATED = (
     "call optimizer.zero_grad()"
 )
 DROPPED = (
-    "optimizer.zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum on every "
-    "rank, and a part of them comes with later updates; keep a backward pass that is not this model's away from it "
-    "(detach(), or requires_grad_(False) meanwhile)"
+    "optimizer.zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum, and a "
+    "part of them comes with later updates; keep a backward pass that is not this model's away from it (detach(), or "
+    "requires_grad_(False) meanwhile)"
 )
 NOT_EXCHANGED = (
     "step() without gradients that have been exchanged: since the last step there was no backward pass outside of "
