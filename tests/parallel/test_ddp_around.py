@@ -8,7 +8,7 @@ from tests.helpers.ranks import check_metrics_file
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_that_differs"]
+CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_that_differs", "bf16_model", "dropped"]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,16 @@ def test_not_finite(ranks):
 def test_replica_that_differs(ranks):
     first, second = (rank["ddp_around.replica_that_differs"] for rank in ranks)
     assert first == second and "ReplicaMismatch" in first["stop"] and len(first["broadcast"]) == 64
+
+
+def test_a_model_in_bf16(ranks):
+    first, second = (rank["ddp_around.bf16_model"] for rank in ranks)
+    assert first["is"] == second["is"]
+    assert sum(first["losses"][-5:]) < 0.7 * sum(first["losses"][:5])
+
+
+def test_an_update_that_is_dropped_is_told_of(ranks):
+    assert ranks[0]["ddp_around.dropped"] == ["dropped"]
 
 
 def test_a_rank_that_makes_no_step():

@@ -84,6 +84,31 @@ def replica_that_differs() -> dict[str, str]:
     return found
 
 
+def bf16_model() -> dict[str, Any]:
+    """Weights and gradients in bf16: replicas are the same, and learn."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(smooth_model().bfloat16(), gradient_as_bucket_view=True)
+    optimizer = register(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), Compression.dgc(0.1))
+    losses = []
+    for x, y in batches(30, dist.get_rank()):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x.bfloat16()).float(), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"is": fingerprint(model.float()), "losses": losses}
+
+
+def dropped() -> list[str]:
+    """What is told of an update that is not applied."""
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+    x, y = next(iter(batches(1, dist.get_rank())))
+    F.mse_loss(model(x), y).backward()
+    optimizer.zero_grad()
+    _steps(model, optimizer, 2)
+    return sorted(optimizer._dgc_told)
+
+
 def late() -> str:
     """What a rank says that waits for one that makes no step."""
     model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
