@@ -14,7 +14,7 @@ from dgc_horovod.planning import simulation
 from dgc_horovod.planning.cluster import Cluster, Link
 from dgc_horovod.planning.cost_model import EXCHANGES, METHODS, traffic_of
 from dgc_horovod.planning.machine import Machine
-from dgc_horovod.planning.table import WORKERS
+from dgc_horovod.planning.table import worker_counts
 
 MODEL, NODE_SIZES = "resnet50", (1, 4, 8)
 RATES, LATENCIES, DENSITIES = (1e8, 1e9, 1e10), (20e-6, 1e-3, 40e-3), (0.001, 0.01)
@@ -34,9 +34,7 @@ def errors(method: str, workers: int, node_size: int) -> list[float]:
 def main() -> None:
     """Everything, into benchmarks/results."""
     rows, start = [], time.monotonic()
-    for workers, node_size in itertools.product(WORKERS, NODE_SIZES):
-        if workers <= node_size or workers % node_size:
-            continue
+    for workers, node_size in sorted((count, size) for size in NODE_SIZES for count in worker_counts(size)):
         for method in METHODS:
             if node_size > 1 or not method.startswith("hierarchical"):
                 found = errors(method, workers, node_size)

@@ -11,7 +11,7 @@ from dgc_horovod.planning.cluster import Cluster
 from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, Cost, cost
 from dgc_horovod.planning.machine import Machine
 
-WORKERS = tuple(2**power for power in range(1, 11))
+MOST_WORKERS = 1024
 _WORTH = 1.1  # times as fast as dense and fp16, or compression changes the training for little
 _CLEARLY = 0.97  # of a simpler exchange's step must a more complicated one take at most
 
@@ -19,7 +19,7 @@ Table = Mapping[int, Sequence[Cost]]
 
 
 def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, machine: Machine) -> dict[int, list[Cost]]:
-    """The cost of every method for 2, 4, ... 1,024 workers that fill at least two nodes.
+    """The cost of every method for two nodes, four, eight, and so on, of at most 1,024 workers together.
 
     Args:
         specs, config, machine: see `cost_model.cost`.
@@ -28,9 +28,16 @@ def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, mach
     methods = METHODS if cluster.node_size > 1 else [name for name in METHODS if not name.startswith(HIERARCHICAL)]
     return {
         workers: [cost(name, specs, config, replace(cluster, workers=workers), machine) for name in methods]
-        for workers in WORKERS
-        if workers > cluster.node_size and workers % cluster.node_size == 0
+        for workers in worker_counts(cluster.node_size)
     }
+
+
+def worker_counts(node_size: int) -> list[int]:
+    """Numbers of workers that are planned: those of 2, 4, 8, ... nodes of `node_size` >= 1, at most 1,024."""
+    found = [2 * node_size]
+    while found[-1] <= MOST_WORKERS:
+        found.append(2 * found[-1])
+    return found[:-1]
 
 
 def best(costs: Sequence[Cost]) -> Cost:

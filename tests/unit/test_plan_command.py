@@ -22,6 +22,14 @@ def test_a_plan_says_what_to_take_and_from_how_many_workers_on(capsys):
     assert max(map(len, said.splitlines())) <= 120
 
 
+@pytest.mark.parametrize("words", [["--workers-per-node", "6"], ["-H", "a:6,b:6"]])
+def test_nodes_of_any_size_are_planned(words, capsys):
+    """Not powers of two only: two nodes of them, four, and so on."""
+    assert commands.run([*PLAN, *words]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert [row for row in rows if row != "N"] == 4 * ["12", "24", "48", "96", "192", "384", "768"]
+
+
 def test_hosts_of_one_worker_have_no_columns_of_nodes(capsys):
     assert commands.run(PLAN) == 0
     said = capsys.readouterr().out
@@ -44,7 +52,7 @@ def test_a_plan_is_drawn(tmp_path):
         ([*PLAN, "--model", "a:b"], "--model-size or --model"),
         ([*PLAN, "--latency-ms", "soon"], "--latency-ms must be a positive number, got 'soon'"),
         ([*PLAN, "--workers-per-node", "0"], "--workers-per-node must be a whole number >= 1"),
-        ([*PLAN, "--workers-per-node", "3"], "fills two nodes of 3"),
+        ([*PLAN, "--workers-per-node", "513"], "two nodes of 513 are beyond; --workers-per-node may be at most 512"),
         ([*PLAN, "-H", "a:2,b:4"], "nodes of different sizes"),
         ([*PLAN, "--dgc-local-steps", "15"], "leave --dgc-local-steps out"),
         (["-np", "2", "--plot", "x.svg", "true"], "--plot goes with --plan"),

@@ -20,7 +20,7 @@ from dgc_horovod.planning.cluster import Cluster, Link
 from dgc_horovod.planning.machine import Machine
 from dgc_horovod.planning.measure import measured
 from dgc_horovod.planning.shapes import parse_size, tensors
-from dgc_horovod.planning.table import table
+from dgc_horovod.planning.table import MOST_WORKERS, table
 
 _EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
 
@@ -48,7 +48,10 @@ def run(args: Any, job: Job) -> int:
     machine = measured(machine, elements, config)
     found = table(specs, config, cluster, machine)
     if not found:
-        raise ConfigError(f"no number of workers up to 1,024 fills two nodes of {cluster.node_size}")
+        raise ConfigError(
+            f"a plan is for two nodes or more and for at most {MOST_WORKERS:,} workers, which two nodes of "
+            f"{cluster.node_size} are beyond; --workers-per-node may be at most {MOST_WORKERS // 2}"
+        )
     title = show.head(elements, computing, config.final_density, _described(cluster))
     print("\n".join([title, "", *show.verdicts(found), "", show.text(found), "", *_notes(machine, elements)]))
     if args.plot:
