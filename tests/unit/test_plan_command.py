@@ -30,6 +30,11 @@ def test_nodes_of_any_size_are_planned(words, capsys):
     assert [row for row in rows if row != "N"] == 4 * ["12", "24", "48", "96", "192", "384", "768"]
 
 
+def test_a_link_may_have_no_latency(capsys):
+    assert commands.run([*PLAN, "--latency-ms", "0"]) == 0
+    assert "0.1 Gbit/s, 0 ms" in capsys.readouterr().out
+
+
 def test_hosts_of_one_worker_have_no_columns_of_nodes(capsys):
     assert commands.run(PLAN) == 0
     said = capsys.readouterr().out
@@ -50,7 +55,13 @@ def test_a_plan_is_drawn(tmp_path):
     [
         (["--plan"], "--plan needs --step-ms"),
         ([*PLAN, "--model", "a:b"], "--model-size or --model"),
-        ([*PLAN, "--latency-ms", "soon"], "--latency-ms must be a positive number, got 'soon'"),
+        ([*PLAN, "--latency-ms", "soon"], r"--latency-ms must be a number from 0 to 1e\+09, got 'soon'"),
+        ([*PLAN, "--latency-ms", "-1"], "--latency-ms must be a number from 0 "),
+        ([*PLAN, "--step-ms", "inf"], r"--step-ms must be a number from 1e-09 to 1e\+09, got 'inf'"),
+        ([*PLAN, "--step-ms", "nan"], "--step-ms must be a number from 1e-09 "),
+        ([*PLAN, "--step-ms", "0"], "--step-ms must be a number from 1e-09 "),
+        ([*PLAN, "--link-gbps", "1e300"], "--link-gbps must be a number from 1e-09 "),
+        (["--doctor", "--model-size", "1M", "-np", "4", "--step-ms", "inf"], "--step-ms must be a number from 1e-09 "),
         ([*PLAN, "--workers-per-node", "0"], "--workers-per-node must be a whole number >= 1"),
         ([*PLAN, "--workers-per-node", "513"], "two nodes of 513 are beyond; --workers-per-node may be at most 512"),
         ([*PLAN, "-H", "a:2,b:4"], "nodes of different sizes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from dgc_horovod.planning.shapes import parse_size, tensors
 from dgc_horovod.planning.table import MOST_WORKERS, table
 
 _EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
+_LEAST, _MOST = 1e-9, 1e9
 
 
 def run(args: Any, job: Job) -> int:
@@ -60,14 +62,18 @@ def run(args: Any, job: Job) -> int:
     return 0
 
 
-def number(flag: str, text: str, least_excluded: float = 0.0) -> float:
-    """The number that a flag gives; it must be above `least_excluded`."""
+def number(flag: str, text: str, least: float = _LEAST) -> float:
+    """The number that a flag gives; `least` <= number <= 1e9, so that nothing made of it is infinite or not a number.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
     try:
         value = float(text)
     except ValueError:
-        value = least_excluded
-    if not value > least_excluded:
-        raise ConfigError(f"{flag} must be a positive number, got {text!r}")
+        value = math.nan
+    if not least <= value <= _MOST:
+        raise ConfigError(f"{flag} must be a number from {least:g} to {_MOST:g}, got {text!r}")
     return value
 
 
@@ -78,7 +84,7 @@ def _specs(args: Any, config: DGCConfig) -> Sequence[TensorSpec]:
 
 
 def _cluster(args: Any) -> Cluster:
-    latency = number("--latency-ms", args.latency_ms) / 1e3 if args.latency_ms else Link.latency
+    latency = number("--latency-ms", args.latency_ms, least=0.0) / 1e3 if args.latency_ms else Link.latency
     card = Link(number("--link-gbps", args.link_gbps) * 1e9, latency)
     node_size = _node_size(args)
     return Cluster(node_size, card, node_size, mpi=bool(args.use_mpi))
