@@ -195,14 +195,16 @@ def test_methods_that_are_none():
 
 # -- shapes
 
-
 def test_shapes_of_a_function(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def make():\n    return [('w', (3, 4)), ('b', (3,))]\ndef none():\n    return []\n")
+    shapes = {"make": [("w", (3, 4)), ("b", (3,))], "none": [], "empty": [("w", (0, 3))], "less": [("w", (-3, 4))]}
+    file.write_text("\n".join(f"def {name}():\n    return {made}" for name, made in shapes.items()))
     assert shapes_of(f"{file}:make") == [TensorSpec("w", (3, 4)), TensorSpec("b", (3,))]
     for target, said in (
         (f"{file}:absent", "absent"),
         (f"{file}:none", "nothing to train"),
+        (f"{file}:empty", "nothing to train"),
+        (f"{file}:less", r"the shape of 'w' is \(-3, 4\); sizes must be at least 0"),
         ("mine", "module:function"),
     ):
         with pytest.raises(ConfigError, match=said):

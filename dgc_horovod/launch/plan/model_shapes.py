@@ -43,7 +43,7 @@ def shapes_of(target: str, interpreter: str = sys.executable) -> Sequence[Tensor
         interpreter: Python that runs it.
 
     Raises:
-        ConfigError: there is no such function, or it fails.
+        ConfigError: there is no such function, it fails, or what it returns is no model.
     """
     if not all(target.rpartition(":")):
         raise ConfigError(f"--model must be module:function or file.py:function, got {target!r}")
@@ -60,6 +60,10 @@ def shapes_of(target: str, interpreter: str = sys.executable) -> Sequence[Tensor
         raise ConfigError(
             f"--model {target}: {said[-1]}; it must return a torch module, a built Keras model, or (name, shape) pairs"
         )
-    if not found:
-        raise ConfigError(f"--model {target}: there is nothing to train in it")
-    return [TensorSpec(name, tuple(shape)) for name, shape in found]
+    for name, shape in found:
+        if min(shape, default=0) < 0:
+            raise ConfigError(f"--model {target}: the shape of {name!r} is {tuple(shape)}; sizes must be at least 0")
+    specs = [TensorSpec(name, tuple(shape)) for name, shape in found]
+    if not sum(spec.numel for spec in specs):
+        raise ConfigError(f"--model {target}: there is nothing to train in it; it must have an element at least")
+    return specs
