@@ -16,8 +16,10 @@ What it leaves out: the density warm-up, workers that wait for the slowest, swit
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED, DGCConfig
@@ -79,7 +81,13 @@ class Traffic:
 
     def card_bytes(self, cluster: Cluster) -> int:
         """Bytes that a card receives."""
-        return sum(through_card(each, cluster.workers, cluster.node_size) for rounds in self.buckets for each in rounds)
+        place = cluster.workers, cluster.node_size
+        return sum(count * through_card(each, *place) for rounds, count in self._alike.items() for each in rounds)
+
+    @cached_property
+    def _alike(self) -> Counter[tuple[Round, ...]]:
+        """How many buckets have the same rounds: a large model has thousands of them, each of which costs as much."""
+        return Counter(self.buckets)
 
     @property
     def depth(self) -> int:
@@ -88,7 +96,7 @@ class Traffic:
 
     def seconds(self, cluster: Cluster, machine: Machine) -> float:
         """Seconds of all of them, one after another, and of waiting for Horovod to begin each round."""
-        every = sum(_of_bucket(rounds, cluster, machine) for rounds in self.buckets)
+        every = sum(count * _of_bucket(rounds, cluster, machine) for rounds, count in self._alike.items())
         return collectives.waiting(self.depth, cluster) + every
 
     def last(self, cluster: Cluster, machine: Machine) -> float:
@@ -121,7 +129,7 @@ def traffic_of(
         return Traffic((tuple(_allreduce(n, "float32") for n in (whole, left, right) if n),))
     dtype = "float16" if method == FP16 else "float32"
     fused = math.ceil(numel * (2 if method == FP16 else 4) / FUSION_BYTES)
-    return Traffic(tuple((_allreduce(-(-numel // fused), dtype),) for _ in range(fused)))
+    return Traffic(((_allreduce(-(-numel // fused), dtype),),) * fused)
 
 
 def _allreduce(numel: int, dtype: str) -> Round:

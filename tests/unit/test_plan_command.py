@@ -62,6 +62,7 @@ def test_a_plan_is_drawn(tmp_path):
         ([*PLAN, "--step-ms", "0"], "--step-ms must be a number from 1e-09 "),
         ([*PLAN, "--link-gbps", "1e300"], "--link-gbps must be a number from 1e-09 "),
         (["--doctor", "--model-size", "1M", "-np", "4", "--step-ms", "inf"], "--step-ms must be a number from 1e-09 "),
+        ([*PLAN, "--model-size", "1001B"], "from 1 to 1000B, .* got '1001B'"),
         ([*PLAN, "--workers-per-node", "0"], "--workers-per-node must be a whole number >= 1"),
         ([*PLAN, "--workers-per-node", "513"], "two nodes of 513 are beyond; --workers-per-node may be at most 512"),
         ([*PLAN, "-H", "a:2,b:4"], "nodes of different sizes"),

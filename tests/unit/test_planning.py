@@ -195,6 +195,27 @@ def test_methods_that_are_none():
 
 # -- shapes
 
+
+@pytest.mark.parametrize("elements", [1, 999, 25_600_000, 7 * 10**10, 10**12])
+def test_shapes_that_stand_for_a_model_are_few(elements):
+    """Each of them is priced by every method and number of workers; a model of any size is planned in seconds."""
+    found = tensors(elements, DGCConfig())
+    assert sum(spec.numel for spec in found) == elements and len(found) <= 1001
+    assert all(spec.numel < 2**31 for spec in found)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_plan_of_many_buckets_is_the_sum_of_all(method):
+    """Buckets that are alike are priced once."""
+    cluster, specs = Cluster(16, GIGABIT, 4), tensors(10**9, DGCConfig())
+    whole = traffic_of(method, specs, DGCConfig(), cluster)
+    apart = [type(whole)((bucket,)) for bucket in whole.buckets]
+    assert whole.card_bytes(cluster) == sum(each.card_bytes(cluster) for each in apart)
+    once = collectives.waiting(whole.depth, cluster)
+    parts = sum(each.seconds(cluster, MACHINE) - collectives.waiting(each.depth, cluster) for each in apart)
+    assert whole.seconds(cluster, MACHINE) == pytest.approx(once + parts)
+
+
 def test_shapes_of_a_function(tmp_path):
     file = tmp_path / "mine.py"
     shapes = {"make": [("w", (3, 4)), ("b", (3,))], "none": [], "empty": [("w", (0, 3))], "less": [("w", (-3, 4))]}

@@ -65,7 +65,7 @@ def _cell(cost: Cost | None, value: Callable[[Cost], float], chosen: bool) -> st
     if cost is None:
         return f"{'':>15}"
     number = value(cost)
-    shown = f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    shown = f"{number:,.0f}" if 10 <= number < 1e10 else f"{number:.2g}"
     return f"{shown:>14}{'*' if chosen else ' '}"
 
 
