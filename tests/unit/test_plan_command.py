@@ -6,6 +6,8 @@ import pytest
 
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import commands
+from dgc_horovod.launch.plan import show
+from dgc_horovod.planning.cost_model import Cost
 
 PLAN = ["--plan", "--model-size", "300K", "--step-ms", "5", "--link-gbps", "0.1"]
 
@@ -39,6 +41,20 @@ def test_hosts_of_one_worker_have_no_columns_of_nodes(capsys):
     assert commands.run(PLAN) == 0
     said = capsys.readouterr().out
     assert "hierarchical" not in said and "PowerSGD" in said and "\n       2 " in said
+
+
+def priced(name: str, seconds: float) -> Cost:
+    return Cost(name, 0, 0.0, 0.0, seconds, 0, computing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gains", "said"), [([2.0, 8.0, 3.0], "2.0 to 8.0"), ([5.0, 2.0, 4.0], "2.0 to 5.0"), ([3.01, 3.0, 3.02], "3.0")]
+)
+def test_the_gain_of_a_range_is_the_least_and_the_most_of_it(gains, said):
+    """Not that of its ends."""
+    found = {2 << i: [priced("dense", gain), priced("fp16", 9.0), priced("flat", 1.0)] for i, gain in enumerate(gains)}
+    line = f"N = 2 to 8: --dgc-exchange flat, {said} times as fast as the better of dense and fp16"
+    assert show.verdicts(found) == [line]
 
 
 def test_a_plan_is_drawn(tmp_path):

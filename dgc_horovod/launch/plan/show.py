@@ -34,8 +34,8 @@ def verdicts(found: Table) -> list[str]:
     lines = []
     for low, high, name in ranges(found):
         where = f"N = {low:,}" if low == high else f"N = {low:,} to {high:,}"
-        ends = [_gain(found[low])] if low == high else sorted({_gain(found[low]), _gain(found[high])})
-        gain = " to ".join(f"{each:.1f}" for each in ends)
+        gains = [_gain(costs) for workers, costs in found.items() if low <= workers <= high]
+        gain = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (min(gains), max(gains))))  # once if they read alike
         if name in (DENSE, FP16):
             lines.append(f"{where}: {name}; compression gains less than a tenth")
         else:
