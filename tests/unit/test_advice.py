@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dgc_horovod import advice
+from dgc_horovod.launch.rank.reports import Reports
+from tests.helpers.records import rank
 
 DENSITY = 0.01
 LIMITS = {
@@ -42,3 +44,40 @@ def test_it_is_said_once(caplog, monkeypatch):
             advice.tell({})
     assert caplog.text.count("too much of it (docs/tuning.md#while-it-runs)") == 1
     assert advice.given() == ["too much of it"]
+
+
+SLOW = 2  # the rank that waits least
+
+
+def told(*steps: int) -> list[dict]:
+    """What ranks tell after so many steps each."""
+    return [rank(i, f"host{i}", made, 0.01 if i == SLOW else 0.06) for i, made in enumerate(steps)]
+
+
+@pytest.mark.parametrize(
+    ("looks", "heard"),
+    [
+        ([told(40, 40, 40, 40)], False),
+        ([told(60, 60, 60, 45)], False),  # which may only have reported earlier
+        ([told(60, 60, 60, 60)], True),
+        ([told(400, 20, 400, 400)], True),  # rank 1 reports no more
+        ([told(9000, 9000, 9000, 9000)[:2], told(9100, 40, 9100, 9100)], True),  # it is another process, new
+        ([told(9000, 9000, 9000, 9000)[:2], told(9100, 60, 60, 60)], True),  # and these are
+    ],
+)
+def test_a_rank_that_stays_behind_does_not_silence_what_is_said_of_the_others(looks, heard, monkeypatch):
+    monkeypatch.setattr(advice, "_given", {})
+    reports = Reports("key@127.0.0.1:1")
+    for ranks in looks:
+        reports._judge(ranks)
+    assert [text.split(" is slow")[0] for text in advice.given()] == [f"rank {SLOW} (host{SLOW})"] * heard
+
+
+def test_a_rank_that_begins_anew_is_not_taken_for_slow(monkeypatch):
+    """Its seconds of waiting are fewer than those of the process before, not fewer than those of the other ranks."""
+    monkeypatch.setattr(advice, "_given", {})
+    reports, even = Reports("key@127.0.0.1:1"), [rank(i, "host", 9000, 0.05) for i in range(4)]
+    reports._judge(even)
+    for steps in (60, 120, 180):
+        reports._judge([rank(i, "host", steps if i == 1 else 9000 + steps, 0.05) for i in range(4)])
+    assert advice.given() == [] and {of["timed_steps"] for of in reports._judged.values()} == {180, 9180}

@@ -68,11 +68,19 @@ class Reports:
                 return
 
     def _judge(self, ranks: list[dict[str, Any]]) -> None:
-        """Tell what is to be said of the steps since the last time."""
+        """Tell what is to be said of the steps since the last time.
+
+        Ranks step together, so that one which is far behind the others reports no more, or has begun anew: it is not
+        waited for.
+        """
         recent = [_since(figures, self._judged.get(figures["rank"], {})) for figures in ranks]
-        if min(figures["timed_steps"] for figures in recent) >= advice.FEW_STEPS:
-            advice.tell(advice.on_ranks(recent))
-            self._judged = {figures["rank"]: figures for figures in ranks}
+        steps = [figures["timed_steps"] for figures in recent]
+        if min(steps) < advice.FEW_STEPS and max(steps) < 2 * advice.FEW_STEPS:
+            return
+        advanced = [figures for figures in recent if figures["timed_steps"] >= advice.FEW_STEPS]
+        advice.tell(advice.on_ranks(advanced))
+        known = {figures["rank"] for figures in advanced}
+        self._judged |= {figures["rank"]: figures for figures in ranks if figures["rank"] in known}
 
     def _report(self, last: bool) -> None:
         self._board.put(f"{_PREFIX}{self._rank}", {**rank_figures(self._rank), "last": last})
@@ -85,5 +93,7 @@ class Reports:
 
 
 def _since(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the time between two reports."""
+    """The figures of the time between two reports; since their beginning where another process counts anew."""
+    if any(now[name] < before.get(name, 0) for name in COUNTERS):
+        before = {}
     return {**now, **{name: now[name] - before.get(name, 0) for name in COUNTERS}}
