@@ -89,9 +89,10 @@ def write(job: Job, path: str, description: dict[str, Any]) -> None:
         if run is None:
             raise ConfigError(f"{metrics!r} holds nothing of this job")
         Path(path).write_text(page(run), errors="replace")
-    except (ConfigError, OSError) as error:
+    except Exception as error:  # whatever matplotlib or an odd record may raise: the job's exit code is to be told
+        said = error if isinstance(error, (ConfigError, OSError)) else f"{type(error).__name__}: {error}"
         _say(
-            f"no report: {error}. Rank 0 writes that file, on its host; there: python -m dgc_horovod.report {metrics} "
+            f"no report: {said}. Rank 0 writes that file, on its host; there: python -m dgc_horovod.report {metrics} "
             f"-o {path}"
         )
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -61,7 +62,8 @@ def _ranks(run: Run) -> list[Element]:
     told = [(rank, times) for rank in run.ranks if (times := figures.times(rank)) is not None]
     for rank, times in told:
         parts = (times.step, times.compute, times.compress, times.decode, times.wait)
-        rows.append([f"{rank['rank']:.0f}", rank["host"], *map(milliseconds, parts), plain(rank.get("residual_ratio"))])
+        waits = plain(number(rank, "residual_ratio", math.nan))
+        rows.append([f"{rank['rank']:.0f}", rank["host"], *map(milliseconds, parts), waits])
     head = ["rank", "host", "a step", "computing", "compressing", "decoding", "waiting", "residual / gradient"]
     is_slow = [slowest is not None and slowest.notable and rank["rank"] == slowest.figures["rank"] for rank, _ in told]
     note = (
@@ -106,7 +108,9 @@ def _saved(run: Run) -> list[Element]:
 
 def _health(run: Run) -> list[Element]:
     rows = [
-        [name, plain(number(run.last, key)), meaning] for key, (name, meaning) in _HEALTH.items() if key in run.last
+        [name, plain(number(run.last, key, math.nan)), meaning]
+        for key, (name, meaning) in _HEALTH.items()
+        if key in run.last
     ]
     note = "Of rank 0, at the last step that was looked at. docs/tuning.md says what is normal, and what to do if not."
     return [table(["", "last", "what it is"], rows), tag("p", note, class_="note")] if rows else []

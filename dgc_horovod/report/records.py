@@ -50,7 +50,10 @@ class Run:
 def number(record: Mapping[str, Any], name: str, missing: float = 0.0) -> float:
     """The number under `name`, `missing` if there is none that is finite."""
     value = record.get(name)
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else missing
+    try:
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else missing
+    except OverflowError:  # a whole number beyond 1e308
+        return missing
 
 
 def ranks_of(record: Record) -> list[Record]:

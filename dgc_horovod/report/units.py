@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _SPACE = "\u00a0"  # at which no line is broken
 
 
@@ -35,6 +37,6 @@ def times_less(more: float, less: float) -> str:
     return f"{more / less:.3g}× less" if less else "-"
 
 
-def plain(number: float | None) -> str:
-    """A number of any kind; "-" for none."""
-    return "-" if number is None else f"{number:.3g}"
+def plain(number: float) -> str:
+    """A number of any kind; "-" for none, which is NaN."""
+    return "-" if math.isnan(number) else f"{number:.3g}"

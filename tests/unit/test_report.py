@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,7 +14,9 @@ import pytest
 
 from dgc_horovod.advice import MOST_LOST, Straggler, on_ranks
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.report import figures
+from dgc_horovod.launch import job_report
+from dgc_horovod.launch.settings import Job, resolve
+from dgc_horovod.report import figures, plots
 from dgc_horovod.report.glance import GOOD, LOOK, tiles
 from dgc_horovod.report.page import page
 from dgc_horovod.report.records import Run, read
@@ -133,6 +137,47 @@ def test_what_strangers_wrote_is_text():
 ])  # fmt: skip
 def test_a_record_of_another_kind_makes_a_shorter_page(broken):
     assert "<h1>" in page(Run(broken))
+
+
+ODD = [10**400, math.nan, math.inf, "x", [1], {}, None, -1, 1e308]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:5])
+def test_no_number_of_a_record_keeps_the_page_from_being_made(odd, monkeypatch):
+    """As they come out of a file: whole numbers of any length, texts and lists in the place of numbers."""
+    monkeypatch.setattr(plots, "_PLOTS", {})  # which take a second each
+    for place in ("record", "ranks", "buckets"):
+        given = records(SLOW)
+        last = given[-1] if place == "record" else given[-1][place][0]
+        last |= {name: odd for name, value in last.items() if isinstance(value, (int, float))}
+        assert "<h1>" in page(Run(json.loads(json.dumps(given))))
+
+
+@pytest.mark.parametrize("odd", [10**400, math.nan, "10", [10]], ids=lambda odd: str(odd)[:5])
+def test_a_figure_that_is_no_number_is_left_out(odd, monkeypatch):
+    monkeypatch.setattr(plots, "_PLOTS", {})
+    given = records(SLOW, residual_ratio=odd)
+    given[-1]["ranks"][0]["residual_ratio"] = odd
+    cells = re.findall("<td>([^<]*)</td>", page(Run(given)))
+    assert cells.count("-") == 2 and "nan" not in cells
+
+
+def job_with(metrics: str) -> Job:
+    return resolve({}, {"DGC_COMPRESSION": "dgc", "DGC_METRICS_FILE": metrics}, [])
+
+
+def test_whatever_goes_wrong_with_a_page_is_said_and_raises_nothing(tmp_path, monkeypatch, capsys):
+    """A traceback would take the place of the job's exit code."""
+    given = records(SLOW)
+    given[0]["run"] = {"id": "this"}
+
+    def page_of(run):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr(job_report, "page", page_of)
+    metrics, out = write(tmp_path / "m.jsonl", given), tmp_path / "page.html"
+    job_report.write(job_with(metrics), str(out), {"id": "this"})
+    assert "dgcrun: no report: RuntimeError: no font." in capsys.readouterr().err and not out.exists()
 
 
 def test_without_matplotlib_the_tables_are_there(tmp_path):
