@@ -8,6 +8,7 @@ import secrets
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dgc_horovod.launch.flags import REPORT
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.metrics import is_json_lines
 from dgc_horovod.report.page import page
-from dgc_horovod.report.records import read
+from dgc_horovod.report.records import Run, number, read
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
 
@@ -85,10 +86,10 @@ def write(job: Job, path: str, description: dict[str, Any]) -> None:
     """Write the page of a job that has ended, however it has; what goes wrong here changes no exit code."""
     metrics = job.get(envvars.METRICS_FILE)
     try:
-        run = next((run for run in read(metrics) if run.description.get("id") == description["id"]), None)
-        if run is None:
+        parts = [run for run in read(metrics) if run.description.get("id") == description["id"]]
+        if not parts:
             raise ConfigError(f"{metrics!r} holds nothing of this job")
-        Path(path).write_text(page(run), errors="replace")
+        Path(path).write_text(page(parts[-1]), errors="replace")
     except Exception as error:  # whatever matplotlib or an odd record may raise: the job's exit code is to be told
         said = error if isinstance(error, (ConfigError, OSError)) else f"{type(error).__name__}: {error}"
         _say(
@@ -96,7 +97,15 @@ def write(job: Job, path: str, description: dict[str, Any]) -> None:
             f"-o {path}"
         )
     else:
-        _say(f"the report is {path}, made of {metrics}")
+        _say(f"the report is {path}, made of {metrics}{_left_out(parts[:-1])}")
+
+
+def _left_out(parts: Sequence[Run]) -> str:
+    """What is said of the parts of a job before the last: each new process that becomes rank 0 counts anew."""
+    if not parts:
+        return ""
+    steps = sum(number(part.last, "steps") for part in parts)
+    return f"; rank 0 was replaced while it ran, and the {steps:,.0f} steps before are not in it"
 
 
 def _say(text: str) -> None:

@@ -81,8 +81,8 @@ def read(path: str) -> list[Run]:
         raise ConfigError(f"the metrics file {path!r} cannot be read: {error}") from None
     runs: list[Run] = []
     for record in _records(lines):
-        begins = not runs or runs[-1].ended or number(record, "seconds") < number(runs[-1].last, "seconds")
-        if begins:
+        begins = not runs or runs[-1].ended or "run" in record
+        if begins or number(record, "seconds") < number(runs[-1].last, "seconds"):
             runs.append(Run([]))
         runs[-1].records.append(record)
     if not runs:

@@ -180,6 +180,19 @@ def test_whatever_goes_wrong_with_a_page_is_said_and_raises_nothing(tmp_path, mo
     assert "dgcrun: no report: RuntimeError: no font." in capsys.readouterr().err and not out.exists()
 
 
+@pytest.mark.parametrize("before", [3, 1], ids=["it had gone on", "it had only begun"])
+def test_the_page_is_of_the_last_process_that_was_rank_0(before, tmp_path, monkeypatch, capsys):
+    """A new one appends a run with the id of the same job, and counts from nothing."""
+    monkeypatch.setattr(plots, "_PLOTS", {})
+    runs = [records(SLOW, 4), records(SLOW, 5)[:before], records(SLOW, 6)]
+    for run, name in zip(runs, ("other", "this", "this"), strict=True):
+        run[0]["run"] = {"id": name}
+    metrics, out = write(tmp_path / "m.jsonl", *runs), tmp_path / "page.html"
+    job_report.write(job_with(metrics), str(out), {"id": "this"})
+    assert "250 steps in 50 s" in out.read_text()
+    assert f"and the {STEPS_A_RECORD * (before - 1)} steps before are not in it" in capsys.readouterr().err
+
+
 def test_without_matplotlib_the_tables_are_there(tmp_path):
     path = write(tmp_path / "m.jsonl", records(SLOW))
     code = (
