@@ -17,11 +17,12 @@ from typing import Any
 
 from dgc_horovod import __version__, advice, envvars, stats
 from dgc_horovod.compression import method_of
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.metrics import Writer, writer_for
 from dgc_horovod.notices import make_visible
-from dgc_horovod.stats import all_exchanges, replica_checks
+from dgc_horovod.planning.trial import COMPRESSED, DENSE
+from dgc_horovod.stats import ExchangeStats, all_exchanges, replica_checks
 
 _log = logging.getLogger("dgc_horovod")
 EVERY = 10.0  # seconds
@@ -44,6 +45,22 @@ def bounded(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         by_wait = sorted(ranks, key=lambda figures: figures["wait_seconds"])
         ranks = [*by_wait[: RANKS_KEPT // 2], *by_wait[-RANKS_KEPT // 2 :]]
     return sorted(ranks, key=lambda figures: figures["rank"])
+
+
+def choice(tallies: Sequence[ExchangeStats]) -> dict[str, Any]:
+    """What a job that chooses its exchange (`planning.trial`) is at; of several exchanges, what the largest is.
+
+    Returns:
+        ``mode``, one of `DENSE`, `HALF` and `COMPRESSED`; ``trial_seconds``, see `ExchangeStats`; ``stock_steps``:
+        number of the steps of stock Horovod's exchange, which is `DENSE` or `HALF`. Empty where none chooses.
+    """
+    # one that has compressed without a choice is of a script that has asked for that
+    found = [counts for counts in tallies if counts.mode or not counts.offered]
+    if not found:
+        return {}
+    largest = max(found, key=lambda counts: counts.elements)
+    stock = sum(steps for counts in found for mode, steps in dict(counts.steps_of).items() if mode != COMPRESSED)
+    return {"mode": largest.mode or DENSE, "trial_seconds": dict(largest.trial_seconds), "stock_steps": stock}
 
 
 class Recording:
@@ -101,6 +118,7 @@ class Recording:
             "final": final,
             **stats.total(tallies),
             **stats.figures(tallies),
+            **(choice(tallies) if self._method == AUTO else {}),
             "replica_checks": replica_checks.made,
             "replica_mismatches": replica_checks.differed,
             "skips": stats.skips(tallies),

@@ -82,7 +82,7 @@ class ExchangeStats:
     traffic: Traffic = field(default_factory=Traffic)
     density: float = 1.0
     mode: str = ""  # exchange at work, where a job chooses among several
-    trial_seconds: dict[str, float] = field(default_factory=dict)  # of a step, by mode, as far as a job has timed it
+    trial_seconds: dict[str, float] = field(default_factory=dict)  # and what a step of each took, as it was timed
     steps: int = 0
     steps_alone: int = 0  # of the script's, without an exchange
     offered: int = 0  # elements on the sparse path, also of a step that was not finished
@@ -93,12 +93,14 @@ class ExchangeStats:
     buckets: Callable[[], Callable[[], list[dict[str, float]]] | None] = lambda: None  # while the exchange is alive
 
     def __post_init__(self) -> None:
+        self.steps_of: dict[str, int] = {}  # by `mode`
         self._first_ended: dict[str, float] = {}  # seconds spent until the end of the first step, as in `times`
         self._last_ended: dict[str, float] = {}
 
     def end_step(self, skipped_at: tuple[int, str] | None = None) -> None:
         """Count a step; of one that is applied on no rank its number and where the reason lay."""
         self.steps += 1
+        self.steps_of[self.mode] = self.steps_of.get(self.mode, 0) + 1
         if skipped_at is not None:
             self.skipped += 1
             if len(self.skips) < _SKIPS_KEPT:

@@ -9,6 +9,7 @@ from dgc_horovod.advice import Straggler
 from dgc_horovod.report.records import Record, Run, number, ranks_of
 from dgc_horovod.stats import COUNTERS, PARTS
 
+_MOST_STOCK = 0.1  # of the steps, or the mean of all is not one of compressed steps
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10}  # in bits a second
 
 
@@ -86,16 +87,22 @@ def traffic(run: Run) -> Bytes:
     return Bytes(*(number(run.last, name) for name in names))
 
 
+def stock_steps(run: Run) -> float:
+    """How many steps were stock Horovod's own, in a job of compression auto; else 0."""
+    return number(run.last, "stock_steps")
+
+
 def saved(run: Run) -> list[Saved]:
     """What a step gains over links of several rates.
 
     The dense exchange is taken to run at the full rate of the link, with nothing of it hidden behind the backward pass.
     The measured one is compression, decoding, and the wait of the rank that waits least: of the others' wait a part is
-    for that rank, and dense training would wait for it just as long.
+    for that rank, and dense training would wait for it just as long. A run of which more than a tenth was stock
+    Horovod's has not measured it.
     """
     ranks = [each for told in run.ranks if (each := times(told)) is not None]
     steps = number(run.last, "steps")
-    if not (ranks and steps and traffic(run).received):
+    if not (ranks and steps and traffic(run).received) or stock_steps(run) > _MOST_STOCK * steps:
         return []
     dense, whole = traffic(run).dense_received / steps, mean(ranks)
     measured = whole.compress + whole.decode + min(each.wait for each in ranks)

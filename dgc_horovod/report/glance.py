@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
 from dgc_horovod.report import figures
 from dgc_horovod.report.records import Run, number
 from dgc_horovod.report.units import count, milliseconds, percent, size, times_less
 
+_MODES = {DENSE: "stock Horovod", HALF: "stock Horovod, fp16", COMPRESSED: "compressed"}
 GOOD, LOOK, PLAIN = "good", "look", "plain"
 
 
@@ -29,7 +31,7 @@ class Tile(NamedTuple):
 
 def tiles(run: Run) -> list[Tile]:
     """All that there is something to say of."""
-    found = [_end(run), _sent(run), _slow(run), _skipped(run), _replicas(run), _advice(run)]
+    found = [_end(run), _choice(run), _sent(run), _slow(run), _skipped(run), _replicas(run), _advice(run)]
     return [tile for tile in found if tile is not None]
 
 
@@ -39,6 +41,20 @@ def _end(run: Run) -> Tile:
     if run.ended:
         return Tile("The run", answer, "It has come to its end.", GOOD)
     return Tile("The run", answer, "It goes on, or was stopped: there is no last record.", LOOK)
+
+
+def _choice(run: Run) -> Tile | None:
+    """Of compression auto: an exchange without a time of its own is being tried, or the trial was broken off."""
+    mode, told = run.last.get("mode"), run.last.get("trial_seconds")
+    if not isinstance(mode, str):
+        return None
+    timed = {name: seconds for name in _MODES if isinstance(told, dict) and (seconds := number(told, name)) > 0}
+    times = ", ".join(f"{_MODES[name]} {milliseconds(seconds)}" for name, seconds in timed.items())
+    more = f"A step, as timed: {times}." if timed else "No times were compared."
+    if timed and mode not in timed:
+        more += " It has no time of its own yet."
+    stock = f"{count(figures.stock_steps(run))} of {count(number(run.last, 'steps'))} steps were stock Horovod's."
+    return Tile("Exchange", _MODES.get(mode, mode), f"{more} {stock}", PLAIN)
 
 
 def _sent(run: Run) -> Tile | None:
@@ -63,7 +79,9 @@ def _slow(run: Run) -> Tile | None:
 def _skipped(run: Run) -> Tile:
     skipped, steps = number(run.last, "skipped"), number(run.last, "steps")
     if not skipped:
-        return Tile("Skipped steps", "none", "Every gradient was finite.", GOOD)
+        stock = figures.stock_steps(run)
+        more = "Stock Horovod's steps are all applied." if stock else "Every gradient was finite."
+        return Tile("Skipped steps", "none", more, PLAIN if stock else GOOD)
     answer = f"{count(skipped)} of {count(steps)} ({percent(skipped / max(1.0, steps))})"
     first = figures.skips(run)
     more = f"The first is step {first[0][0]:.0f}: not finite on {first[0][1]}." if first else ""
@@ -76,8 +94,17 @@ def _replicas(run: Run) -> Tile:
         more = f"Of {count(made)} comparisons of weights; the ranks went on with those of the first."
         return Tile("Replicas", f"differed {count(differed)} times", more, LOOK)
     if not made:
-        return Tile("Replicas", "not compared", "check_every is 0, or the run too short.", PLAIN)
+        return Tile("Replicas", "not compared", _why_not_compared(run), PLAIN)
     return Tile("Replicas", "all alike", f"Weights were compared {count(made)} times.", GOOD)
+
+
+def _why_not_compared(run: Run) -> str:
+    stock = figures.stock_steps(run)
+    if not stock:
+        return "check_every is 0, or the run too short."
+    if stock >= number(run.last, "steps"):
+        return "Every step was stock Horovod's, which compares no weights."
+    return "check_every is 0, or compressed steps too few: stock Horovod's compare no weights."
 
 
 def _advice(run: Run) -> Tile:

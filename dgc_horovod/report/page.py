@@ -86,7 +86,9 @@ def _bytes(run: Run) -> list[Element]:
         less = times_less(dense, ours), times_less(dense / 2, ours)
         rows.append([name, size(ours), size(ours / steps), size(dense), less[0], size(dense / 2), less[1]])
     elements, selected = number(run.last, "elements"), number(run.last, "selected")
-    note = f"Density over the run, warm-up included: {percent(selected / elements)}. " if elements else ""
+    stock = figures.stock_steps(run)
+    where = f"of the {count(steps - stock)} steps that were compressed" if stock else "over the run"
+    note = f"Density {where}, warm-up included: {percent(selected / elements)}. " if elements else ""
     note += "Of one rank, counted as for ring algorithms; small tensors, headers and checks are in it."
     head = ["rank 0", "in all", "a step", "fp32 would be", "", "fp16 would be", ""]
     return [table(head, rows), tag("p", note, class_="note")] if moved.sent else []

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from dgc_horovod import metrics
+from dgc_horovod import metrics, recording
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.diagnostics import Diagnostics
@@ -17,8 +17,8 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.launch.rank.summary import Outcome
 from dgc_horovod.launch.settings import resolve
-from dgc_horovod.recording import RANKS_KEPT, bounded
-from dgc_horovod.stats import Traffic, all_exchanges, bucket_stats
+from dgc_horovod.recording import RANKS_KEPT, Recording, bounded
+from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges, bucket_stats
 from tests.helpers.data import BACKENDS, as_array
 
 STATS = {
@@ -225,6 +225,29 @@ def test_a_missing_extra_is_named(monkeypatch, path, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"needs {module}: pip install (dgc-horovod\[|mlflow)"):
         metrics.writer_for(path)
+
+
+def test_the_records_of_an_automatic_job_say_what_it_chose(tmp_path, monkeypatch):
+    counts = ExchangeStats(2, 100)
+    monkeypatch.setattr(recording, "all_exchanges", [counts])
+
+    def record_of(method: str) -> dict:
+        path = tmp_path / f"{counts.steps}{method}.jsonl"
+        Recording(str(path), method, {}, list).end()
+        return json.loads(path.read_text().splitlines()[-1])
+
+    counts.end_step()
+    begun = record_of("auto")
+    assert (begun["mode"], begun["stock_steps"], begun["trial_seconds"]) == ("dense", 1, {})
+    counts.mode, counts.trial_seconds, counts.offered = "fp16", {"dense": 0.2}, 10
+    counts.end_step()
+    counts.mode = "compressed"
+    counts.end_step()
+    chosen = record_of("auto")
+    assert (chosen["mode"], chosen["stock_steps"], chosen["trial_seconds"]) == ("compressed", 2, {"dense": 0.2})
+    assert "mode" not in record_of("dgc") and "stock_steps" not in record_of("dgc")
+    counts.mode = ""  # a script that compresses in its own way
+    assert "mode" not in record_of("auto")
 
 
 def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, capsys):

@@ -162,6 +162,42 @@ def test_a_figure_that_is_no_number_is_left_out(odd, monkeypatch):
     assert cells.count("-") == 2 and "nan" not in cells
 
 
+def automatic(mode: str, stock: int, **seconds: float) -> Run:
+    """A run of compression auto, without comparisons of weights."""
+    return Run(records(SLOW, mode=mode, stock_steps=stock, trial_seconds=seconds, replica_checks=0))
+
+
+@pytest.mark.parametrize(
+    ("run", "answer", "more"),
+    [
+        (
+            automatic("compressed", 20, dense=0.2, compressed=0.1),
+            "compressed",
+            "compressed 100",
+        ),
+        (automatic("fp16", 250, dense=0.2, fp16=0.1), "stock Horovod, fp16", "stock Horovod, fp16 100"),
+        (automatic("compressed", 250, dense=0.2), "compressed", "no time of its own yet"),
+        (automatic("dense", 250), "stock Horovod", "No times were compared. 250 of 250 steps were stock Horovod's."),
+    ],
+)
+def test_what_an_automatic_job_chose_is_said(run, answer, more):
+    assert answers(run)["Exchange"][0] == answer and more in answers(run)["Exchange"][1]
+    assert "Exchange" not in answers(Run(records(SLOW))), "a job that was told what to take chooses nothing"
+
+
+def test_stock_steps_are_not_taken_for_compressed_ones(monkeypatch):
+    monkeypatch.setattr(plots, "_PLOTS", {})
+    told, short, dense = Run(records(SLOW)), automatic("compressed", 20), automatic("dense", 250)
+    half = automatic("compressed", 125)
+    assert "Density over the run, warm-up included: 1%" in page(told)
+    assert "Density of the 230 steps that were compressed, warm-up included: 1%" in page(short)
+    assert figures.saved(told) and figures.saved(short), "compressed steps dominate"
+    assert not figures.saved(half) and "<h2>Estimated time saved" not in page(half)
+    assert answers(dense)["Replicas"][1] == "Every step was stock Horovod's, which compares no weights."
+    assert "compressed steps too few" in answers(half)["Replicas"][1]
+    assert answers(told)["Skipped steps"][1] != answers(half)["Skipped steps"][1], "stock Horovod looks at none"
+
+
 def job_with(metrics: str) -> Job:
     return resolve({}, {"DGC_COMPRESSION": "dgc", "DGC_METRICS_FILE": metrics}, [])
 
