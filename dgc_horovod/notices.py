@@ -177,7 +177,7 @@ def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str
 JOINED = "a rank has called hvd.join() before a choice was made"
 SPARSE = "there are sparse gradients, which compression would make dense"
 OVERFLOW = "a sum of gradients was beyond half precision"
-NEVER_LEARNT = "a tensor has had no gradient yet, so that nothing is known of Adam's second moment there"
+UNLEARNT = "a tensor has had no gradient yet, so that nothing is known of Adam's second moment there"
 
 
 def tell_given_up(why: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.jobs import run
 from tests.helpers.torch_ranks import torchrun
 
-pytestmark = pytest.mark.parallel
+# by hand: on busy cores torch's own process group may fail to come up, restart after restart
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
 
 def trained(folder, how):

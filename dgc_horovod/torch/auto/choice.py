@@ -11,9 +11,9 @@ import torch
 from dgc_horovod.core.settling import Settling
 from dgc_horovod.notices import (
     JOINED,
-    NEVER_LEARNT,
     OVERFLOW,
     SPARSE,
+    UNLEARNT,
     tell_choice,
     tell_given_up,
     tell_too_short,
@@ -103,7 +103,7 @@ class Choice:
             return self.give_up(JOINED)
         self._settling.take(told, steps)
         if unlearnt and self._settling.settled_at is not None:
-            self.give_up(NEVER_LEARNT)
+            self.give_up(UNLEARNT)
 
     def step_ended(self, waited: float) -> bool:
         """Count the time of a step; the ranks compare where it is the last one that is timed.
