@@ -1,4 +1,4 @@
-"""Makes the tables of the README and of four pages from the JSON of the studies: network, quality, planning, auto.
+"""Makes the tables of the README and of three pages from the JSON of the studies: network, quality, planning.
 
 Two tables of the exchange, which show where its time goes, stand in docs/benchmarks-kernels.md.
 """
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import clusters, plots, scaling
-from benchmarks.auto import tables as tables_of_auto
 from benchmarks.collectives import tables as tables_of_collectives
 from benchmarks.exchange import tables
 from benchmarks.exchange.methods import NOTHING
@@ -26,7 +25,7 @@ from benchmarks.training import analysis, runs
 from benchmarks.training import tables as tables_of_training
 
 NETWORK, KERNELS = (ROOT / "docs" / f"benchmarks-{part}.md" for part in ("network", "kernels"))
-README, PLANNING, AUTO = ROOT / "README.md", ROOT / "docs" / "planning.md", ROOT / "docs" / "auto.md"
+README, PLANNING = ROOT / "README.md", ROOT / "docs" / "planning.md"
 _SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -158,7 +157,6 @@ def texts() -> dict[tuple[Path, str], str]:
         (PLANNING, "many"): validation.many(rows),
         (PLANNING, "latency"): tables_of_collectives.collectives(),
         (PLANNING, "simulated"): tables_of_planning.simulation(),
-        (AUTO, "cells"): tables_of_auto.table(read_results(tables_of_auto.FILE)),
         (README, "benchmarks"): readme_table(rows),
         (NETWORK, "sooner"): sooner(analysis.rows(study["runs"])),
         **page_of_quality.texts(),
@@ -173,7 +171,6 @@ def draw() -> None:
     plots.bytes_sent(rows, IMAGES / "bytes.svg")
     plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
     clusters.draw(cell(rows, clusters.MODEL, 2, "1gbit"), IMAGES / "clusters.svg")
-    tables_of_auto.draw(read_results(tables_of_auto.FILE), IMAGES / "auto.svg")
     plots.quality(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
     page_of_quality.draw()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.quality.analysis import Outcome, rows
 from benchmarks.quality.tables import spread
 from benchmarks.quality.tasks import TASKS
-from benchmarks.quality.variants import AUTOMATIC, VARIANTS
+from benchmarks.quality.variants import AUTOMATIC, UNMASKED, VARIANTS
 from benchmarks.report import markdown
 
 FIRST_SEED = 700  # of this study
@@ -15,7 +15,7 @@ FIRST_SEED = 700  # of this study
 
 def table(found: Sequence[Outcome]) -> str:
     """A line a task and length: density, loss and accuracy less those of dense training of the same seed."""
-    names = ("dense", *AUTOMATIC)
+    names = ("dense", *AUTOMATIC, *UNMASKED)
     shown = rows(found, lambda run: run.seed >= FIRST_SEED and run.variant in names)
     lines = []
     for row in shown:
@@ -23,8 +23,10 @@ def table(found: Sequence[Outcome]) -> str:
         if fields is not None:
             title = f"{TASKS[row.run.task].title}, {row.run.steps:,} steps"
             gaps = [spread(row.loss_gap, "+.3f"), spread(row.accuracy_gap, "+.2f")]
-            lines.append([title, f"{fields['density']:.1%}", *gaps, str(len(row.loss_gap))])
-    return markdown(["N = 4, auto less dense", "density", "loss, nats", "accuracy, points", "seeds"], lines)
+            masked = "yes" if fields["factor_masking"] else "no"
+            lines.append([title, f"{fields['density']:.1%}", masked, *gaps, str(len(row.loss_gap))])
+    head = ["N = 4, auto less dense", "density", "momentum masked", "loss, nats", "accuracy, points", "seeds"]
+    return markdown(head, sorted(lines))
 
 
 def blocks(found: Sequence[Outcome]) -> dict[str, str]:

@@ -195,16 +195,18 @@ AVERAGED = {f"AdamW, averaged every {steps}": _local(steps, **_WHOLE) for steps 
 LOCAL = {f"AdamW, local, {steps} steps": _local(steps, outer_rate=1.5) for steps in LOCAL_STEPS}
 LOCAL_DENSER = {f"AdamW, local, {steps} steps, 6%": _local(steps, density=1 / 16) for steps in LOCAL_STEPS}
 # What `auto` does in a run of so many steps: dense ones until it has chosen, then the density that fits
-RUN_LENGTHS = (300, 30_000)
-AUTOMATIC = {
-    f"auto, {steps:,} steps": Variant(
-        _dgc(
-            density=fitting(steps), warmup=WarmupSchedule(steps=SETTLING + TIMED, first_density=1.0, factor=1e-4)
-        ),
-        warmup=0,
-    )
-    for steps in RUN_LENGTHS
-}  # fmt: skip
+# In one of 300 it stays dense; what compression would cost there, with momentum masked and without
+RUN_LENGTHS = (300, 1_000, 30_000)
+
+
+def _automatic(steps: int, **fields: Any) -> Variant:
+    schedule = WarmupSchedule(steps=SETTLING + TIMED, first_density=1.0, factor=1e-4)
+    return Variant(_dgc(density=fitting(steps), warmup=schedule, **fields), warmup=0)
+
+
+AUTOMATIC = {f"auto, {steps:,} steps": _automatic(steps) for steps in RUN_LENGTHS}
+UNMASKED = {f"auto, {steps:,} steps, factor_masking=False": _automatic(steps, factor_masking=False)
+            for steps in RUN_LENGTHS[:2]}  # fmt: skip
 # What brings the LSTM at the papers' density closer to dense training; the last ones at half the learning rate
 LOWEST = {
     "dgc, density 0.1%, scope=tensor": Variant(_dgc(density=0.001, scope="tensor")),
@@ -247,6 +249,7 @@ VARIANTS = {
     **LOCAL,
     **LOCAL_DENSER,
     **AUTOMATIC,
+    **UNMASKED,
     **LOWEST,
     **EXCHANGES,
 }

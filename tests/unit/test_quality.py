@@ -15,7 +15,7 @@ from benchmarks.quality import analysis, runs, selection, tables
 from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import ABLATION, AUTOMATIC, LOWER, OPTIMIZERS, OWN_GPT, VARIANTS
+from benchmarks.quality.variants import ABLATION, AUTOMATIC, LOWER, OPTIMIZERS, OWN_GPT, UNMASKED, VARIANTS
 from dgc_horovod.planning.trial import SETTLING, TIMED
 
 
@@ -91,9 +91,9 @@ def test_every_variant_has_a_valid_compression(task):
             continue
         if config.warmup is not None and not variant.falls:
             stages = config.warmup.stages(config.density)
-            steps = SETTLING + TIMED if name in AUTOMATIC else settings.stage * stages * variant.warmup
+            steps = SETTLING + TIMED if name in {**AUTOMATIC, **UNMASKED} else settings.stage * stages * variant.warmup
             assert config.warmup.steps == pytest.approx(steps, abs=1), name
-        warms = variant.warmup or name in AUTOMATIC
+        warms = variant.warmup or name in {**AUTOMATIC, **UNMASKED}
         assert (config.warmup is None) == (not warms or config.density >= 0.25), name
         assert (config.clip_norm is None) == (settings.clip_norm is None or variant.clips != "locally"), name
 
