@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import clusters, plots, scaling
 from benchmarks.collectives import tables as tables_of_collectives
 from benchmarks.exchange import tables
-from benchmarks.exchange.methods import NOTHING
+from benchmarks.exchange.registry import NOTHING
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
 from benchmarks.nodes import __main__ as tables_of_nodes
 from benchmarks.planning import tables as tables_of_planning
@@ -25,7 +25,7 @@ from benchmarks.training import analysis, runs
 from benchmarks.training import tables as tables_of_training
 
 NETWORK, KERNELS = (ROOT / "docs" / f"benchmarks-{part}.md" for part in ("network", "kernels"))
-README, PLANNING = ROOT / "README.md", ROOT / "docs" / "planning.md"
+README, PLANNING, DDP = ROOT / "README.md", ROOT / "docs" / "planning.md", ROOT / "docs" / "ddp.md"
 _SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -127,6 +127,17 @@ def losses(rows: Sequence[Row]) -> str:
     return "; ".join(worse) + "." if worse else f"None of the {len(places)} that were measured."
 
 
+def without_horovod() -> str:
+    """Our hook of DDP beside torch's own, and beside our Horovod adapter."""
+    rows = [row for found in read_results(RESULTS / "ddp.json").values() for row in found["rows"]]
+    own = _step(rows, "dgc, DDP")["ms"]["p50"]
+    lines = [
+        [row["method"], tables.size(row["bytes"]), milliseconds(row["ms"]["p50"]), f"{row['ms']['p50'] / own:.2f}"]
+        for row in rows
+    ]
+    return markdown(["ResNet-50, 2 hosts, 1 Gbps", "sent a step", "ms a step", "of our hook's"], lines)
+
+
 def nodes() -> str:
     """Hosts of several workers: flat and hierarchical exchanges."""
     kept = read_results(RESULTS / "nodes.json")
@@ -146,6 +157,7 @@ def texts() -> dict[tuple[Path, str], str]:
         (NETWORK, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
         (KERNELS, "phases"): tables.phases(ours, "1gbit"),
         (NETWORK, "nodes"): nodes(),
+        (DDP, "speed"): without_horovod(),
         (NETWORK, "efficiency"): _efficiency(rows, DENSITY),
         (NETWORK, "clusters"): "\n\n".join(
             clusters.table(cell(rows, clusters.MODEL, 2, "1gbit"), d) for d in clusters.DENSITIES

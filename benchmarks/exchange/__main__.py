@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.exchange import cells, gradients, tables
 from benchmarks.exchange.cells import HERE, Cell
-from benchmarks.exchange.methods import METHODS, NOTHING
+from benchmarks.exchange.registry import METHODS, NOTHING
 from benchmarks.exchange.worker import Order
 from benchmarks.netlab import Lab, NetlabError, lab, unavailable
 from benchmarks.ranks import LaunchError, exit_on_signals

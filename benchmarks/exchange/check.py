@@ -9,15 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.exchange.gradients import Gradients
-from benchmarks.exchange.methods import (
-    MOMENTUM,
-    POWER_SGD_RANK,
-    CompressedDDPMethod,
-    CompressedMethod,
-    DDPMethod,
-    Method,
-    PublishedMethod,
-)
+from benchmarks.exchange.methods import MOMENTUM, CompressedMethod, Method, OwnMethod, PublishedMethod
+from benchmarks.exchange.process_groups import POWER_SGD_RANK, PowerSGDMethod
 from dgc_horovod.core.engine import BucketEngine
 
 _LEAST_OF_K = 2 / 3  # that a rule other than the exact one may send
@@ -44,7 +37,7 @@ def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, 
     residual = _Residual(method, gradients, rank, step) if isinstance(method, CompressedMethod) else None
     method.forward(gradients.of(rank, step)).backward()  # type: ignore[no-untyped-call]
     method.finish()
-    if type(method) is Method:
+    if not method.sends:
         return "nothing is sent"
     assert len(set(method.gathered(_mark(method)))) == 1, "the ranks' gradients differ after the exchange"
     assert all(torch.isfinite(gradient).all() for gradient in method.gradients), "not finite"
@@ -52,9 +45,9 @@ def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, 
         found = residual.check()
     elif isinstance(method, PublishedMethod):
         found = _check_published(method)
-    elif isinstance(method, CompressedDDPMethod):
+    elif isinstance(method, OwnMethod):
         found = _check_sent(method)
-    elif isinstance(method, DDPMethod) and method.approximate:
+    elif isinstance(method, PowerSGDMethod):
         found = _check_rank(method)
     else:
         found = _check_mean(method, gradients, workers, step)
@@ -89,10 +82,10 @@ def _check_published(method: PublishedMethod) -> str:
     return f"{count} elements were sent, k is {k}"
 
 
-def _check_sent(method: CompressedDDPMethod) -> str:
+def _check_sent(method: OwnMethod) -> str:
     """What came back of compressed tensors are the elements that the ranks have sent: from k to N*k of them."""
     buckets, workers = method.optimizer._dgc.buckets, method.optimizer._dgc.collectives.workers
-    gradients = {name: p.grad for name, p in method.model.named_parameters()}
+    gradients = {name: p.grad for name, p in method.optimizer._dgc_parameters.items()}
     sparse = [engine for engine in buckets.engines if not engine.bucket.uncompressed]
     k = sum(int(np.ceil(buckets.config.final_density * engine.bucket.numel)) for engine in sparse)
     count = sum(int(gradients[s.name].count_nonzero()) for engine in sparse for s in engine.bucket.segments)
@@ -100,7 +93,7 @@ def _check_sent(method: CompressedDDPMethod) -> str:
     return f"{count} elements came back, k is {k}"
 
 
-def _check_rank(method: DDPMethod) -> str:
+def _check_rank(method: PowerSGDMethod) -> str:
     """PowerSGD's result is a product of thin matrices: seen on the smallest that is large enough."""
     wide = [p for p in method.model.tensors if p.dim() > 1 and min(p.shape[0], p[0].numel()) >= 64]
     grad = min(wide, key=torch.numel).grad

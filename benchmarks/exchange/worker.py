@@ -20,7 +20,9 @@ import torch
 
 from benchmarks.exchange.check import checked_step
 from benchmarks.exchange.gradients import Gradients
-from benchmarks.exchange.methods import MASTER, METHODS, Method
+from benchmarks.exchange.methods import Method
+from benchmarks.exchange.process_groups import MASTER
+from benchmarks.exchange.registry import METHODS
 from benchmarks.shapes import SHAPES
 
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import connections
 from benchmarks.exchange.gradients import Gradients
-from benchmarks.exchange.methods import MASTER, CompressedMethod, HorovodMethod, Method
+from benchmarks.exchange.methods import CompressedMethod, HorovodMethod, Method
 from benchmarks.exchange.worker import Clock, Order, bytes_out
 from benchmarks.shapes import SHAPES, Shapes
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
@@ -75,7 +75,6 @@ def main() -> None:
     order = Order.read(sys.argv[1])
     hvd.init(process_sets=node_process_sets(int(os.environ["HOROVOD_LOCAL_SIZE"])))
     torch.set_num_threads(1)
-    os.environ[MASTER] = order.master
     gradients = Gradients(Path(order.folder), [shape for _, shape in SHAPES[order.model]()])
     figures = {}
     for name in order.methods:
