@@ -17,7 +17,7 @@ from dgc_horovod.torch import Compression, DistributedOptimizer
 
 NOTHING, DENSE, FP16, DGC, AUTO = METHODS = ("no exchange", "dense", "fp16", "dgc", "auto")
 DENSITY = 0.01
-_TURNS, _TURN_SECONDS, _MOST_STEPS, _MOST_CHOOSING = 8, 4.0, 60, 200
+_TURNS, _TURN_SECONDS, _MOST_STEPS = 8, 4.0, 60
 
 
 class Trainer:
@@ -56,7 +56,7 @@ def measure(model: Model) -> dict[str, Any]:
     auto = Trainer(AUTO, model)
     trial = auto.optimizer._dgc_choice.trial
     choosing = []
-    while not trial.ended and len(choosing) < _MOST_CHOOSING:
+    while not trial.ended:
         choosing.append(auto.step())
     trainers = {AUTO: auto, **{method: Trainer(method, model) for method in METHODS if method != AUTO}}
     longest = float(hvd.allreduce(torch.tensor(statistics.median(choosing)), name="longest"))

@@ -5,14 +5,16 @@ Nothing here communicates: every rank gives its times, is told their means over 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 
 DENSE, HALF, COMPRESSED = "dense", "fp16", "compressed"
-SETTLING, TIMED = 5, 20  # steps after a change that are not timed, at least 1, and steps that are
+SETTLING, TIMED = 5, 20  # steps after a change that are not timed, at least 1, and steps that are, at least
+MOST_TIMED, _LEAST_SECONDS = 100, 1.0  # what else happens on a machine lasts some tenths of a second
 GAIN = 0.95  # of the dense step's time, or less, is faster
 _HOPEFUL = 1.1  # of the dense step's time: what is expected to take more is not tried
-_CLOSE = 1.3  # an expectation within this of the best one may turn out better
+_CLOSE = 1.3  # what is within this of another may turn out better
 
 
 class Trial:
@@ -34,7 +36,7 @@ class Trial:
         self._begin(dense_steps)
 
     def _begin(self, settling: int = SETTLING) -> None:
-        self._untimed, self._last = settling, 0.0
+        self._untimed, self._last, self._timed = settling, 0.0, TIMED
         self._times: list[float] = []
         self._waits: list[float] = []
 
@@ -46,7 +48,7 @@ class Trial:
             waited: seconds of this step in which nothing was left to do but wait for gradients, >= 0.
 
         Returns:
-            Whether the ranks are to compare their times now: `own`, then `dense_timed` or `tried`.
+            Whether the ranks are to compare their times now: `own`, `times_more`, then `dense_timed` or `tried`.
         """
         if self.ended:
             return False
@@ -55,11 +57,24 @@ class Trial:
             self._times.append(now - self._last)
             self._waits.append(waited)
         self._last = now
-        return len(self._times) == TIMED
+        return len(self._times) == self._timed
 
     def own(self) -> tuple[float, float]:
         """Median seconds of this rank's steps, and of those the seconds that it waited."""
         return statistics.median(self._times), statistics.median(self._waits)
+
+    def times_more(self, seconds: float) -> bool:
+        """Whether more steps are timed before anything is concluded: short ones, unless the answer is plain.
+
+        Args:
+            seconds: mean over the ranks of the times so far, > 0.
+        """
+        wanted, dense = min(MOST_TIMED, math.ceil(_LEAST_SECONDS / seconds)), self.seconds.get(DENSE)
+        is_plain = dense is not None and not 1 / _CLOSE < seconds / dense < _CLOSE
+        if wanted <= self._timed or is_plain:
+            return False
+        self._timed = wanted
+        return True
 
     def dense_timed(self, seconds: float, predicted: Mapping[str, float]) -> None:
         """The dense steps are timed: choose what to try.

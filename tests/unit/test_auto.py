@@ -17,7 +17,7 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels import registry
 from dgc_horovod.planning.density import LEAST, SENT, fitted, fitting
 from dgc_horovod.planning.prediction import Observed, predicted
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, HALF, SETTLING, TIMED, Trial
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, HALF, MOST_TIMED, SETTLING, TIMED, Trial
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.stats import Traffic
 from dgc_horovod.torch.auto.half import fits
@@ -54,11 +54,15 @@ def test_auto_begins_dense_and_needs_no_warm_up():
 def run(trial, seconds, expected):
     """Steps that take `seconds` by mode, until the trial has ended; the modes that were at work."""
     now, modes = 0.0, []
-    for _ in range(4 * (SETTLING + TIMED)):
+    for _ in range(4 * (SETTLING + MOST_TIMED)):
+        if trial.ended:
+            break
         modes.append(trial.mode)
         now += seconds[trial.mode]
         if trial.step_ended(now, 0.0):
             took, _ = trial.own()
+            if trial.times_more(took):
+                continue
             if trial.mode == DENSE:
                 trial.dense_timed(took, expected)
             else:
@@ -111,6 +115,14 @@ def test_steps_right_after_a_change_are_not_timed():
         now += 100.0 if step < SETTLING else 1.0
         ready = trial.step_ended(now, 0.25)
     assert ready and trial.own() == (1.0, 0.25)
+
+
+def test_short_steps_are_timed_for_a_second_unless_the_answer_is_plain():
+    expected = {COMPRESSED: 0.001}
+    modes = run(Trial(), {DENSE: 2**-5, COMPRESSED: 7 / 2**8}, expected)
+    assert (modes.count(DENSE), modes.count(COMPRESSED)) == (SETTLING + 32, SETTLING + 37)
+    modes = run(Trial(), {DENSE: 0.001, COMPRESSED: 0.0005}, expected)
+    assert (modes.count(DENSE), modes.count(COMPRESSED)) == (SETTLING + MOST_TIMED, SETTLING + TIMED)
 
 
 @pytest.mark.parametrize("steps, density", [(300, 0.067), (1000, 0.02), (30_000, LEAST), (10, 1.0), (1, 1.0)])

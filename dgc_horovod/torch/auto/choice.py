@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import horovod.torch as hvd
 import torch
@@ -122,27 +123,42 @@ class Choice:
         if self._exchange.buckets.ranks_in_join:
             self.give_up(JOINED)  # those in join answer nothing but steps
             return False
-        found = self._means([*trial.own(), *((*self._link(), *self._obstacles()) if before == DENSE else ())])
-        if found is None:
+        own = self._means(trial.own())
+        if own is None:
             self.give_up(JOINED)
+            return False
+        if trial.times_more(own[0]):
             return False
         expected: dict[str, float] = {}
         if before == DENSE:
-            observed, obstacles = Observed(*found[:5]), found[5:]
-            if obstacles[0]:
+            found = self._expected(*own)
+            if found is None:
                 self.give_up(SPARSE)
                 return False
-            expected = predicted(self._exchange.buckets, observed, hvd.gloo_enabled())
-            for mode, obstacle in zip((COMPRESSED, HALF), obstacles[1:], strict=True):
-                if obstacle:
-                    del expected[mode]
-            trial.dense_timed(observed.step, expected)
+            trial.dense_timed(own[0], expected := found)
         else:
-            trial.tried(found[0])
+            trial.tried(own[0])
         self._exchange.buckets.counts.trial_seconds = dict(trial.seconds)
         if self._speaks:
             tell_choice(self._exchange.buckets, trial, expected)
         return trial.mode != before
+
+    def _expected(self, step: float, waited: float) -> dict[str, float] | None:
+        """Seconds of a step with each exchange that can be tried, by mode; None: gradients are sparse, and none can.
+
+        Args:
+            step, waited: seconds of a dense step, and of those the seconds of waiting, the same on every rank.
+        """
+        found = self._means([*self._link(), *self._obstacles()])
+        assert found is not None, "every rank has just answered"
+        one, many, numel, sparse, *obstacles = found
+        if sparse:
+            return None
+        expected = predicted(self._exchange.buckets, Observed(step, waited, one, many, numel), hvd.gloo_enabled())
+        for mode, obstacle in zip((COMPRESSED, HALF), obstacles, strict=True):
+            if obstacle:
+                del expected[mode]
+        return expected
 
     def _obstacles(self) -> tuple[float, float, float]:
         """Whether this rank has sparse gradients; what keeps it from compression; from half precision."""
@@ -154,7 +170,7 @@ class Choice:
         halves = sparse or fits(gradients, exchange.buckets.workers * exchange.loss_scale())
         return float(sparse), float(clips), float(not halves)
 
-    def _means(self, own: list[float]) -> list[float] | None:
+    def _means(self, own: Sequence[float]) -> list[float] | None:
         """Means over the ranks; None where some have no more data: Horovod's join answers with zeros for them."""
         sums = self._sum(torch.tensor([1.0, *own], dtype=torch.float64), "times").tolist()
         return [total / sums[0] for total in sums[1:]] if round(sums[0]) == self._collectives.workers else None

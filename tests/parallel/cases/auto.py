@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, TIMED
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, MOST_TIMED, SETTLING, TIMED
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, smooth_model, train, weights
@@ -166,8 +166,9 @@ def choosing() -> dict[str, Any]:
     """A choice by the clock: the same on every rank, and the one that the times say."""
     model, optimizer = made(mode=None, density=0.01)
     trial, modes, prints = optimizer._dgc_choice.trial, [], []
-    data = iter(batches(8 * TIMED, hvd.rank()))
-    for _ in range(8 * TIMED):
+    most = 3 * (SETTLING + MOST_TIMED) + 1
+    data = iter(batches(most, hvd.rank()))
+    for _ in range(most):
         optimizer.zero_grad()
         x, y = next(data)
         nn.functional.mse_loss(model(x), y).backward()
@@ -282,7 +283,7 @@ def beside() -> dict[str, Any]:
     model = _Embedded()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression=Compression.auto(min_numel=16))
-    for step in range(2 * TIMED):
+    for step in range(SETTLING + MOST_TIMED):
         optimizer.zero_grad()
         model(torch.tensor([step % 50, hvd.rank()])).square().sum().backward()
         optimizer.step()
@@ -370,7 +371,7 @@ def settling() -> dict[str, Any]:
     """AdamW: nothing is timed before its second moment has settled."""
     model, optimizer = made(lambda model: torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.9, 0.9)), mode=None)
     choice, modes = optimizer._dgc_choice, []
-    for x, y in batches(300, hvd.rank()):
+    for x, y in batches(3 * (SETTLING + MOST_TIMED) + 60, hvd.rank()):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         modes.append(choice.trial.mode)
