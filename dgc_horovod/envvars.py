@@ -264,6 +264,13 @@ def horovod_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
+def torchrun_place() -> tuple[int, int, int]:
+    """Index among the ranks of this host, their number, and the host's index, as torchrun says; else alone on one."""
+    names = ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", int(os.environ.get("RANK", 0)))
+    local_rank, local_size, host = (int(os.environ.get(name, default)) for name, default in names)
+    return local_rank, local_size, host
+
+
 def launched_workers() -> int:
     """How many ranks the launcher has started; 0 where it does not say."""
     names = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")

@@ -1,4 +1,4 @@
-"""Whether the ranks of a job can make a hierarchical exchange, and the process sets that it needs."""
+"""Whether the ranks of a job can make a hierarchical exchange, and Horovod's process sets that it needs."""
 
 from __future__ import annotations
 
@@ -50,25 +50,33 @@ def declared(ranks: Sequence[int]) -> Any:
 
 @dataclass(frozen=True)
 class Launched:
-    """Where Horovod has put this rank: ``hvd.rank()``, ``hvd.size()`` and so on; and the process sets it has."""
+    """Where a launcher has put this rank, and whether it may talk to others in a group of their own.
+
+    Args:
+        rank, size: index among all ranks, and their number.
+        local_rank, local_size: index among those of this host, and their number.
+        cross_rank: index of the host.
+        has_group: function of ranks: whether there is, or can be, a group of just them.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     cross_rank: int
-    process_sets: Mapping[int, Sequence[int]]  # ranks, by number of the set
+    has_group: Callable[[Sequence[int]], bool]
 
     @classmethod
     def of(cls, hvd: Any) -> Launched:
-        """As Horovod's module `hvd` of a framework says."""
-        place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank()
-        return cls(*place, hvd.mpi_ops._basics._get_process_set_ids_and_ranks())
+        """As Horovod's module `hvd` of a framework says; groups are the process sets that it has of those declared."""
+        sets: Mapping[int, Sequence[int]] = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
 
-    def has(self, ranks: Sequence[int]) -> bool:
-        """Whether Horovod has the process set of these ranks that was declared, since it was started last."""
-        found = declared(ranks)
-        return found is not None and list(self.process_sets.get(found.process_set_id, ())) == list(ranks)
+        def has_group(ranks: Sequence[int]) -> bool:
+            found = declared(ranks)
+            return found is not None and list(sets.get(found.process_set_id, ())) == list(ranks)
+
+        place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank()
+        return cls(*place, has_group)
 
 
 def agree(
@@ -98,7 +106,11 @@ def agree(
         return flat
     topology = Topology(collectives.rank, workers, config.node_size or launched.local_size)
     wanted = config.wants_nodes
-    problem = _problem(topology, config, launched) or ("" if averages else "op=hvd.Sum; a node averages") or hindrance
+    problem = (
+        _problem(topology, config, launched)
+        or ("" if averages else "gradients are summed; a node averages")
+        or hindrance
+    )
     if not (problem or wanted):
         problem = loss_by_nodes(specs, config, topology, speed)
     own = json.dumps([topology.node_size, problem]).encode()
@@ -119,10 +131,10 @@ def _problem(topology: Topology, config: DGCConfig, launched: Launched) -> str:
     if found := problem_of(topology):
         return found
     if topology.workers != launched.size:
-        return "the optimizer's process set is not the one of all ranks"
+        return "the optimizer is not one of all ranks"
     expected = launched.cross_rank * launched.local_size + launched.local_rank
     if config.node_size is None and launched.rank != expected:
         return "ranks do not count node by node (mpirun --map-by slot makes them)"
-    if not (launched.has(topology.inside) and launched.has(topology.between)):
+    if not (launched.has_group(topology.inside) and launched.has_group(topology.between)):
         return _UNDECLARED
     return ""

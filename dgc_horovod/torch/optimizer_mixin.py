@@ -16,7 +16,7 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.torch.elastic import Membership
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.gradients.node_exchange import NodeGradientExchange
+from dgc_horovod.torch.gradients.node_exchange import exchange_of
 from dgc_horovod.torch.gradients.scaling import scale_of
 from dgc_horovod.torch.methods import ExchangeMethods
 from dgc_horovod.torch.nodes import transports
@@ -62,9 +62,7 @@ class CompressedMethods(ExchangeMethods):
         settings = ReduceSettings(self.op == hvd.Average, self.gradient_predivide_factor, self.sparse_as_dense)
         parameters, boundaries, scale = self._dgc_parameters, self._dgc_boundaries, scale_of(self._dgc_scaler)
         groups = transports(collectives, config, settings.averages, parameters)
-        if len(groups) == 1:
-            return GradientExchange(parameters, boundaries, config, collectives, settings, scale)
-        return NodeGradientExchange(parameters, boundaries, config, groups, settings, scale)
+        return exchange_of(parameters, boundaries, config, groups, settings, scale)
 
     def _dgc_ready(self: Any, p: torch.Tensor) -> None:
         self._make_hook(p)()

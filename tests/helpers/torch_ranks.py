@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +20,23 @@ def torchrun(workers: int, *flags: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", *flags]
 
 
+def _agents(nodes: int, workers: int, words: list[str]) -> list[str]:
+    """The command that starts a torchrun for each node, on this machine; it ends as the first node's does."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    each = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={workers // nodes}"]
+    each += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    lines = [shlex.join([*each, f"--node-rank={node}", *words]) for node in range(nodes)]
+    return ["sh", "-c", " & ".join(reversed(lines)) + "; code=$?; wait; exit $code"]
+
+
 def run_torch_ranks(
-    workers: int, cases: list[str], timeout: float = 150, environment: dict[str, str | None] | None = None
+    workers: int,
+    cases: list[str],
+    timeout: float = 150,
+    environment: dict[str, str | None] | None = None,
+    nodes: int = 1,
 ) -> list[dict[str, Any]]:
     """What every rank's cases return, by case.
 
@@ -28,9 +45,11 @@ def run_torch_ranks(
         cases: functions of ``tests.parallel.cases``, as "module.function".
         timeout: seconds, past which all are killed.
         environment: more variables; None removes one.
+        nodes: number of nodes that they are on, a divisor of `workers`.
     """
     with tempfile.TemporaryDirectory(prefix="dgc-torch-ranks-") as folder:
-        command = [*torchrun(workers), "-m", "tests.helpers.torch_rank_main", folder, *cases]
+        words = ["-m", "tests.helpers.torch_rank_main", folder, *cases]
+        command = [*torchrun(workers), *words] if nodes == 1 else _agents(nodes, workers, words)
         code, log = run(command, timeout, environment)
         files = [Path(folder) / f"{rank}.json" for rank in range(workers)]
         if code or not all(file.exists() for file in files):

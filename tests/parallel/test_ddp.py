@@ -21,7 +21,6 @@ REFUSED = {
     "FSDP": "UnsupportedUse: the model is sharded (FSDP)",
     "DTensor": "UnsupportedUse: '0.weight' is sharded over the ranks",
     "sparse": "UnsupportedUse: 'module' has sparse gradients",
-    "nodes": "UnsupportedUse: exchange='hierarchical' needs Horovod's process sets of nodes",
     "join": "UnsupportedUse: Join with a compressed model",
     "no exchange": "UnsupportedUse: step() without gradients that have been exchanged",
     "accumulated": "UnsupportedUse: backward() was called again before step()",

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.fed import STEPS
 from tests.helpers.ranks import run_ranks
-from tests.parallel.cases.ddp_fed import PRESETS, SUMMED
+from tests.parallel.cases.ddp_fed import NODES, PRESETS, SUMMED
 
 pytestmark = pytest.mark.parallel
 
@@ -25,3 +25,12 @@ def test_bits_are_those_of_the_horovod_adapter(ranks, preset):
         assert len(found["Horovod"]) == STEPS
         assert found["DDP"] == found["Horovod"] and found["plain"] == found["Horovod"]
         assert len({row["weights"] for row in found["DDP"]}) > 2, "nothing was trained"
+
+
+def test_on_nodes_bits_are_those_of_the_horovod_adapter():
+    for rank in run_ranks(4, ["ddp_fed.on_nodes"], timeout=200):
+        assert set(rank["ddp_fed.on_nodes"]) == set(NODES)
+        for found in rank["ddp_fed.on_nodes"].values():
+            assert len(found["Horovod"]) == STEPS and found["Horovod"][-1]["kind"] == "NodeGradientExchange"
+            assert found["DDP"] == found["Horovod"] and found["plain"] == found["Horovod"]
+            assert len({row["weights"] for row in found["DDP"]}) > 2, "nothing was trained"

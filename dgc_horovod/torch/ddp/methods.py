@@ -12,9 +12,11 @@ import torch.distributed as dist
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.ddp.hook import install
+from dgc_horovod.torch.ddp.nodes import transports
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.node_exchange import exchange_of
 from dgc_horovod.torch.gradients.scaling import scale_of
 from dgc_horovod.torch.methods import ExchangeMethods
 from dgc_horovod.torch.wrapping import owners
@@ -69,11 +71,10 @@ class ProcessGroupMethods(ExchangeMethods):
         return dist.get_rank() == 0
 
     def _dgc_exchange(self: Any) -> GradientExchange:
-        collectives = ProcessGroupCollectives(self._dgc_process_group, self._dgc_tag)
-        scale = scale_of(self._dgc_scaler)
-        return GradientExchange(
-            self._dgc_parameters, self._dgc_boundaries, self._dgc_config, collectives, self._dgc_settings, scale
-        )
+        config, collectives = self._dgc_config, ProcessGroupCollectives(self._dgc_process_group, self._dgc_tag)
+        parameters, boundaries, scale = self._dgc_parameters, self._dgc_boundaries, scale_of(self._dgc_scaler)
+        groups = transports(collectives, config, self._dgc_settings.averages, parameters)
+        return exchange_of(parameters, boundaries, config, groups, self._dgc_settings, scale)
 
     def _dgc_ready(self: Any, p: torch.Tensor) -> None:
         left = self._dgc_passes_left[p] = self._dgc_passes_left[p] - 1

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import config_of
-from dgc_horovod.config import FLAT, SHARDED, DGCConfig
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.ddp.compression import Compression
@@ -154,10 +154,6 @@ def _checked(optimizer: Any, named: list[tuple[str, torch.Tensor]], config: DGCC
         )
     if config.local_steps is not None:
         raise UnsupportedUse("Compression.local is for dgc_horovod.torch so far; use Compression.dgc()")
-    if config.wants_nodes:
-        raise UnsupportedUse(
-            f"exchange={config.exchange!r} needs Horovod's process sets of nodes; pass exchange={FLAT!r} or {SHARDED!r}"
-        )
     checked_names(optimizer, named)
     check_optimizer(optimizer, sparse)
     check_parameters(optimizer, named)

@@ -88,6 +88,7 @@ class GradientExchange:
         dense = {parameters[name]: name for name in self.buckets.layout.dense}
         self._dense_path = DensePath(dense, collectives, settings, self._scale_now, half=config.dense_values == "fp16")
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
+        self._untaken = deque(self.runs)  # in this step, where they leave in one order
         self._engine_scale = self._scale_now  # factor of the gradients that engines are given
         self.not_finite, self._norm = "", 0.0  # of the finished step: what is to be said of it; norm of all updates
         self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
@@ -221,11 +222,9 @@ class GradientExchange:
 
     def _take_in_order(self, accumulation_of: AccumulationOf) -> None:
         """Send what is complete, in the order of the buckets; the dense path comes after the last."""
-        for run in self.runs[len(self._launched) :]:
-            if not run.complete:
-                return
-            self._take_bucket(run, accumulation_of)
-        if self._dense_path.complete:
+        while self._untaken and self._untaken[0].complete:
+            self._take_bucket(self._untaken.popleft(), accumulation_of)
+        if not self._untaken and self._dense_path.complete:
             self._dense_path.launch_all()
 
     def _take_all(self, accumulation_of: AccumulationOf) -> None:
@@ -331,6 +330,7 @@ class GradientExchange:
             for each in (run.outputs, run.versions, run.engine.outputs):
                 each.clear()  # they would keep gradients alive that the script has let go of
         self._launched.clear()
+        self._untaken = deque(self.runs)
         self._taken.clear()
         self._scale = None
         self._dense_path.clear(finite)

@@ -171,3 +171,17 @@ class NodeGradientExchange(GradientExchange):
         self._averaged.clear()
         self._dense_averaging = None
         super()._forget_step(finite)
+
+
+def exchange_of(
+    parameters: Mapping[str, Parameter],
+    boundaries: Mapping[Parameter, int],
+    config: DGCConfig,
+    transports: Mapping[str, Collectives],
+    settings: ReduceSettings,
+    loss_scale: Callable[[], float],
+) -> GradientExchange:
+    """The exchange over these transports: of nodes, where there are those of a node; see `NodeGradientExchange`."""
+    if INSIDE in transports:
+        return NodeGradientExchange(parameters, boundaries, config, transports, settings, loss_scale)
+    return GradientExchange(parameters, boundaries, config, transports[ALL], settings, loss_scale)

@@ -255,8 +255,6 @@ def refusals() -> dict[str, str]:
     found["DTensor"] = error_of(lambda: DistributedOptimizer(_sgd()(sharded), sharded.named_parameters()))
     embedding = DistributedDataParallel(nn.Embedding(9, 4, sparse=True))
     found["sparse"] = error_of(lambda: register(embedding, _sgd(momentum=0)(embedding)))
-    shared = Compression.dgc(0.1, exchange="hierarchical")
-    found["nodes"] = error_of(lambda: register(model, _sgd()(model), shared))
     optimizer = register(model, _sgd()(model), Compression.dgc(0.1))
     x, y = next(iter(batches(1, dist.get_rank())))
 

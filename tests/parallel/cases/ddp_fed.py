@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.torch import Compression, DistributedOptimizer, ddp
+from dgc_horovod.torch import Compression, DistributedOptimizer, ddp, node_process_sets
 from tests.helpers.fed import DENSITY, MIN_NUMEL, RATE, SETTINGS, SHAPES, gradients, looked_at
 from tests.helpers.regression import fingerprint
 
@@ -31,6 +31,17 @@ PRESETS: dict[str, tuple[Any, dict[str, Any]]] = {
     "warm-up": (Compression.dgc(**BASE, warmup=ddp.WarmupSchedule(steps=4)), {"momentum": 0.9, "weight_decay": 0.01}),
     "fp32 beside": (Compression.dgc(**BASE, dense_values="fp32"), {"momentum": 0.9}),
     "fp16 beside": (Compression.dgc(**BASE, dense_values="fp16"), {"momentum": 0.9}),
+}
+NODES = {  # of two workers each, for four ranks
+    "nodes": (Compression.dgc(**BASE, exchange="hierarchical", node_size=2), {"momentum": 0.9}),
+    "nodes, clipped": (
+        Compression.dgc(**BASE, exchange="hierarchical", node_size=2, clip_norm=20.0, bucket_bytes=9000),
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
+    "nodes, sharded": (
+        Compression.dgc(**BASE, exchange="hierarchical+sharded", node_size=2, bucket_bytes=9000),
+        {"momentum": 0.9},
+    ),
 }
 SUMMED = ("scattered", "warm-up", "fp32 beside", "fp16 beside")  # by an allreduce, whose order is the library's
 
@@ -50,7 +61,7 @@ class _Fed(nn.Module):
 @contextmanager
 def process_group() -> Iterator[None]:
     """torch.distributed between Horovod's ranks."""
-    hvd.init()
+    hvd.init(process_sets=node_process_sets(2))
     folder = tempfile.mkdtemp(prefix="dgc-fed-") if hvd.rank() == 0 else None
     folder = hvd.broadcast_object(folder, 0, name="folder")
     dist.init_process_group("gloo", f"file://{os.path.join(folder, 'store')}", rank=hvd.rank(), world_size=hvd.size())
@@ -69,15 +80,25 @@ def _run(make: Callable[[nn.Module], torch.optim.Optimizer], wrap: Callable[[nn.
         optimizer.zero_grad()
         model({key: torch.from_numpy(x) for key, x in step.items()}).backward()
         optimizer.step()
-        rows.append({**looked_at(optimizer._dgc.buckets), "weights": fingerprint(model)})
+        kind = type(optimizer._dgc).__name__
+        rows.append({**looked_at(optimizer._dgc.buckets), "weights": fingerprint(model), "kind": kind})
     return rows
 
 
 def of_all() -> dict[str, Any]:
     """Preset -> adapter -> hashes after each step."""
+    return _compared(PRESETS)
+
+
+def on_nodes() -> dict[str, Any]:
+    """The same where workers share nodes."""
+    return _compared(NODES)
+
+
+def _compared(presets: dict[str, tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with process_group():
-        for name, (compression, options) in PRESETS.items():
+        for name, (compression, options) in presets.items():
             given: DGCConfig = compression.config
 
             def make(model: nn.Module, options: Any = options) -> torch.optim.Optimizer:

@@ -1,0 +1,40 @@
+"""The process groups of a hierarchical exchange: the workers of a node, and those of equal local rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core import budget
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.nodes import Launched, agree
+from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
+from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
+
+
+def transports(
+    collectives: ProcessGroupCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
+) -> Mapping[str, ProcessGroupCollectives]:
+    """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
+
+    Args:
+        collectives: transport of all workers.
+        config: compression settings; `exchange` and `node_size` are used.
+        averages: whether gradients are averaged or summed.
+        parameters: parameters by name, in the model's order.
+    """
+    specs = [TensorSpec(name, tuple(p.shape)) for name, p in parameters.items()]
+    local_rank, local_size, host = envvars.torchrun_place()
+    launched = Launched(dist.get_rank(), dist.get_world_size(), local_rank, local_size, host, lambda ranks: True)
+    topology = agree(collectives, config, launched, averages, specs, budget.HOST_SPEED)
+    if topology.node_size == 1:
+        return {ALL: collectives}
+    found = {ALL: collectives}
+    for group, ranks in ((INSIDE, topology.inside), (BETWEEN, topology.between)):
+        found[group] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), collectives.tag)
+        found[group].traffic = collectives.traffic
+    return found
