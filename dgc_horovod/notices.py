@@ -121,7 +121,7 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
     _log.info(
         "dgc_horovod: %s%s, density %g: %d tensors compressed in %d bucket%s, values %s; %d small ones with %.3g%% of "
         "all elements are sent whole, values %s%s",
-        "auto: stock Horovod's exchange first; to be tried: " if config.automatic else "",
+        "auto: the uncompressed exchange first; to be tried: " if config.automatic else "",
         config.rule,
         config.final_density,
         len(compressed),
@@ -153,15 +153,16 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
         )
 
 
-def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str, float]) -> None:
+def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str, float], stock: str) -> None:
     """What a trial has come to: what is tried next, or what stays, with the times that say so.
 
     Args:
         exchange: buckets of the optimizer.
         trial: trial, after a comparison.
         expected: predicted seconds of a step by mode, after the dense steps; else empty.
+        stock: whose the uncompressed exchange is, "stock Horovod" or "DDP".
     """
-    names = {DENSE: "stock Horovod", HALF: "its fp16", COMPRESSED: f"compression at density {exchange.density():g}"}
+    names = {DENSE: stock, HALF: "its fp16", COMPRESSED: f"compression at density {exchange.density():g}"}
     timed = ", ".join(f"{names[mode]} {1e3 * seconds:,.0f} ms a step" for mode, seconds in trial.seconds.items())
     guessed = ", ".join(f"{names[mode]} {1e3 * seconds:,.0f} ms" for mode, seconds in expected.items())
     _log.info(
@@ -173,22 +174,22 @@ def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str
     )
 
 
-# Why stock Horovod's exchange stays
+# Why the uncompressed exchange stays
 JOINED = "a rank has called hvd.join() before a choice was made"
 SPARSE = "there are sparse gradients, which compression would make dense"
 OVERFLOW = "a sum of gradients was beyond half precision"
 UNLEARNT = "a tensor has had no gradient yet, so that nothing is known of Adam's second moment there"
 
 
-def tell_given_up(why: str) -> None:
+def tell_given_up(why: str, stock: str) -> None:
     """Tell that nothing is chosen any more."""
-    _log.info("dgc_horovod: auto: %s; stock Horovod stays", why)
+    _log.info("dgc_horovod: auto: %s; %s stays", why, stock)
 
 
-def tell_stock(why: str) -> None:
+def tell_stock(why: str, stock: str) -> None:
     """Warn that a job which may choose its exchange has no choice."""
     make_visible()
-    _log.warning("dgc_horovod: auto: stock Horovod stays, as this cannot be compressed: %s", why)
+    _log.warning("dgc_horovod: auto: %s stays, as this cannot be compressed: %s", stock, why)
 
 
 def tell_waits(steps: int) -> None:
@@ -208,13 +209,14 @@ def tell_not_automatic() -> None:
     )
 
 
-def tell_too_short(total_steps: int, density: float) -> None:
+def tell_too_short(total_steps: int, density: float, stock: str) -> None:
     """Warn that a run is too short for anything to be gained by compression."""
     _log.warning(
         "dgc_horovod: auto: %d steps are too few for compression, at the density that fits them, %g, or for a choice: "
-        "stock Horovod stays",
+        "%s stays",
         total_steps,
         density,
+        stock,
     )
 
 

@@ -8,8 +8,7 @@ copied or changed; ``Compression.none`` and ``.fp16`` go to Horovod's own factor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as hvd
@@ -20,16 +19,22 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig, check_local_steps
-from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.errors import ConfigError
 from dgc_horovod.notices import tell_stock
-from dgc_horovod.torch.auto.methods import AutomaticMethods, check_automatic
+from dgc_horovod.torch.auto.horovod_methods import STOCK, HorovodAutomaticMethods, check_automatic
 from dgc_horovod.torch.local.methods import LocalMethods
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
 from dgc_horovod.torch.updates.choice import choose_update, kind_of
 from dgc_horovod.torch.wrapping.arguments import checked_names
 from dgc_horovod.torch.wrapping.horovod_arguments import alike, check_arguments, check_same_choice
-from dgc_horovod.torch.wrapping.refusals import check_optimizer, check_parameters, check_plain_models
+from dgc_horovod.torch.wrapping.refusals import (
+    NoChoice,
+    check_optimizer,
+    check_parameters,
+    check_plain_models,
+    without_a_choice,
+)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -106,14 +111,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
-    except _NoChoice as refused:
+    except NoChoice as refused:
         if hvd.rank() == 0:
-            tell_stock(str(refused))
+            tell_stock(str(refused), STOCK)
         return stock(HorovodCompression.none)
-
-
-class _NoChoice(UnsupportedUse):
-    """What cannot be compressed, of an optimizer whose exchange was to be chosen: nothing has been changed in it."""
 
 
 def _compressing(
@@ -121,14 +122,14 @@ def _compressing(
 ) -> Any:
     """`DistributedOptimizer` with compression; `settings` are Horovod's."""
     op, process_set = settings["op"], settings["process_set"]
-    with alike(process_set), _refusals_of(config):
+    with alike(process_set), without_a_choice(config.automatic):
         named = checked_names(optimizer, given)
         check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
         check_optimizer(optimizer, settings["sparse_as_dense"])
         check_parameters(optimizer, named)
         check_plain_models(optimizer, named)
         if config.local_steps is None:
-            methods: tuple[type, ...] = (CompressedMethods, *([AutomaticMethods] if config.automatic else []))
+            methods: tuple[type, ...] = (CompressedMethods, *([HorovodAutomaticMethods] if config.automatic else []))
             update = choose_update(optimizer, config)
             if config.automatic:
                 check_automatic(named)
@@ -139,15 +140,6 @@ def _compressing(
         wrapped = _adopt(optimizer, named, methods, **settings)
     wrapped._attach(config, update, grad_scaler)
     return wrapped
-
-
-@contextmanager
-def _refusals_of(config: DGCConfig) -> Iterator[None]:
-    """Let a refusal be told from others where stock Horovod can do without compression."""
-    try:
-        yield
-    except UnsupportedUse as refused:
-        raise (_NoChoice(str(refused)) if config.automatic else refused) from None
 
 
 def _adopt(

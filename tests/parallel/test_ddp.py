@@ -16,7 +16,6 @@ REFUSED = {
     "more": "UnsupportedUse: 1 parameters of the optimizer",
     "hook": "UnsupportedUse: this DistributedDataParallel has a communication hook already",
     "local": "UnsupportedUse: Compression.local is for dgc_horovod.torch so far",
-    "auto": "UnsupportedUse: Compression.auto compares with Horovod's own exchange",
     "DistributedOptimizer of DDP": "belongs to a model in DistributedDataParallel",
     "FSDP": "UnsupportedUse: the model is sharded (FSDP)",
     "DTensor": "UnsupportedUse: '0.weight' is sharded over the ranks",

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import horovod.torch as hvd
 import torch
 
 from dgc_horovod.core.settling import Settling
@@ -41,14 +40,19 @@ class Choice:
         exchange: the compressed exchange of the optimizer.
         optimizer: optimizer, of which nothing is kept.
         kind: name of its arithmetic: "sgd", "adam" or "other".
+        stock: whose the uncompressed exchange is, in words.
+        on_gloo: whether it is Gloo's, on a CPU.
 
     Attributes:
-        given_up: whether stock Horovod's exchange is to stay, whatever the clock says: the same on every rank once all
+        given_up: whether the uncompressed exchange is to stay, whatever the clock says: the same on every rank once all
             have ended a step, or are in join.
         script_clips: whether the script has clipped gradients of this rank by itself.
     """
 
-    def __init__(self, exchange: GradientExchange, optimizer: torch.optim.Optimizer, kind: str) -> None:
+    def __init__(
+        self, exchange: GradientExchange, optimizer: torch.optim.Optimizer, kind: str, stock: str, on_gloo: bool
+    ) -> None:
+        self._stock, self._on_gloo = stock, on_gloo
         self._exchange, self._collectives = exchange, exchange.collectives
         self._learns_second = kind == "adam" and exchange.config.freezes_second_moment
         windows = [1 / (1 - group["betas"][1]) for group in optimizer.param_groups] if self._learns_second else [0.0]
@@ -57,7 +61,7 @@ class Choice:
         self.begin()
 
     def begin(self) -> None:
-        """Choose anew; where there is nothing to choose, stock Horovod stays."""
+        """Choose anew; where there is nothing to choose, the uncompressed exchange stays."""
         config, self.trial = self._exchange.config, Trial()
         until = WarmupSchedule(steps=1, first_density=1.0, until_settled=_SETTLED)
         self._settling = Settling(until if self._learns_second else None, config.final_density)
@@ -68,12 +72,12 @@ class Choice:
         elif self._learns_second and self._speaks:
             tell_waits(self._settles_at)
         if total is not None and short and self._speaks:
-            tell_too_short(total, config.density)
+            tell_too_short(total, config.density, self._stock)
 
     def give_up(self, why: str) -> None:
-        """The present exchange stays until all ranks can go back to stock Horovod's, which then stays."""
+        """The present exchange stays until all ranks can go back to the uncompressed one, which then stays."""
         if not self.given_up and self._speaks:
-            tell_given_up(why)
+            tell_given_up(why, self._stock)
         self.given_up = True
         self.trial.stay()
 
@@ -82,7 +86,7 @@ class Choice:
         return self._collectives.rank == 0
 
     def count(self, half: bool, skipped: bool = False) -> None:
-        """Count a step of stock Horovod's exchange, in fp16 or not; of one that was skipped its number."""
+        """Count a step of the uncompressed exchange, in fp16 or not; of one that was skipped its number."""
         buckets = self._exchange.buckets
         width = 2 if half else 4
         buckets.counts.traffic.count_allreduce(width * sum(buckets.numel.values()), buckets.workers)
@@ -110,7 +114,7 @@ class Choice:
         """Count the time of a step; the ranks compare where it is the last one that is timed.
 
         Args:
-            waited: seconds of it in which stock Horovod's exchange was waited for, >= 0.
+            waited: seconds of it in which the uncompressed exchange was waited for, >= 0.
 
         Returns:
             Whether the next steps are exchanged in another way: the same on every rank.
@@ -140,7 +144,7 @@ class Choice:
             trial.tried(own[0])
         self._exchange.buckets.counts.trial_seconds = dict(trial.seconds)
         if self._speaks:
-            tell_choice(self._exchange.buckets, trial, expected)
+            tell_choice(self._exchange.buckets, trial, expected, self._stock)
         return trial.mode != before
 
     def _expected(self, step: float, waited: float) -> dict[str, float] | None:
@@ -154,7 +158,7 @@ class Choice:
         one, many, numel, sparse, *obstacles = found
         if sparse:
             return None
-        expected = predicted(self._exchange.buckets, Observed(step, waited, one, many, numel), hvd.gloo_enabled())
+        expected = predicted(self._exchange.buckets, Observed(step, waited, one, many, numel), self._on_gloo)
         for mode, obstacle in zip((COMPRESSED, HALF), obstacles, strict=True):
             if obstacle:
                 del expected[mode]

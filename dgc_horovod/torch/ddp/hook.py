@@ -1,6 +1,7 @@
 """DDP's communication hook: it hands each gradient to the exchange, and waits for all of them after the last bucket."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,14 +53,20 @@ def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
     if optimizer is None:
         raise UnsupportedUse(SUPERSEDED)
     owners.check(optimizer)
+    if optimizer._dgc_stock:
+        return optimizer._dgc_allreduce(bucket)
     optimizer._dgc_take(bucket.parameters(), bucket.gradients() if model.gradient_as_bucket_view else None)
     if bucket.is_last():
-        # DDP puts the gradients back in a callback that it registers after this; ours must run after that one
-        _after_backward(lambda: _after_backward(optimizer._dgc_end_backward))
+        after_ddp(optimizer._dgc_end_backward)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def _after_backward(callback: Any) -> None:
+def after_ddp(callback: Callable[[], None]) -> None:
+    """Call `callback` in this backward pass, once DDP has put the gradients back: in a callback, which comes later."""
+    _after_backward(lambda: _after_backward(callback))
+
+
+def _after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

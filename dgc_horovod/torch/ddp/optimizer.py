@@ -6,17 +6,20 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.notices import tell_stock
+from dgc_horovod.torch.ddp.auto import STOCK, AutomaticDataParallelMethods
 from dgc_horovod.torch.ddp.compression import Compression
 from dgc_horovod.torch.ddp.methods import DataParallelMethods, ProcessGroupMethods
 from dgc_horovod.torch.ddp.models import COMPILED, check_same_parameters, data_parallel, named_parameters
@@ -25,7 +28,14 @@ from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.updates.choice import choose_update
 from dgc_horovod.torch.wrapping.arguments import checked_names, choice_fields
-from dgc_horovod.torch.wrapping.refusals import check_optimizer, check_parameters, check_plain_models, refused_alike
+from dgc_horovod.torch.wrapping.refusals import (
+    NoChoice,
+    check_optimizer,
+    check_parameters,
+    check_plain_models,
+    refused_alike,
+    without_a_choice,
+)
 
 
 def register(
@@ -56,16 +66,33 @@ def register(
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
     compression = Compression.dgc() if compression is None else compression
-    config = config_of(compression)
-    group = _group_of(process_group or getattr(getattr(model, COMPILED, model), "process_group", None))
+    config, bare = config_of(compression), getattr(model, COMPILED, model)
+    group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
         _check_choice(group, compression)
         found = data_parallel(model)
-        vars(optimizer).update(_dgc_process_group=group, _parameter_names=_names_of(named_parameters(found)))
         if compression is Compression.fp16:
             found.register_comm_hook(found.process_group, default_hooks.fp16_compress_hook)
-        return optimizer
-    with _alike(group):
+        return _uncompressed(optimizer, found, group)
+    try:
+        return _compressed(model, optimizer, config, group)
+    except NoChoice as refused:
+        if dist.get_rank(group) == 0:
+            tell_stock(str(refused), STOCK)
+        return _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
+
+
+def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: dist.ProcessGroup) -> Any:
+    """`optimizer` as it is, with what a checkpoint needs."""
+    vars(optimizer).update(_dgc_process_group=group, _parameter_names=_names_of(named_parameters(model)))
+    return optimizer
+
+
+def _compressed(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: dist.ProcessGroup
+) -> Any:
+    may_stay = config.automatic and isinstance(getattr(model, COMPILED, model), DistributedDataParallel)
+    with _alike(group), without_a_choice(may_stay):
         found = data_parallel(model)
         if dist.get_process_group_ranks(found.process_group) != dist.get_process_group_ranks(group):
             raise UnsupportedUse("process_group has other ranks than the one that DistributedDataParallel was given")
@@ -77,7 +104,8 @@ def register(
         update = _checked(optimizer, named, config)
     scaler = SeenScaler()
     watch_scalers()
-    _adopt(optimizer, DataParallelMethods, named, group, ReduceSettings(averages=True), _dgc_model=weakref.ref(found))
+    methods = AutomaticDataParallelMethods if config.automatic else DataParallelMethods
+    _adopt(optimizer, methods, named, group, ReduceSettings(averages=True), _dgc_model=weakref.ref(found))
     scaler.belongs_to(optimizer)
     optimizer._attach(config, update, scaler)  # type: ignore[attr-defined]
     return optimizer
@@ -121,6 +149,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     with _alike(group):
         if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
             raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {backward_passes_per_step!r}")
+        if config.automatic:
+            raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
         named = checked_names(optimizer, named_parameters)
         check_plain_models(optimizer, named)
         update = _checked(optimizer, named, config, sparse_as_dense)
@@ -147,11 +177,6 @@ def _alike(group: dist.ProcessGroup) -> AbstractContextManager[None]:
 
 def _checked(optimizer: Any, named: list[tuple[str, torch.Tensor]], config: DGCConfig, sparse: bool = False) -> Any:
     """The split of the optimizer's arithmetic, or an error for what cannot be compressed here."""
-    if config.automatic:
-        raise UnsupportedUse(
-            "Compression.auto compares with Horovod's own exchange, and is for dgc_horovod.torch; choose with "
-            "dgcrun --plan, e.g. Compression.dgc()"
-        )
     if config.local_steps is not None:
         raise UnsupportedUse("Compression.local is for dgc_horovod.torch so far; use Compression.dgc()")
     checked_names(optimizer, named)

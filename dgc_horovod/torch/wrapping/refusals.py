@@ -18,6 +18,19 @@ from dgc_horovod.errors import DGCError, UnsupportedUse
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+class NoChoice(UnsupportedUse):
+    """What cannot be compressed, of an optimizer whose exchange was to be chosen: nothing has been changed in it."""
+
+
+@contextmanager
+def without_a_choice(automatic: bool) -> Iterator[None]:
+    """Let a refusal be told from others, where the framework's own exchange can do without compression."""
+    try:
+        yield
+    except UnsupportedUse as refused:
+        raise (NoChoice(str(refused)) if automatic else refused) from None
+
+
 @contextmanager
 def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
     """Around the checks of a rank that compresses: what one rank refuses, or cannot do, stops every rank.

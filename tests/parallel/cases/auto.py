@@ -46,7 +46,7 @@ def made(make: Any = _nesterov, mode: str | None = DENSE, **fields: Any) -> tupl
 def take(optimizer: Any, mode: str) -> None:
     """Go on with `mode`, whatever the clock says."""
     optimizer._dgc_choice.trial.stay(mode)
-    optimizer._dgc_take(mode)
+    optimizer._dgc_switch(mode)
 
 
 def stock(make: Any, clip: float | None = None, half: bool = False) -> nn.Module:
@@ -232,7 +232,7 @@ def uneven() -> dict[str, Any]:
 def trying(optimizer: Any, mode: str = COMPRESSED) -> None:
     """Be in the middle of a trial of `mode`, as every rank is."""
     optimizer._dgc_choice.trial.dense_timed(1.0, {mode: 0.1})
-    optimizer._dgc_take(mode)
+    optimizer._dgc_switch(mode)
 
 
 def given_up() -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""Compression.auto under DDP: DDP's own bits before a choice, switches that lose nothing, one choice for all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, MOST_TIMED, SETTLING
+from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, load_checkpoint, register, save_checkpoint
+from tests.helpers.errors import error_of
+from tests.helpers.regression import UNROUNDED, batches, distance, fingerprint, smooth_model, weights
+
+STEPS = 24
+ORDER = (DENSE, COMPRESSED, DENSE, HALF, COMPRESSED, HALF, COMPRESSED, DENSE)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.003)
+
+
+OPTIMIZERS = {"SGD": _sgd, "AdamW": _adamw}
+
+
+def _made(make: Any = _sgd, mode: str | None = DENSE, views: bool = False, **fields: Any) -> tuple[Any, Any]:
+    """A model and its optimizer, whose exchange stays what it is until it is told; mode None: it chooses."""
+    model = DistributedDataParallel(smooth_model(), gradient_as_bucket_view=views)
+    given = Compression.auto(**{"density": 0.05, "min_numel": 16, **fields})
+    optimizer = register(model, make(model), given)
+    if mode is not None:
+        _take(optimizer, mode)
+    return model, optimizer
+
+
+def _take(optimizer: Any, mode: str) -> None:
+    optimizer._dgc_choice.trial.stay(mode)
+    optimizer._dgc_switch(mode)
+
+
+def _step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def _stock(make: Any, half: bool = False, clip: float | None = None) -> Any:
+    model = DistributedDataParallel(smooth_model())
+    if half:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = make(model)
+    for x, y in batches(STEPS, dist.get_rank()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def dense_steps() -> dict[str, bool]:
+    """Before a choice every bit is DDP's own; gradients may be accumulated."""
+    found = {}
+    cases = {
+        **{name: ((make, DENSE), (make,)) for name, make in OPTIMIZERS.items()},
+        "fp16": ((_sgd, HALF), (_sgd, True)),
+    }
+    for name, (ours, theirs) in cases.items():
+        model, optimizer = _made(*ours)
+        for x, y in batches(STEPS, dist.get_rank()):
+            _step(model, optimizer, x, y)
+        found[name] = fingerprint(model) == fingerprint(_stock(*theirs))
+    model, optimizer = _made(clip_norm=0.5, views=True)
+    for x, y in batches(STEPS, dist.get_rank()):
+        _step(model, optimizer, x, y)
+    found["clip_norm"] = fingerprint(model) == fingerprint(_stock(_sgd, clip=0.5))
+    return found
+
+
+def switching() -> dict[str, Any]:
+    """At density 1, unrounded, every switch leaves DDP's training as it is; at 5% replicas stay replicas."""
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        model, optimizer = _made(make, density=1.0, factor_masking=False, second_moment="own", **UNROUNDED)
+        _train_with(model, optimizer, [mode for mode in ORDER if mode != HALF] if name == "SGD" else [DENSE])
+        found[name] = distance(weights(_stock(make)), weights(model))
+        for views in (False, True):
+            model, optimizer = _made(make, views=views)
+            found[f"{name}, replicas, {views}"] = _train_with(model, optimizer, ORDER)
+            left = optimizer.residual_state_dict()["tensors"].values()
+            found[f"{name}, left, {views}"] = sum(float(abs(x).sum()) for arrays in left for x in arrays.values())
+    return found
+
+
+def _train_with(model: Any, optimizer: Any, modes: Sequence[str]) -> list[str]:
+    """`STEPS` steps, a mode after the other; fingerprints after each."""
+    seen = []
+    for step, (x, y) in enumerate(batches(STEPS, dist.get_rank())):
+        _take(optimizer, modes[step * len(modes) // STEPS])
+        _step(model, optimizer, x, y)
+        seen.append(fingerprint(model))
+    return seen
+
+
+def choosing() -> dict[str, Any]:
+    """A choice by the clock: the same on every rank, with what was said of it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dgc_horovod").addHandler(handler)
+    model, optimizer = _made(mode=None, density=0.01)
+    trial, modes = optimizer._dgc_choice.trial, []
+    for x, y in batches(3 * (SETTLING + MOST_TIMED) + 1, dist.get_rank()):
+        modes.append(trial.mode)
+        _step(model, optimizer, x, y)
+    logging.getLogger("dgc_horovod").removeHandler(handler)
+    stats = optimizer.compression_stats()
+    return {
+        "modes": modes, "ended": trial.ended, "seconds": trial.seconds, "weights": fingerprint(model),
+        "steps": stats["steps"], "told": dist.get_rank() > 0 or any("DDP " in text for text in said),
+    }  # fmt: skip
+
+
+def resuming() -> dict[str, Any]:
+    """Saved and loaded in each state: the rest of the run is the uninterrupted one, bit for bit."""
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        for mode in (DENSE, HALF, COMPRESSED):
+            ends = []
+            for stops in (False, True):
+                model, optimizer = _made(make)
+                for step, (x, y) in enumerate(batches(STEPS, dist.get_rank())):
+                    if step == STEPS // 3:
+                        _take(optimizer, mode)
+                    if stops and step == 2 * STEPS // 3:
+                        path = os.path.join(os.environ["DGC_TEST_CHECKPOINT"], f"{name}.{mode}")
+                        save_checkpoint(path, model, optimizer)
+                        model, optimizer = _made(make, mode=None)
+                        load_checkpoint(path, model, optimizer)
+                    _step(model, optimizer, x, y)
+                ends.append(fingerprint(model))
+            found[f"{name}, {mode}"] = [ends[0] == ends[1], optimizer._dgc_choice.trial.mode, ends[1]]
+    return found
+
+
+def overflow() -> dict[str, Any]:
+    """A sum beyond half precision is skipped on every rank, and ends fp16."""
+    model, optimizer = _made(mode=HALF)
+    before = fingerprint(model)
+    optimizer.zero_grad()
+    x, y = next(iter(batches(1, dist.get_rank())))
+    (F.mse_loss(model(x), y) * 1e9).backward()
+    optimizer.step()
+    skipped = fingerprint(model) == before
+    _step(model, optimizer, x, y)
+    return {"skipped": skipped, "mode": optimizer._dgc_choice.trial.mode, "weights": fingerprint(model)}
+
+
+def cannot() -> dict[str, Any]:
+    """What cannot be compressed is DDP's alone, with a warning; without DDP there is nothing to compare with."""
+    model = DistributedDataParallel(smooth_model())
+    damped = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.1)
+    optimizer = register(model, damped, Compression.auto())
+    for x, y in batches(3, dist.get_rank()):
+        _step(model, optimizer, x, y)
+    plain = smooth_model()
+    return {
+        "ours": hasattr(optimizer, "_dgc"),
+        "weights": fingerprint(model),
+        "plain": error_of(lambda: DistributedOptimizer(_sgd(plain), plain.named_parameters(), Compression.auto())),
+    }
