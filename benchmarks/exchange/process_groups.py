@@ -100,9 +100,6 @@ class CompressedDDPMethod(OwnMethod, DDPMethod):
         plain = torch.optim.SGD(self.runs.parameters(), lr=0.1, momentum=MOMENTUM)
         self.optimizer = ddp.register(self.runs, plain, ddp.Compression.dgc(density=density))
 
-    def clear(self) -> None:
-        self.optimizer.zero_grad()
-
 
 class PlainCompressedMethod(OwnMethod, ProcessGroupMethod):
     """Ours without DDP: a hook at every parameter."""
@@ -112,9 +109,6 @@ class PlainCompressedMethod(OwnMethod, ProcessGroupMethod):
         named = list(zip(self.model.names, self.model.tensors, strict=True))
         plain = torch.optim.SGD(self.model.tensors, lr=0.1, momentum=MOMENTUM)
         self.optimizer = ddp.DistributedOptimizer(plain, named, ddp.Compression.dgc(density=density))
-
-    def clear(self) -> None:
-        self.optimizer.zero_grad()
 
     def finish(self) -> None:
         self.optimizer.synchronize()

@@ -209,6 +209,8 @@ class CompressedRanks(DenseRanks):
             compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
             self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
             self._settle()
+        for exchange in self.exchanges:  # no script clips
+            exchange.clipping.step_ends()
         return sum(losses) / len(losses)
 
     def _settle(self) -> None:
