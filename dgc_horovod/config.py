@@ -266,17 +266,14 @@ def check_predivide(factor: Any, averages: bool) -> None:
         raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
 
 
-def check_local_steps(averages: bool, elastic: bool) -> None:
+def check_local_steps(averages: bool) -> None:
     """Raise UnsupportedUse for what local steps cannot do.
 
     Args:
         averages: whether the script asks for an average over the ranks.
-        elastic: whether the number of ranks may change.
     """
     if not averages:
         raise UnsupportedUse("local steps average the ranks' changes: op must be hvd.Average")
-    if elastic:
-        raise UnsupportedUse("local steps under Horovod Elastic are not supported; start with a fixed -np")
 
 
 def _check_fraction(name: str, value: Any) -> None:

@@ -1,8 +1,8 @@
 """Horovod Elastic: residuals are committed and restored with the optimizer, and handed on when the ranks change.
 
-``hvd.elastic.TorchState`` finds the handler of this file by itself. What a rank has kept is its own: it is never
-broadcast. When N ranks become M, what the survivors have kept is scaled by M/N (where gradients are averaged), so that
-the combined residual stays the same; newcomers begin with nothing.
+``hvd.elastic.TorchState`` finds the handler of an optimizer by itself (``_dgc_handler``). What a rank has kept is its
+own: it is never broadcast. When N ranks become M, what the survivors have kept is scaled by M/N (where gradients are
+averaged), so that the combined residual stays the same; newcomers begin with nothing.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ResidualHandler(OptimizerStateHandler):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._saved: ResidualState = copied(optimizer)
-        self._flushed_at: int | None = None  # steps
+        self._flushed_at: Any = None  # `_place` after it
 
     def meet(self) -> None:
         """Compare with the others before anything is exchanged; a newcomer may have data to read before it comes."""
@@ -97,15 +97,22 @@ class ResidualHandler(OptimizerStateHandler):
 
     def flush(self) -> None:
         """Apply what ranks have kept, unless they have made no step since: some methods make one of their own."""
-        steps = self.value._dgc.buckets.steps
-        if steps != self._flushed_at:
+        if self._place() != self._flushed_at:
             self.value.flush()
-            self._flushed_at = steps
+            self._flushed_at = self._place()
+
+    def _place(self) -> Any:
+        """What another step changes."""
+        return self.value._dgc.buckets.steps
 
     def save(self) -> None:
         """Remember u and v with the optimizer's state: a commit."""
         super().save()
-        self._saved = kept_by(self.value)
+        self._saved = self._kept()
+
+    def _kept(self) -> ResidualState:
+        """What a commit keeps of this rank."""
+        return kept_by(self.value)
 
     def restore(self) -> None:
         """Go back to the last commit; a step under way is given up."""
@@ -188,6 +195,6 @@ class _CompressedOptimizer(metaclass=_Compressed):
 
 
 def register() -> None:
-    """Let ``hvd.elastic.TorchState`` find `ResidualHandler`."""
+    """Let ``hvd.elastic.TorchState`` find the handlers of our optimizers."""
     others = [entry for entry in get_handler_registry() if entry[0] is not _CompressedOptimizer]
-    set_handler_registry([(_CompressedOptimizer, ResidualHandler), *others])
+    set_handler_registry([(_CompressedOptimizer, lambda optimizer: optimizer._dgc_handler(optimizer)), *others])

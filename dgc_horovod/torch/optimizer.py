@@ -16,7 +16,6 @@ import torch
 from horovod.torch.compression import Compression as HorovodCompression
 from horovod.torch.optimizer import _DistributedOptimizer
 
-from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.errors import ConfigError
@@ -136,7 +135,7 @@ def _compressing(
         else:
             methods = (CompressedMethods, LocalMethods)
             update = LocalUpdate(kind_of(optimizer), config.outer_rate)
-            check_local_steps(op == hvd.Average, envvars.horovod_elastic())
+            check_local_steps(op == hvd.Average)
         wrapped = _adopt(optimizer, named, methods, **settings)
     wrapped._attach(config, update, grad_scaler)
     return wrapped

@@ -13,7 +13,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement
-from dgc_horovod.torch.elastic import Membership
+from dgc_horovod.torch.elastic import Membership, ResidualHandler
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.node_exchange import exchange_of
@@ -29,6 +29,8 @@ _log = logging.getLogger("dgc_horovod")
 
 class CompressedMethods(ExchangeMethods):
     """The methods that replace Horovod's in the class made by ``optimizer._adopt``. Never instantiated itself."""
+
+    _dgc_handler = ResidualHandler  # what makes its handler in a ``TorchState``
 
     @property
     def _dgc_takes_part(self: Any) -> bool:  # type: ignore[override]

@@ -116,7 +116,9 @@ def kept_by(optimizer: Any) -> ResidualState:
     """A copy of what this rank has kept; see ``residual_state_dict``."""
     follow(optimizer)
     check_between_steps(optimizer)
-    return copied(optimizer)
+    state = copied(optimizer)
+    optimizer._dgc_update.add_own(optimizer, state)
+    return state
 
 
 def load_residuals(optimizer: Any, state: ResidualState) -> None:
@@ -127,12 +129,11 @@ def load_residuals(optimizer: Any, state: ResidualState) -> None:
 
 
 def copied(optimizer: Any) -> ResidualState:
-    """`kept_by`, whatever is under way."""
+    """`kept_by`, whatever is under way; without what stands in the optimizer's state."""
     exchange, update = optimizer._dgc, optimizer._dgc_update
     state: ResidualState = exchange.residuals()
     steps = {exchange.names[p]: update.directions(p) for p in exchange.compressed}
     state.directions = {name: count for name, count in steps.items() if count}
-    update.add_own(optimizer, state)
     state.mode = optimizer._dgc_mode()
     return state
 

@@ -21,7 +21,7 @@ import torch
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.elastic import TorchState
-from dgc_horovod.torch.state import kept_by
+from dgc_horovod.torch.state import copied
 from tests.helpers.training import INPUTS, fingerprint, smooth_model, target
 from tests.helpers.victim import is_the_victim
 
@@ -37,7 +37,7 @@ def owed(optimizer: Any) -> np.ndarray:
 
 
 def _residual(optimizer: Any) -> np.ndarray:
-    return np.concatenate([arrays["v"].astype(np.float64) for arrays in kept_by(optimizer).tensors.values()])
+    return np.concatenate([arrays["v"].astype(np.float64) for arrays in copied(optimizer).tensors.values()])
 
 
 def batch_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,11 +53,23 @@ class Job:
     def __init__(self, folder: Path, how: str) -> None:
         self.folder, self.how = folder, how
         self.model = smooth_model()
-        sgd = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.optimizer = DistributedOptimizer(sgd, self.model.named_parameters(), Compression.dgc(**FIELDS))
+        self.optimizer = self.wrapped()
         self.committed: np.ndarray | None = None
         self.own = np.zeros(0)
-        self.accounts: list[dict[str, float]] = []
+        self.accounts: list[dict[str, Any]] = []
+
+    def wrapped(self) -> Any:
+        """The optimizer."""
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        return DistributedOptimizer(sgd, self.model.named_parameters(), Compression.dgc(**FIELDS))
+
+    def commit_every(self) -> int:
+        """Batches between two commits."""
+        return FLUSH_EVERY if "flushed" in self.how else COMMIT_EVERY
+
+    def seen(self) -> dict[str, Any]:
+        """What else an account holds. A collective."""
+        return {}
 
     def run(self) -> None:
         """Train to the end."""
@@ -76,15 +88,24 @@ class Job:
             x, y = batch_of(state.batch)
             self.optimizer.zero_grad()
             torch.nn.functional.mse_loss(self.model(x), y).backward()
-            if state.batch == KILLED_AT and "killed" in self.how and is_the_victim(self.folder, hvd.rank(), hvd.size()):
-                os.kill(os.getpid(), signal.SIGKILL)  # its gradients are on their way
+            self.before_step(state.batch)
             self.optimizer.step()
             state.batch += 1
             state.sizes = [*state.sizes, hvd.size()]
-            if state.batch % (FLUSH_EVERY if "flushed" in self.how else COMMIT_EVERY) == 0:
+            if state.batch % self.commit_every() == 0:
                 self._commit(state)
             if "killed" in self.how and state.batch > TOGETHER_AGAIN_BY and hvd.size() < 3:
                 time.sleep(0.2)  # the third one needs time to come back
+
+    def before_step(self, batch: int) -> None:
+        """The gradients are on their way."""
+        if batch == KILLED_AT:
+            self.may_die()
+
+    def may_die(self) -> None:
+        """Be killed, if it is this worker's turn."""
+        if "killed" in self.how and is_the_victim(self.folder, hvd.rank(), hvd.size()):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _commit(self, state: Any) -> None:
         if "flushed" in self.how:
@@ -100,10 +121,10 @@ class Job:
         survivors = hvd.allreduce(torch.from_numpy(own), name="survivors", op=hvd.Sum).numpy()
         before = self.committed if self.committed is not None else np.zeros(size)
         before = hvd.broadcast(torch.from_numpy(before), 0, name="before").numpy()
-        account = {
+        account: dict[str, Any] = {
             "batch": state.batch, "ranks": hvd.size(), "owed before": _norm(before),
             "of survivors": _norm(survivors), "owed now": _norm(now), "difference": _norm(now - survivors),
-            "lost": _norm(before - survivors),
+            "lost": _norm(before - survivors), **self.seen(),
         }  # fmt: skip
         self.accounts.append(account)
         if hvd.rank() == 0:
@@ -121,13 +142,13 @@ def _norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x))
 
 
-def main() -> None:
+def main(job: type[Job]) -> None:
     """Be one worker."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     hvd.init()
-    Job(Path(sys.argv[1]), sys.argv[2]).run()
+    job(Path(sys.argv[1]), sys.argv[2]).run()
 
 
 if __name__ == "__main__":
-    main()
+    main(Job)

@@ -1,4 +1,7 @@
-"""A worker of an elastic job is killed in the middle of a step: training goes on with two ranks, then with three."""
+"""A worker of an elastic job is killed in the middle of a step: training goes on with two ranks, then with three.
+
+Under local steps it is killed in the middle of an exchange.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 
 import pytest
 
+from tests.helpers import local_elastic_job
 from tests.helpers.jobs import run
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow]
@@ -31,7 +35,12 @@ def elastic(folder, how: str, job: str) -> tuple[list[dict], str]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))], finished.output
 
 
-@pytest.fixture(scope="module", params=["elastic_job", "keras_elastic_job"])
+def accounts_of(output: str) -> list[dict]:
+    """What was owed, and what else a job looks at, whenever the ranks had met."""
+    return [json.loads(line.split("account: ")[1]) for line in output.splitlines() if "account: " in line]
+
+
+@pytest.fixture(scope="module", params=["elastic_job", "local_elastic_job", "keras_elastic_job"])
 def job(request):
     return request.param, importlib.import_module(f"tests.helpers.{request.param}")
 
@@ -52,10 +61,11 @@ def test_a_killed_worker_and_its_successor(tmp_path, undisturbed, job):
         assert rank["batch"] == len(sizes) == job[1].BATCHES
         assert sizes[0] == 3 and sizes[job[1].KILLED_AT + 1] == 2 and sizes[-1] == 3, "3 ranks, then 2, then 3"
         assert 0.5 < rank["loss"] / others[0]["loss"] < 1.5, "within what two runs of other batches differ by"
-    accounts = [json.loads(line.split("account: ")[1]) for line in output.splitlines() if "account: " in line]
+    accounts = accounts_of(output)
     smaller, larger = accounts[1:3]
     assert smaller["ranks"] == 2 and larger["ranks"] == 3
     for account in (smaller, larger):
+        assert not account.get("spread") and len(set(account.get("inner steps", []))) <= 1, account
         assert account["difference"] <= 1e-6 * account["owed now"], "what the survivors owe has changed"
     if flushed:
         assert smaller["owed before"] == smaller["lost"] == 0, "what was committed was flushed before"
@@ -68,3 +78,20 @@ def test_an_undisturbed_elastic_job(undisturbed, job):
     _, ranks = undisturbed
     assert len(ranks) == 3 and len({rank["fingerprint"] for rank in ranks}) == 1
     assert ranks[0]["sizes"] == [3] * job[1].BATCHES
+
+
+def test_commits_within_a_round_of_local_steps(tmp_path):
+    """Ranks meet with the same weights, and a newcomer's inner optimizer is as old as that of the first rank."""
+    ranks, output = elastic(tmp_path, "killed, within a round", "local_elastic_job")
+    assert (tmp_path / "killed").exists()
+    assert len(ranks) == 3 and {rank["batch"] for rank in ranks} == {local_elastic_job.BATCHES}, output[-4000:]
+    assert len({rank["fingerprint"] for rank in ranks}) == 1
+    accounts = accounts_of(output)
+    assert [account["ranks"] for account in accounts] == [3, 2, 3]
+    for account in accounts:
+        assert account["spread"] == 0 and account["in the round"] == 0
+        assert account["difference"] <= 1e-6 * account["owed now"], "what the survivors owe has changed"
+        assert len(set(account["inner steps"])) == 1, account
+    assert 0 < accounts[1]["lost"] < accounts[1]["owed before"], "of the one that was killed"
+    assert accounts[1]["inner steps"][0] == accounts[1]["batch"] == 84
+    assert 0.3 < ranks[0]["loss"] < 1

@@ -12,6 +12,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.notices import MID_ROUND, round_not_finite
 from dgc_horovod.torch.clipping import calls as clip_calls
+from dgc_horovod.torch.local.elastic import RoundHandler
 from dgc_horovod.torch.local.rounds import LocalRounds
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
@@ -28,12 +29,17 @@ class LocalMethods:
     (batch norm) are each rank's own.
     """
 
-    _dgc_rounds: LocalRounds
+    _dgc_handler = RoundHandler
+    _dgc_rounds: LocalRounds | None = None  # of a rank that takes part
 
     def _attach(self: Any, config: DGCConfig, update: LocalUpdate, grad_scaler: Any) -> None:
         CompressedMethods._attach(self, config, update, None)  # type: ignore[arg-type]  # updates have no loss scale
-        if self.process_set.included():
-            self._dgc_rounds = LocalRounds(self._dgc, config)
+
+    def _dgc_build(self: Any) -> None:
+        CompressedMethods._dgc_build(self)
+        if self._dgc_rounds is None:
+            self._dgc_rounds = LocalRounds(self._dgc, self._dgc_config)
+        self._dgc_rounds.exchange = self._dgc
 
     def _register_hooks(self: Any) -> None:
         """No gradient is exchanged."""
@@ -84,6 +90,8 @@ class LocalMethods:
         if not self.process_set.included():
             return
         self._check_nothing_unfrozen()
+        if self._dgc_membership is not None:
+            self._dgc_membership.check(self)
         self._dgc_rounds.send()
         finite = self._dgc_rounds.receive()
         self._dgc_replicas.begin(self._dgc.buckets.steps)
@@ -120,7 +128,9 @@ class LocalMethods:
 
     def _dgc_share_loaded(self: Any, root: int) -> None:
         ours = {"root_rank": root, "process_set": self.process_set}
-        if hvd.broadcast_object(bool(self._dgc_rounds.momentum), name="dgc.outer", **ours):
+        if not hvd.broadcast_object(bool(self._dgc_rounds.momentum), name="dgc.outer", **ours):
+            self._dgc_rounds.momentum.clear()
+        else:
             for p, name in self._dgc.names.items():
                 momentum = self._dgc_rounds.momentum.setdefault(p, torch.zeros_like(p))
                 hvd.broadcast_(momentum, name=f"dgc.outer.{name}", **ours)

@@ -6,6 +6,7 @@ The change takes the place of a gradient: buckets, selection, codecs, exchanges 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,19 @@ from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
 _CHANGE: tuple[Accumulation, float] = ErrorFeedback(), 0.0  # with no weight decay: the inner optimizer has applied it
 
 
+@dataclass(frozen=True)
+class Round:
+    """A round under way on one rank, but for the weights that it has come to.
+
+    Args:
+        count: number of inner steps since the last exchange, >= 0.
+        anchor: weights of the last exchange, by parameter; empty if none has been made.
+    """
+
+    count: int
+    anchor: dict[Parameter, torch.Tensor]
+
+
 class LocalRounds:
     """The rounds of one rank.
 
@@ -23,7 +37,7 @@ class LocalRounds:
     with outer momentum ``b = m*b + mean(s)`` and ``mean(s) + m*b`` in its place (Nesterov).
 
     Args:
-        exchange: exchange of the parameters; `e` is its residual.
+        exchange: exchange of the parameters; `e` is its residual. Another one takes its place when the ranks change.
         config: compression settings; ``local_steps``, ``local_decay``, ``outer_rate`` and ``outer_momentum`` are used.
 
     Attributes:
@@ -101,6 +115,22 @@ class LocalRounds:
                 p.copy_(anchor)
             self._end()
         self.momentum.clear()
+
+    def copied(self) -> Round:
+        """A copy of the round under way, between two steps.
+
+        Memory: 4 bytes a parameter, none right after an exchange.
+        """
+        return Round(self.count, {p: anchor.clone() for p, anchor in self._anchor.items()})
+
+    def go_back(self, to: Round | None = None) -> None:
+        """Be in the round `to`, or before the first step of one, with the weights that there are.
+
+        An exchange that was broken off is given up.
+        """
+        self._end()
+        if to is not None:
+            self.count, self._anchor = to.count, {p: anchor.clone() for p, anchor in to.anchor.items()}
 
     def _end(self) -> None:
         for p, grad in self._held.items():

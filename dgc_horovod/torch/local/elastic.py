@@ -1,0 +1,67 @@
+"""Local steps under Horovod Elastic: what a commit remembers of a round, and what a meeting leaves of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.torch.elastic import ResidualHandler
+from dgc_horovod.torch.state import copied, follow
+
+
+class RoundHandler(ResidualHandler):
+    """The handler of an optimizer with local steps in a ``TorchState``.
+
+    A commit exchanges nothing. Within a round it remembers this rank's own weights (the model's handler has them), its
+    inner optimizer and the anchor, and to go back to it is to be in that round again. Where the ranks meet anew, all
+    go on from the weights of rank 0, and begin a round with them: what the others have changed since their last
+    exchange is lost, so that a commit right after an exchange is the one that loses nothing. `e` and the inner
+    optimizer stay with each rank; a newcomer takes over the inner optimizer of rank 0.
+
+    Args:
+        optimizer: optimizer of ``DistributedOptimizer`` with local steps.
+
+    Memory: of a commit, beside what every commit keeps: the anchor, 4 bytes a parameter, if it is made within a round.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._round = optimizer._dgc_rounds.copied()
+
+    def save(self) -> None:
+        """Remember `e`, the inner optimizer, outer momentum and the round under way: a commit."""
+        super().save()
+        self._round = self.value._dgc_rounds.copied()
+
+    def restore(self) -> None:
+        """Go back to the last commit; an exchange under way is given up, and does not touch the weights any more."""
+        self.value._dgc_rounds.go_back(self._round)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take over outer momentum, options and step of rank 0, and begin a round; keep `e` and the inner optimizer."""
+        optimizer, rounds = self.value, self.value._dgc_rounds
+        own = _inner(optimizer) if rounds.count or optimizer._dgc.buckets.steps else {}
+        rounds.go_back()
+        optimizer._dgc_loaded = True  # so that the outer momentum is shared as well
+        super().sync()
+        for p, entries in own.items():
+            optimizer.state[p].update(entries)
+
+    def _place(self) -> Any:
+        return super()._place(), self.value._dgc_rounds.count
+
+    def _kept(self) -> ResidualState:
+        follow(self.value)  # and within a round, too
+        return copied(self.value)
+
+
+def _inner(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
+    """A copy of the inner optimizer's state on this rank, by parameter."""
+    return {
+        p: {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in optimizer.state[p].items()}
+        for p in optimizer._dgc.names
+        if p in optimizer.state
+    }
