@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -22,6 +23,7 @@ from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.notices import JOINED
 from dgc_horovod.torch import state
 from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.local.joining import RoundParticipant
 from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.wrapping import owners
 
@@ -38,6 +40,9 @@ def join(device: int = -1) -> int:
     they, or the optimizer's state or options, are not those of the rank that came last in the end, they become so.
     The weights of every rank are then the same, which stock leaves to the script. Between a rank's join and the end of
     it, the ranks may exchange nothing but steps of compressed optimizers.
+
+    With local steps it takes part in the others' exchanges: with what it has changed since the last one, then with
+    changes of zero. The end of join is an exchange of its own, and the inner optimizer stays each rank's own.
 
     Args:
         device: argument of stock Horovod's join, which is called where nothing is compressed.
@@ -67,7 +72,7 @@ def _join(device: int) -> int:
         return int(_stock_join(device))
     for optimizer in optimizers:
         _check(optimizer)
-    participants = [_Participant(optimizer) for optimizer in optimizers]
+    participants = [_participant_of(optimizer) for optimizer in optimizers]
     try:
         _take_part(participants)
     finally:
@@ -97,8 +102,6 @@ def _check(optimizer: Any) -> None:
         raise UnsupportedUse("join() under Horovod Elastic: use hvd.elastic.ElasticSampler, which shares the data out")
     if optimizer.process_set.process_set_id != 0:
         raise UnsupportedUse("join() waits for all ranks; an optimizer of a part of them (process_set) cannot join")
-    if optimizer._dgc_config.local_steps is not None:
-        raise UnsupportedUse("join() with local steps: give every rank as many batches (drop_last=True)")
     if not optimizer._dgc.runs:
         raise UnsupportedUse(
             "join() with an optimizer of which nothing is compressed, as all its tensors are small: use "
@@ -117,6 +120,8 @@ class _Participant:
     Args:
         optimizer: optimizer of ``DistributedOptimizer``, between two steps.
     """
+
+    has_own_state = False  # whether the optimizer's state is each rank's own, and weights are the same in any case
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.steps = optimizer, self._exchange(optimizer).buckets.steps
@@ -185,7 +190,12 @@ class _Participant:
         optimizer._synchronized = False
 
 
-def _take_part(participants: list[_Participant]) -> None:
+def _participant_of(optimizer: Any) -> _Participant | RoundParticipant:
+    local = optimizer._dgc_config.local_steps is not None
+    return RoundParticipant(optimizer) if local else _Participant(optimizer)
+
+
+def _take_part(participants: Sequence[_Participant | RoundParticipant]) -> None:
     """Step with the others, whichever optimizer they step, until all ranks are in join."""
     waiting, limit = list(participants), envvars.timeout_seconds()
     for participant in waiting:
@@ -207,7 +217,7 @@ def _take_part(participants: list[_Participant]) -> None:
         time.sleep(_PAUSE)
 
 
-def _settle(participants: list[_Participant]) -> int:
+def _settle(participants: Sequence[_Participant | RoundParticipant]) -> int:
     """All ranks are here: those that came earlier become as the last one; returns which that is."""
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     own = sum(participant.steps for participant in participants)
@@ -217,6 +227,9 @@ def _settle(participants: list[_Participant]) -> int:
         return last
     for participant in participants:
         optimizer = participant.optimizer
+        if participant.has_own_state:
+            _take_over_options(optimizer, last)
+            continue
         found = json.dumps([optimizer._dgc_replicas.fingerprint(optimizer), _state_of(_scaler(optimizer))])
         if len(set(collectives.gather_bytes(found.encode(), "fingerprints"))) == 1:
             continue

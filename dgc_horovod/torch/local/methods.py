@@ -93,9 +93,13 @@ class LocalMethods:
         if self._dgc_membership is not None:
             self._dgc_membership.check(self)
         self._dgc_rounds.send()
+        self._dgc_end_exchange()
+
+    def _dgc_end_exchange(self: Any) -> None:
         finite = self._dgc_rounds.receive()
-        self._dgc_replicas.begin(self._dgc.buckets.steps)
-        self._dgc_replicas.end(self)  # now, as the next step makes them differ
+        if not self._dgc.buckets.ranks_in_join:  # which exchange nothing else
+            self._dgc_replicas.begin(self._dgc.buckets.steps)
+            self._dgc_replicas.end(self)  # now, as the next step makes them differ
         if not finite:
             self._dgc_clean_state()
             text = round_not_finite(self._dgc.buckets.steps, self._dgc.buckets.where_not_finite())

@@ -159,7 +159,6 @@ def misuse() -> dict[str, str]:
     train(model, optimizer, 2)
     found = {
         "residuals": error_of(optimizer.residual_state_dict),
-        "join": error_of(hvd.join),
         "sum": error_of(
             lambda: DistributedOptimizer(_adamw(smooth_model()), compression=Compression.local(), op=hvd.Sum)
         ),
