@@ -145,8 +145,8 @@ class Presets:
             density: k/n, fraction of the elements sent each time, in (0, 1]; ``warmup`` counts exchanges.
             fields: any other field of DGCConfig, such as ``outer_rate``, ``outer_momentum`` and ``local_decay``.
 
-        Memory: 12 bytes an element (e, the anchor, b), 4 more during an exchange. Cost: a copy of the weights and one
-        pass over weights and e every H steps.
+        Memory: 12 bytes an element (e, the anchor, b; of the host with ``offload``), 4 more during an exchange. Cost: a
+        copy of the weights and one pass over weights and e every H steps.
         """
         if steps is None or "local_steps" in fields:
             raise ConfigError(f"Compression.local takes steps, a whole number of 1 or more; got {steps!r}, {fields!r}")

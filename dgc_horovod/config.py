@@ -67,6 +67,8 @@ class DGCConfig:
         local_decay: with local steps, factor of what waits at each exchange, in (0, 1].
         outer_rate: with local steps, factor of the mean change, > 0.
         outer_momentum: with local steps, Nesterov momentum of the mean change, in [0, 1).
+        offload: PyTorch, with local steps: whether what waits, the weights of the last exchange and the outer momentum
+            lie in host memory, and changes are compressed there, where the model is on a GPU.
         threshold: smallest magnitude that rule "threshold" sends, > 0 and within float32's normal range; else None.
         max_density: largest fraction of a bucket that rule "threshold" sends, in (0, 1]; it fixes the packet's size.
         min_numel: number of elements below which a tensor is exchanged densely, >= 1.
@@ -102,6 +104,7 @@ class DGCConfig:
     local_decay: float = 0.95
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
+    offload: bool = False
     threshold: float | None = None
     max_density: float = 0.01
     min_numel: int = 1024
@@ -124,7 +127,7 @@ class DGCConfig:
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        for name in ("momentum_correction", "factor_masking", "automatic", "compress_1d", "keep_gradients"):
+        for name in ("momentum_correction", "factor_masking", "automatic", "offload", "compress_1d", "keep_gradients"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
             _check_whole(name, getattr(self, name), least)
@@ -182,7 +185,7 @@ class DGCConfig:
             raise ConfigError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
         if self.local_steps is None:
             for field in dataclasses.fields(self):
-                if field.name in _LOCAL and getattr(self, field.name) != field.default:
+                if field.name in (*_LOCAL, "offload") and getattr(self, field.name) != field.default:
                     raise ConfigError(f"{field.name} goes with local steps: Compression.local(...)")
             return
         if self.momentum_correction or self.clip_norm is not None or self.may_use_nodes:

@@ -173,6 +173,7 @@ FIELDS = (
     _field("local_decay", "0.95", "what waits is multiplied by, in (0, 1]", "number", _WHEN),
     _field("outer_rate", "1.0", "and the mean change, > 0", "number", _WHEN),
     _field("outer_momentum", "0.0", "Nesterov momentum of the mean change, in [0, 1)", "number", _WHEN),
+    _field("offload", "off", "PyTorch: what waits and the last weights lie in host memory", "switch", _WHEN),
     _field("values", "bf16", "number format of the elements sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
     _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
     _field("exchange", "flat", "of packets", "text", _WIRE, choices=EXCHANGES),
@@ -196,7 +197,7 @@ BACKEND = EnvironmentVariable(
     flag="--dgc-backend", choices=("auto", "native", "triton", "torch_eager", "reference"), acts=EVERYWHERE,
 )  # fmt: skip
 METRICS_FILE = EnvironmentVariable(
-    "DGC_METRICS_FILE", "", "rank 0's counters: JSON lines, *.prom: Prometheus, */: TensorBoard, mlflow:NAME", "path",
+    "DGC_METRICS_FILE", "", "rank 0's counters: JSON lines, *.prom, */ for TensorBoard, mlflow:NAME", "path",
     flag="--dgc-metrics-file", acts=EVERYWHERE,
 )  # fmt: skip
 ALLOW_INACTIVE = EnvironmentVariable(

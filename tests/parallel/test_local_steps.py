@@ -8,7 +8,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = ["averaging", "learning", "conservation", "faults", "misuse", "scaled"]
-AROUND = ["loading", "freezing", "differing", "counting", "overflowing"]
+AROUND = ["loading", "freezing", "differing", "counting", "overflowing", "offloaded"]
 H = 5
 
 
@@ -82,6 +82,11 @@ def test_an_overflow_on_one_rank_is_over_with_the_round(ranks):
     """Adam's first moment had stayed where the second was emptied: steps of 1e24."""
     for found in (rank["local_steps_around.overflowing"] for rank in ranks):
         assert found["apart"] == 0 and found["largest"] < 2
+
+
+def test_host_memory_changes_nothing_on_a_cpu(ranks):
+    for found in (rank["local_steps_around.offloaded"] for rank in ranks):
+        assert found["same"] == [True, True] and found["kept"]
 
 
 def test_rounds_that_end_early_count_as_they_are(ranks):

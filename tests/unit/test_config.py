@@ -25,6 +25,7 @@ from dgc_horovod.schedule import density_at
         ({"min_numel": 0}, "min_numel must be a whole number >= 1, got 0"),
         ({"bucket_bytes": 1.5}, "bucket_bytes must be a whole number >= 1, got 1.5"),
         ({"momentum_correction": "yes"}, "momentum_correction must be True or False"),
+        ({"offload": True}, "offload goes with local steps"),
         ({"warmup": 4}, r"warmup must be a WarmupSchedule"),
         ({"threshold": 0.1}, "a threshold goes with rule='threshold'"),
         ({"rule": "threshold"}, "a threshold goes with rule='threshold'"),

@@ -63,7 +63,7 @@ class GradientExchange:
         node_size: int = 1,
     ) -> None:
         self.config, self.collectives, self.settings = config, collectives, settings
-        self._transports = transports or {ALL: collectives}
+        self._transports, self._host = transports or {ALL: collectives}, torch.device("cpu") if config.offload else None
         self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
         self._scale: float | None = None  # of the step under way
         self._taken = TakenMemory()  # into which something of this step will be written
@@ -94,8 +94,8 @@ class GradientExchange:
         self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
-        """The kernels for the device of `p`, chosen once a device."""
-        device = str(p.device)
+        """The kernels for the device on which `p` is compressed, chosen once a device."""
+        device = str(self._host or p.device)
         if device not in self._kernels:
             self._kernels[device] = registry.choose(device)
         return self._kernels[device]
@@ -185,7 +185,7 @@ class GradientExchange:
             if zeroes and fits:
                 run.engine.add_gradient(i, output, accumulation, in_place=True)
                 continue
-            gradient = output if fits else self._gradient(p).contiguous().to(torch.float32)
+            gradient = output if fits else self._gradient(p).contiguous().to(self._host or p.device, torch.float32)
             gradient = self.clipping.clipped(p, gradient)
             if decay:
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
@@ -261,7 +261,7 @@ class GradientExchange:
             self._decode_launched()
         assert run.finite is not None
         grad, output = self._grad(p), run.outputs[i]
-        return grad if is_in(output, grad) else laid_out_as(output.view(p.shape), grad)
+        return grad if is_in(output, grad) else laid_out_as(output.view(p.shape).to(p.device), grad)
 
     def _decode_launched(self) -> None:
         """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
@@ -292,9 +292,9 @@ class GradientExchange:
         grad = self._grad(p)
         plain = is_plain(grad)
         run.narrow |= not plain
-        fits = plain and self._taken.is_first_in(grad)
+        fits = plain and self._host is None and self._taken.is_first_in(grad)
         # detached, it keeps the memory, should the script give p.grad another
-        output = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+        output = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=self._host or p.device)
         run.outputs.append(output)
         run.versions.append(output._version)
         return output, fits

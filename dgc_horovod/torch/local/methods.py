@@ -136,7 +136,7 @@ class LocalMethods:
             self._dgc_rounds.momentum.clear()
         else:
             for p, name in self._dgc.names.items():
-                momentum = self._dgc_rounds.momentum.setdefault(p, torch.zeros_like(p))
+                momentum = self._dgc_rounds.momentum.setdefault(p, self._dgc_rounds.held(torch.zeros_like(p)))
                 hvd.broadcast_(momentum, name=f"dgc.outer.{name}", **ours)
 
     def _dgc_check_between_steps(self: Any) -> None:
@@ -174,7 +174,8 @@ class LocalMethods:
             )
         CompressedMethods.load_state_dict(self, {key: x for key, x in state_dict.items() if key != _OUTER})
         for name, x in outer.items():
-            self._dgc_rounds.momentum[of_name[name]] = x.to(of_name[name]).clone()
+            p = of_name[name]
+            self._dgc_rounds.momentum[p] = self._dgc_rounds.held(x.to(p))
 
     def flush(self: Any) -> None:
         """Apply everything that the ranks have kept: an exchange of the round under way, then a dense one of `e`."""

@@ -38,7 +38,8 @@ class LocalRounds:
 
     Args:
         exchange: exchange of the parameters; `e` is its residual. Another one takes its place when the ranks change.
-        config: compression settings; ``local_steps``, ``local_decay``, ``outer_rate`` and ``outer_momentum`` are used.
+        config: compression settings; ``local_steps``, ``local_decay``, ``outer_rate``, ``outer_momentum`` and
+            ``offload`` are used.
 
     Attributes:
         count: number of inner steps since the last exchange.
@@ -57,11 +58,17 @@ class LocalRounds:
         self._held: dict[Parameter, torch.Tensor | None] = {}  # gradients, while changes are in their places
         self._results: dict[Parameter, Callable[[], torch.Tensor]] = {}
 
+    def held(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of `x`, of a parameter's shape, where the rounds keep theirs: with ``offload`` in host memory."""
+        if not self._config.offload:
+            return x.clone()
+        return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
+
     @torch.no_grad()
     def begin_step(self) -> None:
         """An inner step comes; before the first of a round the weights, the same on every rank, are remembered."""
         if not self._anchor:
-            self._anchor = {p: p.detach().clone() for p in self.exchange.names}
+            self._anchor = {p: self.held(p.detach()) for p in self.exchange.names}
 
     def end_step(self) -> bool:
         """An inner step is made, or skipped; returns whether the round is full."""
@@ -75,9 +82,9 @@ class LocalRounds:
         self.exchange.decay(self._config.local_decay)
         self._held = {p: p.grad for p in self._anchor}
         for p, anchor in self._anchor.items():
-            if not p.requires_grad and torch.equal(p, anchor):  # frozen: nothing is to move it any more
+            p.grad = anchor.to(p.device) - p
+            if not p.requires_grad and not p.grad.any():  # frozen: nothing is to move it any more
                 self.exchange.fade(p, 0.0)
-            p.grad = anchor - p
         for p in reversed(self._anchor):
             self._results[p] = self.exchange.add_gradient(p, lambda _: _CHANGE)
 
@@ -94,7 +101,7 @@ class LocalRounds:
         for p, anchor in self._anchor.items():
             if finite:
                 assert p.grad is not None
-                p.copy_(anchor.sub_(self._step_of(p, p.grad), alpha=self._config.outer_rate))
+                p.copy_(anchor.sub_(self._step_of(p, p.grad.to(anchor.device)), alpha=self._config.outer_rate))
             else:
                 p.copy_(anchor)
         self._end()
@@ -104,7 +111,7 @@ class LocalRounds:
         m = self._config.outer_momentum
         if not m:
             return mean
-        momentum = self.momentum.setdefault(p, torch.zeros_like(p)).mul_(m).add_(mean)
+        momentum = self.momentum.setdefault(p, torch.zeros_like(mean)).mul_(m).add_(mean)
         return mean.add(momentum, alpha=m)
 
     @torch.no_grad()

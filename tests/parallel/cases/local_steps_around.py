@@ -87,6 +87,33 @@ def differing() -> dict[str, Any]:
     return found
 
 
+def offloaded() -> dict[str, Any]:
+    """What is kept lies in host memory: on a CPU not a bit changes, though every change is compressed beside p.grad."""
+    hvd.init()
+    ends = []
+    for offload in (False, True):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 4))
+        torch.manual_seed(0)
+        for p in model.parameters():
+            torch.nn.init.normal_(p, std=0.1)
+        optimizer = wrapped(model, outer_momentum=0.5, outer_rate=0.7, check_every=1, offload=offload)
+        model = model.to(memory_format=torch.channels_last)
+        for step in range(4 * H + 2):
+            optimizer.zero_grad()
+            x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+            (model(x) - x.mean((1, 2, 3))[:, None]).square().mean().backward()
+            optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        optimizer.exchange()
+        kept = optimizer.residual_state_dict()["tensors"]
+        outer = optimizer.state_dict()["outer_momentum"].values()
+        optimizer.flush()
+        every = [x for arrays in kept.values() for x in arrays.values()]
+        ends.append([weights(model), torch.cat([x.flatten() for x in [*every, *outer]])])
+    return {"same": [torch.equal(a, b) for a, b in zip(*ends, strict=True)], "kept": bool(ends[1][1].any())}
+
+
 def overflowing() -> dict[str, Any]:
     """One rank's gradient is beyond float32 when Adam squares it, and another not finite: the next steps are small."""
     hvd.init()
