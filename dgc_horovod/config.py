@@ -276,7 +276,7 @@ def check_local_steps(averages: bool) -> None:
         averages: whether the script asks for an average over the ranks.
     """
     if not averages:
-        raise UnsupportedUse("local steps average the ranks' changes: op must be hvd.Average")
+        raise UnsupportedUse("local steps average the ranks' changes: pass op=hvd.Average, or average=True")
 
 
 def _check_fraction(name: str, value: Any) -> None:

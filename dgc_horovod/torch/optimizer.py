@@ -21,7 +21,7 @@ from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.torch.auto.horovod_methods import STOCK, HorovodAutomaticMethods, check_automatic
-from dgc_horovod.torch.local.methods import LocalMethods
+from dgc_horovod.torch.local.horovod_methods import HorovodLocalMethods
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
 from dgc_horovod.torch.updates.choice import choose_update, kind_of
@@ -133,7 +133,7 @@ def _compressing(
             if config.automatic:
                 check_automatic(named)
         else:
-            methods = (CompressedMethods, LocalMethods)
+            methods = (CompressedMethods, HorovodLocalMethods)
             update = LocalUpdate(kind_of(optimizer), config.outer_rate)
             check_local_steps(op == hvd.Average)
         wrapped = _adopt(optimizer, named, methods, **settings)

@@ -15,7 +15,6 @@ REFUSED = {
     "half": "UnsupportedUse: '2.weight' and 5 others are in the model and not in the optimizer",
     "more": "UnsupportedUse: 1 parameters of the optimizer",
     "hook": "UnsupportedUse: this DistributedDataParallel has a communication hook already",
-    "local": "UnsupportedUse: Compression.local is for dgc_horovod.torch so far",
     "DistributedOptimizer of DDP": "belongs to a model in DistributedDataParallel",
     "FSDP": "UnsupportedUse: the model is sharded (FSDP)",
     "DTensor": "UnsupportedUse: '0.weight' is sharded over the ranks",

@@ -28,8 +28,10 @@ class AutomaticDataParallelMethods(AutomaticMethods, DataParallelMethods):  # ty
     def _dgc_set_half(self: Any, halves: bool) -> None:
         """The hook looks at `_dgc_halves`."""
 
-    def _dgc_allreduce(self: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP does without a hook of others, or with its own one of fp16."""
+    def _dgc_carry(self: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Where nothing is compressed: what DDP does without a hook of others, or with its own one of fp16."""
+        if not self._dgc_stock:
+            return DataParallelMethods._dgc_carry(self, bucket)
         if self._dgc_owed:
             for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 self._dgc_add_owed(p, gradient)

@@ -37,10 +37,7 @@ def is_installed(model: DistributedDataParallel) -> bool:
 
 # Without postponed annotations: DDP looks at them.
 def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hand over the gradients of a bucket.
-
-    DDP gets them back as they are and puts them where they were. After it has done so, in the same backward pass, all
-    exchanges are waited for, and ``p.grad`` gets what is the same on every rank.
+    """Hand over the gradients of a bucket to the optimizer of its model.
 
     Args:
         state: weak reference to the model.
@@ -53,11 +50,11 @@ def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
     if optimizer is None:
         raise UnsupportedUse(SUPERSEDED)
     owners.check(optimizer)
-    if optimizer._dgc_stock:
-        return optimizer._dgc_allreduce(bucket)
-    optimizer._dgc_take(bucket.parameters(), bucket.gradients() if model.gradient_as_bucket_view else None)
-    if bucket.is_last():
-        after_ddp(optimizer._dgc_end_backward)
+    return optimizer._dgc_carry(bucket)
+
+
+def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP waits for where it gets a bucket back unchanged."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.torch.ddp.hook import install
+from dgc_horovod.torch.ddp.hook import after_ddp, as_it_is, install
 from dgc_horovod.torch.ddp.nodes import transports
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
@@ -122,19 +122,22 @@ class DataParallelMethods(ProcessGroupMethods):
         self._requires_update.update(self._dgc_parameters.values())
         install(self._dgc_model(), self)
 
-    def _dgc_take(self: Any, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor] | None) -> None:
-        """Gradients of one bucket of DDP are there.
+    def _dgc_carry(self: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Hand over the gradients of one bucket of DDP.
 
-        Args:
-            parameters: parameters of the bucket.
-            views: gradients in the bucket, where ``p.grad`` must lie there; None: it lies elsewhere.
+        DDP gets them back as they are and puts them where they were. After it has done so, in the same backward pass,
+        all exchanges are waited for, and ``p.grad`` gets what is the same on every rank.
         """
         if self._synchronized and not self._dgc_offered:
             raise UnsupportedUse(ACCUMULATED)
-        for i, p in enumerate(parameters):
+        views = bucket.gradients() if self._dgc_model().gradient_as_bucket_view else None
+        for i, p in enumerate(bucket.parameters()):
             if p.grad is None and views is not None:  # unused here
                 p.grad = views[i]
             self._handles[p] = (self._dgc_hand_over(p), None)
+        if bucket.is_last():
+            after_ddp(self._dgc_end_backward)
+        return as_it_is(bucket)
 
     def _dgc_end_backward(self: Any) -> None:
         """The backward pass is over, and every ``p.grad`` is where DDP has it."""

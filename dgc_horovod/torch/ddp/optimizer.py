@@ -15,18 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import config_of
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.torch.ddp.auto import STOCK, AutomaticDataParallelMethods
 from dgc_horovod.torch.ddp.compression import Compression
+from dgc_horovod.torch.ddp.local import LocalDataParallelMethods, LocalProcessGroupMethods
 from dgc_horovod.torch.ddp.methods import DataParallelMethods, ProcessGroupMethods
 from dgc_horovod.torch.ddp.models import COMPILED, check_same_parameters, data_parallel, named_parameters
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
-from dgc_horovod.torch.updates.choice import choose_update
+from dgc_horovod.torch.local.update import LocalUpdate
+from dgc_horovod.torch.updates.choice import choose_update, kind_of
 from dgc_horovod.torch.wrapping.arguments import checked_names, choice_fields
 from dgc_horovod.torch.wrapping.refusals import (
     NoChoice,
@@ -104,7 +106,9 @@ def _compressed(
         update = _checked(optimizer, named, config)
     scaler = SeenScaler()
     watch_scalers()
-    methods = AutomaticDataParallelMethods if config.automatic else DataParallelMethods
+    methods: type = AutomaticDataParallelMethods if config.automatic else DataParallelMethods
+    if config.local_steps is not None:
+        methods = LocalDataParallelMethods
     _adopt(optimizer, methods, named, group, ReduceSettings(averages=True), _dgc_model=weakref.ref(found))
     scaler.belongs_to(optimizer)
     optimizer._attach(config, update, scaler)  # type: ignore[attr-defined]
@@ -153,9 +157,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
         named = checked_names(optimizer, named_parameters)
         check_plain_models(optimizer, named)
-        update = _checked(optimizer, named, config, sparse_as_dense)
+        update = _checked(optimizer, named, config, sparse_as_dense, average)
+    methods = ProcessGroupMethods if config.local_steps is None else LocalProcessGroupMethods
     settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
-    _adopt(optimizer, ProcessGroupMethods, named, group, settings, passes=backward_passes_per_step)
+    _adopt(optimizer, methods, named, group, settings, passes=backward_passes_per_step)
     optimizer._attach(config, update, grad_scaler)  # type: ignore[attr-defined]
     return optimizer
 
@@ -175,14 +180,21 @@ def _alike(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     return refused_alike(lambda refused: _check_choice(group, "dgc", refused))
 
 
-def _checked(optimizer: Any, named: list[tuple[str, torch.Tensor]], config: DGCConfig, sparse: bool = False) -> Any:
+def _checked(
+    optimizer: Any,
+    named: list[tuple[str, torch.Tensor]],
+    config: DGCConfig,
+    sparse: bool = False,
+    averages: bool = True,
+) -> Any:
     """The split of the optimizer's arithmetic, or an error for what cannot be compressed here."""
-    if config.local_steps is not None:
-        raise UnsupportedUse("Compression.local is for dgc_horovod.torch so far; use Compression.dgc()")
     checked_names(optimizer, named)
     check_optimizer(optimizer, sparse)
     check_parameters(optimizer, named)
-    return choose_update(optimizer, config)
+    if config.local_steps is None:
+        return choose_update(optimizer, config)
+    check_local_steps(averages)
+    return LocalUpdate(kind_of(optimizer), config.outer_rate)
 
 
 def _adopt(

@@ -1,42 +1,40 @@
-"""The methods of an optimizer with local steps, over those of `CompressedMethods`."""
+"""The methods of an optimizer with local steps, whoever carries what is exchanged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.notices import MID_ROUND, round_not_finite
 from dgc_horovod.torch.clipping import calls as clip_calls
-from dgc_horovod.torch.local.elastic import RoundHandler
 from dgc_horovod.torch.local.rounds import LocalRounds
 from dgc_horovod.torch.local.update import LocalUpdate
-from dgc_horovod.torch.optimizer_mixin import CompressedMethods
+from dgc_horovod.torch.methods import ExchangeMethods
 from dgc_horovod.torch.wrapping import owners
 
 _OUTER = "outer_momentum"  # in a state
 
 
 class LocalMethods:
-    """In the class made by ``optimizer._adopt``; never instantiated itself. See `LocalRounds` for what a round is.
+    """Methods that an adapter puts over its own; never instantiated itself. See `LocalRounds` for what a round is.
 
     A learning-rate schedule counts inner steps, accumulated backward passes are one of them, and a step that a
     GradScaler skips counts: so every rank's round is full after as many steps of the script. Buffers of the model
     (batch norm) are each rank's own.
     """
 
-    _dgc_handler = RoundHandler
+    _dgc_below: type[ExchangeMethods]  # the adapter's methods
     _dgc_rounds: LocalRounds | None = None  # of a rank that takes part
 
     def _attach(self: Any, config: DGCConfig, update: LocalUpdate, grad_scaler: Any) -> None:
-        CompressedMethods._attach(self, config, update, None)  # type: ignore[arg-type]  # updates have no loss scale
+        self._dgc_below._attach(self, config, update, None)  # updates have no loss scale
 
     def _dgc_build(self: Any) -> None:
-        CompressedMethods._dgc_build(self)
+        self._dgc_below._dgc_build(self)
         if self._dgc_rounds is None:
             self._dgc_rounds = LocalRounds(self._dgc, self._dgc_config)
         self._dgc_rounds.exchange = self._dgc
@@ -55,7 +53,7 @@ class LocalMethods:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        takes_part = self.process_set.included()
+        takes_part = self._dgc_takes_part
         if takes_part:
             owners.check(self)
             self._dgc_rounds.begin_step()
@@ -87,7 +85,7 @@ class LocalMethods:
 
         Afterwards the weights are the same on every rank. ``step`` does it every ``local_steps`` steps.
         """
-        if not self.process_set.included():
+        if not self._dgc_takes_part:
             return
         self._check_nothing_unfrozen()
         if self._dgc_membership is not None:
@@ -127,17 +125,8 @@ class LocalMethods:
         super(type(self), self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def _dgc_forget(self: Any) -> None:
-        CompressedMethods._dgc_forget(self)
+        self._dgc_below._dgc_forget(self)
         self._dgc_rounds.forget()
-
-    def _dgc_share_loaded(self: Any, root: int) -> None:
-        ours = {"root_rank": root, "process_set": self.process_set}
-        if not hvd.broadcast_object(bool(self._dgc_rounds.momentum), name="dgc.outer", **ours):
-            self._dgc_rounds.momentum.clear()
-        else:
-            for p, name in self._dgc.names.items():
-                momentum = self._dgc_rounds.momentum.setdefault(p, self._dgc_rounds.held(torch.zeros_like(p)))
-                hvd.broadcast_(momentum, name=f"dgc.outer.{name}", **ours)
 
     def _dgc_check_between_steps(self: Any) -> None:
         if self._dgc_rounds.count:
@@ -149,8 +138,8 @@ class LocalMethods:
 
     def state_dict(self: Any) -> dict[str, Any]:
         """As torch's: the inner optimizer's state on this rank, and the outer momentum."""
-        found: dict[str, Any] = CompressedMethods.state_dict(self)
-        if self.process_set.included() and self._dgc_config.outer_momentum:
+        found: dict[str, Any] = self._dgc_below.state_dict(self)
+        if self._dgc_takes_part and self._dgc_config.outer_momentum:
             names = self._dgc.names
             found[_OUTER] = {names[p]: x for p, x in self._dgc_rounds.momentum.items()}
         return found
@@ -161,8 +150,8 @@ class LocalMethods:
         Raises:
             UnsupportedUse: the outer momentum is of other parameters.
         """
-        if not self.process_set.included():
-            CompressedMethods.load_state_dict(self, state_dict)
+        if not self._dgc_takes_part:
+            self._dgc_below.load_state_dict(self, state_dict)
             return
         of_name = {name: p for p, name in self._dgc.names.items()}
         outer = state_dict.get(_OUTER, {}) if self._dgc_config.outer_momentum else {}
@@ -172,13 +161,13 @@ class LocalMethods:
                 f"the outer momentum of {others[0]!r} is of no parameter here: pass the same named_parameters as when "
                 "it was saved"
             )
-        CompressedMethods.load_state_dict(self, {key: x for key, x in state_dict.items() if key != _OUTER})
+        self._dgc_below.load_state_dict(self, {key: x for key, x in state_dict.items() if key != _OUTER})
         for name, x in outer.items():
             p = of_name[name]
             self._dgc_rounds.momentum[p] = self._dgc_rounds.held(x.to(p))
 
     def flush(self: Any) -> None:
         """Apply everything that the ranks have kept: an exchange of the round under way, then a dense one of `e`."""
-        if self.process_set.included():
+        if self._dgc_takes_part:
             self._dgc_finish_round()
-            CompressedMethods.flush(self)
+            self._dgc_below.flush(self)

@@ -230,7 +230,7 @@ def refusals() -> dict[str, str]:
     """What is refused, in words."""
     plain = smooth_model()
     found = {"plain model": error_of(lambda: register(plain, _sgd()(plain)))}
-    for name, options in {"mixed_precision": {}, "half": {}, "more": {}, "hook": {}, "local": {}}.items():
+    for name, options in {"mixed_precision": {}, "half": {}, "more": {}, "hook": {}}.items():
         model = DistributedDataParallel(smooth_model(), **options)
         optimizer, compression = _sgd()(model), Compression.dgc(0.1)
         if name == "half":
@@ -239,8 +239,6 @@ def refusals() -> dict[str, str]:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         elif name == "hook":
             model.register_comm_hook(None, _echo)
-        elif name == "local":
-            compression = Compression.local()
         elif name == "mixed_precision":
             model.mixed_precision = object()
         found[name] = error_of(lambda m=model, o=optimizer, c=compression: register(m, o, c))
