@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["going_back", "broken_off", "meeting", "newcomer", "flushed"]
+CASES = ["going_back", "broken_off", "meeting", "newcomer", "renewed", "flushed"]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,11 @@ def test_a_newcomer_takes_over_the_inner_optimizer_of_rank_0(ranks):
         assert one["as before"] and not other["as before"]
         for found in (one, other):
             assert found["alike"] == 1 and found["momentum"] and found["then"] == 0
+
+
+def test_a_round_goes_on_where_the_exchange_is_made_anew_within_it(ranks):
+    """Rounds had gone on with the exchange of before: counters stood still, and records lacked `e`."""
+    assert all(found["same"] for found in ranks["renewed"])
 
 
 def test_a_commit_that_flushes_ends_the_round(ranks):

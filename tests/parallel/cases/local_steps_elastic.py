@@ -139,6 +139,21 @@ def newcomer() -> dict[str, Any]:
     return found
 
 
+def renewed() -> dict[str, Any]:
+    """The exchange is made anew within a round, as where a host has left and Horovod calls no sync."""
+    hvd.init()
+    ends = []
+    for anew in (False, True):
+        model, optimizer, state = _made("SGD")
+        state.sync()
+        train(model, optimizer, 2 * H + 2)
+        if anew:
+            elastic.renew(optimizer)
+        train(model, optimizer, 2 * H - 2)
+        ends.append(_everything(model, optimizer))
+    return {"same": ends[0] == ends[1]}
+
+
 def flushed() -> dict[str, Any]:
     """A commit that flushes ends the round, also where no exchange was made since the last one."""
     hvd.init()
