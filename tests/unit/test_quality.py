@@ -151,3 +151,9 @@ def test_what_the_longest_runs_lose_has_the_right_sign():
     better = {**kept("dense", [1.0], length=10.0), **kept("dgc", [0.9], length=10.0)}
     assert "0.02: met" in tables.blocks(analysis.outcomes(better))["longer"]
     assert "-0.100" in tables.by_length(analysis.outcomes(better))
+
+
+def test_what_is_kept_is_of_todays_settings():
+    kept = runs.load()
+    left = [run.key for run in runs.STUDIES["ablation"]([0, 1, 2]) if run.key not in kept]
+    assert not left, "a field of DGCConfig that changes no weight belongs into runs._NOT_LEARNING"
