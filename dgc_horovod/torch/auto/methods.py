@@ -24,8 +24,8 @@ class AutomaticMethods:
     """Methods that an adapter puts over its own. Never instantiated itself.
 
     Where `_dgc_stock`, the exchange is the framework's own, and so is every bit of the training. u, v and all else of
-    `ExchangeMethods` are there, and empty. By linearity momentum is the sum of the optimizer's buffer and of u, so
-    that nothing is done to it when compression begins; when it ends, a flush puts u there, and applies v.
+    `ExchangeMethods` are there, and empty. When compression begins, the optimizer's momentum becomes every rank's u;
+    when it ends, a flush puts u there, and applies v.
 
     Those that raise NotImplementedError are the adapter's.
     """
@@ -122,7 +122,10 @@ class AutomaticMethods:
             self._dgc_flush()
             for p, grad in held.items():
                 p.grad = grad
+        begins = mode == COMPRESSED and self._dgc_stock
         self._dgc_enter(mode)
+        if begins:
+            self._dgc_update.end_dense_steps(self, self._dgc)
 
     def _dgc_enter(self: Any, mode: str) -> None:
         stock = mode != COMPRESSED

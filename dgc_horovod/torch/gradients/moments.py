@@ -1,10 +1,18 @@
-"""Adam's moments of a tensor, between a torch optimizer's state and what this rank's engine keeps of the tensor."""
+"""Momentum and moments of a tensor, between a torch optimizer's state and what this rank's engine keeps of it."""
 
 from __future__ import annotations
 
 import torch
 
 from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
+
+
+def add_momentum(exchange: GradientExchange, p: Parameter, momentum: torch.Tensor) -> None:
+    """Add to what this rank keeps of u of `p`."""
+    if exchange.names[p] in exchange.buckets.place:
+        engine, i = exchange.buckets.place[exchange.names[p]]
+        segment = engine.bucket.segments[i]
+        torch.as_tensor(engine.state.momentum()[segment.place]).add_(_kept(momentum, segment.offset, segment.numel))
 
 
 def is_begun(exchange: GradientExchange, p: Parameter) -> bool:

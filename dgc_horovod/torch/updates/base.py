@@ -67,6 +67,9 @@ class PlainUpdate:
     def adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
         """Let the engine take over what stands in the optimizer's state: that of a stock checkpoint, or dense steps."""
 
+    def end_dense_steps(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
+        """The optimizer has stepped alone, the same on every rank; from now on it does with what was exchanged."""
+
     def directions(self, p: Parameter) -> int:
         """Steps of which the engine's moments of `p` are made, if it has any."""
         return 0

@@ -11,6 +11,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation, MomentumCorrection
 from dgc_horovod.notices import refusal
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL
+from dgc_horovod.torch.gradients import moments
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates.base import Group, Left, Parameter, SplitUpdate, States
 
@@ -32,6 +33,18 @@ class SGDUpdate(SplitUpdate):
         buffer = state.get("momentum_buffer")
         if not group["weight_decay"] and buffer is not None and not buffer.any():
             state["momentum_buffer"] = None
+
+    @torch.no_grad()
+    def end_dense_steps(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
+        """b becomes every rank's u, as if that had been there from the start: b would cost passes of its own."""
+        share = 1 if exchange.settings.averages else exchange.buckets.workers
+        for group in optimizer.param_groups:
+            sign = -1.0 if group["maximize"] else 1.0  # stock's buffer is of what is descended
+            for p in group["params"]:
+                buffer = optimizer.state[p].get("momentum_buffer") if p in exchange.place else None
+                if buffer is not None and exchange.is_compressed(p):
+                    moments.add_momentum(exchange, p, buffer * (sign / share))
+                    optimizer.state[p]["momentum_buffer"] = None
 
     def accumulation(self, p: Parameter, group: Group) -> Accumulation:
         if group["momentum"] and group["dampening"]:
