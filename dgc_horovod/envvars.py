@@ -267,8 +267,11 @@ def horovod_elastic() -> bool:
 
 def torchrun_place() -> tuple[int, int, int]:
     """Index among the ranks of this host, their number, and the host's index, as torchrun says; else alone on one."""
-    names = ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", int(os.environ.get("RANK", 0)))
-    local_rank, local_size, host = (int(os.environ.get(name, default)) for name, default in names)
+    texts = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+    if not all(text.isdigit() for text in texts):
+        rank = os.environ.get("RANK", "")
+        return 0, 1, int(rank) if rank.isdigit() else 0
+    local_rank, local_size, host = map(int, texts)
     return local_rank, local_size, host
 
 

@@ -50,6 +50,7 @@ class ExchangeMethods(StateMethods):
 
     def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
         """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
+        type(self).step.hooked = True  # else torch puts its hooks around it, which are around what it does already
         self._dgc_update, self._dgc_scaler = update, grad_scaler
         self._dgc_may_apply, self._dgc_superseded = True, False
         self._dgc_watch = GradientWatch()

@@ -10,7 +10,7 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, SETTLING, TIMED
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ("dense_steps", "switching", "choosing", "resuming", "overflow", "cannot")
+CASES = ("dense_steps", "switching", "choosing", "resuming", "overflow", "habits", "given_back", "cannot")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,20 @@ def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(ranks):
 def test_half_precision_ends_with_a_sum_beyond_it(ranks):
     one, other = _found(ranks, "overflow")
     assert one == other and one["skipped"] and one["mode"] == DENSE != COMPRESSED
+
+
+def test_scripts_that_ddp_runs_go_on(ranks):
+    one, other = _found(ranks, "habits")
+    assert one == other
+    assert one["twice"][:2] == [True, False], "two gradients are no step that can be compressed"
+    assert one["scaled"] == [False, True] and one["hooks"] == [3, 3]
+
+
+def test_a_model_is_given_back_to_ddp(ranks):
+    one, other = _found(ranks, "given_back")
+    assert one == other and len(one) == 4
+    for name, (same, _, told) in one.items():
+        assert same and told, name
 
 
 def test_what_cannot_be_compressed_is_left_to_ddp(ranks):

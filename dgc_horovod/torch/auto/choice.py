@@ -47,6 +47,7 @@ class Choice:
         given_up: whether the uncompressed exchange is to stay, whatever the clock says: the same on every rank once all
             have ended a step, or are in join.
         script_clips: whether the script has clipped gradients of this rank by itself.
+        script_accumulates: whether it has made a step of several exchanged gradients, or of none.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Choice:
         self._learns_second = kind == "adam" and exchange.config.freezes_second_moment
         windows = [1 / (1 - group["betas"][1]) for group in optimizer.param_groups] if self._learns_second else [0.0]
         self._settles_at = round(2 * max(windows))  # the first step at which it may have, see `Settling`
-        self.given_up = self.script_clips = False
+        self.given_up = self.script_clips = self.script_accumulates = False
         self.begin()
 
     def begin(self) -> None:
@@ -172,7 +173,7 @@ class Choice:
         # workers of a node might differ in what they clip, see `NodeGradientExchange`
         clips = self.script_clips and exchange.buckets.topology.node_size > 1 and exchange.config.clip_norm is None
         halves = sparse or fits(gradients, exchange.buckets.workers * exchange.loss_scale())
-        return float(sparse), float(clips), float(not halves)
+        return float(sparse), float(clips or self.script_accumulates), float(not halves)
 
     def _means(self, own: Sequence[float]) -> list[float] | None:
         """Means over the ranks; None where some have no more data: Horovod's join answers with zeros for them."""

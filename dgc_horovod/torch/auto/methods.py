@@ -39,6 +39,7 @@ class AutomaticMethods:
         self._dgc_stock, self._dgc_halves = True, False
         self._dgc_waited, self._dgc_overflowed = 0.0, False  # in the present step
         self._dgc_owed: dict[torch.Tensor, torch.Tensor] = {}
+        self._dgc_set_half(False)
         self._dgc_below._attach(self, fitted(config), update, grad_scaler)
         if self._dgc_takes_part:
             name, on_gloo = self._dgc_stock_name, self._dgc_is_on_gloo()

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from dgc_horovod.torch.auto.methods import AutomaticMethods
-from dgc_horovod.torch.ddp.hook import after_ddp
+from dgc_horovod.torch.ddp.hook import OwnExchange, after_ddp
 from dgc_horovod.torch.ddp.methods import DataParallelMethods
 from dgc_horovod.torch.wrapping import owners
 
@@ -21,27 +20,42 @@ class AutomaticDataParallelMethods(AutomaticMethods, DataParallelMethods):  # ty
     """In the class of an optimizer that is registered with a DistributedDataParallel model; never instantiated."""
 
     _dgc_below, _dgc_stock_name = DataParallelMethods, STOCK
+    _dgc_passes = 0  # backward passes outside of no_sync() in the present step
 
     def _dgc_is_on_gloo(self: Any) -> bool:
-        return str(dist.get_backend(self._dgc_model().process_group)) == "gloo"
+        device = next(iter(self._dgc.names)).device  # a group may have a backend for each kind
+        return bool(self._dgc_model().process_group._get_backend(device).name() == "gloo")
 
     def _dgc_set_half(self: Any, halves: bool) -> None:
-        """The hook looks at `_dgc_halves`."""
+        self._dgc_own_exchange = OwnExchange(self._dgc_model().process_group, halves)
 
     def _dgc_carry(self: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Where nothing is compressed: what DDP does without a hook of others, or with its own one of fp16."""
+        """Where nothing is compressed DDP does its own exchange."""
         if not self._dgc_stock:
             return DataParallelMethods._dgc_carry(self, bucket)
         if self._dgc_owed:
             for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 self._dgc_add_owed(p, gradient)
         if bucket.is_last():
+            self._dgc_passes = 1 if self._dgc_offered else self._dgc_passes + 1  # a GradScaler may have skipped a step
+            self._dgc_offered = False
             begin = time.perf_counter()
             after_ddp(lambda: self._dgc_arrived(time.perf_counter() - begin))
-        hook = default_hooks.fp16_compress_hook if self._dgc_halves else default_hooks.allreduce_hook
-        return hook(self._dgc_model().process_group, bucket)
+        return self._dgc_own_exchange._dgc_carry(bucket)  # type: ignore[no-any-return]
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """See `DataParallelMethods.zero_grad`."""
+        self._dgc_passes = 0
+        DataParallelMethods.zero_grad(self, set_to_none)
+
+    def synchronize(self: Any) -> None:
+        """``backward`` has done it."""
+        if not self._dgc_stock:
+            DataParallelMethods.synchronize(self)
 
     def _dgc_step_as_stock(self: Any) -> None:
         owners.check(self)
+        self._dgc_choice.script_accumulates |= self._dgc_passes != 1  # which DDP alone can do
+        self._dgc_passes = 0
         if not self._dgc_overflowed:
             super(type(self), self).step()  # type: ignore[misc]

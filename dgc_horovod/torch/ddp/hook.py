@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import UnsupportedUse
@@ -19,7 +20,28 @@ SUPERSEDED = (
     "the optimizer that this DistributedDataParallel model was registered with is gone; call register() with the "
     "optimizer that is used now"
 )
-_users: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # model -> weak reference to its optimizer
+# model -> function that gives who carries its gradients, an optimizer unless it is gone or DDP itself
+_users: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
+class OwnExchange:
+    """What DDP does without a hook of others, or with half precision on the way.
+
+    Args:
+        group: process group of the model.
+        halves: whether sums are of half precision.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, halves: bool) -> None:
+        self._group, self._halves = group, halves
+
+    def _dgc_carry(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket. torch's hook of fp16 divides before the sum, and loses what is small; this one after it."""
+        if not self._halves:
+            return default_hooks.allreduce_hook(self._group, bucket)
+        buffer, workers = bucket.buffer(), self._group.size()
+        future = dist.all_reduce(buffer.half(), group=self._group, async_op=True).get_future()
+        return future.then(lambda done: buffer.copy_(done.value()[0]).div_(workers))
 
 
 def install(model: DistributedDataParallel, optimizer: Any) -> None:
@@ -28,6 +50,23 @@ def install(model: DistributedDataParallel, optimizer: Any) -> None:
     _users[model] = weakref.ref(optimizer)
     if not known:
         model.register_comm_hook(weakref.ref(model), exchange_hook)
+
+
+def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
+    """From now on DDP exchanges the gradients of `model` itself; an optimizer that had them gets none any more.
+
+    Args:
+        model: model, compressed before or not.
+        halves: whether in half precision.
+    """
+    if model not in _users:
+        if halves:
+            model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
+        return
+    before, own = _users[model](), OwnExchange(model.process_group, halves)
+    if isinstance(before, torch.optim.Optimizer):
+        before._dgc_superseded = True  # type: ignore[attr-defined]
+    _users[model] = lambda: own
 
 
 def is_installed(model: DistributedDataParallel) -> bool:
@@ -46,11 +85,12 @@ def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
     model = state()
     if model._join_config.enable:
         raise UnsupportedUse(JOINING)
-    optimizer = _users[model]()
-    if optimizer is None:
+    carrier = _users[model]()
+    if carrier is None:
         raise UnsupportedUse(SUPERSEDED)
-    owners.check(optimizer)
-    return optimizer._dgc_carry(bucket)
+    if not isinstance(carrier, OwnExchange):
+        owners.check(carrier)
+    return carrier._dgc_carry(bucket)
 
 
 def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -34,7 +34,10 @@ def transports(
     if topology.node_size == 1:
         return {ALL: collectives}
     found = {ALL: collectives}
-    for group, ranks in ((INSIDE, topology.inside), (BETWEEN, topology.between)):
-        found[group] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), collectives.tag)
-        found[group].traffic = collectives.traffic
+    for ranks in topology.groups:  # all ranks make all of them: then it does not matter in which others each is
+        group = new_group(ranks, envvars.timeout_seconds(), by_members=False)
+        if topology.rank in ranks:
+            name = INSIDE if ranks == topology.inside else BETWEEN
+            found[name] = ProcessGroupCollectives(group, collectives.tag)
+            found[name].traffic = collectives.traffic
     return found

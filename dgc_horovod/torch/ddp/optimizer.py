@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod import envvars
@@ -21,6 +20,7 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.torch.ddp.auto import STOCK, AutomaticDataParallelMethods
 from dgc_horovod.torch.ddp.compression import Compression
+from dgc_horovod.torch.ddp.hook import leave_to_ddp
 from dgc_horovod.torch.ddp.local import LocalDataParallelMethods, LocalProcessGroupMethods
 from dgc_horovod.torch.ddp.methods import DataParallelMethods, ProcessGroupMethods
 from dgc_horovod.torch.ddp.models import COMPILED, check_same_parameters, data_parallel, named_parameters
@@ -73,9 +73,7 @@ def register(
     if config is None:
         _check_choice(group, compression)
         found = data_parallel(model)
-        if compression is Compression.fp16:
-            found.register_comm_hook(found.process_group, default_hooks.fp16_compress_hook)
-        return _uncompressed(optimizer, found, group)
+        return _uncompressed(optimizer, found, group, halves=compression is Compression.fp16)
     try:
         return _compressed(model, optimizer, config, group)
     except NoChoice as refused:
@@ -84,8 +82,11 @@ def register(
         return _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
 
 
-def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: dist.ProcessGroup) -> Any:
-    """`optimizer` as it is, with what a checkpoint needs."""
+def _uncompressed(
+    optimizer: Any, model: DistributedDataParallel, group: dist.ProcessGroup, halves: bool = False
+) -> Any:
+    """`optimizer` as it is, with what a checkpoint needs; DDP exchanges its gradients."""
+    leave_to_ddp(model, halves)
     vars(optimizer).update(_dgc_process_group=group, _parameter_names=_names_of(named_parameters(model)))
     return optimizer
 

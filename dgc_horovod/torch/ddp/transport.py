@@ -31,7 +31,7 @@ class _Started(NamedTuple):
     factor: float
 
 
-def new_group(ranks: Sequence[int], seconds: float) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], seconds: float, by_members: bool = True) -> dist.ProcessGroup:
     """A Gloo group of our own, so that no collective of the script, or of DDP, comes between ours.
 
     Packets are made on the host and read there, also of a model whose DDP talks over NCCL. Every one of `ranks` must
@@ -41,8 +41,9 @@ def new_group(ranks: Sequence[int], seconds: float) -> dist.ProcessGroup:
     Args:
         ranks: ranks of the group, as torch.distributed numbers all.
         seconds: time in which each collective must end, > 0; a process that ends waits for it too.
+        by_members: whether `ranks` alone make the group; False: all ranks of the job do.
     """
-    is_part = len(ranks) < dist.get_world_size()
+    is_part = by_members and len(ranks) < dist.get_world_size()
     timeout = datetime.timedelta(seconds=seconds)
     return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=is_part, group_desc="dgc")
 
