@@ -111,8 +111,8 @@ def _problem(p: torch.Tensor) -> str:
         return "is on the meta device, without data; call model.to_empty(device=...) and initialize it before wrapping"
     if _is_sharded(p):
         return (
-            "is sharded over the ranks (FSDP, DTensor), and what is averaged are whole gradients of replicas; wrap the "
-            "optimizer of a model that is whole on every rank"
+            "is sharded over the ranks (FSDP, DTensor, tensor parallel), and what is averaged are whole gradients of "
+            "replicas; wrap the optimizer of a model that is whole on every rank"
         )
     if is_traceable_wrapper_subclass(p):
         return f"is a {type(p).__name__}, which has no plain memory to exchange; use a plain torch.nn.Parameter"
@@ -129,6 +129,8 @@ def _problem(p: torch.Tensor) -> str:
 
 def _is_sharded(p: torch.Tensor) -> bool:
     if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+        return True
+    if hasattr(p, "_st_info"):  # DDP made it of a DTensor; after a step the model has it no more, nor has a checkpoint
         return True
     distributed = getattr(torch.distributed, "tensor", None)  # without it, nothing is a DTensor
     return distributed is not None and isinstance(p, distributed.DTensor)
