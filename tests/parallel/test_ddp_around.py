@@ -8,7 +8,8 @@ from tests.helpers.ranks import check_metrics_file
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_that_differs", "bf16_model", "dropped"]
+CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_that_differs", "bf16_model"]
+CASES += ["dropped", "copied"]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,13 @@ def test_clipping_by_the_script_is_learned(ranks):
     first, second = (rank["ddp_around.clipping_by_the_script"] for rank in ranks)
     assert first["limits"] == second["limits"] == [0.5] and first["is"] == second["is"]
     assert first["norms"][-1] == second["norms"][-1]  # as with DDP alone, what the script sees is the same
+
+
+def test_a_whole_model_can_be_saved_and_copied(ranks):
+    """The hook's state was a weak reference, which nothing can pickle: torch.save(model) failed."""
+    first, second = (rank["ddp_around.copied"] for rank in ranks)
+    assert first == second and first["of the model"] == 3
+    assert first["loaded"] == first["copied"] == first["fresh"] and first["fresh"][0] == 3
 
 
 def test_not_finite(ranks):

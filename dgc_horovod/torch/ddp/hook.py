@@ -44,12 +44,26 @@ class OwnExchange:
         return future.then(lambda done: buffer.copy_(done.value()[0]).div_(workers))
 
 
+class HookState:
+    """What DDP gives to the hook: a reference to its model, which keeps nothing alive.
+
+    Who copies or saves the whole DistributedDataParallel copies this too. torch puts no hook into the copy, and so the
+    copy of this knows no model.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self.model = weakref.ref(model) if model is not None else lambda: None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HookState, ()
+
+
 def install(model: DistributedDataParallel, optimizer: Any) -> None:
     """Let `optimizer` have the gradients of `model`; of an earlier one it takes the place."""
     known = model in _users
     _users[model] = weakref.ref(optimizer)
     if not known:
-        model.register_comm_hook(weakref.ref(model), exchange_hook)
+        model.register_comm_hook(HookState(model), exchange_hook)
 
 
 def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
@@ -69,9 +83,9 @@ def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
     _users[model] = lambda: own
 
 
-def is_installed(model: DistributedDataParallel) -> bool:
-    """Whether the hook of `model` is ours."""
-    return model in _users
+def has_another(model: DistributedDataParallel) -> bool:
+    """Whether `model` has a hook that is not ours."""
+    return any(hook is not exchange_hook for hook, _ in model._comm_hooks)
 
 
 # Without postponed annotations: DDP looks at them.
@@ -79,10 +93,10 @@ def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
     """Hand over the gradients of a bucket to the optimizer of its model.
 
     Args:
-        state: weak reference to the model.
+        state: that of the model.
         bucket: bucket of DDP, in which several parameters lie; another one in the next step may hold others.
     """
-    model = state()
+    model = state.model()
     if model._join_config.enable:
         raise UnsupportedUse(JOINING)
     carrier = _users[model]()

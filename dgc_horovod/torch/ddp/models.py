@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.torch.ddp.hook import is_installed
+from dgc_horovod.torch.ddp.hook import has_another
 
 COMPILED = "_orig_mod"  # what torch.compile puts before the name of what it has compiled
 _OPTIONS = (
@@ -44,7 +44,7 @@ def data_parallel(model: Any) -> DistributedDataParallel:
     for used, what in _OPTIONS:
         if used(found):
             raise UnsupportedUse(f"this DistributedDataParallel has {what}")
-    if found._comm_hooks and not is_installed(found):
+    if has_another(found):
         raise UnsupportedUse(
             "this DistributedDataParallel has a communication hook already, and can have one only; leave it out"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import time
 from typing import Any
@@ -56,6 +58,25 @@ def clipping_by_the_script() -> dict[str, Any]:
     model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
     norms = _steps(model, optimizer, 5, clip=0.5)
     return {"norms": norms, "limits": [clip.limit for clip in optimizer._dgc.clipping.clips], "is": fingerprint(model)}
+
+
+def copied() -> dict[str, Any]:
+    """A whole DDP, saved and loaded or copied, can be registered, and trains as one that begins with its weights."""
+    compression = Compression.dgc(0.02, min_numel=64)
+    model, optimizer = _made(compression)
+    _steps(model, optimizer, 2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    fresh = DistributedDataParallel(smooth_model())
+    fresh.load_state_dict(model.state_dict())
+    found = {}
+    for name, made in {"fresh": fresh, "loaded": loaded, "copied": copy.deepcopy(model)}.items():
+        own = register(made, torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.9), compression)
+        _steps(made, own, 3)
+        found[name] = [own.compression_stats()["steps"], fingerprint(made)]
+    _steps(model, optimizer, 1)
+    return {**found, "of the model": optimizer.compression_stats()["steps"]}
 
 
 def not_finite() -> dict[str, Any]:
