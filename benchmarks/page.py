@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import clusters, plots, scaling
+from benchmarks.auto import tables as tables_of_auto
 from benchmarks.collectives import tables as tables_of_collectives
 from benchmarks.exchange import tables
 from benchmarks.exchange.registry import NOTHING
@@ -26,6 +27,7 @@ from benchmarks.training import tables as tables_of_training
 
 NETWORK, KERNELS = (ROOT / "docs" / f"benchmarks-{part}.md" for part in ("network", "kernels"))
 README, PLANNING, DDP = ROOT / "README.md", ROOT / "docs" / "planning.md", ROOT / "docs" / "ddp.md"
+AUTO = ROOT / "docs" / "auto.md"
 _SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -158,6 +160,7 @@ def texts() -> dict[tuple[Path, str], str]:
         (KERNELS, "phases"): tables.phases(ours, "1gbit"),
         (NETWORK, "nodes"): nodes(),
         (DDP, "speed"): without_horovod(),
+        (AUTO, "cells"): tables_of_auto.table(read_results(tables_of_auto.FILE)),
         (NETWORK, "efficiency"): _efficiency(rows, DENSITY),
         (NETWORK, "clusters"): "\n\n".join(
             clusters.table(cell(rows, clusters.MODEL, 2, "1gbit"), d) for d in clusters.DENSITIES
@@ -182,6 +185,7 @@ def draw() -> None:
     plots.step_times(rows, shown, 2, IMAGES / "step_time.svg")
     plots.bytes_sent(rows, IMAGES / "bytes.svg")
     plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
+    tables_of_auto.draw(read_results(tables_of_auto.FILE), IMAGES / "auto.svg")
     clusters.draw(cell(rows, clusters.MODEL, 2, "1gbit"), IMAGES / "clusters.svg")
     plots.quality(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
     page_of_quality.draw()
