@@ -22,7 +22,7 @@ def test_ranks_that_differ(ranks):
     assert first == second
     assert "config.density: rank 0 has 0.01, rank 1 has 0.02" in first["density"]
     assert "compression: rank 0 has dgc, rank 1 has none" in first["choice"]
-    assert "refused: rank 0 has nothing, rank 1 has Compression.local is for" in first["refused"]
+    assert "refused: rank 0 has nothing, rank 1 has SGD's dampening" in first["refused"]
     assert "optimizer: rank 0 has AdamW, rank 1 has SGD" in first["optimizer"]
 
 

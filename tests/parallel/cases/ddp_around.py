@@ -42,7 +42,13 @@ def ranks_that_differ() -> dict[str, str]:
     first = dist.get_rank() == 0
     found = {"density": error_of(lambda: _made(Compression.dgc(0.01 if first else 0.02)))}
     found["choice"] = error_of(lambda: _made(Compression.dgc(0.01) if first else Compression.none))
-    found["refused"] = error_of(lambda: _made(Compression.dgc(0.01) if first else Compression.local()))
+
+    def damped() -> None:
+        model = DistributedDataParallel(smooth_model())
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.0 if first else 0.1)
+        register(model, sgd, Compression.dgc(0.01))
+
+    found["refused"] = error_of(damped)
 
     def another_optimizer() -> None:
         model = DistributedDataParallel(smooth_model())
