@@ -9,9 +9,11 @@ import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core import budget
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.nodes import Launched, agree, declare, declared
-from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
+from dgc_horovod.core.nodes import Launched, declare, declared
+from dgc_horovod.exchange.contract import BETWEEN, INSIDE
+from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.torch.gradients.collectives import Collectives
+from dgc_horovod.torch.gradients.node_transports import agreed_transports
 from dgc_horovod.torch.transport import HorovodCollectives
 
 
@@ -29,7 +31,7 @@ def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
 
 def transports(
     collectives: HorovodCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
-) -> Mapping[str, HorovodCollectives]:
+) -> Mapping[str, Collectives]:
     """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
 
     Args:
@@ -40,11 +42,11 @@ def transports(
     """
     on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
     speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
-    specs = [TensorSpec(name, tuple(p.shape)) for name, p in parameters.items()]
-    topology = agree(collectives, config, Launched.of(hvd), averages, specs, speed)
-    if topology.node_size == 1:
-        return {ALL: collectives}
-    between = HorovodCollectives(declared(topology.between), f"{collectives.tag}.between{topology.local_rank}")
-    inside = HorovodCollectives(declared(topology.inside), f"{collectives.tag}.inside{topology.node}")
-    between.traffic = inside.traffic = collectives.traffic
-    return {ALL: collectives, BETWEEN: between, INSIDE: inside}
+
+    def make(topology: Topology) -> Mapping[str, Collectives]:
+        return {
+            BETWEEN: HorovodCollectives(declared(topology.between), f"{collectives.tag}.between{topology.local_rank}"),
+            INSIDE: HorovodCollectives(declared(topology.inside), f"{collectives.tag}.inside{topology.node}"),
+        }
+
+    return agreed_transports(collectives, config, Launched.of(hvd), averages, parameters, speed, make)

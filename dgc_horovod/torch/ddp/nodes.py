@@ -10,15 +10,17 @@ import torch.distributed as dist
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core import budget
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.nodes import Launched, agree
-from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
+from dgc_horovod.core.nodes import Launched
+from dgc_horovod.exchange.contract import BETWEEN, INSIDE
+from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
+from dgc_horovod.torch.gradients.collectives import Collectives
+from dgc_horovod.torch.gradients.node_transports import agreed_transports
 
 
 def transports(
     collectives: ProcessGroupCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
-) -> Mapping[str, ProcessGroupCollectives]:
+) -> Mapping[str, Collectives]:
     """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
 
     Args:
@@ -27,17 +29,16 @@ def transports(
         averages: whether gradients are averaged or summed.
         parameters: parameters by name, in the model's order.
     """
-    specs = [TensorSpec(name, tuple(p.shape)) for name, p in parameters.items()]
-    local_rank, local_size, host = envvars.torchrun_place()
-    launched = Launched(dist.get_rank(), dist.get_world_size(), local_rank, local_size, host, lambda ranks: True)
-    topology = agree(collectives, config, launched, averages, specs, budget.HOST_SPEED)
-    if topology.node_size == 1:
-        return {ALL: collectives}
-    found = {ALL: collectives}
-    for ranks in topology.groups:  # all ranks make all of them: then it does not matter in which others each is
-        group = new_group(ranks, envvars.timeout_seconds(), by_members=False)
-        if topology.rank in ranks:
-            name = INSIDE if ranks == topology.inside else BETWEEN
-            found[name] = ProcessGroupCollectives(group, collectives.tag)
-            found[name].traffic = collectives.traffic
-    return found
+    place = dist.get_rank(), dist.get_world_size(), *envvars.torchrun_place()
+    launched = Launched(*place, has_group=lambda ranks: True)
+
+    def make(topology: Topology) -> Mapping[str, Collectives]:
+        found = {}
+        for ranks in topology.groups:  # all ranks make all of them: then it does not matter in which others each is
+            group = new_group(ranks, envvars.timeout_seconds(), by_members=False)
+            if topology.rank in ranks:
+                name = INSIDE if ranks == topology.inside else BETWEEN
+                found[name] = ProcessGroupCollectives(group, collectives.tag)
+        return found
+
+    return agreed_transports(collectives, config, launched, averages, parameters, budget.HOST_SPEED, make)
