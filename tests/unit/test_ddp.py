@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dgc_horovod.compression import config_of
-from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.errors import CollectiveTimeout, ConfigError, UnsupportedUse
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
 from dgc_horovod.torch.ddp.models import bare
+from dgc_horovod.torch.ddp.transport import LostRank, ProcessGroupCollectives
 from dgc_horovod.torch.gradients.memory import TakenMemory
 
 
@@ -41,3 +43,24 @@ def test_gradients_behind_one_another_share_a_memory_and_those_upon_one_another_
     assert not taken.is_first_in(memory[6:]) and not taken.is_first_in(memory[:4].view(2, 2))
     taken.clear()
     assert taken.is_first_in(memory)
+
+
+@pytest.fixture
+def own_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_lost"),
+    [
+        ("[unbound_buffer.cc:84] Timed out waiting 12000ms for recv operation to complete", False),
+        ("[pair.cc:529] Application timeout caused pair closure", False),
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:4242", True),
+    ],
+)
+def test_a_time_limit_is_told_from_a_lost_rank_in_both_words_of_gloo(own_group, words, is_lost):
+    """Of two collectives under way the one that is asked for may be the one that the other's limit has closed."""
+    error = ProcessGroupCollectives(own_group, "t", 12)._failed("bucket0", RuntimeError(words))
+    assert isinstance(error, CollectiveTimeout) and isinstance(error, LostRank) == is_lost

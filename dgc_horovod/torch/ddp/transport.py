@@ -134,8 +134,12 @@ class ProcessGroupCollectives(Collectives):
         return handle.result if handle.factor == 1 else handle.result.mul_(handle.factor)
 
     def _failed(self, name: str, error: Exception) -> DGCError:
-        """The library's own time limit is ours; everything else means that a connection is gone."""
+        """The library's own time limit is ours; everything else means that a connection is gone.
+
+        Gloo has two words for its limit: "timed out" of the collective that waited too long, and "application timeout
+        caused pair closure" of every other one that was under way, which may be the one that is asked for first.
+        """
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "timed out" in text.lower():
+        if any(limit in text.lower() for limit in ("timed out", "application timeout")):
             return self._timed_out(timed_out(self.rank, self.workers, name, self._timeout))
         return LostRank(lost(self.rank, self.workers, name, text))
