@@ -117,8 +117,8 @@ def train(
         watch: called after every step.
 
     Returns:
-        ``curve`` of [step, test loss, test accuracy]; whether it has ``diverged``, that is, is no better than a model
-        that knows nothing; the last ``loss`` and ``accuracy``, None where it has; what `Counts.found` gives of rank 0.
+        ``curve`` of [step, test loss, test accuracy]; whether it has ``diverged``, that is, broke off or is no better than
+        a model that knows nothing; the last ``loss`` and ``accuracy``, None where it has; what `Counts.found` gives of rank 0.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a run that diverges would take several times as long
@@ -142,6 +142,14 @@ def train(
                 break
             curve.append([step + 1, round(quality.loss, 4), round(quality.accuracy, 5)])
             counts.close()
-    diverged = not curve or curve[-1][0] < end or curve[-1][1] > math.log(task.classes)
+    diverged = not curve or curve[-1][0] < end or _knows_nothing(*curve[-1][1:], task.classes)
     last = [None, None] if diverged else curve[-1][1:]
     return {"curve": curve, "diverged": diverged, "loss": last[0], "accuracy": last[1], **counts.found()}
+
+
+def _knows_nothing(loss: float, accuracy: float, classes: int) -> bool:
+    """Whether a model does no better than by giving all classes the same probability.
+
+    One that is right more often than not is overconfident, whatever its loss: so are long runs on few images, dense too.
+    """
+    return loss > math.log(classes) and accuracy < 0.5

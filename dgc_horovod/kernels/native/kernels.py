@@ -10,6 +10,7 @@ import numpy as np
 
 from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, RANGE, AccumulateResult, Elements, State
 from dgc_horovod.kernels.native.library import load
+from dgc_horovod.kernels.native.memory import zeros
 from dgc_horovod.kernels.native.tables import (
     CONTRIBUTION,
     LAYOUT,
@@ -25,7 +26,6 @@ from dgc_horovod.wire.codecs.values import Draw
 from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Coder, PacketFormat
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
-_CACHE_LINE = 16  # elements; state begins with one, so that no vector of it lies in two
 _PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
 _INDICES = frozenset(("elias-fano", "every"))  # what csrc/codecs.h knows; any other is left to NumPy
 
@@ -109,8 +109,7 @@ class NativeKernels:
     # -- arrays
 
     def new(self, numel: int) -> np.ndarray:
-        room = np.zeros(numel + _CACHE_LINE, np.float32)
-        return room[-room.ctypes.data % (4 * _CACHE_LINE) // 4 :][:numel]
+        return zeros(numel)
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x

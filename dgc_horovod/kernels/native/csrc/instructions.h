@@ -12,11 +12,12 @@ struct Piece {
     float scale, threshold;
 };
 
-// Candidates of one chunk. Room for a vector more than a chunk: whole vectors are written.
+// Candidates of one chunk. Room for a vector more: whole vectors are written.
 struct Hits {
     int32_t positions[kChunk + kLanes];
     float values[kChunk + kLanes];
-    int32_t count;
+    int32_t count = 0;
+    int32_t expected = 0;  // as many as in the chunk before
 };
 
 struct Instructions {

@@ -62,22 +62,53 @@ inline uint32_t at_least(Floats x, float threshold) {
 #endif
 }
 
-// Append the lanes of v that are set in `bits`.
-inline void note(Hits& hits, uint32_t bits, Floats v, int32_t position) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For every 8 bits the lanes that are set in them, ascending, a byte each.
+struct SetLanes {
+    uint64_t of[256];
+    constexpr SetLanes() : of() {
+        for (int bits = 0; bits < 256; bits++) {
+            for (uint64_t i = 0, count = 0; i < 8; i++) {
+                if (bits >> i & 1) of[bits] |= i << (8 * count++);
+            }
+        }
+    }
+};
+constexpr SetLanes kSetLanes;
+#endif
+
+// Append the elements at `v` that are set in `bits`. `many`: about one vector in ten has one, and a branch would cost more
+// than to write a vector of them each time and to count how much of it counts; else there is seldom one, never two.
+template <bool many>
+inline void note(Hits& hits, int32_t& count, uint32_t bits, const float* v, int32_t position) {
 #if defined(__AVX512F__)
-    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i where = _mm512_add_epi32(lane, _mm512_set1_epi32(position));
-    // compressed in a register: the form that writes to memory is slow on some processors
-    _mm512_storeu_si512(hits.positions + hits.count, _mm512_maskz_compress_epi32((__mmask16)bits, where));
-    _mm512_storeu_ps(hits.values + hits.count, _mm512_maskz_compress_ps((__mmask16)bits, (__m512)v));
-    hits.count += __builtin_popcount(bits);
-#else
-    for (; bits; bits &= bits - 1) {
-        const int i = __builtin_ctz(bits);
-        hits.positions[hits.count] = position + i;
-        hits.values[hits.count++] = v[i];
+    if (many) {  // compressed in a register: the form that writes to memory is slow on some processors
+        const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        const __m512i where = _mm512_add_epi32(lane, _mm512_set1_epi32(position));
+        _mm512_storeu_si512(hits.positions + count, _mm512_maskz_compress_epi32((__mmask16)bits, where));
+        _mm512_storeu_ps(hits.values + count, _mm512_maskz_compress_ps((__mmask16)bits, (__m512)load(v)));
+        count += __builtin_popcount(bits);
+        return;
+    }
+#elif defined(__AVX2__)
+    if (many) {
+        const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(kSetLanes.of + bits)));
+        const __m256i where = _mm256_add_epi32(lanes, _mm256_set1_epi32(position));
+        _mm256_storeu_si256((__m256i*)(hits.positions + count), where);
+        _mm256_storeu_ps(hits.values + count, _mm256_permutevar8x32_ps((__m256)load(v), lanes));
+        count += __builtin_popcount(bits);
+        return;
     }
 #endif
+    if (__builtin_expect(bits == 0, 1)) return;
+    const auto append = [&] {
+        const int i = __builtin_ctz(bits);
+        hits.positions[count] = position + i;
+        hits.values[count++] = v[i];
+        bits &= bits - 1;
+    };
+    append();
+    while (__builtin_expect(bits != 0, 0)) append();
 }
 
 // A last, incomplete vector goes by way of a full one.
@@ -89,10 +120,11 @@ struct Padded {
     }
 };
 
-template <int kind, bool clears>
+template <int kind, bool clears, bool many>
 inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     constexpr bool is_adam = kind == kAdam || kind == kFrozenAdam;
     Ints bad_gradient = {}, bad_residual = {};
+    int32_t count = hits.count;
     const auto step = [&](float* u_at, float* second_at, float* v_at, float* gradient, int32_t position,
                           uint32_t lanes) {
         Floats v = load(v_at);
@@ -128,7 +160,7 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
             store(v_at, v);
         }
         const uint32_t bits = at_least(magnitude(v), piece.threshold) & lanes;
-        if (__builtin_expect(bits != 0, 0)) note(hits, bits, v, position);
+        note<many>(hits, count, bits, v_at, position);
     };
     int64_t i = 0;
     for (; i + kWidth <= piece.numel; i += kWidth) {
@@ -145,7 +177,16 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
         if (kind == kAdam) memcpy(piece.second + i, second.x, 4 * rest);
         if (clears) memcpy(piece.gradient + i, g.x, 4 * rest);
     }
+    hits.count = count;
     return (any(bad_gradient) ? kBadGradient : 0) | (any(bad_residual) ? kBadResidual : 0);
+}
+
+constexpr int32_t kMany = 24;  // candidates of a chunk, see `note`
+
+template <int kind, bool clears>
+int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
+    return hits.expected < kMany ? update_as<kind, clears, false>(how, piece, hits)
+                                 : update_as<kind, clears, true>(how, piece, hits);
 }
 
 template <int kind>

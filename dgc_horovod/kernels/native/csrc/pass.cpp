@@ -71,6 +71,7 @@ void run_chunks(Pass& pass, int64_t first, int64_t last) {
         for (int64_t i = skipped; i < chunks && chunk + i < last; i++) {
             const int64_t start = range.start + i * kChunk;
             const int64_t numel = range.numel - i * kChunk < kChunk ? range.numel - i * kChunk : kChunk;
+            hits.expected = hits.count;
             hits.count = 0;
             bad |= update_pieces(pass, start, start + numel, above_zero(range.threshold), segment, hits);
             if (pass.want_sums && i % stride == 0) {
