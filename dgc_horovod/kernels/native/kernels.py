@@ -201,7 +201,7 @@ class NativeKernels:
 
     def top_k(self, x: np.ndarray, k: int) -> Elements:
         room = min(k, x.size)
-        into = Elements(np.empty(room, np.int32), np.empty(room, np.float32))
+        into = Elements(np.empty(room + 1, np.int32), np.empty(room + 1, np.float32))
         return self._kept(into, self._library.dgc_keep_largest(None, address(x), x.size, k, *map(address, into)))
 
     def sample(self, x: np.ndarray, start: int, stride: int) -> np.ndarray:

@@ -11,15 +11,24 @@
 
 using namespace dgc;
 
+namespace {
+
+// Elements that are written one by one are far apart, and their cache lines are asked for so many elements in time: for
+// the second level, as the first has room for a fraction of the requests only, and would wait for each.
+constexpr int64_t kAhead = 64;
+
+void will_write(const float* x) { __builtin_prefetch(x, 1, 2); }
+
+}  // namespace
+
 // v at the positions becomes what is left of it, u (if given) zero; u's old values go to `masked`.
 DGC_API void dgc_settle(float* v, float* u, const int32_t* positions, const float* values, const float* decoded,
                         int64_t count, float* masked) {
     const KeepDenormals here;
-    constexpr int64_t kAhead = 24;  // the elements are far apart: their cache lines are asked for in time
     for (int64_t i = 0; i < count; i++) {
         const int64_t ahead = positions[i + kAhead < count ? i + kAhead : i];
-        __builtin_prefetch(v + ahead, 1);
-        if (u) __builtin_prefetch(u + ahead, 1);
+        will_write(v + ahead);
+        if (u) will_write(u + ahead);
         v[positions[i]] = values[i] - decoded[i];
         if (u) {
             masked[i] = u[positions[i]];
@@ -65,14 +74,13 @@ void zero_past_cache(float* x, int64_t numel) {
 
 // Adds what the ranks have before `end` to one target, rank by rank. Returns whether all that was added to is finite.
 bool add(const Target& target, int64_t end, const Contribution* ranks, int64_t workers, float scale, int64_t* next) {
-    constexpr int64_t kAhead = 24;  // see dgc_settle
     float* const out = target.out - target.start;
     bool finite = true;
     for (int64_t rank = 0; rank < workers; rank++) {
         const Contribution& one = ranks[rank];
         int64_t i = next[rank];
         for (; i < one.count && one.positions[i] < end; i++) {
-            if (i + kAhead < one.count) __builtin_prefetch(out + one.positions[i + kAhead], 1);
+            if (i + kAhead < one.count) will_write(out + one.positions[i + kAhead]);
             float& sum = out[one.positions[i]];
             sum += one.values[i] * scale;
             finite &= !not_finite(sum);

@@ -50,7 +50,8 @@ DGC_API float dgc_kth_largest(const float* x, int64_t numel, int64_t k) {
 }
 
 // Keeps the k largest of the elements, in their order; of equal ones the first; zeros never. `from` gives the positions,
-// or is null where they are 0, 1, 2, ...; `positions` and `values` may be where the elements come from. Returns how many.
+// or is null where they are 0, 1, 2, ...; `positions` and `values` may be where the elements come from, or have
+// room for one more than is kept. Returns how many.
 DGC_API int64_t dgc_keep_largest(const int32_t* from, const float* x, int64_t numel, int64_t k, int32_t* positions,
                                  float* values) {
     Rank rank{1, 0};  // everything that is not zero
@@ -64,10 +65,10 @@ DGC_API int64_t dgc_keep_largest(const int32_t* from, const float* x, int64_t nu
     for (int64_t i = 0; i < numel; i++) {
         const float value = x[i];
         const uint32_t size = magnitude_bits(value);
-        if (size < rank.bits) continue;
-        if (size == rank.bits && ties-- <= 0) continue;
         positions[kept] = from ? from[i] : (int32_t)i;
-        values[kept++] = value;
+        values[kept] = value;
+        kept += size >= rank.bits;  // no branch: which are kept cannot be foreseen
+        if (__builtin_expect(size == rank.bits, 0) && ties-- <= 0) kept--;
     }
     return kept;
 }
