@@ -108,6 +108,7 @@ def _row(cell: Cell, method: str, launches: Sequence[Sequence[dict[str, Any]]]) 
         "ms": {f"p{percent}": round(float(np.percentile(ordered, percent)), 3) for percent in (10, 50, 90)},
         "launch_medians_ms": [round(statistics.median(each), 3) for each in steps],
         "backward_ms": round(statistics.median(ms for rank in every for ms in rank["backward_ms"]), 3),
+        "processor_ms": round(statistics.mean(ms for rank in every for ms in rank["processor_ms"]), 3),
         "phases_ms": {name: round(statistics.median(values), 3) for name, values in phases.items()},
         "bytes": round(statistics.mean(rank["bytes"] for rank in every)),
         "checked": every[0]["checked"],

@@ -72,6 +72,7 @@ class Clock:
         """What has been timed so far does not count."""
         self.milliseconds: list[float] = []
         self.backward: list[float] = []
+        self.processor: list[float] = []
         self.phases: dict[str, list[float]] = {name: [] for name in self.method.phases()}
 
     def run(self, steps: int) -> None:
@@ -81,12 +82,14 @@ class Clock:
             loss = self.method.forward(self.gradients.of(self.rank, self.number))
             before = self.method.phases()
             self.method.barrier()
+            busy = time.process_time()
             start = time.perf_counter()
             loss.backward()  # type: ignore[no-untyped-call]
             handed_over = time.perf_counter()
             self.method.finish()
             self.milliseconds.append(1e3 * (time.perf_counter() - start))
             self.backward.append(1e3 * (handed_over - start))
+            self.processor.append(1e3 * (time.process_time() - busy))
             for name, seconds in self.method.phases().items():
                 self.phases[name].append(1e3 * (seconds - before[name]))
             self.number += 1
@@ -113,6 +116,7 @@ def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
     return {
         "ms": clock.milliseconds,
         "backward_ms": clock.backward,
+        "processor_ms": clock.processor,
         "phases_ms": clock.phases,
         "bytes": sent / steps,
         "checked": checked,

@@ -251,10 +251,11 @@ def test_fill_adds_in_rank_order(workers, seed):
         assert np.concatenate([as_numpy(kernels, t) for t in outputs]).tobytes() == expected.tobytes()
 
 
-def test_instruction_sets_and_threads_agree_to_the_bit():
+@pytest.mark.parametrize("threshold", [2.5, 3.5])  # many candidates a chunk, and few, are noted in two ways
+def test_instruction_sets_and_threads_agree_to_the_bit(threshold):
     """On a bucket long enough for several threads, with every feed: the same bits as the reference's."""
     feeds, sizes = FEEDS[:3], [300_001, 17, 500_000]
-    ranges = make_spans(sum(sizes), [300_001, 123], 2.5)
+    ranges = make_spans(sum(sizes), [300_001, 123], threshold)
     expected = run_pass(REFERENCE, sizes, feeds, ranges.copy(), 100_000, True, 0.3, 1, [5, 300_010])
     adam = run_pass(REFERENCE, sizes, [FEEDS[3]] * 3, ranges.copy(), 100_000, True, 1.0, 1)
     widest = NativeKernels().instructions
@@ -270,6 +271,14 @@ def test_instruction_sets_and_threads_agree_to_the_bit():
     finally:
         NativeKernels().use_instructions(widest)
     assert "plain" in tried and not NativeKernels().use_instructions("quantum")
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1025, 524_287, 524_288, 3_000_001])
+def test_state_begins_with_a_page_and_is_zero(numel):
+    x = NativeKernels().new(numel)
+    assert x.dtype == np.float32 and x.size == numel and not x.any() and x.flags.writeable
+    assert numel == 0 or x.ctypes.data % 4096 == 0
+    x[:] = 1  # as long as it is asked for
 
 
 def test_native_shares_the_threads_of_torch():

@@ -234,6 +234,8 @@ class LocalClipping:
 
     def clipped(self, p: Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient` of `p` within what limits it apart from the others; itself if nothing does."""
+        if not (self._factors or self._bounds):
+            return gradient
         factor, bound = self._factors.get(p, 1.0), self._bounds.get(p, math.inf)
         if factor < 1:
             gradient = gradient * factor

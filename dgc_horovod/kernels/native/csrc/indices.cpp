@@ -25,29 +25,36 @@ void encode_elias_fano(const Layout& layout, const int32_t* positions, int64_t c
     if (filled) *out = (uint32_t)pending;
 }
 
-bool decode_elias_fano(const Layout& layout, const uint32_t* data, int64_t count, int32_t* positions) {
-    const int low = layout.low_bits;
-    const uint32_t* const unary = data + words(layout.capacity * low);
-    const int64_t unary_words = words(layout.capacity + ((layout.numel - 1) >> low));
-    uint64_t pending = 0;
-    int filled = 0;
-    int64_t found = 0, last = -1;
-    for (int64_t w = 0; w < unary_words; w++) {
-        for (uint32_t ones = unary[w]; ones; ones &= ones - 1) {
-            if (found == count) return false;
-            const int64_t high = 32 * w + __builtin_ctz(ones) - found;
-            if (filled < low) {
-                pending |= (uint64_t)*data++ << filled;
-                filled += 32;
-            }
-            const int64_t position = (high << low) | (int64_t)(pending & ((1ull << low) - 1));
-            pending >>= low;
-            filled -= low;
-            if (position <= last || position >= layout.numel) return false;
-            positions[found++] = (int32_t)(last = position);
-        }
+// The high parts of `count` positions; false if there are more or fewer.
+bool decode_high(const uint32_t* unary, int64_t unary_words, int64_t count, int32_t* high) {
+    int64_t found = 0;
+    for (int64_t w = 0; w < unary_words; w += 2) {  // the longer a word, the fewer ends of this loop are mispredicted
+        uint64_t ones = unary[w];
+        if (w + 1 < unary_words) ones |= (uint64_t)unary[w + 1] << 32;
+        if (found + __builtin_popcountll(ones) > count) return false;
+        for (; ones; ones &= ones - 1, found++) high[found] = (int32_t)(32 * w + __builtin_ctzll(ones) - found);
     }
     return found == count;
+}
+
+bool decode_elias_fano(const Layout& layout, const uint32_t* data, int64_t count, int32_t* positions) {
+    const int low = layout.low_bits;
+    const int64_t low_words = words(layout.capacity * low);
+    if (!decode_high(data + low_words, words(layout.capacity + ((layout.numel - 1) >> low)), count, positions)) {
+        return false;
+    }
+    const uint64_t mask = (1ull << low) - 1;
+    int64_t last = -1;
+    bool sound = true;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t bit = i * low, word = bit / 32;
+        const uint64_t next = word + 1 < low_words ? data[word + 1] : 0;
+        const uint64_t here = low ? data[word] | next << 32 : 0;
+        const int64_t position = ((int64_t)positions[i] << low) | (int64_t)(here >> (bit % 32) & mask);
+        sound &= position > last && position < layout.numel;
+        positions[i] = (int32_t)(last = position);
+    }
+    return sound;
 }
 
 }  // namespace
