@@ -82,7 +82,7 @@ def _is_one_of_its_own(task: str, variant: str) -> bool:
     settings = TASKS[task].settings
     if variant in _ONLY_WHERE_CLIPPED:
         return settings.clip_norm is not None
-    return variant in ("dgc", "dgc, masking from 2% down") or (
+    return variant in ("dgc", "dgc, masking from 2% down", "dgc, momentum in bf16") or (
         VARIANTS[variant].config(settings) != VARIANTS["dgc"].config(settings)
     )
 
@@ -191,6 +191,8 @@ def settings(run: Run) -> str:
     given = {} if config is None else vars(config)
     fields = sorted((name, value) for name, value in given.items() if name not in _NOT_LEARNING)
     others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
+    if variant.narrow_momentum:
+        others = (*others, "momentum in bf16")
     if variant in EXCHANGES.values():
         others = (*others, variant.node_size, variant.shard_density)
     if config is not None and config.local_steps is not None:

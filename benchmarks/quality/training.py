@@ -95,6 +95,7 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
         config=config,
         forgets=variant.forgets,
         masks_below=variant.masks_below,
+        narrow_momentum=variant.narrow_momentum,
         node_size=variant.node_size,
         shard_density=variant.shard_density,
     )
@@ -117,8 +118,9 @@ def train(
         watch: called after every step.
 
     Returns:
-        ``curve`` of [step, test loss, test accuracy]; whether it has ``diverged``, that is, broke off or is no better than
-        a model that knows nothing; the last ``loss`` and ``accuracy``, None where it has; what `Counts.found` gives of rank 0.
+        ``curve`` of [step, test loss, test accuracy]; whether it has ``diverged``, that is, broke off or is no better
+        than a model that knows nothing; the last ``loss`` and ``accuracy``, None where it has; what `Counts.found`
+        gives of rank 0.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a run that diverges would take several times as long
@@ -150,6 +152,7 @@ def train(
 def _knows_nothing(loss: float, accuracy: float, classes: int) -> bool:
     """Whether a model does no better than by giving all classes the same probability.
 
-    One that is right more often than not is overconfident, whatever its loss: so are long runs on few images, dense too.
+    One that is right more often than not is overconfident, whatever its loss: so are long runs on few images, also
+    dense ones.
     """
     return loss > math.log(classes) and accuracy < 0.5
