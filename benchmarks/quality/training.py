@@ -118,9 +118,8 @@ def train(
         watch: called after every step.
 
     Returns:
-        ``curve`` of [step, test loss, test accuracy]; whether it has ``diverged``, that is, broke off or is no better
-        than a model that knows nothing; the last ``loss`` and ``accuracy``, None where it has; what `Counts.found`
-        gives of rank 0.
+        ``curve`` of [step, test loss, test accuracy]; whether it has ``diverged``, that is, broke off or is hopeless;
+        the last ``loss`` and ``accuracy``, None where it has; what `Counts.found` gives of rank 0.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a run that diverges would take several times as long
@@ -144,15 +143,14 @@ def train(
                 break
             curve.append([step + 1, round(quality.loss, 4), round(quality.accuracy, 5)])
             counts.close()
-    diverged = not curve or curve[-1][0] < end or _knows_nothing(*curve[-1][1:], task.classes)
+    diverged = not curve or curve[-1][0] < end or is_hopeless(*curve[-1][1:], task.classes)
     last = [None, None] if diverged else curve[-1][1:]
     return {"curve": curve, "diverged": diverged, "loss": last[0], "accuracy": last[1], **counts.found()}
 
 
-def _knows_nothing(loss: float, accuracy: float, classes: int) -> bool:
-    """Whether a model does no better than by giving all classes the same probability.
+def is_hopeless(loss: float, accuracy: float, classes: int) -> bool:
+    """Whether a model's loss is above that of equal probabilities, and it is wrong more often than right.
 
-    One that is right more often than not is overconfident, whatever its loss: so are long runs on few images, also
-    dense ones.
+    One that is right more often is overconfident, whatever its loss: so are long runs on few images, also dense ones.
     """
     return loss > math.log(classes) and accuracy < 0.5

@@ -53,14 +53,19 @@ def own_group():
 
 
 @pytest.mark.parametrize(
-    ("words", "is_lost"),
+    ("words", "ours", "is_lost"),
     [
-        ("[unbound_buffer.cc:84] Timed out waiting 12000ms for recv operation to complete", False),
-        ("[pair.cc:529] Application timeout caused pair closure", False),
-        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:4242", True),
+        (
+            "[unbound_buffer.cc:84] Timed out waiting 12000ms for recv operation",
+            "waited 12 s for x:",
+            False,
+        ),
+        ("[pair.cc:529] Application timeout caused pair closure", "waited 12 s for x or another collective", False),
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:4242", "x has failed, as another rank", True),
     ],
 )
-def test_a_time_limit_is_told_from_a_lost_rank_in_both_words_of_gloo(own_group, words, is_lost):
+def test_a_time_limit_is_told_from_a_lost_rank_in_both_words_of_gloo(own_group, words, ours, is_lost):
     """Of two collectives under way the one that is asked for may be the one that the other's limit has closed."""
-    error = ProcessGroupCollectives(own_group, "t", 12)._failed("bucket0", RuntimeError(words))
+    error = ProcessGroupCollectives(own_group, "t", 12)._failed("x", RuntimeError(words))
+    assert ours in str(error)
     assert isinstance(error, CollectiveTimeout) and isinstance(error, LostRank) == is_lost

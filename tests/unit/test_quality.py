@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.quality import analysis, runs, selection, tables
 from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.tasks import TASKS
-from benchmarks.quality.training import Run
+from benchmarks.quality.training import Run, is_hopeless
 from benchmarks.quality.variants import ABLATION, AUTOMATIC, LOWER, OPTIMIZERS, OWN_GPT, UNMASKED, VARIANTS
 from dgc_horovod.planning.trial import SETTLING, TIMED
 
@@ -157,3 +157,10 @@ def test_what_is_kept_is_of_todays_settings():
     kept = runs.load()
     left = [run.key for run in runs.STUDIES["ablation"]([0, 1, 2]) if run.key not in kept]
     assert not left, "a field of DGCConfig that changes no weight belongs into runs._NOT_LEARNING"
+
+
+@pytest.mark.parametrize(
+    ("loss", "accuracy", "hopeless"), [(2.31, 0.84, False), (2.31, 0.3, True), (2.29, 0.1, False), (7.9, 0.27, True)]
+)
+def test_a_model_that_is_right_and_overconfident_has_not_diverged(loss, accuracy, hopeless):
+    assert is_hopeless(loss, accuracy, classes=10) == hopeless

@@ -200,7 +200,7 @@ class NativeKernels:
         return found
 
     def top_k(self, x: np.ndarray, k: int) -> Elements:
-        room = min(k, x.size)
+        room = max(0, min(k, x.size))
         into = Elements(np.empty(room + 1, np.int32), np.empty(room + 1, np.float32))
         return self._kept(into, self._library.dgc_keep_largest(None, address(x), x.size, k, *map(address, into)))
 

@@ -14,7 +14,7 @@ from typing import Any
 from dgc_horovod.errors import BackendUnavailable
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_INTERFACE = 5  # of dispatch.cpp
+_INTERFACE = 6  # of dispatch.cpp
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_interface": (_INT, ()),
     "dgc_use_openmp": (None, (_POINTER,)),
@@ -45,8 +45,12 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     """The library with its functions declared.
 
     Raises:
-        BackendUnavailable: it was not built, or does not load.
+        BackendUnavailable: it was not built, or does not load; or this machine orders bytes as packets do not.
     """
+    if sys.byteorder != "little":
+        raise BackendUnavailable(
+            "the native library writes packets as memory has them; this machine is big-endian"
+        )
     path = path or library_path()
     if path is None:
         raise BackendUnavailable("the native library was not built (no C++ compiler when dgc_horovod was installed)")

@@ -16,8 +16,8 @@ def zeros(numel: int) -> np.ndarray:
 
     A pass reads a gradient and writes u and v at the same pace. Gradients begin up to a cache line behind a page
     (malloc's header). A vector that began behind them would be written just ahead of where they are read, modulo the
-    size of a page; processors take that for the same place and wait, for a tenth of the pass. Small pages cost another
-    tenth on a virtual machine, if the allocator has not been told (GLIBC_TUNABLES) to ask for huge ones.
+    size of a page; processors take that for the same place and wait (4K aliasing), for a tenth of the pass. Small pages
+    cost another tenth on a virtual machine, if the allocator has not been told (GLIBC_TUNABLES) to ask for huge ones.
 
     Args:
         numel: elements, >= 0.
@@ -25,12 +25,18 @@ def zeros(numel: int) -> np.ndarray:
     Returns:
         float32, written nowhere yet.
 
-    Cost: up to 4 KiB more, of a large one up to 2 MiB.
+    Raises:
+        MemoryError: there is not so much.
+
+    Cost: up to 4 KiB more, of a large one up to 2 MiB, and 4 MiB of addresses.
     """
     nbytes = 4 * numel
     if nbytes < _HUGE_PAGE:
         return _aligned(np.zeros(nbytes + _PAGE, np.uint8), nbytes, _PAGE)
-    room = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        room = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {nbytes:,} bytes of residual or momentum: {error}") from error
     with contextlib.suppress(AttributeError, OSError):  # another system, a kernel without them
         room.madvise(mmap.MADV_HUGEPAGE)
     return _aligned(np.frombuffer(room, np.uint8), nbytes, _HUGE_PAGE)

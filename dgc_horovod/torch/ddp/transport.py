@@ -140,6 +140,9 @@ class ProcessGroupCollectives(Collectives):
         caused pair closure" of every other one that was under way, which may be the one that is asked for first.
         """
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if any(limit in text.lower() for limit in ("timed out", "application timeout")):
+        if "timed out" in text.lower():
             return self._timed_out(timed_out(self.rank, self.workers, name, self._timeout))
+        if "application timeout" in text.lower():
+            one = f"{name} or another collective under way"
+            return self._timed_out(timed_out(self.rank, self.workers, one, self._timeout))
         return LostRank(lost(self.rank, self.workers, name, text))

@@ -13,11 +13,11 @@ using namespace dgc;
 
 namespace {
 
-// Elements that are written one by one are far apart, and their cache lines are asked for so many elements in time: for
-// the second level, as the first has room for a fraction of the requests only, and would wait for each.
+// Elements that are written one by one are far apart: their cache lines are prefetched so many elements ahead, into L2.
+// L1 can wait for a few misses at a time only, and would make this loop wait for each of them.
 constexpr int64_t kAhead = 64;
 
-void will_write(const float* x) { __builtin_prefetch(x, 1, 2); }
+void prefetch(const float* x) { __builtin_prefetch(x, 1, 2); }
 
 }  // namespace
 
@@ -27,8 +27,8 @@ DGC_API void dgc_settle(float* v, float* u, const int32_t* positions, const floa
     const KeepDenormals here;
     for (int64_t i = 0; i < count; i++) {
         const int64_t ahead = positions[i + kAhead < count ? i + kAhead : i];
-        will_write(v + ahead);
-        if (u) will_write(u + ahead);
+        prefetch(v + ahead);
+        if (u) prefetch(u + ahead);
         v[positions[i]] = values[i] - decoded[i];
         if (u) {
             masked[i] = u[positions[i]];
@@ -80,7 +80,7 @@ bool add(const Target& target, int64_t end, const Contribution* ranks, int64_t w
         const Contribution& one = ranks[rank];
         int64_t i = next[rank];
         for (; i < one.count && one.positions[i] < end; i++) {
-            if (i + kAhead < one.count) will_write(out + one.positions[i + kAhead]);
+            if (i + kAhead < one.count && one.positions[i + kAhead] < end) prefetch(out + one.positions[i + kAhead]);
             float& sum = out[one.positions[i]];
             sum += one.values[i] * scale;
             finite &= !not_finite(sum);

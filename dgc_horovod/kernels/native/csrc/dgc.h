@@ -1,4 +1,4 @@
-// The C interface of the native kernels. kernels/native/library.py declares the same; ops/reference.py says what each must do.
+// The C interface of the native kernels. kernels/native/library.py declares the same; kernels/reference.py says what each must do.
 //
 // Arithmetic, bit for bit the same for every instruction set and number of threads: float32 state, each product rounded
 // before it is added (-ffp-contract=off), sums in float64 over a fixed tree, denormals kept.

@@ -1,4 +1,4 @@
-// Index codecs: plain int32, Elias-Fano, and none where every element is sent.
+// Index codecs: Elias-Fano, and none where every element is sent.
 #include "codecs.h"
 
 namespace dgc {
@@ -31,6 +31,7 @@ bool decode_high(const uint32_t* unary, int64_t unary_words, int64_t count, int3
     for (int64_t w = 0; w < unary_words; w += 2) {  // the longer a word, the fewer ends of this loop are mispredicted
         uint64_t ones = unary[w];
         if (w + 1 < unary_words) ones |= (uint64_t)unary[w + 1] << 32;
+        if (!ones) continue;
         if (found + __builtin_popcountll(ones) > count) return false;
         for (; ones; ones &= ones - 1, found++) high[found] = (int32_t)(32 * w + __builtin_ctzll(ones) - found);
     }
@@ -50,7 +51,7 @@ bool decode_elias_fano(const Layout& layout, const uint32_t* data, int64_t count
         const int64_t bit = i * low, word = bit / 32;
         const uint64_t next = word + 1 < low_words ? data[word + 1] : 0;
         const uint64_t here = low ? data[word] | next << 32 : 0;
-        const int64_t position = ((int64_t)positions[i] << low) | (int64_t)(here >> (bit % 32) & mask);
+        const int64_t position = ((int64_t)(uint32_t)positions[i] << low) | (int64_t)(here >> (bit % 32) & mask);
         sound &= position > last && position < layout.numel;
         positions[i] = (int32_t)(last = position);
     }

@@ -77,8 +77,9 @@ struct SetLanes {
 constexpr SetLanes kSetLanes;
 #endif
 
-// Append the elements at `v` that are set in `bits`. `many`: about one vector in ten has one, and a branch would cost more
-// than to write a vector of them each time and to count how much of it counts; else there is seldom one, never two.
+// Append the elements at `v` that are set in `bits`. If there are `many`, in one vector of ten or twenty, a branch would cost
+// more than to write a whole vector each time and to count how much of it counts. Else there is seldom one, and hardly
+// ever a second.
 template <bool many>
 inline void note(Hits& hits, int32_t& count, uint32_t bits, const float* v, int32_t position) {
 #if defined(__AVX512F__)
@@ -181,12 +182,19 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     return (any(bad_gradient) ? kBadGradient : 0) | (any(bad_residual) ? kBadResidual : 0);
 }
 
-constexpr int32_t kMany = 24;  // candidates of a chunk, see `note`
+// Candidates of a chunk from which they are many, see `note`. Where vectors cannot be compressed there is one way only.
+#if defined(__AVX2__)
+constexpr int32_t kMany = 24;
+#else
+constexpr int32_t kMany = kChunk + 1;
+#endif
 
 template <int kind, bool clears>
 int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
-    return hits.expected < kMany ? update_as<kind, clears, false>(how, piece, hits)
-                                 : update_as<kind, clears, true>(how, piece, hits);
+    if constexpr (kMany <= kChunk) {
+        if (hits.expected >= kMany) return update_as<kind, clears, true>(how, piece, hits);
+    }
+    return update_as<kind, clears, false>(how, piece, hits);
 }
 
 template <int kind>

@@ -50,8 +50,8 @@ DGC_API float dgc_kth_largest(const float* x, int64_t numel, int64_t k) {
 }
 
 // Keeps the k largest of the elements, in their order; of equal ones the first; zeros never. `from` gives the positions,
-// or is null where they are 0, 1, 2, ...; `positions` and `values` may be where the elements come from, or have
-// room for one more than is kept. Returns how many.
+// or is null where they are 0, 1, 2, ...; `positions` and `values` are where the elements come from, or others with
+// room for min(k, numel) + 1: an element is written before it is known whether it is kept. Returns how many are.
 DGC_API int64_t dgc_keep_largest(const int32_t* from, const float* x, int64_t numel, int64_t k, int32_t* positions,
                                  float* values) {
     Rank rank{1, 0};  // everything that is not zero
