@@ -48,9 +48,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         BackendUnavailable: it was not built, or does not load; or this machine orders bytes as packets do not.
     """
     if sys.byteorder != "little":
-        raise BackendUnavailable(
-            "the native library writes packets as memory has them; this machine is big-endian"
-        )
+        raise BackendUnavailable("the native library writes packets as memory has them; this machine is big-endian")
     path = path or library_path()
     if path is None:
         raise BackendUnavailable("the native library was not built (no C++ compiler when dgc_horovod was installed)")
