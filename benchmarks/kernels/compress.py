@@ -40,8 +40,8 @@ def _ours(name: str, rule: str, density: float) -> list[dict[str, Any]]:
     model, rows = _model(name, rule, density), []
     stream, kernels = Stream(model.numel), NativeKernels()
     widest = kernels.instructions
-    plans = [(instructions, 1) for instructions in ("plain", "AVX2", "AVX-512")] + [(widest, 2)]
-    for instructions, threads in plans if (rule, density) == ("exact", 0.001) else [(widest, 1), (widest, 2)]:
+    plain = ["plain"] if (rule, density) == ("exact", 0.001) else []
+    for instructions, threads in [(name, 1) for name in (*plain, "AVX2", "AVX-512")] + [(widest, 2)]:
         if not kernels.use_instructions(instructions):
             continue
         try:
