@@ -20,7 +20,6 @@ from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.kernels.contract import ErrorFeedback, Kernels, MomentumCorrection
-from dgc_horovod.kernels.native.memory import zeros
 
 RUNS, WARM_UP = 9, 3
 MOMENTUM = 0.9
@@ -152,7 +151,7 @@ class Stream:
             flags = ["-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
             subprocess.run(["c++", *flags, source, "-o", library], check=True)
             self._stream = ctypes.CDLL(str(library)).stream
-        self._u, self._v = zeros(numel), zeros(numel)  # where ours lie, too
+        self._u, self._v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
 
     def run(self, g: np.ndarray) -> None:
         """Once over `g`."""

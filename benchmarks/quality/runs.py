@@ -79,12 +79,9 @@ def _ablation(seeds: Sequence[int]) -> Iterator[Run]:
 
 def _is_one_of_its_own(task: str, variant: str) -> bool:
     """Whether a variant differs from the others on a task: not all tasks clip, and each has one density already."""
-    settings = TASKS[task].settings
     if variant in _ONLY_WHERE_CLIPPED:
-        return settings.clip_norm is not None
-    return variant in ("dgc", "dgc, masking from 2% down", "dgc, momentum in bf16") or (
-        VARIANTS[variant].config(settings) != VARIANTS["dgc"].config(settings)
-    )
+        return TASKS[task].settings.clip_norm is not None
+    return variant == "dgc" or settings(Run(task, variant)) != settings(Run(task, "dgc"))
 
 
 def _longer(seeds: Sequence[int]) -> Iterator[Run]:

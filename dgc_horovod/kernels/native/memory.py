@@ -16,8 +16,8 @@ def zeros(numel: int) -> np.ndarray:
 
     A pass reads a gradient and writes u and v at the same pace. Gradients begin up to a cache line behind a page
     (malloc's header). A vector that began behind them would be written just ahead of where they are read, modulo the
-    size of a page; processors take that for the same place and wait (4K aliasing), for a tenth of the pass. Small pages
-    cost another tenth on a virtual machine, if the allocator has not been told (GLIBC_TUNABLES) to ask for huge ones.
+    size of a page; processors take that for the same place and wait (4K aliasing). Small pages cost time too, most on a
+    virtual machine, if the allocator has not been told (GLIBC_TUNABLES) to ask for huge ones.
 
     Args:
         numel: elements, >= 0.
