@@ -91,7 +91,7 @@ class Presets:
 
         The job begins with stock Horovod's exchange, and times it. Where the cost model says that another one is
         faster, it tries that one for some tens of steps, and goes on with what the clock has found best: with stock
-        Horovod's unless another gains 5%. PyTorch only.
+        Horovod's unless another gains 5%.
 
         Args:
             total_steps: number of steps of the run, >= 1: the density is then the smallest at which a coordinate is

@@ -178,6 +178,7 @@ def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str
 JOINED = "a rank has called hvd.join() before a choice was made"
 SPARSE = "there are sparse gradients, which compression would make dense"
 OVERFLOW = "a sum of gradients was beyond half precision"
+SEVERAL = "the variables that are trained have changed"
 UNLEARNT = "a tensor has had no gradient yet, so that nothing is known of Adam's second moment there"
 
 
@@ -194,23 +195,16 @@ def tell_stock(why: str, stock: str) -> None:
 
 def tell_waits(steps: int) -> None:
     """Tell when a choice can be looked for."""
+    make_visible()
     _log.info(
         "dgc_horovod: auto: Adam's second moment is learnt in dense steps first, %d at least; then steps are timed",
         steps,
     )
 
 
-def tell_not_automatic() -> None:
-    """Warn that TensorFlow has no exchange that changes while a job runs: its graphs are traced once."""
-    make_visible()
-    _log.warning(
-        "dgc_horovod: compression auto is for PyTorch; TensorFlow's graph is traced with one exchange, which stays "
-        "dense. See whether compression pays with dgcrun --doctor, and ask for it: --compression dgc"
-    )
-
-
 def tell_too_short(total_steps: int, density: float, stock: str) -> None:
     """Warn that a run is too short for anything to be gained by compression."""
+    make_visible()
     _log.warning(
         "dgc_horovod: auto: %d steps are too few for compression, at the density that fits them, %g, or for a choice: "
         "%s stays",

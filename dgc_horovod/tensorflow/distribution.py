@@ -7,6 +7,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,17 +22,20 @@ from dgc_horovod.core.budget import HOST_SPEED
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.notices import describe
+from dgc_horovod.notices import JOINED, SEVERAL, SPARSE, describe, tell_stock
+from dgc_horovod.planning.density import fitted
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
 from dgc_horovod.tensorflow import joining
+from dgc_horovod.tensorflow.auto.exchange import AutomaticExchange
+from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.nodes import transports
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.reload_detector import Clock
-from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
 from dgc_horovod.tensorflow.wrapping.variables import (
@@ -65,6 +69,8 @@ class Distribution:
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
+        self.clipping: Clipping | None = None  # an optimizer's
+        self.run_steps: int | None = None  # of the whole run, where Keras' fit knows it
         self._takes_part: bool | None = None
         self._sets: dict[Any, VariableSet] = {}
         self._homes = Homes()
@@ -83,6 +89,18 @@ class Distribution:
         if self._takes_part is None or envvars.horovod_elastic():
             self._takes_part = bool(self.settings.process_set.included())
         return self._takes_part
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed now, or from the first step on."""
+        config = self.settings.config
+        return config is not None and (not config.automatic or any(each.keeps_state for each in self.exchanges))
+
+    def joins(self) -> None:
+        """This rank is about to call ``hvd.join()``: what it has not chosen by now, it never will."""
+        for exchange in self.exchanges:
+            if exchange.is_undecided:
+                exchange.give_up(JOINED)
 
     def topology_for(self, shapes: Sequence[Sequence[int]]) -> Topology:
         """The nodes that the exchange uses; asked first, by all ranks alike, it is agreed on.
@@ -174,21 +192,38 @@ class Distribution:
             start = Collectives(self.settings.process_set, "start")
             check_agreement(start, self._agreed_fields(sources, local, number))
             kinds = common_kinds(start, kinds)
+        if self.settings.config is not None and self.settings.config.automatic and not self._sets:
+            self.settings = self._for_a_choice(self.settings.config, kinds)
         if self.settings.config is not None or self.settings.sparse_as_dense:
             kinds = ["dense" if kind == "sparse" else kind for kind in kinds]
         return VariableSet(sources, kinds, local, lambda active: self._exchange(active, number))
+
+    def _for_a_choice(self, config: DGCConfig, kinds: Sequence[str]) -> Settings:
+        """The settings of an exchange that is to be chosen: the ranks know now what is exchanged, and how often."""
+        collectives = Collectives(self.settings.process_set, "start")
+        if "sparse" in kinds and not self.settings.sparse_as_dense:
+            if collectives.rank == 0:
+                tell_stock(SPARSE, STOCK)
+            return self.settings.as_stock()
+        told = [int(data) for data in collectives.gather_bytes(b"%d" % (self.run_steps or 0), "run")]
+        if config.total_steps is None and max(told):
+            config = config.replace(total_steps=max(told))
+        return dataclasses.replace(self.settings, config=fitted(config))
 
     def _exchange(self, sources: Sequence[Source], number: int) -> GradientExchange:
         process_set = self.settings.process_set
         shapes = "\n".join(f"{source.shape} {source.dtype}" for source in sources)
         tag = unique_tag(f"{self.what} {process_set.process_set_id} {number}\n{shapes}")
         collectives, topology = Collectives(process_set, tag), self.topology_for([each.shape for each in sources])
-        if topology.node_size > 1 and self.exchanges:
+        config, clipping = self.settings.config, self.clipping
+        automatic = config is not None and config.automatic and clipping is not None
+        if topology.node_size > 1 and self.exchanges and not automatic:
             raise UnsupportedUse(
                 "the variables that are trained have changed, and with a hierarchical exchange another rank of the "
                 "node has what waits of them; pass exchange='flat', or --dgc-exchange flat"
             )
-        exchange = GradientExchange(
+        make = partial(AutomaticExchange, clipping=clipping) if automatic and clipping else GradientExchange
+        exchange: GradientExchange = make(
             sources,
             self.settings,
             transports(collectives, topology),
@@ -198,10 +233,13 @@ class Distribution:
             number,
             keeps_fp32=self.update.is_split,
         )
+        if self.exchanges:  # what one has taken over, another may need
+            for each in (*self.exchanges, exchange):
+                each.give_up(SEVERAL)
         buckets = exchange.steps.buckets
         if buckets is not None:
             if self._loaded is not None:
-                exchange.steps.resume(*self._loaded)
+                exchange.resume(*self._loaded)
                 self._loaded = None
             buckets.epoch = self.epoch
             if hvd.rank() == 0:
@@ -228,6 +266,8 @@ class Distribution:
         values: dict[int, Any] = {}
         if self._topology is not None and self._topology.node_size > 1:
             return values  # a rank has slices only, and zeros in the place of the others would not be momentum
+        if not self.compresses:
+            return values
         for key in self.compressed:
             home = self._homes.find(key)
             if home is not None:
@@ -257,7 +297,7 @@ class Distribution:
                 "optimizer of its own"
             )
         if self.exchanges:
-            return self.exchanges[0].steps.residuals()
+            return self.exchanges[0].residuals()
         return self._loaded[0] if self._loaded is not None else None
 
     def resume(self, state: ResidualState, iterations: int) -> None:
@@ -271,7 +311,7 @@ class Distribution:
         self._epochs_begun = state.epoch or 0  # it may be begun again
         self._loaded = state, iterations, self.clock.resumed(iterations)
         if self.exchanges:
-            self.exchanges[0].steps.resume(*self._loaded)
+            self.exchanges[0].resume(*self._loaded)
             self._loaded = None
 
     def carry_on(self, state: ResidualState | None, iterations: int) -> None:

@@ -26,6 +26,8 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
     if not distribution.exchanges or distribution.settings.config is None:
         return
     (exchange,) = distribution.exchanges
+    if not exchange.keeps_state:
+        return
     by_key = {key_of(variable): variable for variable in optimizer._trainable_variables}
     variables = {i: by_key[source.key] for i, source in enumerate(exchange.sources) if i in exchange.steps.place}
     left = _left(exchange)

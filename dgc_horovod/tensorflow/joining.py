@@ -26,7 +26,7 @@ _compressed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def note(distribution: Any) -> None:
-    """`distribution` will exchange compressed gradients."""
+    """`distribution` will exchange compressed gradients, now or later."""
     _compressed.add(distribution)
 
 
@@ -36,8 +36,10 @@ def install() -> None:
 
 
 def _join(*args: Any, **kwargs: Any) -> Any:
-    if any(distribution.takes_part for distribution in _compressed):
+    if any(distribution.takes_part and distribution.compresses for distribution in _compressed):
         _meet()
+    for distribution in list(_compressed):
+        distribution.joins()
     return _stock_call(*args, **kwargs)
 
 

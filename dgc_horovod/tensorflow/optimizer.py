@@ -17,15 +17,17 @@ import tensorflow as tf
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow import compiling
-from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
+from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping, clipping_of, with_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.local.methods import NO_SCALER, LocalMethods
 from dgc_horovod.tensorflow.local.update import LocalUpdate
 from dgc_horovod.tensorflow.optimizer_mixin import AgreedScaling, DistributedMethods
+from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.updates.choice import choose_update
-from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
+from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -157,14 +159,28 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
     if config is not None and rounds:  # clipping is the inner optimizer's own
         distribution = Distribution(settings, LocalUpdate(wrapped, config.outer_rate), "optimizer", rounds, described)
     else:
-        update = choose_update(wrapped, kind, config)
-        distribution = Distribution(with_clipping(optimizer, settings), update, "optimizer", steps, described)
+        settings, update = _split(optimizer, wrapped, settings)
+        distribution = Distribution(settings, update, "optimizer", steps, described)
+        distribution.clipping = Clipping(wrapped, settings)
     own: dict[str, Any] = {"_dgc": distribution, "_dgc_local": set()}
     for name, value in {**own, "_dgc_passes": passes, "_dgc_averaged": averaged}.items():
         object.__setattr__(wrapped, name, value)  # Keras need not know
     if passes > 1:
         _accumulate(wrapped, passes)
     return wrapped
+
+
+def _split(optimizer: Any, wrapped: Any, settings: Settings) -> tuple[Settings, PlainUpdate]:
+    """What of `optimizer` is done before the exchange: clipping, by the settings, and how its arithmetic is split."""
+    kind = type(optimizer)
+    try:
+        return with_clipping(optimizer, settings), choose_update(wrapped, kind, settings.config)
+    except UnsupportedUse as refused:
+        if settings.config is None or not settings.config.automatic:
+            raise
+        if hvd.rank() == 0:
+            tell_stock(str(refused), STOCK)
+        return settings.as_stock(), choose_update(wrapped, kind, None)
 
 
 def _distribute_scaler(scaler: Any, inner: Any) -> Any:

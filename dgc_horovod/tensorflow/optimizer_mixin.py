@@ -69,13 +69,15 @@ class DistributedMethods(UsersClass):
             return super()._clip_gradients(grads)
         settings, variables = self._dgc.settings, application.variables
         compresses = settings.config is not None
+        automatic = settings.config is not None and settings.config.automatic
         # Keras has left out those without a gradient, and averaged over the passes
         passes = 1 if self._dgc_averaged else self._dgc_passes
         gradients = {i: scaled(g, passes) for i, g in zip(variables.given, grads, strict=True)}
         for i in gradients:
             if variables.local[i]:
                 gradients[i] = scaled(gradients[i], settings.local_scale)
-            gradients[i] = clipped(gradients[i], self, settings, variables.local[i])
+            if not automatic or variables.local[i]:  # else it depends on what the step takes, see `AutomaticExchange`
+                gradients[i] = clipped(gradients[i], self, settings, variables.local[i])
         if variables.exchange is not None:
             active = [gradients[i] for i in variables.active]
             weights = [native(application.known[i]) for i in variables.active]

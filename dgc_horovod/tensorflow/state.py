@@ -14,6 +14,7 @@ from dgc_horovod import envvars
 from dgc_horovod.config_check import together
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state import checkpoint
+from dgc_horovod.state.residual_state import UNDECIDED
 from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
@@ -86,6 +87,8 @@ def load_checkpoint(
         extra = _assigned(variables, found.model)
         _inner(optimizer or model.optimizer)._dgc_weights_loaded()
         if settings.config is not None:
+            if found.manifest.workers not in (0, collectives.workers):
+                found.state.mode = UNDECIDED  # what was fastest for other ranks
             distribution.resume(found.state, int((optimizer or model.optimizer).iterations))
             checkpoint.tell_if_empty(found, directory)
     return extra

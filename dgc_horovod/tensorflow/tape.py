@@ -13,13 +13,14 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow.clipping import of_tape
 from dgc_horovod.tensorflow.clipping.learned import Returned
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.optimizer_mixin import UsersClass, not_converted
 from dgc_horovod.tensorflow.updates.base import TapeUpdate
-from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
+from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, scaled, sources_of
 
 _log = logging.getLogger("dgc_horovod")
@@ -73,6 +74,10 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
     )
+    if settings.config is not None and settings.config.automatic:
+        if hvd.rank() == 0:
+            _say_once_that_nothing_is_chosen()
+        settings = settings.as_stock()
     if settings.config is not None and envvars.horovod_elastic():
         raise UnsupportedUse(
             "under Horovod Elastic nothing tells a compressed tape that the ranks have changed; use "
@@ -96,6 +101,11 @@ def _say_once_that_momentum_is_not_corrected() -> None:
         "dgc_horovod: a GradientTape does not know the optimizer's momentum, so it is not corrected (plain error "
         "feedback); DistributedOptimizer corrects it"
     )
+
+
+@functools.cache
+def _say_once_that_nothing_is_chosen() -> None:
+    tell_stock("a GradientTape knows no optimizer whose momentum could be taken over; DistributedOptimizer does", STOCK)
 
 
 def _distribution(settings: Settings) -> Distribution:

@@ -83,6 +83,30 @@ def clipped(gradient: Gradient, optimizer: Any, settings: Settings, local: bool)
     return tf.clip_by_norm(dense, limit) if kind == "clipnorm" else tf.clip_by_value(dense, -limit, limit)
 
 
+class Clipping:
+    """What an optimizer clips whose exchange is chosen: averages, or each rank's own where they are compressed.
+
+    Args:
+        optimizer: Keras optimizer.
+        settings: settings from `with_clipping`.
+    """
+
+    def __init__(self, optimizer: Any, settings: Settings) -> None:
+        self._optimizer, self._settings = optimizer, settings
+
+    def own(self, gradient: tf.Tensor) -> tf.Tensor:
+        """A gradient of this rank, before it is compressed; see `clipped`."""
+        return clipped(gradient, self._optimizer, self._settings, local=False)
+
+    def averaged(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The gradients of all ranks, as Keras does, or by ``clip_norm`` of the compression."""
+        assert self._settings.config is not None
+        limit = self._settings.config.clip_norm
+        if limit is not None and clipping_of(self._optimizer) != ("global_clipnorm", limit):
+            return list(tf.clip_by_global_norm(gradients, limit)[0])
+        return list(keras.optimizers.Optimizer._clip_gradients(self._optimizer, gradients))
+
+
 def check_change(optimizer: Any, config: DGCConfig | None, kind: str, limit: Any) -> None:
     """Raise UnsupportedUse where a limit that is set after wrapping would not be looked at."""
     if config is None or config.local_steps is not None or limit == getattr(optimizer, kind):

@@ -15,6 +15,7 @@ from tensorflow.python.ops import control_flow_util
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
+from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.clipping.learned import LearntClipping
 from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
@@ -88,6 +89,24 @@ class GradientExchange:
         self._when_eager = LearntClipping(len(self.sources), settings)
         self.clipping = self._when_eager  # of the graph that was made, or has run, last
         self._function = tf.function(self._graph, autograph=False, reduce_retracing=True)
+
+    is_undecided = False  # whether it may become another one by itself
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether u and v are with the engines, and not in the optimizer's slots."""
+        return True
+
+    def give_up(self, why: str) -> None:
+        """What may choose its exchange chooses no more, and goes back to stock Horovod's; in words, why."""
+
+    def residuals(self) -> ResidualState | None:
+        """See `HostSteps.residuals`."""
+        return self.steps.residuals()
+
+    def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
+        """See `HostSteps.resume`."""
+        self.steps.resume(state, iterations, generation)
 
     def __call__(
         self,

@@ -224,6 +224,24 @@ class HostSteps:
         part = self.part_due(steps)
         return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), np.bool_(self._dense)]
 
+    def start_as_stock(self, iterations: np.ndarray) -> bool:
+        """Begin a step of the user's own optimizer; returns whether what is kept belongs to these weights."""
+        assert self.buckets is not None
+        if self._under_way:
+            self.buckets.rollback()
+            self._under_way = False
+        generation = self._generation_now(int(iterations))
+        belongs = generation == self._generation
+        self._homes.renew(generation)
+        return belongs
+
+    def hand_back(self, run: BucketRun, parts: Sequence[str], _: Any) -> list[Any]:
+        """What this rank keeps of a bucket, part by part, see `BucketEngine.as_one_of_all`; here it ends."""
+        kept = [run.engine.as_one_of_all(part) for part in parts]
+        self.counts.traffic.count_allreduce(sum(part.nbytes for part in kept), self.collectives.workers)
+        run.engine.clear()
+        return kept
+
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
         before, now = self.collectives.workers, self.collectives.process_set.size() if envvars.horovod_elastic() else 0

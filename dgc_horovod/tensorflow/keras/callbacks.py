@@ -33,6 +33,11 @@ class _EpochTeller(keras.callbacks.Callback):
     def _distribution(self) -> Any:
         return getattr(self.model.optimizer, "_dgc", None)
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        epochs, steps = (self.params or {}).get("epochs"), (self.params or {}).get("steps")
+        if self._distribution is not None and epochs and steps:
+            self._distribution.run_steps = epochs * steps // self._distribution.clock.stride
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._distribution is not None:
             self._distribution.epoch_begins(epoch)
@@ -71,6 +76,7 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
         self._local |= keys_of(var, "var")
 
     def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
         self._done = False
         if self.model.built:
             optimizer = self.model.optimizer

@@ -14,13 +14,14 @@ from dgc_horovod.kernels.contract import Accumulation, AdamCorrection, ErrorFeed
 from dgc_horovod.notices import ADAM_DIRECTIONS
 from dgc_horovod.state.residual_state import FIRST, RESIDUAL, SECOND
 from dgc_horovod.tensorflow.updates.base import Left, SplitUpdate, add_to, index_of, kept_of, part_of
-from dgc_horovod.tensorflow.wrapping.variables import Key, key_of
+from dgc_horovod.tensorflow.wrapping.variables import Key, native
 
 
 class AdamUpdate(SplitUpdate):
     """Adam, AdamW: each rank's own Adam direction enters the residual."""
 
     keeps_second = True
+    parts: tuple[str, ...] = (RESIDUAL, FIRST, SECOND)
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(ADAM_DIRECTIONS)
@@ -44,7 +45,7 @@ class AdamUpdate(SplitUpdate):
     def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
         return [part_of(engine, i, moment) for moment in engine.state.moments or ()]
 
-    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
+    def hand_back(self, key: Key, variable: Any, left: Left, rate: Any, compressed: bool) -> Any:
         """All of v is applied, and the mean moments go where Keras has them, from which they are taken over again.
 
         What coding has left of an uncompressed variable is a gradient, which is not applied alone: Adam would take
@@ -54,7 +55,7 @@ class AdamUpdate(SplitUpdate):
             return left[RESIDUAL]
         variable.assign_sub(tf.cast(rate * left[RESIDUAL], variable.dtype))
         if FIRST in left:
-            for slot, moment in zip(self.slots(key_of(variable)), (left[FIRST], left[SECOND]), strict=True):
+            for slot, moment in zip(self.slots(key), (left[FIRST], left[SECOND]), strict=True):
                 slot.assign(tf.cast(moment, slot.dtype))
         return None
 
@@ -68,6 +69,7 @@ class FrozenAdamUpdate(AdamUpdate):
     """
 
     keeps_second, learns_second = False, True
+    parts = (RESIDUAL, FIRST)
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -125,7 +127,7 @@ class FrozenAdamUpdate(AdamUpdate):
         bias = self._bias(int(self._optimizer.iterations))
         return [first, velocity * np.float32(bias)] if np.any(first) else [first]
 
-    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
+    def hand_back(self, key: Key, variable: Any, left: Left, rate: Any, compressed: bool) -> Any:
         """All of v is applied, and the mean first moment goes where Keras has it.
 
         Without a first moment there were dense steps alone, and v is what coding has left of a gradient.
@@ -133,8 +135,10 @@ class FrozenAdamUpdate(AdamUpdate):
         if not compressed or FIRST not in left:
             return left[RESIDUAL]
         variable.assign_sub(tf.cast(rate * left[RESIDUAL], variable.dtype))
-        if np.any(left[FIRST]):
-            momentum, velocity = self.slots(key_of(variable))
-            momentum.assign(tf.cast(self.share * left[FIRST], momentum.dtype))
-            velocity.assign(velocity * tf.cast(self._bias(int(self._optimizer.iterations)), velocity.dtype))
+        momentum, velocity = map(native, self.slots(key))
+        begun = tf.reduce_any(tf.not_equal(left[FIRST], 0.0))  # else the velocity is divided already, and stays so
+        steps = tf.cast(tf.maximum(native(self._optimizer.iterations), 1), tf.float64)
+        bias = tf.where(begun, 1 - tf.pow(tf.constant(float(self._optimizer.beta_2), tf.float64), steps), 1.0)
+        momentum.assign(tf.where(begun, tf.cast(self.share * left[FIRST], momentum.dtype), momentum))
+        velocity.assign(velocity * tf.cast(bias, velocity.dtype))
         return None

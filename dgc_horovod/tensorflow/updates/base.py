@@ -5,7 +5,8 @@ for Adam the momentum or the direction has been formed locally, before selection
 ``w -= lr * mean(s)``. Keras' weight decay is decoupled for every optimizer, and stays its own.
 
 A checkpoint's slots (velocity, moments) are taken over by the engine at the first step after they were loaded, and
-emptied: by linearity nothing is lost, and nothing is applied twice. When Keras saves, they get what the rank has.
+emptied: by linearity nothing is lost, and nothing is applied twice. When Keras saves, they get what the rank has. The
+reverse is `hand_back`, inside a graph or out of it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import tensorflow as tf
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
 from dgc_horovod.state.residual_state import RESIDUAL, Arrays
-from dgc_horovod.tensorflow.wrapping.variables import Key, key_of
+from dgc_horovod.tensorflow.wrapping.variables import Key, key_of, native
 
-Left = Mapping[str, np.ndarray]  # of a variable, by part
+Left = Mapping[str, Any]  # arrays or tensors of a variable, by part
 
 
 class PlainUpdate:
@@ -36,6 +37,7 @@ class PlainUpdate:
     keeps_second = False  # whether each rank keeps a second moment of its own
     learns_second = False  # whether one that all ranks have is learnt in dense steps, which are the optimizer's own
     flush_is_step = True  # of the user's optimizer
+    parts: tuple[str, ...] = (RESIDUAL,)  # what a rank keeps, and hands back
 
     def __init__(self, notice: str = "") -> None:
         self.notice = notice
@@ -74,6 +76,20 @@ class PlainUpdate:
         """Put them back; returns the rest of `arrays`."""
         return arrays
 
+    def hand_back(self, key: Key, variable: Any, left: Left, rate: Any, compressed: bool) -> Any:
+        """Apply what all ranks together had kept of a variable, before a step of the user's own optimizer.
+
+        Args:
+            key, variable: key of the variable, and the tf.Variable.
+            left: what is left of it, in its shape, by part: arrays or tensors.
+            rate: learning rate, a number or a scalar tensor.
+            compressed: whether it is on the sparse path.
+
+        Returns:
+            What cannot be applied, as it is a gradient, to be added to that of the next step; or None.
+        """
+        return left[RESIDUAL]
+
     def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
         """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
 
@@ -104,11 +120,10 @@ class SplitUpdate(PlainUpdate):
 
     def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
         rate = float(optimizer.learning_rate)
-        return [self.flush_one(variable, parts, rate, key_of(variable) in compressed) for variable, parts in left]
+        return [self._flushed(native(variable), parts, rate, key_of(variable), compressed) for variable, parts in left]
 
-    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> np.ndarray | None:
-        """Apply what is left of `variable`; returns what cannot be applied, or None."""
-        raise NotImplementedError
+    def _flushed(self, variable: Any, left: Left, rate: float, key: Key, compressed: Collection[Key]) -> Any:
+        return self.hand_back(key, variable, left, rate, key in compressed)
 
 
 def index_of(optimizer: Any, key: Key) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,13 @@ from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels.contract import Accumulation, MomentumCorrection
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL
 from dgc_horovod.tensorflow.updates.base import Left, SplitUpdate, add_to, index_of, part_of
-from dgc_horovod.tensorflow.wrapping.variables import Key, key_of
+from dgc_horovod.tensorflow.wrapping.variables import Key
 
 
 class SGDUpdate(SplitUpdate):
     """SGD with momentum: the engine's u carries the local momentum, without the learning rate."""
+
+    parts = (RESIDUAL, MOMENTUM)
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
@@ -36,15 +38,25 @@ class SGDUpdate(SplitUpdate):
     def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
         return [] if engine.state.u is None else [np.float32(-rate) * part_of(engine, i, engine.state.u)]
 
-    def flush_one(self, variable: Any, left: Left, rate: float, compressed: bool) -> None:
+    def hand_back(self, key: Key, variable: Any, left: Left, rate: Any, compressed: bool) -> Any:
         """All of v is applied, and u joins the velocity, from which it is taken over again: nothing is lost.
 
         Of an uncompressed variable v is a gradient, whose momentum is still to come.
         """
-        v, momentum = left[RESIDUAL], float(self._optimizer.momentum)
-        later = left.get(MOMENTUM) if compressed else v
-        if later is not None:
-            for slot in self.slots(key_of(variable)):
-                slot.assign_add(tf.cast(-rate * later, slot.dtype))
-        ahead = 1 + momentum if self._optimizer.nesterov and not compressed else 1.0
-        variable.assign_sub(tf.cast(rate * ahead * v, variable.dtype))
+        if not compressed:
+            return left[RESIDUAL]
+        if MOMENTUM in left:
+            for slot in self.slots(key):
+                slot.assign_add(tf.cast(-rate * left[MOMENTUM], slot.dtype))
+        variable.assign_sub(tf.cast(rate * left[RESIDUAL], variable.dtype))
+        return None
+
+    def _flushed(self, variable: Any, left: Left, rate: float, key: Key, compressed: Collection[Key]) -> Any:
+        """Without a next step, a gradient is a step with its momentum."""
+        v = self.hand_back(key, variable, left, rate, key in compressed)
+        if v is not None:
+            for slot in self.slots(key):
+                slot.assign_add(tf.cast(-rate * v, slot.dtype))
+            ahead = 1 + float(self._optimizer.momentum) if self._optimizer.nesterov else 1.0
+            variable.assign_sub(tf.cast(rate * ahead * v, variable.dtype))
+        return None

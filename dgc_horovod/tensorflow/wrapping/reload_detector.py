@@ -18,7 +18,7 @@ class Clock:
     """
 
     def __init__(self, stride: int, says: Callable[[], bool]) -> None:
-        self._stride, self._says = stride, says
+        self.stride, self._says = stride, says
         self._last: int | None = None
         self._generation = self._seen = 0
 
@@ -34,9 +34,9 @@ class Clock:
     def generation(self, iterations: int) -> int:
         """A number that changes when a checkpoint has been loaded. `iterations`: the optimizer's, at an exchange."""
         last, self._last = self._last, iterations
-        if last is not None and not 0 <= iterations - last <= _SKIPPED_AT_MOST * self._stride:
+        if last is not None and not 0 <= iterations - last <= _SKIPPED_AT_MOST * self.stride:
             self._generation += 1
-        if self._generation != self._seen or (last is None and iterations >= self._stride):
+        if self._generation != self._seen or (last is None and iterations >= self.stride):
             self._seen = self._generation
             if self._says():
                 _log.warning(

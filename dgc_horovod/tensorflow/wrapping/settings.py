@@ -16,10 +16,11 @@ from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import config_of
 from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_local_steps, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.notices import NOT_ALL_RANKS, tell_not_automatic
+from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.wrapping.variables import Key, Source, key_of
 
+STOCK = "stock Horovod"
 Groups = int | tuple[tuple[Key, ...], ...] | None
 
 
@@ -57,6 +58,10 @@ class Settings:
         if envvars.horovod_elastic():
             return 1 / tf.cast(hvd.size_op(process_set_id=self.process_set.process_set_id), tf.float32)
         return 1 / self.process_set.size()
+
+    def as_stock(self) -> Settings:
+        """The same without compression."""
+        return dataclasses.replace(self, compression=Compression.none, config=None)
 
     def agreed_fields(self) -> dict[str, str]:
         """What must be the same on every rank, for `check_agreement`."""
@@ -97,9 +102,9 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
     config = config_of(compression)
     if config is not None and config.local_steps is not None:
         check_local_steps(fields["op"] == hvd.Average)
-    if config is not None and config.automatic:
+    if config is not None and config.automatic and envvars.horovod_elastic():
         if hvd.rank() == 0:
-            tell_not_automatic()
+            tell_stock("under Horovod Elastic the number of ranks changes, and auto measures one", STOCK)
         compression, config = Compression.none, None
     settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if settings.op not in (hvd.Average, hvd.Sum):

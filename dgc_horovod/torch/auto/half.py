@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-_LARGEST = 65504 / 8  # of fp16, with room for steps whose gradients are larger
-_LOST = 0.01  # of a tensor's L2 norm at most
+from dgc_horovod.planning.half import LARGEST, LOST
 
 
 def fits(gradients: Sequence[torch.Tensor], factor: float) -> bool:
@@ -31,7 +30,7 @@ def _fits(gradient: torch.Tensor, factor: float) -> bool:
     if gradient.dtype != torch.float32:
         return False  # float64's digits, bfloat16's range
     largest = float(gradient.abs().max()) if gradient.numel() else 0.0
-    if not largest * factor <= _LARGEST:
+    if not largest * factor <= LARGEST:
         return False
     lost = gradient - gradient.half().float()
-    return bool(lost.norm() <= _LOST * gradient.norm())
+    return bool(lost.norm() <= LOST * gradient.norm())

@@ -13,7 +13,7 @@ from dgc_horovod.planning.density import fitted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
 from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
 from dgc_horovod.torch import state
-from dgc_horovod.torch.auto.choice import Choice
+from dgc_horovod.torch.auto.choice import OptimizerChoice
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.methods import ExchangeMethods
@@ -32,7 +32,7 @@ class AutomaticMethods:
 
     _dgc_below: type[ExchangeMethods]  # the adapter's methods that compress
     _dgc_stock_name: str  # in words
-    _dgc_choice: Choice
+    _dgc_choice: OptimizerChoice
     _dgc_stock: bool
 
     def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
@@ -43,7 +43,7 @@ class AutomaticMethods:
         self._dgc_below._attach(self, fitted(config), update, grad_scaler)
         if self._dgc_takes_part:
             name, on_gloo = self._dgc_stock_name, self._dgc_is_on_gloo()
-            self._dgc_choice = Choice(self._dgc, self, update.kind, name, on_gloo)
+            self._dgc_choice = OptimizerChoice(self._dgc, self, update.kind, name, on_gloo)
 
     def _dgc_is_on_gloo(self: Any) -> bool:
         """Whether the uncompressed exchange is Gloo's, on a CPU."""
@@ -94,7 +94,7 @@ class AutomaticMethods:
             self._dgc_stock_step()
             self._dgc_loaded = False
             self._dgc_choice.watch(self)
-        if self._dgc_takes_part and self._dgc_choice.step_ended(self._dgc_waited):
+        if self._dgc_takes_part and self._dgc_choice.compare_after(self._dgc_waited):
             self._dgc_switch(self._dgc_choice.trial.mode)
         self._dgc_waited = 0.0
         return loss

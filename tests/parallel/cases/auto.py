@@ -378,4 +378,4 @@ def settling() -> dict[str, Any]:
         optimizer.step()
         if choice.trial.ended:
             break
-    return {"settled": choice._settling.settled_at, "seconds": choice.trial.seconds, "steps": len(modes)}
+    return {"settled": choice.settling.settled_at, "seconds": choice.trial.seconds, "steps": len(modes)}

@@ -1,0 +1,198 @@
+"""One optimizer's choice of an exchange: what its ranks have measured, what that comes to, and what they say.
+
+Nothing here communicates: adapters sum what every rank gives, and tell every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.core.settling import Settling
+from dgc_horovod.notices import (
+    JOINED,
+    OVERFLOW,
+    SPARSE,
+    UNLEARNT,
+    tell_choice,
+    tell_given_up,
+    tell_too_short,
+    tell_waits,
+)
+from dgc_horovod.planning.density import MOST
+from dgc_horovod.planning.prediction import Observed, predicted
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, SETTLING, TIMED, Trial
+from dgc_horovod.schedule import WarmupSchedule
+
+PROBED, REPEATS = 2**20, 3  # elements, at most, of an allreduce that is timed, and how often
+_SETTLED = 0.25  # see `WarmupSchedule.until_settled`
+_WORTH = 10  # a run has so many times the steps that a choice takes, or none is made
+
+
+class Choice:
+    """A `Trial` of all ranks: in each comparison a rank gives `own`, and takes the sums over the ranks.
+
+    Args:
+        buckets: buckets of the compressed exchange.
+        window: ``1/(1-b2)`` of an Adam whose second moment is learnt in dense steps, the longest; 0: there is none.
+        stock: whose the uncompressed exchange is, in words.
+        on_gloo: whether it is Gloo's, on a CPU.
+
+    Attributes:
+        trial: trial under way, or ended.
+        settling: when the second moment has settled, without which nothing is timed.
+        given_up: whether the uncompressed exchange is to stay, whatever the clock says: the same on every rank once all
+            have ended a step, or are in join.
+        script_clips: whether the script has clipped gradients of this rank by itself.
+        script_accumulates: whether it has made a step of several exchanged gradients, or of none.
+    """
+
+    def __init__(self, buckets: OptimizerExchange, window: float, stock: str, on_gloo: bool) -> None:
+        self.buckets, self._window, self._stock, self._on_gloo = buckets, window, stock, on_gloo
+        self._dense: list[float] = []  # seconds of a dense step, and those of waiting, the same on every rank
+        self.given_up = self.script_clips = self.script_accumulates = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Choose anew; where there is nothing to choose, the uncompressed exchange stays."""
+        config, self.trial = self.buckets.config, Trial()
+        until = WarmupSchedule(steps=1, first_density=1.0, until_settled=_SETTLED)
+        self.settling = Settling(until if self._window else None, config.final_density)
+        settles_at = round(2 * self._window)  # the first step at which it may have, see `Settling`
+        total, least = config.total_steps, max(_WORTH * (SETTLING + TIMED), 2 * settles_at)
+        short = total is not None and (total < least or config.density > MOST)
+        if self.buckets.workers == 1 or not self.buckets.compressed or short or self.given_up:
+            self.trial.stay()
+        elif self._window and self.speaks:
+            tell_waits(settles_at)
+        if total is not None and short and self.speaks:
+            tell_too_short(total, config.density, self._stock)
+
+    def give_up(self, why: str) -> None:
+        """The present exchange stays until all ranks can go back to the uncompressed one, which then stays."""
+        if not self.given_up and self.speaks:
+            tell_given_up(why, self._stock)
+        self.given_up = True
+        self.trial.stay()
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank decides for all, and tells the user."""
+        return self.buckets.rank == 0
+
+    def count(self, half: bool, skipped: bool = False) -> None:
+        """Count a step of the uncompressed exchange, in fp16 or not; of one that was skipped its number."""
+        buckets = self.buckets
+        width = 2 if half else 4
+        buckets.counts.traffic.count_allreduce(width * sum(buckets.numel.values()), buckets.workers)
+        buckets.counts.end_step((buckets.steps, OVERFLOW) if skipped else None)
+        buckets.steps += 1
+
+    # -- Adam's second moment
+
+    @property
+    def measures_second(self) -> bool:
+        """Whether the ranks are to look now whether Adam's second moment has settled; the same on every rank."""
+        return not self.trial.ended and self.settling.is_due(self.buckets.steps)
+
+    def judged(self, *measured: float) -> list[float]:
+        """What a rank gives then: seven numbers, of which only those of the one that `speaks` say anything.
+
+        Args:
+            measured: of that one, the number of compressed tensors that have had no gradient yet, and step, norm, rate
+                and window, see `Settling.judge`.
+        """
+        if not self.speaks:
+            return [1.0, *[0.0] * 6]
+        unlearnt, step, *rest = measured
+        return [1.0, float(unlearnt), *self.settling.judge(int(step), *rest)]
+
+    def settled(self, sums: Sequence[float]) -> None:
+        """Take the sums over the ranks of what `judged` gave."""
+        ranks, unlearnt, *told = sums
+        if round(ranks) != self.buckets.workers:  # Horovod's join has answered
+            return self.give_up(JOINED)
+        self.settling.take(told, self.buckets.steps)
+        if unlearnt and self.settling.settled_at is not None:
+            self.give_up(UNLEARNT)
+
+    # -- times
+
+    def step_ended(self, now: float, waited: float) -> bool:
+        """Count the time of a step.
+
+        Args:
+            now: seconds on a clock that goes evenly.
+            waited: seconds of it in which the uncompressed exchange was waited for, >= 0.
+
+        Returns:
+            Whether the ranks are to compare: `own`, `compare`, and where that says so the link, `expect`.
+        """
+        if (self._window and self.settling.settled_at is None) or not self.trial.step_ended(now, waited):
+            return False
+        if self.buckets.ranks_in_join:
+            self.give_up(JOINED)  # those in join answer nothing but steps
+            return False
+        return True
+
+    def own(self) -> list[float]:
+        """What a rank gives of its times."""
+        return [1.0, *self.trial.own()]
+
+    def compare(self, sums: Sequence[float]) -> bool:
+        """Take the sums of `own`; whether the link is to be timed as well, and gradients looked at: then `expect`."""
+        means = self._means(sums)
+        if means is None:
+            self.give_up(JOINED)
+        elif not self.trial.times_more(means[0]):
+            if self.trial.mode == DENSE:
+                self._dense = means
+                return True
+            self.trial.tried(means[0])
+            self._conclude({})
+        return False
+
+    @property
+    def probed(self) -> int:
+        """Number of elements of the longer allreduce that is timed, > 1."""
+        return max(2, min(PROBED, sum(self.buckets.numel.values()) // 8))
+
+    def observed(self, one: float, many: float, sparse: bool, halves: bool) -> list[float]:
+        """What a rank gives of the link and of its gradients.
+
+        Args:
+            one, many: seconds of an allreduce of one element, and of `probed`.
+            sparse: whether there are sparse gradients.
+            halves: whether half precision has room for all.
+        """
+        config, nodes = self.buckets.config, self.buckets.topology.node_size > 1
+        # workers of a node might differ in what they clip, see `NodeGradientExchange`
+        clips = self.script_clips and nodes and config.clip_norm is None
+        hindered = clips or self.script_accumulates
+        return [1.0, one, many, float(sparse), float(hindered), float(not halves)]
+
+    def expect(self, sums: Sequence[float]) -> None:
+        """Take the sums of `observed`: what is tried next is what the cost model expects to be faster."""
+        found = self._means(sums)
+        if found is None:
+            return self.give_up(JOINED)
+        one, many, sparse, *obstacles = found
+        if sparse:
+            return self.give_up(SPARSE)
+        step, waited = self._dense
+        observed = Observed(step, waited, one, many, self.probed)
+        expected = predicted(self.buckets, observed, self._on_gloo)
+        for mode, obstacle in zip((COMPRESSED, HALF), obstacles, strict=True):
+            if obstacle:
+                del expected[mode]
+        self.trial.dense_timed(observed.step, expected)
+        self._conclude(expected)
+
+    def _conclude(self, expected: dict[str, float]) -> None:
+        self.buckets.counts.trial_seconds = dict(self.trial.seconds)
+        if self.speaks:
+            tell_choice(self.buckets, self.trial, expected, self._stock)
+
+    def _means(self, sums: Sequence[float]) -> list[float] | None:
+        """Means over the ranks; None where some have no more data: Horovod's join answers with zeros for them."""
+        return [total / sums[0] for total in sums[1:]] if round(sums[0]) == self.buckets.workers else None

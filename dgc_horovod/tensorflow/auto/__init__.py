@@ -1,0 +1,1 @@
+"""The exchange that a Keras job takes by its own clock."""

@@ -1,0 +1,223 @@
+"""What the ranks of a Keras optimizer compare, now and then, to choose its exchange: in the graph of its step.
+
+All of it happens before a step, of the steps before, since Keras applies those by itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.notices import OVERFLOW
+from dgc_horovod.planning.choice import REPEATS, Choice
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
+from dgc_horovod.state.residual_state import UNDECIDED, ResidualState
+from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
+from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
+from dgc_horovod.tensorflow.wrapping.settings import STOCK
+from dgc_horovod.tensorflow.wrapping.variables import Key, native
+
+HANDED_BACK = "handed back"  # a dense step, before which all that ranks have kept is applied
+BRANCHES = (DENSE, HALF, COMPRESSED, HANDED_BACK)  # a step is one of them, by its number
+_NOTHING, _COMPARING, _SETTLING = range(3)  # what the ranks do before a step
+
+
+class GraphChoice:
+    """`Choice` of one optimizer.
+
+    Args:
+        steps: steps of its exchange on this rank.
+        keys: keys of its compressed variables.
+
+    Attributes:
+        choice: what is chosen.
+        holds: whether the engines may hold what is to be handed back before steps are the optimizer's own.
+    """
+
+    def __init__(self, steps: HostSteps, keys: Sequence[Key]) -> None:
+        assert steps.buckets is not None
+        self._steps, self._collectives, self._buckets = steps, steps.collectives, steps.buckets
+        self._adam = steps.update if isinstance(steps.update, FrozenAdamUpdate) else None
+        window = self._adam.window if self._adam is not None and keys else 0.0
+        self.choice = Choice(steps.buckets, window, STOCK, bool(hvd.gloo_enabled()))
+        self.holds, self._keys = False, keys
+        self._seen = steps.buckets.steps  # of these the times have been noted
+        self._given_at = self._waited = 0.0
+        self._halves_fit = False
+        self._buckets.counts.mode = DENSE
+
+    # -- between two steps
+
+    @property
+    def mode(self) -> str:
+        """For a record: what was chosen, if anything was."""
+        trial = self.choice.trial
+        return trial.mode if trial.ended else UNDECIDED
+
+    def resume(self, state: ResidualState) -> None:
+        """A resumed job goes on with what was chosen; what was saved without a choice was compressed."""
+        mode, self._seen = state.mode or COMPRESSED, self._buckets.steps
+        self.holds = mode in (COMPRESSED, UNDECIDED)
+        if mode == UNDECIDED:
+            self.choice.begin()
+        else:
+            self.choice.trial.stay(mode)
+
+    # -- before a step
+
+    def __call__(self, iterations: tf.Tensor, rate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Which of `BRANCHES` the step takes, and whether its gradients are to be looked at.
+
+        Args:
+            iterations: number of steps that the optimizer has made.
+            rate: learning rate.
+        """
+        (todo,) = self._call(self._begin, [iterations], [tf.int32])
+        todo.set_shape([])
+        branches = {_NOTHING: lambda: tf.constant(True), _COMPARING: self._compared}
+        if self._adam is not None and self._keys:
+            branches[_SETTLING] = lambda: self._settled(iterations, rate)
+        with tf.control_dependencies([tf.switch_case(todo, branches)]):
+            which, looks = self._call(self._which, [iterations], [tf.int32, tf.bool])
+        which.set_shape([])
+        looks.set_shape([])
+        return which, looks
+
+    def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[tf.Tensor]:
+        return host_call(self._steps.noting(function), inputs, dtypes)
+
+    def _begin(self, iterations: np.ndarray) -> list[Any]:
+        choice = self.choice
+        if self._buckets.steps == self._seen:  # none has ended
+            return [np.int32(_NOTHING)]
+        self._seen, waited, self._waited = self._buckets.steps, self._waited, 0.0
+        if choice.trial.mode != COMPRESSED and choice.measures_second:
+            return [np.int32(_SETTLING)]
+        return [np.int32(_COMPARING if choice.step_ended(time.perf_counter(), waited) else _NOTHING)]
+
+    def _which(self, iterations: np.ndarray) -> list[Any]:
+        choice, trial = self.choice, self.choice.trial
+        if choice.given_up:
+            trial.stay(DENSE)
+        mode = trial.mode
+        if mode == COMPRESSED:
+            self.holds = True
+        elif not self._steps.start_as_stock(iterations):
+            self.holds = False  # a checkpoint was loaded, whose slots have everything
+        self._buckets.counts.mode = mode
+        branch = HANDED_BACK if self.holds and mode != COMPRESSED else mode
+        return [np.int32(BRANCHES.index(branch)), np.bool_(mode == DENSE and trial.begins_timing)]
+
+    def handed_back(self, _: Any) -> list[Any]:
+        """All that was kept is in the optimizer's slots, in the weights, and in the gradients of the step."""
+        self.holds = False
+        self._buckets.forget_shared()
+        self._steps.take_over_again()
+        return [np.bool_(True)]
+
+    # -- the optimizer's own step
+
+    def given(self, _: Any) -> list[Any]:
+        """All gradients of this rank are there: now it waits for the others'."""
+        self._collectives.watch.arm(self._collectives.full_name("gradients"))
+        self._given_at = time.perf_counter()
+        return [np.bool_(True)]
+
+    def ended(self, half: bool, finite: np.ndarray) -> list[Any]:
+        """Those of all ranks are there; returns whether they may be applied."""
+        self._waited = time.perf_counter() - self._given_at
+        self._collectives.watch.disarm()
+        applied = bool(finite) or not half  # of stock's own arithmetic nothing is skipped
+        self.choice.count(half, skipped=not applied)
+        if not applied:  # the same on every rank, which all have the same average
+            self.choice.give_up(OVERFLOW)
+        return [np.bool_(applied)]
+
+    def looked(self, fits: np.ndarray) -> list[Any]:
+        """Whether half precision has room for the gradients."""
+        self._halves_fit = bool(fits)
+        return [np.bool_(True)]
+
+    # -- comparisons
+
+    def _settled(self, iterations: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+        """The first rank measures Adam's second moment, and tells all."""
+        assert self._adam is not None
+        velocities = [native(self._adam.slots(key)[1]) for key in self._keys]
+        unlearnt = tf.add_n([tf.cast(tf.reduce_all(tf.equal(v, 0)), tf.float64) for v in velocities])
+        norm = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float64)) for v in velocities])
+        measured = [unlearnt, tf.cast(iterations, tf.float64), norm, tf.cast(rate, tf.float64)]
+        return self._summed("settled", measured, self._judge, self._settle, tf.bool)
+
+    def _judge(self, *measured: np.ndarray) -> list[Any]:
+        assert self._adam is not None
+        return [np.array(self.choice.judged(*map(float, measured), self._adam.window), np.float64)]
+
+    def _settle(self, sums: np.ndarray) -> list[Any]:
+        self.choice.settled(sums.tolist())
+        return [np.bool_(True)]
+
+    def _compared(self) -> tf.Tensor:
+        asks = self._summed("times", [0.0], self._own, self._compare, tf.bool)
+        return tf.cond(asks, self._expected, lambda: tf.constant(True))
+
+    def _own(self, _: Any) -> list[Any]:
+        return [np.array(self.choice.own(), np.float64)]
+
+    def _compare(self, sums: np.ndarray) -> list[Any]:
+        return [np.bool_(self.choice.compare(sums.tolist()))]
+
+    def _expected(self) -> tf.Tensor:
+        clock, received = [], tf.constant([0.0])
+        for numel in (1, self.choice.probed):
+            for i in range(1 + REPEATS):  # the first time all ranks get there, and Horovod learns the name
+                # made by the call: TensorFlow would do a collective on a constant once, when it optimizes the graph
+                began, sent = self._call(partial(self._begin_probe, numel), [received[:1]], [tf.float64, tf.float32])
+                received = self._collectives.allreduce(sent, f"auto.link.{numel}.{i}")
+                clock.append(began)
+        clock += self._call(self._end_probe, [received[:1]], [tf.float64])
+        return self._summed("expected", clock, self._observe, self._expect, tf.bool)
+
+    def _begin_probe(self, numel: int, _: Any) -> list[Any]:
+        self._collectives.watch.arm(self._collectives.full_name("auto.link"))
+        return [np.float64(time.perf_counter()), np.zeros(numel, np.float32)]
+
+    def _end_probe(self, _: Any) -> list[Any]:
+        return [np.float64(time.perf_counter())]
+
+    def _observe(self, *clock: np.ndarray) -> list[Any]:
+        times = np.diff(np.array(clock, np.float64)).tolist()
+        one, many = (statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS))
+        return [np.array(self.choice.observed(one, many, False, self._halves_fit), np.float64)]
+
+    def _expect(self, sums: np.ndarray) -> list[Any]:
+        self.choice.expect(sums.tolist())
+        return [np.bool_(True)]
+
+    def _summed(
+        self, name: str, inputs: Sequence[Any], give: Callable[..., Any], take: Callable[..., Any], dtype: Any
+    ) -> tf.Tensor:
+        """What ``take(sums)`` returns, a scalar, for the sums over the ranks of the vectors ``give(*inputs)``."""
+
+        def giving(*arguments: Any) -> list[Any]:
+            self._collectives.watch.arm(self._collectives.full_name(f"auto.{name}"))
+            result: list[Any] = give(*arguments)
+            return result
+
+        def taking(sums: np.ndarray) -> list[Any]:
+            self._collectives.watch.disarm()
+            result: list[Any] = take(sums)
+            return result
+
+        (own,) = self._call(giving, inputs, [tf.float64])
+        (taken,) = self._call(taking, [self._collectives.allreduce(own, f"auto.{name}")], [dtype])
+        taken.set_shape([])
+        return taken

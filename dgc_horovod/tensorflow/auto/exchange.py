@@ -1,0 +1,144 @@
+"""`GradientExchange` beside the uncompressed one, in one graph: each step takes what the choice says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, ResidualState
+from dgc_horovod.tensorflow.auto.choice import BRANCHES, HANDED_BACK, GraphChoice
+from dgc_horovod.tensorflow.auto.half import fits
+from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
+from dgc_horovod.tensorflow.gradients.dense_path import DensePath
+from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.wrapping.variables import Gradient
+
+
+class AutomaticExchange(GradientExchange):
+    """The exchange of the gradients of an optimizer that takes the fastest one by its own clock.
+
+    Until it compresses, the optimizer's slots have all of its momentum, and its arithmetic is stock Horovod's. When
+    compression begins, the engines take the slots over; when it ends, what they have is handed back.
+
+    Args:
+        clipping: what the optimizer clips.
+        arguments, named: see `GradientExchange`.
+    """
+
+    def __init__(self, *arguments: Any, clipping: Clipping, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._limits = clipping
+        self.auto = GraphChoice(self.steps, [self.sources[i].key for i in sorted(self.compressed)])
+        groups = dict(enumerate(self.settings.group_numbers(self.sources)))
+        self._stock_paths = {
+            mode: DensePath(self.collectives, self.settings, compression, groups, mode)
+            for mode, compression in ((DENSE, hvd.Compression.none), (HALF, hvd.Compression.fp16))
+        }
+
+    @property
+    def is_undecided(self) -> bool:  # type: ignore[override]
+        return not self.auto.choice.trial.ended
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.auto.holds
+
+    def give_up(self, why: str) -> None:
+        self.auto.choice.give_up(why)
+
+    def residuals(self) -> ResidualState | None:
+        state = super().residuals()
+        if state is not None:
+            state.mode = self.auto.mode
+        return state
+
+    def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
+        super().resume(state, iterations, generation)
+        self.auto.resume(state)
+
+    def _graph(
+        self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
+    ) -> tuple[list[Gradient], Any, Any]:
+        which, looks = self.auto(iterations, rate)
+        with tf.control_dependencies([which]):  # an error that every rank has comes before anything is sent
+            iterations = tf.identity(iterations)
+            gradients = [tf.identity(tf.convert_to_tensor(gradient)) for gradient in gradients]
+        compress = super()._graph
+
+        def compressed() -> list[tf.Tensor]:
+            clipped = [self._limits.own(gradient) for gradient in gradients]
+            results, finite, dense = compress(clipped, iterations, rate, weights, everything)
+            return [*results, finite, tf.constant(False) if dense is None else dense]
+
+        def handed_back() -> list[tf.Tensor]:
+            return self._stock(DENSE, gradients, looks, self._handed_back(which, rate, weights))
+
+        branches = {
+            **{mode: partial(self._stock, mode, gradients, looks, {}) for mode in (DENSE, HALF)},
+            COMPRESSED: compressed,
+            HANDED_BACK: handed_back,
+        }
+        *results, finite, dense = tf.switch_case(which, [branches[name] for name in BRANCHES])
+        return results, finite, dense if self.update.is_split else None
+
+    def _stock(
+        self, mode: str, gradients: Sequence[tf.Tensor], looks: tf.Tensor, owed: Mapping[int, tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """The averages of `gradients`, whether they may be applied, and that the step is the optimizer's own.
+
+        Args:
+            mode: `DENSE` or `HALF`.
+            gradients: gradients of this rank.
+            looks: whether it is to be seen if half precision has room for them.
+            owed: what is added to some of the averages, by number.
+        """
+        auto, numbers = self.auto, range(len(gradients))
+        gradients = [tf.identity(gradient) for gradient in gradients]  # else all of the branch would wait for all
+        with tf.control_dependencies(gradients):
+            (given,) = self._call(auto.given, [looks], [tf.bool])
+        found = self._stock_paths[mode](dict(enumerate(gradients)))
+        results = [found[i] for i in numbers]
+        fit = partial(fits, results, self.collectives.workers)
+        seen = tf.cond(looks, lambda: self._call(auto.looked, [fit()], [tf.bool])[0], lambda: tf.constant(True))
+        results = [results[i] + tf.cast(owed[i], results[i].dtype) if i in owed else results[i] for i in numbers]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
+        with tf.control_dependencies([given, seen, *results]):
+            (applied,) = self._call(auto.ended, [finite], [tf.bool], mode == HALF)
+        applied.set_shape([])
+        results = self._limits.averaged(results)
+        wide = self.compressed if self._keeps_fp32 else ()
+        results = [tf.cast(result, tf.float32) if i in wide else result for i, result in enumerate(results)]
+        return [*results, applied, tf.constant(True)]
+
+    def _handed_back(self, which: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any]) -> dict[int, tf.Tensor]:
+        """Let the optimizer have all that ranks have kept; what is to be added to its gradients, by number."""
+        owed: dict[int, tf.Tensor] = {}
+        (armed,) = self._call(self.auto.given, [which], [tf.bool])
+        after = [armed]
+        for run in self.steps.runs:
+            engine, collectives = run.engine, self.collectives
+            parts = (RESIDUAL,) if engine.bucket.uncompressed else self.update.parts
+            dtypes = [tf.float32] * len(parts)
+            kept = host_call(self.steps.noting(self.steps.hand_back, run, parts), [armed], dtypes)
+            whole = {}
+            for part, vector in zip(parts, kept, strict=True):
+                vector.set_shape([engine.whole.numel])
+                sums = part in (RESIDUAL, MOMENTUM) and not self.settings.averages
+                name = f"left.{engine.bucket.index}.{part}"
+                whole[part] = collectives.allreduce(vector, name, hvd.Sum if sums else hvd.Average)
+            after += whole.values()
+            for segment, i in zip(engine.whole.segments, run.members, strict=True):
+                left = {part: tf.reshape(x[segment.place], self.sources[i].shape) for part, x in whole.items()}
+                key, compressed = self.sources[i].key, i in self.compressed
+                later = self.update.hand_back(key, weights[i], left, rate, compressed)
+                if later is not None:
+                    owed[i] = later
+        with tf.control_dependencies(after):
+            self._call(self.auto.handed_back, [armed], [tf.bool])
+        return owed

@@ -1,0 +1,361 @@
+"""Compression.auto in Keras on real ranks: what `auto` shows for PyTorch."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, MOST_TIMED, SETTLING
+from dgc_horovod.tensorflow import DistributedGradientTape
+from dgc_horovod.tensorflow.keras import (
+    Compression,
+    DistributedOptimizer,
+    callbacks,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tests.helpers.errors import error_of
+from tests.helpers.keras_training import (
+    BATCH,
+    BATCHES,
+    fingerprint,
+    fit,
+    momentum_sgd,
+    shard,
+    smooth_model,
+    weights,
+)
+from tests.parallel.cases.keras_state import _remove, _shared_folder
+
+STEPS = 24
+UNROUNDED = {"factor_masking": False, "values": "fp32", "dense_values": "fp32"}
+
+
+def _nesterov() -> Any:
+    return momentum_sgd(nesterov=True, weight_decay=1e-3)
+
+
+def _adamw() -> Any:
+    return keras.optimizers.AdamW(0.003, weight_decay=0.01, beta_1=0.9, beta_2=0.9)
+
+
+OPTIMIZERS = {"SGD": _nesterov, "AdamW": _adamw, "RMSprop": lambda: keras.optimizers.RMSprop(0.003)}
+
+
+def made(make: Callable[[], Any] = _nesterov, mode: str | None = DENSE, **fields: Any) -> tuple[Any, Any]:
+    """A model and its optimizer, whose exchange stays what it is until it is told; mode None: it chooses."""
+    hvd.init()
+    model = smooth_model()
+    compression = Compression.auto(**{"density": 0.05, "min_numel": 16, **fields})
+    optimizer = DistributedOptimizer(make(), compression=compression)
+    optimizer.build(model.trainable_variables)
+    known = model.trainable_variables
+    optimizer._dgc.variable_set(known, [tf.zeros(v.shape) for v in known])
+    if mode is not None:
+        take(optimizer, mode)
+    return model, optimizer
+
+
+def choice_of(optimizer: Any) -> Any:
+    """The choice of its exchange, of which there is one."""
+    (exchange,) = optimizer._dgc.exchanges
+    return exchange.auto.choice
+
+
+def take(optimizer: Any, mode: str) -> None:
+    """Go on with `mode`, whatever the clock says."""
+    choice_of(optimizer).trial.stay(mode)
+
+
+_steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # traced once for each model
+
+
+def _step_of(model: Any, optimizer: Any) -> Any:
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return step
+
+
+def train(
+    model: Any, optimizer: Any, steps: int, before: Callable[[int], None] = lambda step: None, first: int = 0
+) -> list[str]:
+    """So many steps in a tf.function; `before` is called before each. Fingerprints after each."""
+    x, y = (tf.constant(a) for a in shard(hvd.rank()))
+    step = _steps.setdefault(model, _step_of(model, optimizer))
+    seen = []
+    for i in range(first, first + steps):
+        before(i)
+        at = BATCH * (i % BATCHES)
+        step(x[at : at + BATCH], y[at : at + BATCH])
+        seen.append(fingerprint(model))
+    return seen
+
+
+def stock(make: Callable[[], Any], compression: Any = Compression.none) -> Any:
+    """What `STEPS` steps without a choice make."""
+    hvd.init()
+    model, optimizer = smooth_model(), DistributedOptimizer(make(), compression=compression)
+    optimizer.build(model.trainable_variables)
+    train(model, optimizer, STEPS)
+    return model
+
+
+def dense_steps() -> dict[str, bool]:
+    """Before a choice every bit is that of the uncompressed exchange, clipped as Keras clips."""
+    found = {}
+    makers = {
+        **OPTIMIZERS,
+        "clipnorm": lambda: momentum_sgd(clipnorm=0.05),
+        "clipvalue": lambda: momentum_sgd(clipvalue=0.001),
+    }
+    for name, make in makers.items():
+        model, optimizer = made(make)
+        found[name] = train(model, optimizer, STEPS)[-1] == fingerprint(stock(make))
+    model, optimizer = made(mode=HALF)
+    found["fp16"] = train(model, optimizer, STEPS)[-1] == fingerprint(stock(_nesterov, Compression.fp16))
+    limited = weights(stock(lambda: momentum_sgd(global_clipnorm=0.1)))
+    for name, one in (
+        ("clip_norm", made(momentum_sgd, clip_norm=0.1)),
+        ("global_clipnorm", made(lambda: momentum_sgd(global_clipnorm=0.1))),
+    ):
+        train(*one, STEPS)
+        found[name] = bool(np.allclose(weights(one[0]), limited, rtol=1e-5, atol=1e-7))  # a sum in another order
+    for eagerly in (False, True):
+        ends = []
+        for compression in (Compression.none, Compression.auto(min_numel=16)):
+            optimizer = DistributedOptimizer(momentum_sgd(), compression=compression)
+            ends.append(fingerprint(fit(smooth_model(), optimizer, run_eagerly=eagerly)))
+        found[f"fit, eagerly: {eagerly}"] = ends[0] == ends[1]
+    return found
+
+
+_ORDER = (DENSE, COMPRESSED, DENSE, HALF, COMPRESSED, HALF, COMPRESSED, DENSE)
+
+
+def _train_with(model: Any, optimizer: Any, modes: Sequence[str]) -> list[str]:
+    """`STEPS` steps, a mode after the other; fingerprints after each."""
+    return train(model, optimizer, STEPS, lambda step: take(optimizer, modes[step * len(modes) // STEPS]))
+
+
+def switching() -> dict[str, Any]:
+    """At density 1, unrounded, every switch leaves stock's training as it is; at 5% replicas stay replicas."""
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        if name == "SGD":
+            model, optimizer = made(make, density=1.0, **UNROUNDED)
+            _train_with(model, optimizer, [mode for mode in _ORDER if mode != HALF])
+            ours, theirs = weights(model), weights(stock(make))
+            found["distance"] = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+        model, optimizer = made(make)
+        found[name] = _train_with(model, optimizer, _ORDER)
+        arrays = optimizer.residual_state_dict()["tensors"].values()
+        found[f"{name}, left"] = sum(float(abs(x).sum()) for each in arrays for x in each.values())
+        found[f"{name}, finite"] = bool(np.isfinite(weights(model)).all())
+    return found
+
+
+def conservation() -> dict[str, float]:
+    """Gradients that do not depend on the weights: whatever the order of exchanges, all of them arrive in the end."""
+    hvd.init()
+    found = {}
+    for momentum in (0.0, 0.9):
+        ends = []
+        for modes in ([DENSE], [COMPRESSED, DENSE, COMPRESSED, DENSE]):
+            model, optimizer = made(
+                lambda momentum=momentum: keras.optimizers.SGD(0.01, momentum=momentum), **UNROUNDED
+            )
+            generator = np.random.default_rng(hvd.rank())
+            before, variables = weights(model), model.trainable_variables
+            for step in range(STEPS):
+                take(optimizer, modes[step * len(modes) // STEPS])
+                gradients = [tf.constant(generator.standard_normal(v.shape), tf.float32) for v in variables]
+                optimizer.apply(gradients, variables)
+            ends.append(weights(model) - before)
+        found[str(momentum)] = float(np.linalg.norm(ends[0] - ends[1]) / np.linalg.norm(ends[0]))
+    return found
+
+
+def choosing() -> dict[str, Any]:
+    """A choice by the clock: the same on every rank, and the one that the times say."""
+    model, optimizer = made(mode=None, density=0.01)
+    choice, modes = choice_of(optimizer), []
+    (exchange,) = optimizer._dgc.exchanges
+    prints = train(
+        model, optimizer, 3 * (SETTLING + MOST_TIMED) + 2, lambda step: modes.append(exchange.steps.counts.mode)
+    )
+    return {
+        "modes": modes[1:], "prints": prints, "ended": choice.trial.ended, "seconds": choice.trial.seconds,
+        "steps": exchange.steps.buckets.steps, "stats": optimizer.compression_stats()["steps"],
+        "mode": choice.trial.mode, "halves": exchange.auto._halves_fit,
+    }  # fmt: skip
+
+
+def settling() -> dict[str, Any]:
+    """AdamW: nothing is timed before its second moment has settled; then it can be compressed."""
+    model, optimizer = made(_adamw, mode=None)
+    choice = choice_of(optimizer)
+    steps = 0
+    while not choice.trial.seconds and steps < 3 * (SETTLING + MOST_TIMED) + 60:
+        train(model, optimizer, 10, first=steps)
+        steps += 10
+    take(optimizer, COMPRESSED)
+    prints, stats = train(model, optimizer, 10, first=steps), optimizer.compression_stats()
+    return {
+        "settled": choice.settling.settled_at, "seconds": choice.trial.seconds, "steps": steps, "prints": prints,
+        "selected": stats["selected"] / stats["elements"],
+    }  # fmt: skip
+
+
+def resuming() -> dict[str, Any]:
+    """Saved and loaded in each state: the rest of the run is the uninterrupted one, bit for bit."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    for name, modes in (("SGD", (DENSE, HALF, COMPRESSED)), ("AdamW", (DENSE, COMPRESSED))):
+        for mode in modes:
+            ends = []
+            for stops in (False, True):
+                model, optimizer = made(OPTIMIZERS[name])
+                train(model, optimizer, STEPS // 3)
+                take(optimizer, mode)
+                train(model, optimizer, STEPS // 3, first=STEPS // 3)
+                if stops:
+                    folder = _shared_folder(f"auto-{name}-{mode}")
+                    save_checkpoint(folder, model, optimizer)
+                    model, optimizer = made(OPTIMIZERS[name], mode=None)
+                    load_checkpoint(folder, model, optimizer)
+                    _remove(folder)
+                train(model, optimizer, STEPS // 3, first=2 * STEPS // 3)
+                ends.append(fingerprint(model))
+            found[f"{name}, {mode}"] = [ends[0] == ends[1], choice_of(optimizer).trial.mode, ends[1]]
+    return found
+
+
+def undecided() -> dict[str, Any]:
+    """Saved in the middle of a trial: it begins anew, with all that was kept; a stock file of it is whole."""
+    model, optimizer = made(mode=None, **UNROUNDED)
+    choice_of(optimizer).trial.dense_timed(1.0, {COMPRESSED: 0.1})
+    train(model, optimizer, 4)
+    slots = [np.abs(value).sum() for value in optimizer._dgc.for_slots(0.05).values()]
+    folder = _shared_folder("auto-undecided")
+    save_checkpoint(folder, model, optimizer)
+    other, resumed = made(mode=None, **UNROUNDED)
+    load_checkpoint(folder, other, resumed)
+    _remove(folder)
+    prints = train(other, resumed, 3, first=4)
+    choice = choice_of(resumed)
+    take(optimizer, DENSE)
+    theirs = train(model, optimizer, 3, first=4)
+    return {
+        "mode": [choice.trial.mode, choice.trial.ended], "same": prints == theirs, "prints": prints,
+        "slots": bool(slots) and all(slots), "later": optimizer._dgc.for_slots(0.05) == {},
+    }  # fmt: skip
+
+
+def given_up() -> dict[str, Any]:
+    """What ends a trial without a choice; stock Horovod's exchange stays."""
+    found: dict[str, Any] = {}
+    model, optimizer = made(mode=HALF)
+    train(model, optimizer, 2)
+    before, variables = fingerprint(model), model.trainable_variables
+    optimizer.apply([tf.fill(v.shape, 1e8) for v in variables], variables)
+    found["overflow"] = [fingerprint(model) == before, choice_of(optimizer).given_up]
+    train(model, optimizer, 2)
+    found["after"] = [choice_of(optimizer).trial.mode, bool(np.isfinite(weights(model)).all())]
+    found["skipped"] = optimizer.compression_stats()["skipped"]
+
+    model, optimizer = made(mode=COMPRESSED)
+    train(model, optimizer, 4)
+    variables = model.trainable_variables[2:]
+    for _ in range(2):  # a layer is frozen, as it were
+        optimizer.apply([tf.ones(v.shape) for v in variables], variables)
+    train(model, optimizer, 3, first=4)
+    found["several"] = [each.auto.choice.trial.mode for each in optimizer._dgc.exchanges]
+    found["several, prints"] = fingerprint(model)
+    return found
+
+
+def beside() -> dict[str, Any]:
+    """What compression cannot do, and a job that may have stock Horovod need not stop for."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Embedding(50, 8), keras.layers.Dense(40)])
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), compression=Compression.auto(min_numel=16))
+    for i in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.constant([[i, i + 1, hvd.rank()]])) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    found["sparse"] = [optimizer._dgc.settings.config is None, fingerprint(model)]
+    amsgrad = DistributedOptimizer(
+        keras.optimizers.Adam(amsgrad=True), compression=Compression.auto(min_numel=16, second_moment="own")
+    )
+    found["amsgrad"] = [amsgrad._dgc.settings.config is None, fingerprint(fit(smooth_model(), amsgrad, 1))]
+    model = smooth_model()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(tf.ones((4, 32))) ** 2) * (1 + hvd.rank())
+    tape = DistributedGradientTape(tape, compression=Compression.auto())
+    found["tape"] = float(tape.gradient(loss, model.trainable_variables)[0].numpy().sum())
+    return found
+
+
+def fit_tells() -> dict[str, Any]:
+    """``fit`` knows the number of steps, from which the density follows."""
+    hvd.init()
+    found = {}
+    for epochs in (2, 200):
+        model, optimizer = (
+            smooth_model(),
+            DistributedOptimizer(momentum_sgd(), compression=Compression.auto(min_numel=16)),
+        )
+
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                self.model.stop_training = True
+
+        fit(model, optimizer, epochs, [callbacks.BroadcastGlobalVariablesCallback(0), Stop()])
+        config = optimizer._dgc.settings.config
+        found[str(epochs * BATCHES)] = [config.total_steps, config.density, choice_of(optimizer).trial.ended]
+    return found
+
+
+def on_nodes() -> dict[str, Any]:
+    """Workers of a node keep slices: switches are the same for all of them, and lose nothing."""
+    from dgc_horovod.tensorflow import node_process_sets
+
+    hvd.init(process_sets=node_process_sets(2))
+    found: dict[str, Any] = {}
+    for name in ("SGD", "AdamW"):
+        model, optimizer = made(OPTIMIZERS[name], exchange="hierarchical", node_size=2)
+        found[name] = _train_with(model, optimizer, _ORDER)
+        record = optimizer.residual_state_dict()["tensors"].values()
+        found[f"{name}, left"] = sum(float(abs(x).sum()) for arrays in record for x in arrays.values())
+        found[f"{name}, finite"] = bool(np.isfinite(weights(model)).all())
+    found["nodes"] = optimizer._dgc.exchanges[0].steps.node_size
+    return found
+
+
+def uneven() -> dict[str, Any]:
+    """Ranks that run out of data before a choice; then one that stays away, of which the others tell in time."""
+    model, optimizer = made(mode=None)
+    train(model, optimizer, 10 + 30 * hvd.rank())  # the other rank comes to its comparison alone
+    hvd.join()
+    trial = choice_of(optimizer).trial
+    found: dict[str, Any] = {"join": [trial.mode, trial.ended]}
+    gradients = [tf.ones(v.shape) for v in model.trainable_variables]
+    if hvd.rank() == 0:
+        return {**found, "error": error_of(lambda: optimizer.apply(gradients, model.trainable_variables))}
+    time.sleep(float(os.environ["DGC_TIMEOUT"]) + 4)
+    return found

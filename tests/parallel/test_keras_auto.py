@@ -1,0 +1,114 @@
+"""Compression.auto in Keras on real ranks: the uncompressed exchange to the bit, switches that lose nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dgc_horovod.planning.trial import DENSE, GAIN, SETTLING, TIMED
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = (
+    *("dense_steps", "switching", "conservation", "choosing", "settling"),
+    *("resuming", "undecided", "beside", "fit_tells", "given_up"),
+)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, [f"keras_auto.{case}" for case in CASES], timeout=400)
+
+
+def _found(ranks, case):
+    return [rank[f"keras_auto.{case}"] for rank in ranks]
+
+
+def test_dense_steps_are_those_of_the_uncompressed_exchange_bit_by_bit(ranks):
+    for found in _found(ranks, "dense_steps"):
+        assert all(found.values()), found
+
+
+def test_a_switch_changes_nothing_at_density_1(ranks):
+    for found in _found(ranks, "switching"):
+        assert found["distance"] <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
+def test_replicas_are_identical_after_every_step_of_every_switch(ranks, name):
+    one, other = _found(ranks, "switching")
+    assert one[name] == other[name] and len(set(one[name])) == len(one[name])
+    assert one[f"{name}, left"] == 0, "dense steps leave nothing behind"
+    assert one[f"{name}, finite"]
+
+
+def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again(ranks):
+    for found in _found(ranks, "conservation"):
+        assert max(found.values()) <= 1e-6
+
+
+def test_every_rank_comes_to_the_choice_that_the_clock_says(ranks):
+    one, other = _found(ranks, "choosing")
+    assert one == other
+    assert one["ended"] and one["halves"] and one["steps"] == one["stats"] == len(one["modes"]) + 1
+    changes = [mode for mode, _ in itertools.groupby(one["modes"])]
+    assert one["modes"][: SETTLING + TIMED] == [DENSE] * (SETTLING + TIMED) and set(changes) <= set(one["seconds"])
+    best = min(one["seconds"], key=one["seconds"].get)
+    gains = one["seconds"][best] <= GAIN * one["seconds"][DENSE]
+    assert one["mode"] == one["modes"][-1] == (best if gains else DENSE)
+
+
+def test_nothing_is_timed_before_adams_second_moment_has_settled(ranks):
+    one, other = _found(ranks, "settling")
+    assert one == other and DENSE in one["seconds"]
+    assert one["settled"] >= 20 and one["steps"] >= one["settled"] + SETTLING + TIMED
+    assert 0 < one["selected"] < 0.2
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(ranks):
+    one, other = _found(ranks, "resuming")
+    assert one == other and len(one) == 5
+    for name, (same, mode, _) in one.items():
+        assert same and name.endswith(mode), name
+
+
+def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing(ranks):
+    one, other = _found(ranks, "undecided")
+    assert one == other
+    assert one["mode"] == [DENSE, False] and one["same"] and one["slots"] and one["later"]
+
+
+def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange(ranks):
+    one, other = _found(ranks, "given_up")
+    assert one == other
+    assert one["overflow"] == [True, True] and one["after"] == [DENSE, True] and one["skipped"] == 1
+    assert one["several"] == [DENSE, DENSE]
+
+
+def test_what_cannot_be_compressed_is_left_to_stock_horovod(ranks):
+    one, other = _found(ranks, "beside")
+    assert one == other
+    assert one["sparse"][0] and one["amsgrad"][0] and one["tape"] != 0
+
+
+def test_fit_says_how_many_steps_there_are(ranks):
+    for found in _found(ranks, "fit_tells"):
+        assert found == {"16": [16, 1.0, True], "1600": [1600, 0.013, False]}
+
+
+def test_workers_of_nodes_switch_alike():
+    ranks = run_ranks(4, ["keras_auto.on_nodes"], timeout=240)
+    found = _found(ranks, "on_nodes")
+    for name in ("SGD", "AdamW"):
+        assert all(each[name] == found[0][name] for each in found)
+        assert len(set(found[0][name])) == len(found[0][name])
+        assert all(each[f"{name}, left"] == 0 and each[f"{name}, finite"] for each in found)
+    assert found[0]["nodes"] == 2
+
+
+def test_ranks_with_uneven_data_choose_alike_and_one_that_stays_away_is_an_error_not_a_hang():
+    ranks = run_ranks(2, ["keras_auto.uneven"], timeout=240, environment={"DGC_TIMEOUT": "6"})
+    one, other = _found(ranks, "uneven")
+    assert one["join"] == other["join"] == [DENSE, True]
+    assert "waited 6 s for" in one["error"]
