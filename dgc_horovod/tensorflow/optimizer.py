@@ -159,9 +159,9 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
     if config is not None and rounds:  # clipping is the inner optimizer's own
         distribution = Distribution(settings, LocalUpdate(wrapped, config.outer_rate), "optimizer", rounds, described)
     else:
-        settings, update = _split(optimizer, wrapped, settings)
-        distribution = Distribution(settings, update, "optimizer", steps, described)
-        distribution.clipping = Clipping(wrapped, settings)
+        of_this, update = _split(optimizer, wrapped, settings)
+        distribution = Distribution(of_this, update, "optimizer", steps, described)
+        distribution.clipping = Clipping(wrapped, of_this)
     own: dict[str, Any] = {"_dgc": distribution, "_dgc_local": set()}
     for name, value in {**own, "_dgc_passes": passes, "_dgc_averaged": averaged}.items():
         object.__setattr__(wrapped, name, value)  # Keras need not know

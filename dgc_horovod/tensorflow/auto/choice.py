@@ -15,8 +15,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from dgc_horovod.choice import REPEATS, Choice
 from dgc_horovod.notices import OVERFLOW
-from dgc_horovod.planning.choice import REPEATS, Choice
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.gradients.host_calls import host_call

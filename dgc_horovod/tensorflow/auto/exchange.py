@@ -14,6 +14,7 @@ from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, ResidualState
 from dgc_horovod.tensorflow.auto.choice import BRANCHES, HANDED_BACK, GraphChoice
 from dgc_horovod.tensorflow.auto.half import fits
 from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
+from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
@@ -125,7 +126,7 @@ class AutomaticExchange(GradientExchange):
             engine, collectives = run.engine, self.collectives
             parts = (RESIDUAL,) if engine.bucket.uncompressed else self.update.parts
             dtypes = [tf.float32] * len(parts)
-            kept = host_call(self.steps.noting(self.steps.hand_back, run, parts), [armed], dtypes)
+            kept = host_call(self.steps.noting(self._kept, run, parts), [armed], dtypes)
             whole = {}
             for part, vector in zip(parts, kept, strict=True):
                 vector.set_shape([engine.whole.numel])
@@ -142,3 +143,10 @@ class AutomaticExchange(GradientExchange):
         with tf.control_dependencies(after):
             self._call(self.auto.handed_back, [armed], [tf.bool])
         return owed
+
+    def _kept(self, run: BucketRun, parts: Sequence[str], _: Any) -> list[Any]:
+        """What this rank keeps of a bucket, part by part, see `BucketEngine.as_one_of_all`; here it ends."""
+        kept = [run.engine.as_one_of_all(part) for part in parts]
+        self.steps.counts.traffic.count_allreduce(sum(part.nbytes for part in kept), self.collectives.workers)
+        run.engine.clear()
+        return kept

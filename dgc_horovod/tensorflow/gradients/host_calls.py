@@ -5,6 +5,7 @@ They must never wait for another rank: two of them could block the pool's thread
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,12 +14,27 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import Kernels
+
+_log = logging.getLogger("dgc_horovod")
 _ALIGNMENT = 64  # bytes; TensorFlow copies what is not aligned so
 
 
 def threads() -> int:
     """Number of threads that TensorFlow uses inside an operation."""
     return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+
+
+def kernels_on(device: str | None) -> Kernels:
+    """The kernels for gradients on a GPU (through torch, by DLPack) or on the host; the latter where torch is not."""
+    if device is not None:
+        try:
+            return registry.choose(device)
+        except BackendUnavailable as error:
+            _log.warning("dgc_horovod: gradients on %s go through host memory (%s)", device, error)
+    return registry.choose("cpu", threads())
 
 
 def host_call(

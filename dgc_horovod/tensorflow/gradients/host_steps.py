@@ -19,15 +19,15 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.errors import BackendUnavailable, DGCError, NotFinite, UnsupportedUse
+from dgc_horovod.errors import DGCError, NotFinite, UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import ErrorFeedback, Kernels
+from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.notices import not_finite, round_not_finite
 from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moments
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
-from dgc_horovod.tensorflow.gradients.host_calls import Blocks, threads
+from dgc_horovod.tensorflow.gradients.host_calls import Blocks, kernels_on
 from dgc_horovod.tensorflow.gradients.second_moment import SecondMoment, add_shared, take_shared
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
@@ -95,7 +95,7 @@ class HostSteps:
             TensorSpec(name, source.shape, keys.setdefault((group, source.cuda), len(keys)))
             for name, source, group in zip(names, sources, settings.group_numbers(sources), strict=True)
         ]
-        kernels = functools.cache(_kernels_on)
+        kernels = functools.cache(kernels_on)
         collectives = self.collectives
 
         def make() -> OptimizerExchange:
@@ -234,13 +234,6 @@ class HostSteps:
         belongs = generation == self._generation
         self._homes.renew(generation)
         return belongs
-
-    def hand_back(self, run: BucketRun, parts: Sequence[str], _: Any) -> list[Any]:
-        """What this rank keeps of a bucket, part by part, see `BucketEngine.as_one_of_all`; here it ends."""
-        kept = [run.engine.as_one_of_all(part) for part in parts]
-        self.counts.traffic.count_allreduce(sum(part.nbytes for part in kept), self.collectives.workers)
-        run.engine.clear()
-        return kept
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
@@ -404,13 +397,3 @@ def _of_slice(run: BucketRun, gradients: Sequence[Any], whole: bool) -> list[Any
 
 def _number(name: str) -> str:
     return name.split()[0]
-
-
-def _kernels_on(device: str | None) -> Kernels:
-    """The kernels for gradients on a GPU (through torch, by DLPack) or on the host; the latter where torch is not."""
-    if device is not None:
-        try:
-            return registry.choose(device)
-        except BackendUnavailable as error:
-            _log.warning("dgc_horovod: gradients on %s go through host memory (%s)", device, error)
-    return registry.choose("cpu", threads())

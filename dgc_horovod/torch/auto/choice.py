@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dgc_horovod.planning.choice import REPEATS, Choice
+from dgc_horovod.choice import REPEATS, Choice
 from dgc_horovod.torch.auto.half import fits
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.settling import measured
