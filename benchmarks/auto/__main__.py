@@ -1,4 +1,7 @@
-"""Auto beside dense, fp16 and dgc by hand: three models, two hosts, four links, real computing. Needs root on Linux."""
+"""Auto beside dense, fp16 and dgc by hand: two hosts, four links, real computing. Needs root on Linux.
+
+Three models in PyTorch, two in Keras.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,17 @@ from benchmarks.netlab import NetlabError, lab
 from benchmarks.ranks import LaunchError, exit_on_signals
 from benchmarks.report import environment, read_results, write_results
 
+KERAS = ("Keras MLP, 0.4 M", "Keras ResNet-50, 23.8 M")
 HOSTS, RATES = 2, ("100mbit", "1gbit", "10gbit", "none")
 _SECONDS = 1800
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.auto", description=__doc__)
-    made.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="M", help="default: all")
+    made = argparse.ArgumentParser(prog="python -m benchmarks.auto", description=__doc__.splitlines()[0])
+    made.add_argument(
+        "--models", nargs="+", choices=[*MODELS, *KERAS], default=[*MODELS, *KERAS], metavar="M", help="default: all"
+    )
     made.add_argument("--rates", nargs="+", default=list(RATES), metavar="R", help=f"default: {' '.join(RATES)}")
     made.add_argument("--file", type=Path, default=tables.FILE, help="of results (default: benchmarks/results/...)")
     return made
@@ -33,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
 def measure(model: str, rate: str) -> list[dict[str, Any]]:
     """What each rank has found."""
     with tempfile.TemporaryDirectory() as folder, lab(HOSTS, rate) as hosts:
-        ranks.launch("benchmarks.auto.worker", [model, folder], HOSTS, hosts, _SECONDS)
+        worker = "benchmarks.auto.keras_worker" if model in KERAS else "benchmarks.auto.worker"
+        ranks.launch(worker, [model, folder], HOSTS, hosts, _SECONDS)
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(HOSTS)]
 
 

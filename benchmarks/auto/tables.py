@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.auto.worker import AUTO, DENSE, DGC, FP16, METHODS, NOTHING
+from benchmarks.auto.turns import AUTO, DENSE, DGC, FP16, METHODS, NOTHING
 from benchmarks.exchange.tables import NAMES
 from benchmarks.report import RESULTS, markdown, save_figure
 

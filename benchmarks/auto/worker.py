@@ -1,9 +1,8 @@
-"""One rank of `benchmarks.auto`: auto until it has chosen, then every method in turn, some steps of each at a time."""
+"""One rank of `benchmarks.auto`, in PyTorch."""
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -13,22 +12,20 @@ import horovod.torch as hvd
 import torch
 
 from benchmarks.auto.models import MODELS, Model
+from benchmarks.auto.turns import AUTO, DENSE, DENSITY, FP16, NOTHING, measure
+from dgc_horovod.planning.trial import Trial
 from dgc_horovod.torch import Compression, DistributedOptimizer
 
-NOTHING, DENSE, FP16, DGC, AUTO = METHODS = ("no exchange", "dense", "fp16", "dgc", "auto")
-DENSITY = 0.01
-_TURNS, _TURN_SECONDS, _MOST_STEPS = 8, 4.0, 60
 
-
-class Trainer:
+class TorchTrainer:
     """A model that one method trains.
 
     Args:
-        method: one of `METHODS`.
         model: what is trained.
+        method: one of `METHODS`.
     """
 
-    def __init__(self, method: str, model: Model) -> None:
+    def __init__(self, model: Model, method: str) -> None:
         torch.manual_seed(0)
         self._model, self.module = model, model.make()
         self._generator = torch.Generator().manual_seed(hvd.rank())
@@ -42,6 +39,12 @@ class Trainer:
             ours = Compression.auto(density=DENSITY) if method == AUTO else Compression.dgc(density=DENSITY)
             self.optimizer = DistributedOptimizer(sgd, named, compression=ours)
 
+    @property
+    def trial(self) -> Trial:
+        """That of auto."""
+        found: Trial = self.optimizer._dgc_choice.trial
+        return found
+
     def step(self) -> float:
         """Seconds of a step."""
         begin = time.perf_counter()
@@ -51,37 +54,15 @@ class Trainer:
         return time.perf_counter() - begin
 
 
-def measure(model: Model) -> dict[str, Any]:
-    """Auto's steps until it has chosen, what it found, and the milliseconds of every method's steps."""
-    auto = Trainer(AUTO, model)
-    trial = auto.optimizer._dgc_choice.trial
-    choosing = []
-    while not trial.ended:
-        choosing.append(auto.step())
-    trainers = {AUTO: auto, **{method: Trainer(method, model) for method in METHODS if method != AUTO}}
-    longest = float(hvd.allreduce(torch.tensor(statistics.median(choosing)), name="longest"))
-    steps = max(1, min(_MOST_STEPS, int(_TURN_SECONDS / longest)))
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
-    for turn in range(_TURNS + 1):  # the first is not counted: selection has not settled yet
-        first = turn % len(METHODS)  # each comes after each of the others
-        for method in (*METHODS[first:], *METHODS[:first]):
-            hvd.allreduce(torch.zeros(1), name="begin")
-            taken = [trainers[method].step() for _ in range(steps)]
-            times[method] += taken if turn else []
-    return {
-        "mode": trial.mode,
-        "found": {mode: round(1e3 * seconds, 2) for mode, seconds in trial.seconds.items()},
-        "choosing_ms": [round(1e3 * seconds, 2) for seconds in choosing],
-        "ms": {method: [round(1e3 * seconds, 2) for seconds in taken] for method, taken in times.items()},
-    }
-
-
 def main() -> None:
     """Measure the model of the command line, and write what this rank has found."""
     name, folder = sys.argv[1:]
     torch.set_num_threads(1)
     hvd.init()
-    found = measure(MODELS[name])
+    found = measure(
+        lambda method: TorchTrainer(MODELS[name], method),
+        lambda number: float(hvd.allreduce(torch.tensor(number), name="mean")),
+    )
     Path(folder, f"rank{hvd.rank()}.json").write_text(json.dumps(found))
     hvd.shutdown()
 
