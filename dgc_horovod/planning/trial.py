@@ -59,11 +59,6 @@ class Trial:
         self._last = now
         return len(self._times) == self._timed
 
-    @property
-    def begins_timing(self) -> bool:
-        """Whether the step under way is the last one before those that are timed."""
-        return not self.ended and self._untimed == 1
-
     def own(self) -> tuple[float, float]:
         """Median seconds of this rank's steps, and of those the seconds that it waited."""
         return statistics.median(self._times), statistics.median(self._waits)

@@ -51,7 +51,7 @@ class GraphChoice:
         self.holds, self._keys = False, keys
         self._seen = steps.buckets.steps  # of these the times have been noted
         self._given_at = self._waited = 0.0
-        self._halves_fit = False
+        self._asks = False  # whether the link is to be timed, see `Choice.compare`
         self._buckets.counts.mode = DENSE
 
     # -- between two steps
@@ -74,34 +74,42 @@ class GraphChoice:
     # -- before a step
 
     def __call__(self, iterations: tf.Tensor, rate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Which of `BRANCHES` the step takes, and whether its gradients are to be looked at.
+        """Which of `BRANCHES` the step takes, and whether `expected` is wanted in it.
 
         Args:
             iterations: number of steps that the optimizer has made.
             rate: learning rate.
         """
-        (todo,) = self._call(self._begin, [iterations], [tf.int32])
+        todo, *decided = self._call(self._begin, [iterations], [tf.int32, tf.int32, tf.bool])
         todo.set_shape([])
-        branches = {_NOTHING: lambda: tf.constant(True), _COMPARING: self._compared}
+
+        def after(compare: Callable[[], tf.Tensor]) -> list[tf.Tensor]:
+            with tf.control_dependencies([compare()]):
+                return self._call(self._which, [iterations], [tf.int32, tf.bool])
+
+        branches = {_NOTHING: lambda: decided, _COMPARING: lambda: after(self._compared)}
         if self._adam is not None and self._keys:
-            branches[_SETTLING] = lambda: self._settled(iterations, rate)
-        with tf.control_dependencies([tf.switch_case(todo, branches)]):
-            which, looks = self._call(self._which, [iterations], [tf.int32, tf.bool])
+            branches[_SETTLING] = lambda: after(lambda: self._settled(iterations, rate))
+        which, probes = tf.switch_case(todo, branches)
         which.set_shape([])
-        looks.set_shape([])
-        return which, looks
+        probes.set_shape([])
+        return which, probes
 
     def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[tf.Tensor]:
         return host_call(self._steps.noting(function), inputs, dtypes)
 
     def _begin(self, iterations: np.ndarray) -> list[Any]:
+        todo = self._due()
+        return [np.int32(todo), *(self._which(iterations) if todo == _NOTHING else (np.int32(0), np.bool_(False)))]
+
+    def _due(self) -> int:
         choice = self.choice
         if self._buckets.steps == self._seen:  # none has ended
-            return [np.int32(_NOTHING)]
+            return _NOTHING
         self._seen, waited, self._waited = self._buckets.steps, self._waited, 0.0
         if choice.trial.mode != COMPRESSED and choice.measures_second:
-            return [np.int32(_SETTLING)]
-        return [np.int32(_COMPARING if choice.step_ended(time.perf_counter(), waited) else _NOTHING)]
+            return _SETTLING
+        return _COMPARING if choice.step_ended(time.perf_counter(), waited) else _NOTHING
 
     def _which(self, iterations: np.ndarray) -> list[Any]:
         choice, trial = self.choice, self.choice.trial
@@ -114,7 +122,7 @@ class GraphChoice:
             self.holds = False  # a checkpoint was loaded, whose slots have everything
         self._buckets.counts.mode = mode
         branch = HANDED_BACK if self.holds and mode != COMPRESSED else mode
-        return [np.int32(BRANCHES.index(branch)), np.bool_(mode == DENSE and trial.begins_timing)]
+        return [np.int32(BRANCHES.index(branch)), np.bool_(self._asks)]
 
     def handed_back(self, _: Any) -> list[Any]:
         """All that was kept is in the optimizer's slots, in the weights, and in the gradients of the step."""
@@ -141,11 +149,6 @@ class GraphChoice:
             self.choice.give_up(OVERFLOW)
         return [np.bool_(applied)]
 
-    def looked(self, fits: np.ndarray) -> list[Any]:
-        """Whether half precision has room for the gradients."""
-        self._halves_fit = bool(fits)
-        return [np.bool_(True)]
-
     # -- comparisons
 
     def _settled(self, iterations: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
@@ -155,7 +158,7 @@ class GraphChoice:
         unlearnt = tf.add_n([tf.cast(tf.reduce_all(tf.equal(v, 0)), tf.float64) for v in velocities])
         norm = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float64)) for v in velocities])
         measured = [unlearnt, tf.cast(iterations, tf.float64), norm, tf.cast(rate, tf.float64)]
-        return self._summed("settled", measured, self._judge, self._settle, tf.bool)
+        return self._summed("settled", measured, self._judge, self._settle)
 
     def _judge(self, *measured: np.ndarray) -> list[Any]:
         assert self._adam is not None
@@ -166,17 +169,25 @@ class GraphChoice:
         return [np.bool_(True)]
 
     def _compared(self) -> tf.Tensor:
-        asks = self._summed("times", [0.0], self._own, self._compare, tf.bool)
-        return tf.cond(asks, self._expected, lambda: tf.constant(True))
+        return self._summed("times", [0.0], self._own, self._compare)
 
     def _own(self, _: Any) -> list[Any]:
         return [np.array(self.choice.own(), np.float64)]
 
     def _compare(self, sums: np.ndarray) -> list[Any]:
-        return [np.bool_(self.choice.compare(sums.tolist()))]
+        self._asks = self.choice.compare(sums.tolist())
+        return [np.bool_(True)]
 
-    def _expected(self) -> tf.Tensor:
-        clock, received = [], tf.constant([0.0])
+    def expected(self, halves: tf.Tensor) -> tf.Tensor:
+        """Time the link, and find what other exchanges would take: in a dense step whose gradients have arrived.
+
+        Before, forward and backward pass would take the threads that a small allreduce needs.
+
+        Args:
+            halves: whether half precision has room for the gradients.
+        """
+        clock: list[tf.Tensor] = []
+        received = tf.reshape(tf.cast(halves, tf.float32), [1])
         for numel in (1, self.choice.probed):
             for i in range(1 + REPEATS):  # the first time all ranks get there, and Horovod learns the name
                 # made by the call: TensorFlow would do a collective on a constant once, when it optimizes the graph
@@ -184,7 +195,7 @@ class GraphChoice:
                 received = self._collectives.allreduce(sent, f"auto.link.{numel}.{i}")
                 clock.append(began)
         clock += self._call(self._end_probe, [received[:1]], [tf.float64])
-        return self._summed("expected", clock, self._observe, self._expect, tf.bool)
+        return self._summed("expected", [halves, *clock], self._observe, self._expect)
 
     def _begin_probe(self, numel: int, _: Any) -> list[Any]:
         self._collectives.watch.arm(self._collectives.full_name("auto.link"))
@@ -193,19 +204,20 @@ class GraphChoice:
     def _end_probe(self, _: Any) -> list[Any]:
         return [np.float64(time.perf_counter())]
 
-    def _observe(self, *clock: np.ndarray) -> list[Any]:
+    def _observe(self, halves: np.ndarray, *clock: np.ndarray) -> list[Any]:
         times = np.diff(np.array(clock, np.float64)).tolist()
         one, many = (statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS))
-        return [np.array(self.choice.observed(one, many, False, self._halves_fit), np.float64)]
+        return [np.array(self.choice.observed(one, many, False, bool(halves)), np.float64)]
 
     def _expect(self, sums: np.ndarray) -> list[Any]:
+        self._asks = False
         self.choice.expect(sums.tolist())
         return [np.bool_(True)]
 
     def _summed(
-        self, name: str, inputs: Sequence[Any], give: Callable[..., Any], take: Callable[..., Any], dtype: Any
+        self, name: str, inputs: Sequence[Any], give: Callable[..., Any], take: Callable[..., Any]
     ) -> tf.Tensor:
-        """What ``take(sums)`` returns, a scalar, for the sums over the ranks of the vectors ``give(*inputs)``."""
+        """True, after ``take(sums)`` of the sums over the ranks of the vectors ``give(*inputs)``."""
 
         def giving(*arguments: Any) -> list[Any]:
             self._collectives.watch.arm(self._collectives.full_name(f"auto.{name}"))
@@ -218,6 +230,6 @@ class GraphChoice:
             return result
 
         (own,) = self._call(giving, inputs, [tf.float64])
-        (taken,) = self._call(taking, [self._collectives.allreduce(own, f"auto.{name}")], [dtype])
+        (taken,) = self._call(taking, [self._collectives.allreduce(own, f"auto.{name}")], [tf.bool])
         taken.set_shape([])
         return taken

@@ -66,7 +66,7 @@ class AutomaticExchange(GradientExchange):
     def _graph(
         self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
     ) -> tuple[list[Gradient], Any, Any]:
-        which, looks = self.auto(iterations, rate)
+        which, probes = self.auto(iterations, rate)
         with tf.control_dependencies([which]):  # an error that every rank has comes before anything is sent
             iterations = tf.identity(iterations)
             gradients = [tf.identity(tf.convert_to_tensor(gradient)) for gradient in gradients]
@@ -78,10 +78,10 @@ class AutomaticExchange(GradientExchange):
             return [*results, finite, tf.constant(False) if dense is None else dense]
 
         def handed_back() -> list[tf.Tensor]:
-            return self._stock(DENSE, gradients, looks, self._handed_back(which, rate, weights))
+            return self._stock(DENSE, gradients, probes, self._handed_back(which, rate, weights))
 
         branches = {
-            **{mode: partial(self._stock, mode, gradients, looks, {}) for mode in (DENSE, HALF)},
+            **{mode: partial(self._stock, mode, gradients, probes, {}) for mode in (DENSE, HALF)},
             COMPRESSED: compressed,
             HANDED_BACK: handed_back,
         }
@@ -89,24 +89,26 @@ class AutomaticExchange(GradientExchange):
         return results, finite, dense if self.update.is_split else None
 
     def _stock(
-        self, mode: str, gradients: Sequence[tf.Tensor], looks: tf.Tensor, owed: Mapping[int, tf.Tensor]
+        self, mode: str, gradients: Sequence[tf.Tensor], probes: tf.Tensor, owed: Mapping[int, tf.Tensor]
     ) -> list[tf.Tensor]:
         """The averages of `gradients`, whether they may be applied, and that the step is the optimizer's own.
 
         Args:
             mode: `DENSE` or `HALF`.
             gradients: gradients of this rank.
-            looks: whether it is to be seen if half precision has room for them.
+            probes: whether it is to be found out now what other exchanges would take.
             owed: what is added to some of the averages, by number.
         """
         auto, numbers = self.auto, range(len(gradients))
         gradients = [tf.identity(gradient) for gradient in gradients]  # else all of the branch would wait for all
         with tf.control_dependencies(gradients):
-            (given,) = self._call(auto.given, [looks], [tf.bool])
+            (given,) = self._call(auto.given, [probes], [tf.bool])
         found = self._stock_paths[mode](dict(enumerate(gradients)))
         results = [found[i] for i in numbers]
-        fit = partial(fits, results, self.collectives.workers)
-        seen = tf.cond(looks, lambda: self._call(auto.looked, [fit()], [tf.bool])[0], lambda: tf.constant(True))
+        seen = tf.constant(True)
+        if mode == DENSE:
+            halves = partial(fits, results, self.collectives.workers)
+            seen = tf.cond(probes, lambda: auto.expected(halves()), lambda: tf.constant(True))
         results = [results[i] + tf.cast(owed[i], results[i].dtype) if i in owed else results[i] for i in numbers]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
         with tf.control_dependencies([given, seen, *results]):

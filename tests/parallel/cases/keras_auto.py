@@ -199,7 +199,7 @@ def choosing() -> dict[str, Any]:
     return {
         "modes": modes[1:], "prints": prints, "ended": choice.trial.ended, "seconds": choice.trial.seconds,
         "steps": exchange.steps.buckets.steps, "stats": optimizer.compression_stats()["steps"],
-        "mode": choice.trial.mode, "halves": exchange.auto._halves_fit,
+        "mode": choice.trial.mode,
     }  # fmt: skip
 
 
