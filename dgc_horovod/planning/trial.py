@@ -33,6 +33,7 @@ class Trial:
         self.mode, self.ended = DENSE, False
         self.seconds: dict[str, float] = {}
         self._left: list[str] = []
+        self._second: list[str] = []  # tried where none of those is faster: what was expected of them was wrong
         self._begin(dense_steps)
 
     def _begin(self, settling: int = SETTLING) -> None:
@@ -88,6 +89,7 @@ class Trial:
             (mode for mode in predicted if predicted[mode] <= _HOPEFUL * seconds), key=lambda m: predicted[m]
         )
         self._left = [mode for mode in faster if predicted[mode] <= _CLOSE * predicted[faster[0]]]
+        self._second = faster[len(self._left) :]
         self._go_on()
 
     def tried(self, seconds: float) -> None:
@@ -101,8 +103,11 @@ class Trial:
 
     def _go_on(self) -> None:
         self._begin()
+        best = min(self.seconds, key=self.seconds.__getitem__)
+        gains = self.seconds[best] <= GAIN * self.seconds[DENSE]
+        if not self._left and not gains:
+            self._left, self._second = self._second, []
         if self._left:
             self.mode = self._left.pop(0)
             return
-        best = min(self.seconds, key=self.seconds.__getitem__)
-        self.stay(best if self.seconds[best] <= GAIN * self.seconds[DENSE] else DENSE)
+        self.stay(best if gains else DENSE)

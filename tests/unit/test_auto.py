@@ -103,9 +103,15 @@ def test_only_what_may_be_best_is_tried():
     assert trial.mode == COMPRESSED
 
 
+def test_what_was_expected_to_come_second_is_tried_where_the_first_is_slower():
+    trial = Trial()
+    modes = run(trial, {DENSE: 1.0, HALF: 1.7, COMPRESSED: 0.7}, {HALF: 0.7, COMPRESSED: 1.0})
+    assert modes.count(HALF) == SETTLING + TIMED and trial.mode == COMPRESSED
+
+
 def test_a_choice_that_the_clock_does_not_confirm_is_taken_back():
     trial = Trial()
-    modes = run(trial, {DENSE: 1.0, COMPRESSED: 0.97}, {HALF: 1.0, COMPRESSED: 0.1})
+    modes = run(trial, {DENSE: 1.0, COMPRESSED: 0.97}, {HALF: 1.2, COMPRESSED: 0.1})
     assert modes.count(COMPRESSED) == SETTLING + TIMED and trial.mode == DENSE
 
 

@@ -143,7 +143,7 @@ class GraphChoice:
         """Those of all ranks are there; returns whether they may be applied."""
         self._waited = time.perf_counter() - self._given_at
         self._collectives.watch.disarm()
-        applied = bool(finite) or not half  # of stock's own arithmetic nothing is skipped
+        applied = bool(finite)
         self.choice.count(half, skipped=not applied)
         if not applied:  # the same on every rank, which all have the same average
             self.choice.give_up(OVERFLOW)

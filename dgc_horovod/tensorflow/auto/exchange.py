@@ -105,14 +105,14 @@ class AutomaticExchange(GradientExchange):
             (given,) = self._call(auto.given, [probes], [tf.bool])
         found = self._stock_paths[mode](dict(enumerate(gradients)))
         results = [found[i] for i in numbers]
-        seen = tf.constant(True)
-        if mode == DENSE:
+        if mode == HALF:
+            ends = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
+        else:  # of stock's own arithmetic nothing is skipped
             halves = partial(fits, results, self.collectives.workers)
-            seen = tf.cond(probes, lambda: auto.expected(halves()), lambda: tf.constant(True))
+            ends = tf.cond(probes, lambda: auto.expected(halves()), lambda: tf.constant(True))
         results = [results[i] + tf.cast(owed[i], results[i].dtype) if i in owed else results[i] for i in numbers]
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
-        with tf.control_dependencies([given, seen, *results]):
-            (applied,) = self._call(auto.ended, [finite], [tf.bool], mode == HALF)
+        with tf.control_dependencies([given, *results]):
+            (applied,) = self._call(auto.ended, [ends], [tf.bool], mode == HALF)
         applied.set_shape([])
         results = self._limits.averaged(results)
         wide = self.compressed if self._keeps_fp32 else ()
