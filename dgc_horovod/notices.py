@@ -176,6 +176,7 @@ def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str
 
 # Why the uncompressed exchange stays
 JOINED = "a rank has called hvd.join() before a choice was made"
+JOINED_IN_FP16 = "a rank has called hvd.join(), and would not see an overflow of fp16"
 SPARSE = "there are sparse gradients, which compression would make dense"
 OVERFLOW = "a sum of gradients was beyond half precision"
 SEVERAL = "the variables that are trained have changed"

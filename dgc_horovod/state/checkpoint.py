@@ -226,7 +226,8 @@ def load(
     place = topology.rank, topology.workers
     empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
     empty.settled_at = manifest.settled_at
-    empty.mode = manifest.mode if manifest.config else UNDECIDED  # stock Horovod's files know of no choice
+    # stock Horovod's files know of no choice, nor do those from before the first step
+    empty.mode = manifest.mode if manifest.config and manifest.workers else UNDECIDED
     if config is None or residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)
     found: dict[int, ResidualState] = {}

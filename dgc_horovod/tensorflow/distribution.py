@@ -22,12 +22,12 @@ from dgc_horovod.core.budget import HOST_SPEED
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.notices import JOINED, SEVERAL, SPARSE, describe, tell_stock
-from dgc_horovod.planning.density import fitted
+from dgc_horovod.notices import SEVERAL, describe
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
 from dgc_horovod.tensorflow import joining
+from dgc_horovod.tensorflow.auto.agreed import for_a_choice
 from dgc_horovod.tensorflow.auto.exchange import AutomaticExchange
 from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
@@ -35,7 +35,7 @@ from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.nodes import transports
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.reload_detector import Clock
-from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings
+from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
 from dgc_horovod.tensorflow.wrapping.variables import (
@@ -94,13 +94,12 @@ class Distribution:
     def compresses(self) -> bool:
         """Whether gradients are compressed now, or from the first step on."""
         config = self.settings.config
-        return config is not None and (not config.automatic or any(each.keeps_state for each in self.exchanges))
+        return config is not None and (not config.automatic or any(each.compresses for each in self.exchanges))
 
     def joins(self) -> None:
-        """This rank is about to call ``hvd.join()``: what it has not chosen by now, it never will."""
+        """This rank is about to call ``hvd.join()``, as all will in the end."""
         for exchange in self.exchanges:
-            if exchange.is_undecided:
-                exchange.give_up(JOINED)
+            exchange.joins()
 
     def topology_for(self, shapes: Sequence[Sequence[int]]) -> Topology:
         """The nodes that the exchange uses; asked first, by all ranks alike, it is agreed on.
@@ -193,22 +192,13 @@ class Distribution:
             check_agreement(start, self._agreed_fields(sources, local, number))
             kinds = common_kinds(start, kinds)
         if self.settings.config is not None and self.settings.config.automatic and not self._sets:
-            self.settings = self._for_a_choice(self.settings.config, kinds)
+            sent = [kind for kind, own in zip(kinds, local, strict=True) if not own]
+            self.settings = for_a_choice(self.settings, sent, self.run_steps)
+            if self.settings.config is None and self._loaded is not None:
+                _log.warning("dgc_horovod: what ranks had kept of gradients is dropped: nothing is compressed")
         if self.settings.config is not None or self.settings.sparse_as_dense:
             kinds = ["dense" if kind == "sparse" else kind for kind in kinds]
         return VariableSet(sources, kinds, local, lambda active: self._exchange(active, number))
-
-    def _for_a_choice(self, config: DGCConfig, kinds: Sequence[str]) -> Settings:
-        """The settings of an exchange that is to be chosen: the ranks know now what is exchanged, and how often."""
-        collectives = Collectives(self.settings.process_set, "start")
-        if "sparse" in kinds and not self.settings.sparse_as_dense:
-            if collectives.rank == 0:
-                tell_stock(SPARSE, STOCK)
-            return self.settings.as_stock()
-        told = [int(data) for data in collectives.gather_bytes(b"%d" % (self.run_steps or 0), "run")]
-        if config.total_steps is None and max(told):
-            config = config.replace(total_steps=max(told))
-        return dataclasses.replace(self.settings, config=fitted(config))
 
     def _exchange(self, sources: Sequence[Source], number: int) -> GradientExchange:
         process_set = self.settings.process_set
@@ -233,9 +223,9 @@ class Distribution:
             number,
             keeps_fp32=self.update.is_split,
         )
-        if self.exchanges:  # what one has taken over, another may need
-            for each in (*self.exchanges, exchange):
-                each.give_up(SEVERAL)
+        for each in self.exchanges:  # what one has taken over, the other may need
+            each.give_up(SEVERAL)
+            exchange.follow(each)
         buckets = exchange.steps.buckets
         if buckets is not None:
             if self._loaded is not None:
@@ -266,11 +256,10 @@ class Distribution:
         values: dict[int, Any] = {}
         if self._topology is not None and self._topology.node_size > 1:
             return values  # a rank has slices only, and zeros in the place of the others would not be momentum
-        if not self.compresses:
-            return values
+        keeping = {exchange.steps for exchange in self.exchanges if exchange.keeps_state}
         for key in self.compressed:
             home = self._homes.find(key)
-            if home is not None:
+            if home is not None and self._homes.holder(key) in keeping:
                 slots = self.update.slots(key)
                 for slot, value in zip(slots, self.update.for_slots(*home, rate, slots), strict=False):
                     values[id(native(slot))] = value.reshape(slot.shape)
@@ -363,6 +352,14 @@ class Distribution:
     def compressed(self) -> set[Key]:
         """Keys of the variables whose gradients are compressed."""
         return {key for each in self._sets.values() for key in each.compressed}
+
+    @property
+    def in_engines(self) -> set[Key]:
+        """Keys of the compressed variables whose momentum is with the engines, and not in the optimizer's slots."""
+        keeping = {exchange.steps for exchange in self.exchanges if exchange.keeps_state}
+        if not keeping:
+            return set()
+        return {key for key in self.compressed if self._homes.holder(key) in (None, *keeping)}
 
     def stats(self) -> dict[str, Any]:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""

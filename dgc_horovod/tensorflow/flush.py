@@ -21,13 +21,13 @@ from dgc_horovod.tensorflow.wrapping.variables import key_of
 def flush(optimizer: Any, distribution: Distribution) -> None:
     """See ``flush`` of the optimizer."""
     distribution.residuals()  # errors that should come before anything is changed
+    if not any(exchange.keeps_state for exchange in distribution.exchanges):
+        return
     if distribution.update.flush_is_step and passes_of(optimizer) > 1:
         raise UnsupportedUse("flush() with accumulated gradients has a form under momentum correction only")
-    if not distribution.exchanges or distribution.settings.config is None:
+    if distribution.settings.config is None:
         return
     (exchange,) = distribution.exchanges
-    if not exchange.keeps_state:
-        return
     by_key = {key_of(variable): variable for variable in optimizer._trainable_variables}
     variables = {i: by_key[source.key] for i, source in enumerate(exchange.sources) if i in exchange.steps.place}
     left = _left(exchange)

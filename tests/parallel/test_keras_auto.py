@@ -13,6 +13,7 @@ pytestmark = pytest.mark.parallel
 CASES = (
     *("dense_steps", "switching", "conservation", "choosing", "settling"),
     *("resuming", "undecided", "beside", "fit_tells", "given_up"),
+    *("of_other_kinds", "early"),
 )
 
 
@@ -83,7 +84,26 @@ def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange(ranks):
     one, other = _found(ranks, "given_up")
     assert one == other
     assert one["overflow"] == [True, True] and one["after"] == [DENSE, True] and one["skipped"] == 1
-    assert one["several"] == [DENSE, DENSE]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_what_waits_of_variables_goes_with_them_to_another_set(ranks, name):
+    for found in _found(ranks, "given_up"):
+        assert found[f"several, {name}"] == [True] * 4, found
+        assert found[f"several, {name}, modes"] == [DENSE, DENSE] and found[f"several, {name}, finite"]
+
+
+def test_sums_half_precision_limits_and_rates(ranks):
+    one, other = _found(ranks, "of_other_kinds")
+    assert one == other and one["rates"]
+    for name in ("SGD", "AdamW"):
+        assert 0.3 < one[f"sum, {name}"][1] < 3, "the momentum that comes back is of the size that went"
+    assert one["bfloat16"][1] and one["float64"][1]
+
+
+def test_a_checkpoint_of_no_step_has_chosen_nothing(ranks):
+    one, other = _found(ranks, "early")
+    assert one == other and one["mode"] == [DENSE, False]
 
 
 def test_what_cannot_be_compressed_is_left_to_stock_horovod(ranks):
@@ -110,5 +130,5 @@ def test_workers_of_nodes_switch_alike():
 def test_ranks_with_uneven_data_choose_alike_and_one_that_stays_away_is_an_error_not_a_hang():
     ranks = run_ranks(2, ["keras_auto.uneven"], timeout=240, environment={"DGC_TIMEOUT": "6"})
     one, other = _found(ranks, "uneven")
-    assert one["join"] == other["join"] == [DENSE, True]
+    assert one["join"] == other["join"] == [DENSE, True] and one["met"] == other["met"] == [True, False]
     assert "waited 6 s for" in one["error"]

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.choice import REPEATS, Choice
-from dgc_horovod.notices import OVERFLOW
+from dgc_horovod.notices import JOINED, OVERFLOW
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
@@ -27,7 +27,7 @@ from dgc_horovod.tensorflow.wrapping.variables import Key, native
 
 HANDED_BACK = "handed back"  # a dense step, before which all that ranks have kept is applied
 BRANCHES = (DENSE, HALF, COMPRESSED, HANDED_BACK)  # a step is one of them, by its number
-_NOTHING, _COMPARING, _SETTLING = range(3)  # what the ranks do before a step
+_NOTHING, _COMPARING, _MEETING, _SETTLING = range(4)  # what the ranks do before a step
 
 
 class GraphChoice:
@@ -60,7 +60,14 @@ class GraphChoice:
     def mode(self) -> str:
         """For a record: what was chosen, if anything was."""
         trial = self.choice.trial
+        if self.choice.given_up:
+            return UNDECIDED if self.holds else DENSE
         return trial.mode if trial.ended else UNDECIDED
+
+    def follow(self, other: GraphChoice) -> None:
+        """`other` may hold what waits of these variables: it is handed back here."""
+        self.holds |= other.holds
+        self._steps.follow(other._steps)
 
     def resume(self, state: ResidualState) -> None:
         """A resumed job goes on with what was chosen; what was saved without a choice was compressed."""
@@ -87,7 +94,11 @@ class GraphChoice:
             with tf.control_dependencies([compare()]):
                 return self._call(self._which, [iterations], [tf.int32, tf.bool])
 
-        branches = {_NOTHING: lambda: decided, _COMPARING: lambda: after(self._compared)}
+        branches = {
+            _NOTHING: lambda: decided,
+            _COMPARING: lambda: after(self._compared),
+            _MEETING: lambda: after(self._met),
+        }
         if self._adam is not None and self._keys:
             branches[_SETTLING] = lambda: after(lambda: self._settled(iterations, rate))
         which, probes = tf.switch_case(todo, branches)
@@ -104,12 +115,14 @@ class GraphChoice:
 
     def _due(self) -> int:
         choice = self.choice
-        if self._buckets.steps == self._seen:  # none has ended
-            return _NOTHING
-        self._seen, waited, self._waited = self._buckets.steps, self._waited, 0.0
-        if choice.trial.mode != COMPRESSED and choice.measures_second:
-            return _SETTLING
-        return _COMPARING if choice.step_ended(time.perf_counter(), waited) else _NOTHING
+        if self._buckets.steps != self._seen:  # one has ended
+            self._seen, waited, self._waited = self._buckets.steps, self._waited, 0.0
+            if choice.trial.mode != COMPRESSED and choice.measures_second:
+                return _SETTLING
+            if choice.step_ended(time.perf_counter(), waited):
+                return _COMPARING
+        begins = choice.trial.mode == COMPRESSED and not (self.holds or choice.given_up)
+        return _MEETING if begins else _NOTHING
 
     def _which(self, iterations: np.ndarray) -> list[Any]:
         choice, trial = self.choice, self.choice.trial
@@ -170,6 +183,15 @@ class GraphChoice:
 
     def _compared(self) -> tf.Tensor:
         return self._summed("times", [0.0], self._own, self._compare)
+
+    def _met(self) -> tf.Tensor:
+        """No rank may be in join while gradients are compressed: all are asked before the first such step."""
+        return self._summed("all", [0.0], lambda _: [np.ones(1)], self._meet)
+
+    def _meet(self, ranks: np.ndarray) -> list[Any]:
+        if round(float(ranks[0])) != self._collectives.workers:
+            self.choice.give_up(JOINED)
+        return [np.bool_(True)]
 
     def _own(self, _: Any) -> list[Any]:
         return [np.array(self.choice.own(), np.float64)]

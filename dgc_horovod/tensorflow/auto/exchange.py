@@ -9,6 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from dgc_horovod.notices import JOINED, JOINED_IN_FP16, SEVERAL
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, ResidualState
 from dgc_horovod.tensorflow.auto.choice import BRANCHES, HANDED_BACK, GraphChoice
@@ -18,6 +19,7 @@ from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
 from dgc_horovod.tensorflow.wrapping.variables import Gradient
 
 
@@ -34,6 +36,8 @@ class AutomaticExchange(GradientExchange):
 
     def __init__(self, *arguments: Any, clipping: Clipping, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        if isinstance(self.update, FrozenAdamUpdate):  # a graph may hand back before anything was taken over
+            self.update.share = 1 if self.settings.averages else self.collectives.workers
         self._limits = clipping
         self.auto = GraphChoice(self.steps, [self.sources[i].key for i in sorted(self.compressed)])
         groups = dict(enumerate(self.settings.group_numbers(self.sources)))
@@ -43,15 +47,27 @@ class AutomaticExchange(GradientExchange):
         }
 
     @property
-    def is_undecided(self) -> bool:  # type: ignore[override]
-        return not self.auto.choice.trial.ended
-
-    @property
     def keeps_state(self) -> bool:
         return self.auto.holds
 
+    @property
+    def compresses(self) -> bool:
+        return self.auto.holds and not self.auto.choice.given_up
+
     def give_up(self, why: str) -> None:
         self.auto.choice.give_up(why)
+
+    def joins(self) -> None:
+        trial = self.auto.choice.trial
+        if not trial.ended:
+            self.give_up(JOINED)
+        elif trial.mode == HALF:  # an overflow would be one on the ranks that are not in join
+            self.give_up(JOINED_IN_FP16)
+
+    def follow(self, other: GradientExchange) -> None:
+        assert isinstance(other, AutomaticExchange)
+        self.give_up(SEVERAL)
+        self.auto.follow(other.auto)
 
     def residuals(self) -> ResidualState | None:
         state = super().residuals()
@@ -78,10 +94,10 @@ class AutomaticExchange(GradientExchange):
             return [*results, finite, tf.constant(False) if dense is None else dense]
 
         def handed_back() -> list[tf.Tensor]:
-            return self._stock(DENSE, gradients, probes, self._handed_back(which, rate, weights))
+            return self._stock(DENSE, gradients, probes, *self._handed_back(which, rate, weights))
 
         branches = {
-            **{mode: partial(self._stock, mode, gradients, probes, {}) for mode in (DENSE, HALF)},
+            **{mode: partial(self._stock, mode, gradients, probes) for mode in (DENSE, HALF)},
             COMPRESSED: compressed,
             HANDED_BACK: handed_back,
         }
@@ -89,7 +105,12 @@ class AutomaticExchange(GradientExchange):
         return results, finite, dense if self.update.is_split else None
 
     def _stock(
-        self, mode: str, gradients: Sequence[tf.Tensor], probes: tf.Tensor, owed: Mapping[int, tf.Tensor]
+        self,
+        mode: str,
+        gradients: Sequence[tf.Tensor],
+        probes: tf.Tensor,
+        owed: Mapping[int, tf.Tensor] | None = None,
+        after: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor]:
         """The averages of `gradients`, whether they may be applied, and that the step is the optimizer's own.
 
@@ -98,31 +119,38 @@ class AutomaticExchange(GradientExchange):
             gradients: gradients of this rank.
             probes: whether it is to be found out now what other exchanges would take.
             owed: what is added to some of the averages, by number.
+            after: what else must have come before the step has ended.
         """
-        auto, numbers = self.auto, range(len(gradients))
+        auto, owed = self.auto, owed or {}
         gradients = [tf.identity(gradient) for gradient in gradients]  # else all of the branch would wait for all
         with tf.control_dependencies(gradients):
             (given,) = self._call(auto.given, [probes], [tf.bool])
         found = self._stock_paths[mode](dict(enumerate(gradients)))
-        results = [found[i] for i in numbers]
+        results = [found[i] for i in range(len(gradients))]
         if mode == HALF:
             ends = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
         else:  # of stock's own arithmetic nothing is skipped
             halves = partial(fits, results, self.collectives.workers)
             ends = tf.cond(probes, lambda: auto.expected(halves()), lambda: tf.constant(True))
-        results = [results[i] + tf.cast(owed[i], results[i].dtype) if i in owed else results[i] for i in numbers]
-        with tf.control_dependencies([given, *results]):
+        with tf.control_dependencies([given, *after, *results]):
             (applied,) = self._call(auto.ended, [ends], [tf.bool], mode == HALF)
         applied.set_shape([])
         results = self._limits.averaged(results)
-        wide = self.compressed if self._keeps_fp32 else ()
-        results = [tf.cast(result, tf.float32) if i in wide else result for i, result in enumerate(results)]
+        results = [tf.cast(result, self._dtype(i, result.dtype)) for i, result in enumerate(results)]
+        # of many steps, so that a limit for one would cut it
+        results = [result + tf.cast(owed[i], result.dtype) if i in owed else result for i, result in enumerate(results)]
         return [*results, applied, tf.constant(True)]
 
-    def _handed_back(self, which: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any]) -> dict[int, tf.Tensor]:
-        """Let the optimizer have all that ranks have kept; what is to be added to its gradients, by number."""
+    def _handed_back(
+        self, which: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any]
+    ) -> tuple[dict[int, tf.Tensor], list[tf.Tensor]]:
+        """Let the optimizer have all that ranks have kept.
+
+        Returns:
+            What is to be added to its gradients, by number; a tensor that is there when all has come.
+        """
         owed: dict[int, tf.Tensor] = {}
-        (armed,) = self._call(self.auto.given, [which], [tf.bool])
+        (armed,) = self._call(self.steps.arm, [which], [tf.int64])
         after = [armed]
         for run in self.steps.runs:
             engine, collectives = run.engine, self.collectives
@@ -143,8 +171,7 @@ class AutomaticExchange(GradientExchange):
                 if later is not None:
                     owed[i] = later
         with tf.control_dependencies(after):
-            self._call(self.auto.handed_back, [armed], [tf.bool])
-        return owed
+            return owed, self._call(self.auto.handed_back, [armed], [tf.bool])
 
     def _kept(self, run: BucketRun, parts: Sequence[str], _: Any) -> list[Any]:
         """What this rank keeps of a bucket, part by part, see `BucketEngine.as_one_of_all`; here it ends."""

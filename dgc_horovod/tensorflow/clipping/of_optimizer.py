@@ -59,8 +59,9 @@ def with_clipping(optimizer: Any, settings: Settings) -> Settings:
     _check_ranks_stay(kind)
     _tell(
         settings,
-        f"{kind}={limit:g} of the optimizer clips each rank's own gradient before it is compressed, at "
-        f"{'sqrt(N)' if settings.averages else '1/sqrt(N)'} times {limit:g}; what comes back is not clipped",
+        f"{'in compressed steps ' if config.automatic else ''}{kind}={limit:g} of the optimizer clips each rank's own "
+        f"gradient before it is compressed, at {'sqrt(N)' if settings.averages else '1/sqrt(N)'} times {limit:g}; what "
+        "comes back is not clipped",
     )
     if kind != "global_clipnorm":
         return settings
@@ -103,7 +104,9 @@ class Clipping:
         assert self._settings.config is not None
         limit = self._settings.config.clip_norm
         if limit is not None and clipping_of(self._optimizer) != ("global_clipnorm", limit):
-            return list(tf.clip_by_global_norm(gradients, limit)[0])
+            norms = [tf.norm(tf.cast(gradient, tf.float32)) for gradient in gradients]  # dtypes may differ
+            factor = limit / tf.maximum(tf.norm(tf.stack(norms)), limit)
+            return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
         return list(keras.optimizers.Optimizer._clip_gradients(self._optimizer, gradients))
 
 

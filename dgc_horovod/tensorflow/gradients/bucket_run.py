@@ -7,7 +7,7 @@ the number of its collective, and a vector of bytes and one of floats, of which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from dgc_horovod.exchange.contract import Round, start
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import densities
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks
+from dgc_horovod.wire.bucket import PADDING
 
 TRIPLE = [tf.int32, tf.uint8, tf.float32]
 _Form = tuple[str, str, str] | None
@@ -47,6 +48,16 @@ class BucketRun:
         if self.kernels.array_kind == "numpy":
             return self.blocks.take()
         return [self.kernels.new(segment.numel) for segment in self.engine.whole.segments]
+
+    def of_slice(self, gradients: Sequence[Any], whole: bool) -> list[Any]:
+        """The gradients of what this worker keeps of a bucket, from its slice in one, or from whole ones."""
+        segments, engine = self.engine.bucket.segments, self.engine
+        if not whole:
+            (flat,) = gradients
+            return [flat[segment.place] for segment in segments]
+        of_name = {segment.name: gradient for segment, gradient in zip(engine.whole.segments, gradients, strict=True)}
+        of_name[PADDING] = self.kernels.new(engine.topology.node_size)
+        return [of_name[segment.name][segment.offset :][: segment.numel] for segment in segments]
 
     @cached_property
     def alternatives(self) -> list[dict[_Form, Round | None]]:

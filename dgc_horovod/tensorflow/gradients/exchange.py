@@ -90,15 +90,24 @@ class GradientExchange:
         self.clipping = self._when_eager  # of the graph that was made, or has run, last
         self._function = tf.function(self._graph, autograph=False, reduce_retracing=True)
 
-    is_undecided = False  # whether it may become another one by itself
-
     @property
     def keeps_state(self) -> bool:
         """Whether u and v are with the engines, and not in the optimizer's slots."""
         return True
 
+    @property
+    def compresses(self) -> bool:
+        """Whether the next step may be one that no rank in join takes part in."""
+        return True
+
     def give_up(self, why: str) -> None:
         """What may choose its exchange chooses no more, and goes back to stock Horovod's; in words, why."""
+
+    def joins(self) -> None:
+        """What may choose its exchange, and has not, never will: this rank is about to call ``hvd.join()``."""
+
+    def follow(self, other: GradientExchange) -> None:
+        """`other` had some of these variables before, and what waits of them."""
 
     def residuals(self) -> ResidualState | None:
         """See `HostSteps.residuals`."""
@@ -182,11 +191,16 @@ class GradientExchange:
             flags.append(flag)
             for i, update in zip(run.members, updates, strict=True):
                 update = tf.reshape(update, self.sources[i].shape)
-                results[i] = update if self._keeps_fp32 else tf.cast(update, gradients[i].dtype)
+                results[i] = tf.cast(update, self._dtype(i, gradients[i].dtype))
         (finite,) = self._call(self.steps.end, flags, [tf.bool], self._dense_path.nbytes(whole.values()))
         finite.set_shape([])
         dense.set_shape([])
         return [results[i] for i in range(len(gradients))], finite, dense if self.update.learns_second else None
+
+    def _dtype(self, i: int, dtype: tf.DType) -> tf.DType:
+        """Of the result for gradient `i`, which has `dtype`."""
+        wide = self._keeps_fp32 and i in self.steps.place and dtype in (tf.float16, tf.bfloat16)
+        return tf.float32 if wide else dtype
 
     def _all_dense(self, gradients: Sequence[Gradient], started: tf.Tensor) -> list[Gradient]:
         given = dict(enumerate(gradients))

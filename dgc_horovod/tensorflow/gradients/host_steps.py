@@ -34,7 +34,6 @@ from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
-from dgc_horovod.wire.bucket import PADDING
 
 _log = logging.getLogger("dgc_horovod")
 _ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
@@ -226,14 +225,18 @@ class HostSteps:
 
     def start_as_stock(self, iterations: np.ndarray) -> bool:
         """Begin a step of the user's own optimizer; returns whether what is kept belongs to these weights."""
-        assert self.buckets is not None
-        if self._under_way:
+        if self._under_way and self.buckets is not None:
             self.buckets.rollback()
             self._under_way = False
         generation = self._generation_now(int(iterations))
         belongs = generation == self._generation
         self._homes.renew(generation)
+        self._homes.bring(self, self._keys)
         return belongs
+
+    def follow(self, other: HostSteps) -> None:
+        """What `other` has of these variables belongs to the same weights."""
+        self._generation = other._generation
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
@@ -297,7 +300,7 @@ class HostSteps:
             else self.update.accumulation(self._iterations - self._origin, self._dense)
         )
         if self.node_size > 1:
-            gradients = _of_slice(run, gradients, whole)
+            gradients = run.of_slice(gradients, whole)
             received = 4 * run.engine.bucket.numel * (self.node_size - 1)
             self.counts.traffic.count_inside(2 * received if whole else received)
         for i, gradient in enumerate(gradients):
@@ -382,17 +385,6 @@ class HostSteps:
         if text and not self._told and self.collectives.rank == 0:
             self._told = True
             _log.warning("dgc_horovod: %s", text)
-
-
-def _of_slice(run: BucketRun, gradients: Sequence[Any], whole: bool) -> list[Any]:
-    """The gradients of what this worker keeps of a bucket, from its slice in one, or from whole ones."""
-    segments, engine = run.engine.bucket.segments, run.engine
-    if not whole:
-        (flat,) = gradients
-        return [flat[segment.place] for segment in segments]
-    of_name = {segment.name: gradient for segment, gradient in zip(engine.whole.segments, gradients, strict=True)}
-    of_name[PADDING] = run.kernels.new(engine.topology.node_size)
-    return [of_name[segment.name][segment.offset :][: segment.numel] for segment in segments]
 
 
 def _number(name: str) -> str:

@@ -193,7 +193,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer.learning_rate = new
         if self.momentum_correction and old and new != old and getattr(optimizer, "momentums", None):
             distribution = getattr(optimizer, "_dgc", None)
-            ours = distribution.compressed if distribution is not None and distribution.update.is_split else set()
+            ours = distribution.in_engines if distribution is not None and distribution.update.is_split else set()
             for variable, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
                 if key_of(variable) not in ours:
                     velocity.assign(velocity * (new / old))

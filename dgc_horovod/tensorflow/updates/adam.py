@@ -55,8 +55,9 @@ class AdamUpdate(SplitUpdate):
             return left[RESIDUAL]
         variable.assign_sub(tf.cast(rate * left[RESIDUAL], variable.dtype))
         if FIRST in left:
-            for slot, moment in zip(self.slots(key), (left[FIRST], left[SECOND]), strict=True):
-                slot.assign(tf.cast(moment, slot.dtype))
+            begun = tf.reduce_any(tf.not_equal(left[SECOND], 0.0))  # else there was no step, and the slots have all
+            for slot, moment in zip(map(native, self.slots(key)), (left[FIRST], left[SECOND]), strict=True):
+                slot.assign(tf.where(begun, tf.cast(moment, slot.dtype), slot))
         return None
 
 

@@ -18,7 +18,9 @@ from dgc_horovod.tensorflow.wrapping.variables import Key
 class SGDUpdate(SplitUpdate):
     """SGD with momentum: the engine's u carries the local momentum, without the learning rate."""
 
-    parts = (RESIDUAL, MOMENTUM)
+    @property
+    def parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (RESIDUAL, MOMENTUM) if self._optimizer.momentum else (RESIDUAL,)
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()

@@ -44,6 +44,10 @@ class Homes:
         steps, i = self._at.get((0, key), (None, 0))
         return None if steps is None else steps.kept(i)
 
+    def holder(self, key: Any) -> HostSteps | None:
+        """The steps of the exchange that has the state of a variable."""
+        return self._at.get((0, key), (None, 0))[0]
+
     def empty(self, key: Any) -> None:
         """Let go of the u and v of a variable that is frozen; Adam's moments stay, as in an optimizer's slots."""
         found = self.find(key)

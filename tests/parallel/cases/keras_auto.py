@@ -22,6 +22,7 @@ from dgc_horovod.tensorflow.keras import (
     load_checkpoint,
     save_checkpoint,
 )
+from dgc_horovod.tensorflow.wrapping.variables import key_of, native
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import (
     BATCH,
@@ -82,7 +83,7 @@ def _step_of(model: Any, optimizer: Any) -> Any:
     @tf.function
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(x) - y) ** 2)
+            loss = tf.reduce_mean((tf.cast(model(x), y.dtype) - y) ** 2)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         return loss
 
@@ -188,6 +189,61 @@ def conservation() -> dict[str, float]:
     return found
 
 
+def of_other_kinds() -> dict[str, Any]:
+    """Sums instead of averages; half precision weights; RMSprop whose hand-back a limit would cut; other rates."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    for name, make in {"SGD": lambda: momentum_sgd(learning_rate=0.002), "AdamW": _adamw}.items():
+        model = smooth_model()
+        optimizer = DistributedOptimizer(make(), compression=Compression.auto(density=0.5, min_numel=16), op=hvd.Sum)
+        optimizer.build(model.trainable_variables)
+        optimizer._dgc.variable_set(model.trainable_variables, [tf.zeros(v.shape) for v in model.trainable_variables])
+        modes = [DENSE, COMPRESSED, DENSE]
+        take(optimizer, DENSE)
+        momentum = []
+
+        def switch(step: int, optimizer: Any = optimizer, modes: Any = modes, momentum: Any = momentum) -> None:
+            take(optimizer, modes[step * len(modes) // STEPS])
+            slot = optimizer._dgc.update.slots(key_of(optimizer._trainable_variables[0]))[0]
+            momentum.append(float(np.linalg.norm(slot.numpy())))
+
+        prints = train(model, optimizer, STEPS, switch)
+        # before compression, and after it was handed back
+        found[f"sum, {name}"] = [prints[-1], momentum[-1] / max(momentum[: STEPS // 3])]
+    for dtype in ("bfloat16", "float64"):
+        keras.config.set_dtype_policy(dtype)
+        model, optimizer = made(momentum_sgd)
+        keras.config.set_dtype_policy("float32")
+        _train_with(model, optimizer, _ORDER)
+        found[dtype] = [fingerprint(model), bool(np.isfinite(weights(model).astype(np.float32)).all())]
+    model, optimizer = made(lambda: keras.optimizers.SGD(0.01, momentum=0.0, clipvalue=1e-6), **UNROUNDED)
+    found["limit"] = _train_with(model, optimizer, [COMPRESSED, DENSE])[-1]
+    model, optimizer = made()
+    model.compile(optimizer, "mse")
+    teller = callbacks.LearningRateScheduleCallback(0.05, lambda epoch: 0.5 if epoch else 1.0, staircase=True)
+    reference = smooth_model()
+    reference.compile(DistributedOptimizer(_nesterov(), compression=Compression.none), "mse")
+    for each in (model, reference):
+        each.fit(*shard(hvd.rank()), batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[teller])
+    found["rates"] = fingerprint(model) == fingerprint(reference)
+    return found
+
+
+def early() -> dict[str, Any]:
+    """A checkpoint from before the first step: the choice is still to be made."""
+    hvd.init()
+    model, folder = smooth_model(), _shared_folder("auto-early")
+    optimizer = DistributedOptimizer(_adamw(), compression=Compression.auto(min_numel=16))
+    save_checkpoint(folder, model, optimizer)
+    other = smooth_model(5)
+    resumed = DistributedOptimizer(_adamw(), compression=Compression.auto(min_numel=16))
+    load_checkpoint(folder, other, resumed)
+    _remove(folder)
+    prints = train(other, resumed, 3)
+    trial = choice_of(resumed).trial
+    return {"mode": [trial.mode, trial.ended], "prints": prints}
+
+
 def choosing() -> dict[str, Any]:
     """A choice by the clock: the same on every rank, and the one that the times say."""
     model, optimizer = made(mode=None, density=0.01)
@@ -276,14 +332,22 @@ def given_up() -> dict[str, Any]:
     found["after"] = [choice_of(optimizer).trial.mode, bool(np.isfinite(weights(model)).all())]
     found["skipped"] = optimizer.compression_stats()["skipped"]
 
-    model, optimizer = made(mode=COMPRESSED)
-    train(model, optimizer, 4)
-    variables = model.trainable_variables[2:]
-    for _ in range(2):  # a layer is frozen, as it were
-        optimizer.apply([tf.ones(v.shape) for v in variables], variables)
-    train(model, optimizer, 3, first=4)
-    found["several"] = [each.auto.choice.trial.mode for each in optimizer._dgc.exchanges]
-    found["several, prints"] = fingerprint(model)
+    for name in ("SGD", "AdamW"):
+        model, optimizer = made(OPTIMIZERS[name])
+        train(model, optimizer, 4, lambda step, optimizer=optimizer: take(optimizer, COMPRESSED if step else DENSE))
+        variables = model.trainable_variables[2:]
+        kept = optimizer.residual_state_dict()["tensors"]
+        own = sum(float(abs(x).sum()) for i, each in kept.items() if int(i) > 1 for x in each.values())
+        before = fingerprint(model)
+        optimizer.apply([tf.zeros(v.shape) for v in variables], variables)  # a layer is frozen, as it were
+        moved = before != fingerprint(model)
+        slots = float(sum(np.abs(slot.numpy()).sum() for slot in optimizer._dgc.update.slots(key_of(variables[0]))))
+        stale = [key for key in optimizer._dgc.for_slots(0.05) if key in {id(native(v)) for v in variables}]
+        train(model, optimizer, 3, first=4)
+        found[f"several, {name}"] = [own > 0, moved, slots > 0, stale == []]
+        found[f"several, {name}, modes"] = [each.auto.choice.trial.mode for each in optimizer._dgc.exchanges]
+        found[f"several, {name}, prints"] = fingerprint(model)
+        found[f"several, {name}, finite"] = bool(np.isfinite(weights(model)).all())
     return found
 
 
@@ -354,6 +418,12 @@ def uneven() -> dict[str, Any]:
     hvd.join()
     trial = choice_of(optimizer).trial
     found: dict[str, Any] = {"join": [trial.mode, trial.ended]}
+    model, optimizer = made(mode=None)
+    train(model, optimizer, 3)
+    choice_of(optimizer).trial.dense_timed(1.0, {COMPRESSED: 0.1})  # what was found in the last step
+    train(model, optimizer, 4 * hvd.rank())
+    hvd.join()
+    found["met"] = [choice_of(optimizer).given_up, optimizer._dgc.compresses]
     gradients = [tf.ones(v.shape) for v in model.trainable_variables]
     if hvd.rank() == 0:
         return {**found, "error": error_of(lambda: optimizer.apply(gradients, model.trainable_variables))}
