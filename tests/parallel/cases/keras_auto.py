@@ -249,9 +249,7 @@ def choosing() -> dict[str, Any]:
     model, optimizer = made(mode=None, density=0.01)
     choice, modes = choice_of(optimizer), []
     (exchange,) = optimizer._dgc.exchanges
-    prints = train(
-        model, optimizer, 3 * (SETTLING + MOST_TIMED) + 2, lambda step: modes.append(exchange.steps.counts.mode)
-    )
+    prints = train(model, optimizer, 4 * (SETTLING + MOST_TIMED), lambda step: modes.append(exchange.steps.counts.mode))
     return {
         "modes": modes[1:], "prints": prints, "ended": choice.trial.ended, "seconds": choice.trial.seconds,
         "steps": exchange.steps.buckets.steps, "stats": optimizer.compression_stats()["steps"],
