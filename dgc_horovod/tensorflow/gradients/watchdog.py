@@ -91,9 +91,6 @@ class _Watcher:
         with self._lock:
             self._watches.add(watch)
             if self._thread is None or not self._thread.is_alive():
-                if self._thread is None:
-                    # Horovod shuts itself down at exit; two of these at once would wait for each other
-                    atexit.register(self.wait_for_shutdown)
                 self._ending = False
                 self._thread = threading.Thread(target=self._look, name="dgc-watch", daemon=True)
                 self._thread.start()
@@ -114,6 +111,9 @@ class _Watcher:
                 watch.expire()
             if late:
                 self._ending = True
+                # At exit Horovod shuts itself down, and of two that join its thread at once one waits for ever. What is
+                # registered last runs first, and every hvd.init() registers: not before now.
+                atexit.register(self.wait_for_shutdown)
                 hvd.shutdown()
 
 

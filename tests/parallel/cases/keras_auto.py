@@ -416,7 +416,7 @@ def uneven() -> dict[str, Any]:
     hvd.join()
     trial = choice_of(optimizer).trial
     found: dict[str, Any] = {"join": [trial.mode, trial.ended]}
-    model, optimizer = made(mode=None)
+    model, optimizer = made(mode=None)  # hvd.init() again: its shutdown at exit must not meet ours all the same
     train(model, optimizer, 3)
     choice_of(optimizer).trial.dense_timed(1.0, {COMPRESSED: 0.1})  # what was found in the last step
     train(model, optimizer, 4 * hvd.rank())
