@@ -22,6 +22,7 @@ AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
 OWN, FROZEN = "own", "frozen"
 SECOND_MOMENTS = (AUTO, OWN, FROZEN)
+MOMENTUM_DTYPES = ("fp32", "bf16")
 _LOCAL = ("local_decay", "outer_rate", "outer_momentum")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
@@ -38,6 +39,8 @@ class DGCConfig:
         scope: elements ranked together: "bucket": all of a bucket; "tensor": those of each tensor, as in the papers.
         momentum_correction: whether momentum is accumulated locally, before selection (DGC section 3.1). For SGD the
             momentum, for Adam and AdamW the local Adam direction; other optimizers have no such form.
+        momentum_dtype: number format in which SGD's momentum is kept, under momentum correction: fp32; or bf16, of half
+            the memory. What enters the residual is the sum before it is rounded.
         second_moment: Adam's, under momentum correction: "own": each rank learns its own, from its own gradients;
             "frozen": all learn one in the dense steps that the warm-up begins with, and it stays; "auto": frozen where
             the warm-up begins with density 1, else own.
@@ -89,6 +92,7 @@ class DGCConfig:
     rule: str = "exact"
     scope: str = "bucket"
     momentum_correction: bool = True
+    momentum_dtype: str = "fp32"
     second_moment: str = AUTO
     factor_masking: bool = True
     clip_norm: float | None = None
@@ -121,6 +125,7 @@ class DGCConfig:
         _check_fraction("max_density", self.max_density)
         check_choice("rule", self.rule, tuple(RULES))
         check_choice("scope", self.scope, SCOPES)
+        check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
         check_choice("second_moment", self.second_moment, SECOND_MOMENTS)
         check_choice("values", self.values, tuple(VALUE_CODECS))
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
@@ -169,6 +174,11 @@ class DGCConfig:
                 "second_moment='frozen' goes with momentum correction, and with dense steps to learn it in: pass "
                 "warmup=WarmupSchedule(steps=..., first_density=1.0), or --dgc-warmup-steps N "
                 "--dgc-warmup-first-density 1"
+            )
+        if self.momentum_dtype != "fp32" and not self.momentum_correction:
+            raise ConfigError(
+                f"momentum_dtype={self.momentum_dtype!r} goes with momentum correction: use Compression.dgc(...) or "
+                "gaussiank(...), or --compression dgc; others leave the momentum to the optimizer"
             )
         if self.until_settled is not None and not self.freezes_second_moment:
             raise ConfigError(

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgc_horovod.compression import PRESETS
-from dgc_horovod.config import DENSE_VALUES, EXCHANGES, ON_MISMATCH, ON_NONFINITE, SCOPES, SECOND_MOMENTS, check_choice
+from dgc_horovod.config import (
+    DENSE_VALUES,
+    EXCHANGES,
+    MOMENTUM_DTYPES,
+    ON_MISMATCH,
+    ON_NONFINITE,
+    SCOPES,
+    SECOND_MOMENTS,
+    check_choice,
+)
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.codecs import VALUE_CODECS
@@ -157,6 +166,7 @@ FIELDS = (
     _field("rule", OF_METHOD, "selection", "text", _WHAT, choices=tuple(RULES)),
     _field("scope", "bucket", "what they are selected from together", "text", _WHAT, choices=SCOPES),
     _field("momentum_correction", OF_METHOD, "momentum goes before selection (DGC 3.1)", "switch", _WHAT),
+    _field("momentum_dtype", "fp32", "in which SGD's momentum is kept", "text", _WHAT, choices=MOMENTUM_DTYPES),
     _field("second_moment", "auto", "Adam's: own, or frozen after dense steps", "text", _WHAT, choices=SECOND_MOMENTS),
     _field("factor_masking", OF_METHOD, "momentum is cleared where an element was sent (DGC 3.2)", "switch", _WHAT),
     _field("clip_norm", "", "L2 norm to clip the averaged gradient at, > 0", "number", _WHAT),

@@ -59,6 +59,11 @@ def tell_no_second_moment(optimizer: str) -> None:
     )
 
 
+def tell_no_momentum(optimizer: str) -> None:
+    """Warn that an optimizer has no momentum that could be kept in bfloat16."""
+    _log.warning("dgc_horovod: momentum_dtype is for SGD; what is kept for %s stays float32", optimizer)
+
+
 def tell_frozen(step: int) -> None:
     """Say that the dense steps are over, at a step counted from 0."""
     _log.info("dgc_horovod: step %d: from here on Adam's second moment stays as it is", step)

@@ -87,6 +87,12 @@ def nothing_kept_from_masking(size: Size) -> None:
     _same(size, DGCConfig(density=0.02, factor_masking=False))
 
 
+def momentum_in_bf16(size: Size) -> None:
+    """Rounded where it is kept, masked, and given back by a step that is not applied."""
+    for feeds in ("momentum", "Nesterov"):
+        _same(size, DGCConfig(density=0.02, momentum_dtype="bf16"), feeds=FEEDS[feeds])
+
+
 def the_device_does_it(size: Size) -> None:
     """In a steady run the host selects nothing: otherwise all of this would show nothing."""
     kernels, config, bucket = TritonKernels(size.device), DGCConfig(density=0.02), bucket_of(size.numels)
@@ -201,6 +207,7 @@ CHECKS: dict[str, Callable[[Size], None]] = {
     "sent whole": sent_whole,
     "sharded": sharded,
     "without masking": nothing_kept_from_masking,
+    "momentum in bf16": momentum_in_bf16,
     "the device does it": the_device_does_it,
     "damaged packets": damaged_packets,
     "sums": sums,

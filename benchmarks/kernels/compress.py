@@ -25,22 +25,23 @@ def study(quick: bool, models: Sequence[str] = tuple(SHAPES)) -> list[dict[str, 
     rows = []
     for model in models[:1] if quick else models:
         for rule, density in (("exact", 0.001), ("sampled", 0.001), ("gaussian", 0.001), ("exact", 0.01)):
-            rows += _ours(model, rule, density)
+            rows += _ours(model, rule, DGCConfig(rule=rule, density=density))
+        rows += _ours(model, "exact, bf16 momentum", DGCConfig(momentum_dtype="bf16"))
         rows += _baselines(model)
     return rows
 
 
-def _model(name: str, rule: str, density: float) -> Model:
-    model = Model(SHAPES[name](), DGCConfig(rule=rule, density=density), NativeKernels())
+def _model(name: str, config: DGCConfig) -> Model:
+    model = Model(SHAPES[name](), config, NativeKernels())
     model.accumulate(STEPS)
     return model
 
 
-def _ours(name: str, rule: str, density: float) -> list[dict[str, Any]]:
-    model, rows = _model(name, rule, density), []
+def _ours(name: str, rule: str, config: DGCConfig) -> list[dict[str, Any]]:
+    model, rows = _model(name, config), []
     stream, kernels = Stream(model.numel), NativeKernels()
     widest = kernels.instructions
-    plain = ["plain"] if (rule, density) == ("exact", 0.001) else []
+    plain = ["plain"] if config == DGCConfig() else []
     for instructions, threads in [(name, 1) for name in (*plain, "AVX2", "AVX-512")] + [(widest, 2)]:
         if not kernels.use_instructions(instructions):
             continue
@@ -50,14 +51,14 @@ def _ours(name: str, rule: str, density: float) -> list[dict[str, Any]]:
                 ours, floor = timed(model.compress, floor_run, before=model.gradients.advance)
         finally:
             kernels.use_instructions(widest)
-        row = {"model": name, "rule": rule, "density": density, "instructions": instructions, "threads": threads}
+        row = {"model": name, "rule": rule, "density": config.density, "instructions": instructions, "threads": threads}
         rows.append({**row, "ms": ours, "floor_ms": floor})
     return rows
 
 
 def _baselines(name: str) -> list[dict[str, Any]]:
     """The published flows, from the state that ours has after the same steps, on the same gradients."""
-    model, rows = _model(name, "exact", 0.001), []
+    model, rows = _model(name, DGCConfig()), []
     sparse = [engine for engine in model.engines if not engine.bucket.uncompressed]
     segments = [segment for engine in sparse for segment in engine.bucket.segments]
     gradients = [torch.from_numpy(g) for g in model.gradients.arrays[: len(segments)]]

@@ -143,7 +143,6 @@ class CompressedRanks(DenseRanks):
         config: the compression.
         forgets: whether residual and momentum are thrown away at each step.
         masks_below: density above which momentum is not masked.
-        narrow_momentum: whether u is rounded to bfloat16 after each step.
         node_size: G >= 1, a divisor of N: so many workers average their gradients densely, and are one sender.
         shard_density: elements that the owners of shards send on, in those of one sender; 0: they send on all.
         others: see `DenseRanks`.
@@ -155,13 +154,11 @@ class CompressedRanks(DenseRanks):
         config: DGCConfig,
         forgets: bool = False,
         masks_below: float = 1.0,
-        narrow_momentum: bool = False,
         node_size: int = 1,
         shard_density: float = 0.0,
     ) -> None:
         super().__init__(*others)
         self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
-        self._narrow_momentum = narrow_momentum
         self._node_size, senders = node_size, self.workers // node_size
         self._updates = [choose_update(self.optimizer, config) for _ in range(senders)]
         for update in self._updates:  # each counts its own steps
@@ -203,8 +200,6 @@ class CompressedRanks(DenseRanks):
         finite = self.exchanges[0].finish()
         for exchange in self.exchanges[1:]:  # what comes back is the same on every rank, and read once
             exchange.follow(finite)
-        if self._narrow_momentum:
-            self._round_momentum()
         if self._forgets:
             for exchange in self.exchanges:
                 exchange.buckets.clear()
@@ -217,12 +212,6 @@ class CompressedRanks(DenseRanks):
         for exchange in self.exchanges:  # no script clips
             exchange.clipping.step_ends()
         return sum(losses) / len(losses)
-
-    def _round_momentum(self) -> None:
-        for engine in (engine for exchange in self.exchanges for engine in exchange.buckets.engines):
-            if engine.state.u is not None:
-                u = torch.as_tensor(engine.state.u)
-                u.copy_(u.bfloat16())
 
     def _settle(self) -> None:
         """End dense steps as `torch.settling.watch` does."""

@@ -95,7 +95,6 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
         config=config,
         forgets=variant.forgets,
         masks_below=variant.masks_below,
-        narrow_momentum=variant.narrow_momentum,
         node_size=variant.node_size,
         shard_density=variant.shard_density,
     )

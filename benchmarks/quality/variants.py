@@ -30,7 +30,6 @@ class Variant:
         warmup: length of the density warm-up, in the task's own; 0 for none.
         forgets: whether what was not sent is thrown away: no residual.
         density: of the selection, in the task's own, where `fields` do not give it.
-        narrow_momentum: whether u is kept in bfloat16 from step to step, as a trial; v gets the unrounded sum.
         masks_below: density above which momentum is not masked, as a trial: the product has no such switch.
         falls: whether the density falls over the whole run, from 12/7 to 3/7 of the task's own, at equal traffic.
         optimizer: "sgd", "nesterov" (both with momentum 0.9) or "adamw".
@@ -48,7 +47,6 @@ class Variant:
     forgets: bool = False
     density: float = 1.0
     masks_below: float = 1.0
-    narrow_momentum: bool = False
     falls: bool = False
     optimizer: str = "sgd"
     rate: float = 1.0
@@ -123,7 +121,7 @@ CHOICES = {
     "dgc, density falls, no warm-up": Variant(_dgc(), falls=True),
     "dgc, factor_masking=False": Variant(_dgc(factor_masking=False)),
     "dgc, masking from 2% down": Variant(_dgc(), masks_below=0.02),
-    "dgc, momentum in bf16": Variant(_dgc(), narrow_momentum=True),
+    "dgc, momentum in bf16": Variant(_dgc(momentum_dtype="bf16")),
     "dgc, density 1%": Variant(_dgc(density=0.01)),
     "dgc, density 0.1%": Variant(_dgc(density=0.001)),
 }

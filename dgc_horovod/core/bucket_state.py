@@ -22,6 +22,7 @@ class BucketState(State):
         rank: index of this worker among those that exchange the bucket.
         shards: which of them owns which elements; None where nobody does.
         shares_second: whether Adam's second moment is that of all ranks, so that `read` does not give it.
+        momentum_dtype: of u, "fp32" or "bf16"; it is read and written as float32.
 
     Attributes:
         shared: indices of the segments that have the second moment of all ranks. It is an adapter's copy, made anew
@@ -29,7 +30,7 @@ class BucketState(State):
         begun: indices of the segments whose residual and first moment are of Adam's directions by it; before, the
             residual is of gradients.
 
-    Memory: v, 4 bytes an element; with momentum 4 more, with Adam's moments 8 more; 4 for each of a shard.
+    Memory: v, 4 bytes an element; with momentum 4 more, or 2, with Adam's moments 8 more; 4 for each of a shard.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class BucketState(State):
         rank: int = 0,
         shards: Shards | None = None,
         shares_second: bool = False,
+        momentum_dtype: str = "fp32",
     ) -> None:
         super().__init__(kernels.new(bucket.numel))
         self._bucket, self._kernels, self._rank, self._shards = bucket, kernels, rank, shards
-        self._shares_second = shares_second
+        self._shares_second, self._momentum_dtype = shares_second, momentum_dtype
         self.shared: set[int] = set()
         self.begun: set[int] = set()
 
@@ -91,8 +93,13 @@ class BucketState(State):
     def momentum(self) -> Array:
         """The momentum u of the whole bucket, made at first use."""
         if self.u is None:
-            self.u = self._kernels.new(self._bucket.numel)
+            self.u = self._kernels.new(self._bucket.numel, self._momentum_dtype)
         return self.u
+
+    def add_momentum(self, i: int, values: np.ndarray) -> None:
+        """Add to the momentum of segment i, float32 of its size on the host."""
+        u = self.momentum()[self._bucket.segments[i].place]
+        self._kernels.write(u, self._kernels.to_host(u) + values)
 
     def adam_moments(self) -> tuple[Array, Array]:
         """First and second local moments of the whole bucket, made at first use."""
@@ -126,7 +133,10 @@ class BucketState(State):
         place = self._bucket.segments[i].place
         for name, x in self._arrays().items():
             if x is not None:
-                x[place] = self._kernels.from_host(arrays[name]) if name in arrays else 0
+                if name in arrays:
+                    self._kernels.write(x[place], arrays[name])
+                else:
+                    self._kernels.fill_zero(x[place])
         if REMAINDER in arrays:
             self._owe(place, arrays[REMAINDER])
         elif self.remainder is not None:
@@ -136,9 +146,11 @@ class BucketState(State):
         """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
         first = self.moments[0] if self.moments is not None else None
         if first is None or self._shares_second:
-            for x in (self.v, self.u, self.remainder, first):
+            for x in (self.v, self.remainder, first):
                 if x is not None:
                     x *= factor
+            if self.u is not None:
+                self._kernels.write(self.u, self._kernels.to_host(self.u) * np.float32(factor))
         elif self.moments is not None:  # v has a direction, which is the same for any size of one gradient
             first, second = self.moments
             first *= factor

@@ -61,7 +61,7 @@ class BucketEngine:
         bucket: layout of the slice that this worker keeps; the whole bucket where G is 1.
         whole: layout of the whole bucket.
 
-    Memory, of the slice: v, 4 bytes an element; u from the first step with momentum, 4 more (Adam: two moments, 8
+    Memory, of the slice: v, 4 bytes an element; u from the first step with momentum, 4 or 2 more (Adam: two moments, 8
     more); with owners 4 for each element of a shard; for the candidates and packets of a step about 80 bytes for each
     of the k elements selected, and 8 for each received.
     """
@@ -75,7 +75,8 @@ class BucketEngine:
         slices = bucket.slices(node_size)
         self.bucket = bucket = slices[self.topology.local_rank]
         shards = Shards(bucket.numel, self.topology.nodes) if config.shards else None
-        self.state = BucketState(bucket, kernels, self.topology.node, shards, config.freezes_second_moment)
+        kept = config.freezes_second_moment, config.momentum_dtype
+        self.state = BucketState(bucket, kernels, self.topology.node, shards, *kept)
         self.gradients = kernels.gradients(bucket)
         self.outputs: Outputs = (
             kernels.outputs(bucket) if node_size == 1 else SlicedOutputs(self.whole, slices, kernels)

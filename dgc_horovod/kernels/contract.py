@@ -2,7 +2,8 @@
 
 Arithmetic rules, so that backends, instruction sets and thread counts agree exactly:
 
-* float32 state; every product is rounded before it is added (no fused multiply-add);
+* float32 state, but for momentum in bfloat16, which is rounded to nearest even where it is written;
+* every product is rounded before it is added (no fused multiply-add);
 * hyper-parameters are rounded to float32 before use;
 * sums are taken in float64 over the fixed tree described in `Kernels.sums`;
 * denormals are kept (gradual underflow), never flushed.
@@ -37,6 +38,8 @@ class ErrorFeedback:
 @dataclass(frozen=True)
 class MomentumCorrection:
     """The momentum enters the residual (DGC 3.1): ``u = m*u + g; v += u``, Nesterov ``v += g; v += m*u``.
+
+    Of a u in bfloat16 what enters v is the sum before it is rounded.
 
     Args:
         momentum: m in [0, 1), read from the parameter group at every step.
@@ -104,6 +107,8 @@ def joined(parts: Sequence[Elements]) -> Elements:
 @dataclass
 class State:
     """What one rank keeps of a bucket: the residual v, the momentum u, or Adam's two moments; made at first use.
+
+    All are float32 but u, which may be bfloat16.
 
     `remainder` is of the shard that the rank owns, if it owns one: what it was sent and has not sent on.
     """
@@ -255,14 +260,17 @@ class Kernels(Protocol):
 
     # -- arrays
 
-    def new(self, numel: int) -> Array:
-        """A zero vector of `numel` float32."""
+    def new(self, numel: int, dtype: str = "fp32") -> Array:
+        """A zero vector of `numel` "fp32" or "bf16" numbers."""
 
     def to_host(self, x: Array) -> np.ndarray:
-        """`x` as a NumPy array; a view where the memory is the host's."""
+        """`x` as a float32 NumPy array; a view where that is what the memory of the host has."""
 
     def from_host(self, values: np.ndarray) -> Array:
         """A host float32 vector as an Array; a view where the memory is the host's."""
+
+    def write(self, x: Array, values: np.ndarray) -> None:
+        """``x = values``, float32 of the host, rounded to nearest even where x is bfloat16."""
 
     def fill_zero(self, x: Array) -> None:
         """``x = 0``."""
@@ -293,9 +301,9 @@ class Kernels(Protocol):
             max_candidates: largest number of candidates wanted, >= 0.
             want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
 
-        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element; without 12, Adam 28, or 24
-        with a frozen second moment; each 4 more where gradients are cleared. What is written is in the cache already,
-        and so takes little time.
+        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element, 16 where u is bfloat16;
+        without 12, Adam 28, or 24 with a frozen second moment; each 4 more where gradients are cleared. What is written
+        is in the cache already, and so takes little time.
         """
 
     # -- looking at v

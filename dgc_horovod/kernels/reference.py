@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dgc_horovod.kernels.composed import ComposedKernels
-from dgc_horovod.kernels.contract import CHUNK, LANES, AdamCorrection, Elements
+from dgc_horovod.kernels.contract import CHUNK, LANES, AdamCorrection
+from dgc_horovod.kernels.numpy_arrays import NumpyArrays
 
 
 def _scaled(g: np.ndarray, scale: float) -> np.ndarray:
@@ -30,15 +31,11 @@ def _tree_sum(x: np.ndarray) -> float:
     return float(sums[0]) if sums.size else 0.0
 
 
-class ReferenceKernels(ComposedKernels):
+class ReferenceKernels(NumpyArrays, ComposedKernels):
     """`contract.Kernels` on NumPy arrays."""
 
     name = "reference"
-    array_kind = "numpy"
     takes_tensors = False
-
-    def new(self, numel: int) -> np.ndarray:
-        return np.zeros(numel, np.float32)
 
     def all_finite(self, x: np.ndarray) -> bool:
         return bool(np.isfinite(x).all())
@@ -60,13 +57,13 @@ class ReferenceKernels(ComposedKernels):
         self, u: np.ndarray, v: np.ndarray, g: np.ndarray, scale: float, momentum: float, nesterov: bool
     ) -> None:
         m, g = np.float32(momentum), _scaled(g, scale)
-        u *= m
-        u += g
+        moved = self.to_host(u) * m + g
+        self.write(u, moved)
         if nesterov:
             v += g
-            v += m * u
+            v += m * moved
         else:
-            v += u
+            v += moved
 
     def accumulate_adam(
         self,
@@ -102,26 +99,8 @@ class ReferenceKernels(ComposedKernels):
         ties = np.flatnonzero(size == kth)[: k - above.size]
         return np.sort(np.concatenate([above, ties])).astype(np.int32)
 
-    def sample(self, x: np.ndarray, start: int, stride: int) -> np.ndarray:
-        return np.abs(x[start::stride])
-
-    def take(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return x[positions]
-
-    def put(self, x: np.ndarray, elements: Elements) -> None:
-        x[elements.positions] = elements.values
-
     def add_at(self, x: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
         x[positions] += values
 
-    def fill_zero(self, x: np.ndarray) -> None:
-        x.fill(0)
-
     def copy_scaled(self, x: np.ndarray, source: np.ndarray, scale: float) -> None:
         np.multiply(source, np.float32(scale), out=x)
-
-    def to_host(self, x: np.ndarray) -> np.ndarray:
-        return x
-
-    def from_host(self, values: np.ndarray) -> np.ndarray:
-        return values

@@ -10,6 +10,7 @@ import torch
 from dgc_horovod.kernels.composed import ComposedKernels
 from dgc_horovod.kernels.contract import CHUNK, LANES, AdamCorrection, Elements
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SUM_BLOCK = 256 * CHUNK  # elements widened to float64 at a time: bounds the temporary at 8 MiB
 
 
@@ -50,8 +51,8 @@ class TorchEagerKernels(ComposedKernels):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
-    def new(self, numel: int) -> torch.Tensor:
-        return torch.zeros(numel, dtype=torch.float32, device=self.device)
+    def new(self, numel: int, dtype: str = "fp32") -> torch.Tensor:
+        return torch.zeros(numel, dtype=_DTYPES[dtype], device=self.device)
 
     def from_dlpack(self, capsule: Any) -> torch.Tensor:
         """Another framework's vector, on this device, as an Array that shares its memory."""
@@ -95,11 +96,13 @@ class TorchEagerKernels(ComposedKernels):
     ) -> None:
         g = _scaled(g, scale)
         # mul_ then add_, never add_(alpha=): that one fuses, and differs in a quarter of the elements
-        u.mul_(momentum).add_(g)
+        moved = u.float().mul_(momentum).add_(g)  # u itself, if it is float32
+        if moved is not u:
+            u.copy_(moved)
         if nesterov:
-            v.add_(g).add_(u * momentum)
+            v.add_(g).add_(moved * momentum)
         else:
-            v.add_(u)
+            v.add_(moved)
 
     def accumulate_adam(
         self,
@@ -144,10 +147,10 @@ class TorchEagerKernels(ComposedKernels):
         return x[start::stride].abs().cpu().numpy()
 
     def take(self, x: torch.Tensor, positions: np.ndarray) -> np.ndarray:
-        return x[self._index(positions)].cpu().numpy()
+        return x[self._index(positions)].float().cpu().numpy()
 
     def put(self, x: torch.Tensor, elements: Elements) -> None:
-        x[self._index(elements.positions)] = torch.from_numpy(elements.values).to(self.device)
+        x[self._index(elements.positions)] = torch.from_numpy(elements.values).to(self.device, x.dtype)
 
     def add_at(self, x: torch.Tensor, positions: np.ndarray, values: np.ndarray) -> None:
         index = self._index(positions)
@@ -163,7 +166,10 @@ class TorchEagerKernels(ComposedKernels):
         torch.mul(source, scale, out=x)
 
     def to_host(self, x: torch.Tensor) -> np.ndarray:
-        return x.cpu().numpy()
+        return x.float().cpu().numpy()
+
+    def write(self, x: torch.Tensor, values: np.ndarray) -> None:
+        x.copy_(torch.from_numpy(values))
 
     def from_host(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)

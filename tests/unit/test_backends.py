@@ -35,6 +35,13 @@ def test_rule_and_codec(rule, values, kernels):
 
 
 @pytest.mark.parametrize("kernels", BACKENDS[1:], ids=lambda k: k.name)
+@pytest.mark.parametrize("rule", RULES)
+def test_momentum_in_bf16(rule, kernels):
+    for accumulation in ("Nesterov", "several"):
+        assert same(kernels, config_for(rule, momentum_dtype="bf16"), feeds=FEEDS[accumulation])
+
+
+@pytest.mark.parametrize("kernels", BACKENDS[1:], ids=lambda k: k.name)
 @pytest.mark.parametrize("values", ["bf16", "8bit"])
 def test_whole_buckets(values, kernels):
     assert same(kernels, DGCConfig(values=values), feeds=FEEDS["no momentum"], whole=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
+from dgc_horovod.config import MOMENTUM_DTYPES
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, RankMismatch
@@ -85,11 +87,14 @@ def exchange(engines, gradients, accumulation, step, density):
     density=st.sampled_from([0.001, 0.05, 0.6, 1.0]),
     scope=st.sampled_from(["bucket", "tensor"]),
     workers=st.sampled_from([1, 2, 3, 8]),
+    dtype=st.sampled_from(MOMENTUM_DTYPES),
     seed=st.integers(0, 1000),
 )
-def test_conservation_and_equal_replicas(rule, backend, accumulation, kind, sizes, density, scope, workers, seed):
+def test_conservation_and_equal_replicas(
+    rule, backend, accumulation, kind, sizes, density, scope, workers, dtype, seed
+):
     """v_old + accumulated == sent + v_new, bit for bit in fp32, at every one of 12 steps."""
-    config = make_config(rule, density=density, scope=scope)
+    config = make_config(rule, density=density, scope=scope, momentum_dtype=dtype)
     engines = make_engines(config, backend, workers, *sizes)
     numel = sum(sizes)
     shadow = [[np.zeros(numel, np.float32), np.zeros(numel, np.float32)] for _ in engines]
@@ -101,6 +106,8 @@ def test_conservation_and_equal_replicas(rule, backend, accumulation, kind, size
         for rank, engine in enumerate(engines):
             u, v = shadow[rank]
             reference_accumulate(u, v, gradients[rank], FEEDS[accumulation])
+            if dtype == "bf16":
+                u[:] = torch.from_numpy(u).bfloat16().float().numpy()
             kept = as_numpy(backend, engine.state.v)
             sent = v - kept
             touched = np.flatnonzero(sent)

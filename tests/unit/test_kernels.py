@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc_horovod import envvars
+from dgc_horovod.config import MOMENTUM_DTYPES
 from dgc_horovod.errors import BackendUnavailable, ConfigError
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import (
@@ -101,7 +102,7 @@ def test_sampled_sums_look_at_a_part_of_a_long_vector():
         assert kernels.sampled_sums(as_array(kernels, x)) == (CHUNK, CHUNK)
 
 
-def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=()):
+def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=(), narrow=False):
     """Two passes over a bucket of segments of `sizes`; everything that they change or report, on the host."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     bucket = Bucket(0, tuple(Segment(str(i), start, n) for i, (start, n) in enumerate(zip(starts, sizes, strict=True))))
@@ -109,6 +110,9 @@ def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=()):
     vectors = [rng.standard_normal(bucket.numel).astype(np.float32) for _ in range(3)]
     arrays = [as_array(kernels, x) for x in (*vectors[:2], np.abs(vectors[2]))]
     state = State(arrays[0], arrays[1])
+    if narrow:
+        state.u = arrays[1] = kernels.new(bucket.numel, "bf16")
+        kernels.write(state.u, vectors[1])
     if any(isinstance(accumulation, AdamCorrection) for accumulation in feeds):
         state = State(arrays[0], None, (arrays[1], arrays[2]))
     gradients, outcome = kernels.gradients(bucket), []
@@ -150,15 +154,16 @@ def make_spans(total, cuts, candidate_threshold):
     scale=st.sampled_from([1.0, 0.3, 2.0**-10]),
     bad=st.integers(0, 3),
     seed=st.integers(0, 1000),
+    narrow=st.booleans(),
 )
-def test_the_pass(backend, sizes, adam, cuts, candidate_threshold, moments, scale, bad, seed):
+def test_the_pass(backend, sizes, adam, cuts, candidate_threshold, moments, scale, bad, seed, narrow):
     """u, v, moments, candidates, sums and verdicts, with ranges and segments at any offset."""
     feeds = [FEEDS[(seed + i) % 3 + 3 if adam else (seed + i) % 3] for i in range(len(sizes))]
     total, ranges = sum(sizes), make_spans(sum(sizes), cuts, candidate_threshold)
     where = sorted(np.random.default_rng(seed).choice(total, min(bad, total), replace=False).tolist())
     room = total if seed % 4 else total // 50
     arguments = (sizes, feeds)
-    rest = (room, moments, scale, seed, where)
+    rest = (room, moments, scale, seed, where, narrow and not adam)
     ours = run_pass(backend, *arguments, ranges.copy(), *rest)
     theirs = run_pass(REFERENCE, *arguments, ranges.copy(), *rest)
     for ours_one, theirs_one in zip(ours, theirs, strict=True):
@@ -173,8 +178,10 @@ def aimed(kernels, bucket, arrays):
     return outputs
 
 
-def test_settle_put_and_fill(kernels):
-    state = State(as_array(kernels, DATA["normal"](10, 0)), as_array(kernels, np.arange(10, dtype=np.float32)))
+@pytest.mark.parametrize("dtype", MOMENTUM_DTYPES)
+def test_settle_put_and_fill(kernels, dtype):
+    state = State(as_array(kernels, DATA["normal"](10, 0)), kernels.new(10, dtype))
+    kernels.write(state.u, np.arange(10, dtype=np.float32))
     sent = Elements(np.array([1, 4, 9], np.int32), as_numpy(kernels, state.v)[[1, 4, 9]].copy())
     decoded, masked = sent.values.astype(np.float16).astype(np.float32), np.full(3, np.nan, np.float32)
     kernels.update_residual(state, sent, decoded, masked)
@@ -182,6 +189,12 @@ def test_settle_put_and_fill(kernels):
     assert (as_numpy(kernels, state.v)[sent.positions] == sent.values - decoded).all()
     kernels.put(state.v, sent)
     assert (as_numpy(kernels, state.v) == DATA["normal"](10, 0)).all()
+    kernels.put(state.u, Elements(sent.positions, masked))
+    assert (as_numpy(kernels, state.u) == np.arange(10)).all() and kernels.take(state.u, sent.positions).tolist() == [
+        1,
+        4,
+        9,
+    ]
     bucket = Bucket(0, (Segment("a", 0, 4), Segment("b", 4, 6)))
     outputs = [as_array(kernels, np.full(n, np.nan, np.float32)) for n in (4, 6)]
     into = aimed(kernels, bucket, outputs)
@@ -195,6 +208,16 @@ def test_settle_put_and_fill(kernels):
     summed = as_array(kernels, np.arange(10, dtype=np.float32))
     assert kernels.aggregate_dense(into, summed, 0.5)
     assert [as_numpy(kernels, t).tolist() for t in outputs] == [[0, 0.5, 1, 1.5], [2, 2.5, 3, 3.5, 4, 4.5]]
+
+
+def test_bfloat16_is_rounded_as_torch_rounds_it(kernels):
+    torch = pytest.importorskip("torch")
+    bits = np.concatenate([np.arange(2**16, dtype=np.uint32) << 16 | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001)])
+    x = bits.view(np.float32)
+    x = x[np.isfinite(x)]
+    kept = kernels.new(x.size, "bf16")
+    kernels.write(kept, x)
+    assert as_numpy(kernels, kept).tobytes() == torch.from_numpy(x).bfloat16().float().numpy().tobytes()
 
 
 @pytest.mark.parametrize("additions", [3, 9000], ids=["few", "many"])
@@ -258,6 +281,7 @@ def test_instruction_sets_and_threads_agree_to_the_bit(threshold):
     ranges = make_spans(sum(sizes), [300_001, 123], threshold)
     expected = run_pass(REFERENCE, sizes, feeds, ranges.copy(), 100_000, True, 0.3, 1, [5, 300_010])
     adam = run_pass(REFERENCE, sizes, [FEEDS[3]] * 3, ranges.copy(), 100_000, True, 1.0, 1)
+    narrow = run_pass(REFERENCE, sizes, feeds, ranges.copy(), 100_000, False, 0.3, 2, narrow=True)
     widest = NativeKernels().instructions
     tried = []
     try:
@@ -268,6 +292,7 @@ def test_instruction_sets_and_threads_agree_to_the_bit(threshold):
             tried.append(name)
             assert run_pass(kernels, sizes, feeds, ranges.copy(), 100_000, True, 0.3, 1, [5, 300_010]) == expected
             assert run_pass(kernels, sizes, [FEEDS[3]] * 3, ranges.copy(), 100_000, True, 1.0, 1) == adam
+            assert run_pass(kernels, sizes, feeds, ranges.copy(), 100_000, False, 0.3, 2, narrow=True) == narrow
     finally:
         NativeKernels().use_instructions(widest)
     assert "plain" in tried and not NativeKernels().use_instructions("quantum")

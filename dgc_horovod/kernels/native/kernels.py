@@ -20,6 +20,7 @@ from dgc_horovod.kernels.native.tables import (
     Scratch,
     address,
 )
+from dgc_horovod.kernels.numpy_arrays import DTYPES, NumpyArrays
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.wire.codecs.values import Draw
@@ -28,6 +29,11 @@ from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Co
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
 _INDICES = frozenset(("elias-fano", "every"))  # what csrc/codecs.h knows; any other is left to NumPy
+
+
+def _is_narrow(x: np.ndarray | None) -> bool:
+    """Whether it is bfloat16, as its bits."""
+    return x is not None and x.dtype == np.uint16
 
 
 class NativeCoder:
@@ -74,7 +80,7 @@ class NativeCoder:
         return self._library.dgc_checksum(address(packet), packet.size // 4, CHECKSUM_WORD)
 
 
-class NativeKernels:
+class NativeKernels(NumpyArrays):
     """`contract.Kernels` on NumPy arrays, in C++.
 
     Args:
@@ -83,7 +89,6 @@ class NativeKernels:
     """
 
     name = "native"
-    array_kind = "numpy"
     takes_tensors = True
 
     def __init__(self, threads: int = 0, library: Any = None) -> None:
@@ -108,22 +113,12 @@ class NativeKernels:
 
     # -- arrays
 
-    def new(self, numel: int) -> np.ndarray:
-        return zeros(numel)
-
-    def to_host(self, x: np.ndarray) -> np.ndarray:
-        return x
-
-    def from_host(self, values: np.ndarray) -> np.ndarray:
-        return values
-
-    def fill_zero(self, x: np.ndarray) -> None:
-        x.fill(0)
-
-    def take(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return x[positions]
+    def new(self, numel: int, dtype: str = "fp32") -> np.ndarray:
+        return zeros(numel, DTYPES[dtype])
 
     def put(self, x: np.ndarray, elements: Elements) -> None:
+        if x.dtype != np.float32:
+            return super().put(x, elements)
         self._library.dgc_put(address(x), address(elements.positions), address(elements.values), elements.values.size)
 
     # -- the pass over a bucket
@@ -161,7 +156,7 @@ class NativeKernels:
         scratch.make_room(max_candidates)
         first, second = (None, None) if state is None else state.moments or (state.u, None)
         return self._library.dgc_pass(
-            address(v), address(first), address(second), address(segments), len(segments), scale,
+            address(v), address(first), _is_narrow(first), address(second), address(segments), len(segments), scale,
             address(ranges), len(ranges), want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
 
@@ -204,9 +199,6 @@ class NativeKernels:
         into = Elements(np.empty(room + 1, np.int32), np.empty(room + 1, np.float32))
         return self._kept(into, self._library.dgc_keep_largest(None, address(x), x.size, k, *map(address, into)))
 
-    def sample(self, x: np.ndarray, start: int, stride: int) -> np.ndarray:
-        return np.abs(x[start::stride])
-
     # -- among few elements
 
     @staticmethod
@@ -230,7 +222,7 @@ class NativeKernels:
     def update_residual(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
         u = None if masked is None else state.u
         what = (*map(address, elements), address(decoded), decoded.size, address(masked))
-        self._library.dgc_settle(address(state.v), address(u), *what)
+        self._library.dgc_settle(address(state.v), address(u), _is_narrow(u), *what)
 
     def outputs(self, bucket: Bucket) -> NativeOutputs:
         return NativeOutputs(bucket)

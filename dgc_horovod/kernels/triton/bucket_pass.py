@@ -40,7 +40,7 @@ from dgc_horovod.kernels.triton.accumulate import (
     accumulate,
 )
 from dgc_horovod.kernels.triton.encode import HEADER_WORDS
-from dgc_horovod.kernels.triton.memory import EXACT, BucketMap, Upload, addresses
+from dgc_horovod.kernels.triton.memory import EXACT, BucketMap, Upload, addresses, bits_of, is_narrow
 from dgc_horovod.wire.bucket import Bucket
 
 REPORT, HISTOGRAM = 16, BINS.value  # int32 words
@@ -127,14 +127,16 @@ class BucketPass:
         for place, number in numbers.items():
             host["numbers"][place] = number
         self.settings.send()
-        first, second = state.moments if accumulation in _ADAM_FEEDS and state.moments is not None else (state.u, None)
+        moments = state.moments if accumulation in _ADAM_FEEDS else None
+        first, second = moments or (bits_of(state.u), None)
         unused = state.v
         given = self.settings.device
         accumulate[(self.map.blocks,)](
             state.v, unused if first is None else first, unused if second is None else second, given["gradients"],
             self.map.starts, self.map.spread, given["thresholds"], given["numbers"], report, self.positions,
             self.values, self.bases, self.counts, histogram, self.bucket.numel, self.max_candidates,
-            FEED=accumulation, ALIGNED=aligned, num_warps=_WARPS, **EXACT,
+            FEED=accumulation, ALIGNED=aligned, NARROW=moments is None and is_narrow(state.u), num_warps=_WARPS,
+            **EXACT,
         )  # fmt: skip
 
     def candidates(self, num_candidates: int) -> Elements | None:

@@ -17,7 +17,7 @@ from dgc_horovod.kernels.contract import AccumulateResult, Elements, State
 from dgc_horovod.kernels.triton.accumulate import BLOCK, LEAST, NOTED, READY, ZEROS
 from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, seen
 from dgc_horovod.kernels.triton.encode import CHECKSUM, CODED, SUMMED, encode, update_residual
-from dgc_horovod.kernels.triton.memory import EXACT, on_host, using, value_words, wait_for
+from dgc_horovod.kernels.triton.memory import EXACT, bits_of, is_narrow, on_host, using, value_words, wait_for
 from dgc_horovod.kernels.triton.select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import VALUE_CODECS
@@ -49,7 +49,7 @@ class DeviceSentRecord:
         state.v[at] = self.values
         if self.masked is not None:
             assert state.u is not None
-            state.u[at] = self.masked
+            state.u[at] = self.masked.to(state.u.dtype)
 
 
 class TritonSender:
@@ -140,8 +140,8 @@ class TritonSender:
             *self._value_words, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
         )  # fmt: skip
         update_residual[(triton.cdiv(max(k, words), SUMMED.value),)](
-            self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,
-            self._report, self._packet, k, words, MASKS=masks, **EXACT,
+            self._positions, self._values, self._decoded, self._masked, state.v, bits_of(state.u) if masks else state.v,
+            self._report, self._packet, k, words, MASKS=masks, NARROW=is_narrow(state.u), **EXACT,
         )  # fmt: skip
 
     def _seen_and_sent(self, taken: BucketPass, masks: bool) -> tuple[AccumulateResult, DeviceSentRecord | None]:

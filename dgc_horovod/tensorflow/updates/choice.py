@@ -8,7 +8,7 @@ import keras
 
 from dgc_horovod.config import FROZEN, DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import ADAM_AFTER, refusal, tell_no_second_moment, tell_plain
+from dgc_horovod.notices import ADAM_AFTER, refusal, tell_no_momentum, tell_no_second_moment, tell_plain
 from dgc_horovod.tensorflow.updates.adam import AdamUpdate, FrozenAdamUpdate
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.updates.sgd import SGDUpdate
@@ -26,6 +26,8 @@ def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> Plain
         return PlainUpdate(ADAM_AFTER if issubclass(kind, keras.optimizers.Adam) else "")
     if _steps_as(kind, keras.optimizers.SGD):
         return SGDUpdate(optimizer)
+    if config.momentum_dtype != "fp32":
+        tell_no_momentum(kind.__name__)
     if _steps_as(kind, keras.optimizers.Adam):
         if optimizer.amsgrad:
             raise UnsupportedUse(refusal("Adam's amsgrad", "amsgrad=False"))

@@ -11,7 +11,7 @@ import tensorflow as tf
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels.contract import Accumulation, MomentumCorrection
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL
-from dgc_horovod.tensorflow.updates.base import Left, SplitUpdate, add_to, index_of, part_of
+from dgc_horovod.tensorflow.updates.base import Left, SplitUpdate, index_of, kept_of, part_of
 from dgc_horovod.tensorflow.wrapping.variables import Key
 
 
@@ -35,7 +35,7 @@ class SGDUpdate(SplitUpdate):
 
     def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
         if rate and np.any(slots[0]):  # Keras' velocity is -lr times the sum of past gradients
-            add_to(engine, i, engine.state.momentum(), slots[0] / np.float32(-rate))
+            engine.state.add_momentum(i, kept_of(engine, i, slots[0] / np.float32(-rate)))
 
     def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
         return [] if engine.state.u is None else [np.float32(-rate) * part_of(engine, i, engine.state.u)]

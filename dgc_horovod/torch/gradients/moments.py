@@ -12,7 +12,7 @@ def add_momentum(exchange: GradientExchange, p: Parameter, momentum: torch.Tenso
     if exchange.names[p] in exchange.buckets.place:
         engine, i = exchange.buckets.place[exchange.names[p]]
         segment = engine.bucket.segments[i]
-        torch.as_tensor(engine.state.momentum()[segment.place]).add_(_kept(momentum, segment.offset, segment.numel))
+        engine.state.add_momentum(i, _kept(momentum, segment.offset, segment.numel).cpu().numpy())
 
 
 def is_begun(exchange: GradientExchange, p: Parameter) -> bool:

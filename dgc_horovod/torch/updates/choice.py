@@ -10,7 +10,7 @@ import torch
 
 from dgc_horovod.config import FROZEN, DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import refusal, tell_no_second_moment, tell_plain
+from dgc_horovod.notices import refusal, tell_no_momentum, tell_no_second_moment, tell_plain
 from dgc_horovod.torch.updates.adam import AdamUpdate, FrozenAdamUpdate
 from dgc_horovod.torch.updates.base import Group, PlainUpdate
 from dgc_horovod.torch.updates.sgd import SGDUpdate
@@ -25,6 +25,8 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
     kind = kind_of(optimizer)
     if kind != "adam" and (config.second_moment == FROZEN or config.until_settled is not None):
         tell_no_second_moment(type(optimizer).__name__)
+    if kind != "sgd" and config.momentum_dtype != "fp32":
+        tell_no_momentum(type(optimizer).__name__)
     if not config.momentum_correction:
         return PlainUpdate(kind)
     if kind == "sgd":

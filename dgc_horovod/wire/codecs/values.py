@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket
+from dgc_horovod.wire import bfloat16
 from dgc_horovod.wire.codecs.indices import word_bytes
 
 BLOCK = 256  # values that share scales
@@ -69,7 +70,7 @@ class BFloat16Values:
     """bfloat16, rounded to nearest even, saturating at its largest finite number."""
 
     code, name = 3, "bf16"
-    _LARGEST = np.uint32(0x7F7F0000)
+    _LARGEST = float(bfloat16.widened(np.array([0x7F7F]))[0])
 
     def nbytes(self, capacity: int) -> int:
         return word_bytes(16 * capacity)
@@ -78,13 +79,10 @@ class BFloat16Values:
         return self.nbytes(capacity)  # there are none
 
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
-        bits = _bits(values)
-        size = np.minimum(bits & _SIZE, self._LARGEST)
-        rounded = (size + np.uint32(0x7FFF) + ((size >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        out[: 2 * values.size].view("<u2")[:] = rounded | ((bits >> np.uint32(16)) & np.uint32(0x8000))
+        out[: 2 * values.size].view("<u2")[:] = bfloat16.rounded(np.clip(values, -self._LARGEST, self._LARGEST))
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
-        return _finite((data[: 2 * count].view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32))
+        return _finite(bfloat16.widened(data[: 2 * count].view("<u2")))
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -17,13 +17,11 @@ namespace {
 // L1 can wait for a few misses at a time only, and would make this loop wait for each of them.
 constexpr int64_t kAhead = 64;
 
-void prefetch(const float* x) { __builtin_prefetch(x, 1, 2); }
+void prefetch(const void* x) { __builtin_prefetch(x, 1, 2); }
 
-}  // namespace
-
-// v at the positions becomes what is left of it, u (if given) zero; u's old values go to `masked`.
-DGC_API void dgc_settle(float* v, float* u, const int32_t* positions, const float* values, const float* decoded,
-                        int64_t count, float* masked) {
+template <class Bits>
+void settle(float* v, Bits* u, const int32_t* positions, const float* values, const float* decoded, int64_t count,
+            float* masked) {
     const KeepDenormals here;
     for (int64_t i = 0; i < count; i++) {
         const int64_t ahead = positions[i + kAhead < count ? i + kAhead : i];
@@ -31,9 +29,21 @@ DGC_API void dgc_settle(float* v, float* u, const int32_t* positions, const floa
         if (u) prefetch(u + ahead);
         v[positions[i]] = values[i] - decoded[i];
         if (u) {
-            masked[i] = u[positions[i]];
-            u[positions[i]] = 0.0f;
+            masked[i] = float_of((uint32_t)u[positions[i]] << (32 - 8 * sizeof(Bits)));
+            u[positions[i]] = 0;
         }
+    }
+}
+
+}  // namespace
+
+// v at the positions becomes what is left of it, u (if given; bfloat16 if `narrow`) zero; u's old values go to `masked`.
+DGC_API void dgc_settle(float* v, void* u, int32_t narrow, const int32_t* positions, const float* values,
+                        const float* decoded, int64_t count, float* masked) {
+    if (narrow) {
+        settle(v, static_cast<uint16_t*>(u), positions, values, decoded, count, masked);
+    } else {
+        settle(v, static_cast<uint32_t*>(u), positions, values, decoded, count, masked);
     }
 }
 

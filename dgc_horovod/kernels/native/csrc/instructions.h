@@ -4,10 +4,12 @@
 
 namespace dgc {
 
-// A piece of one segment inside one chunk. u is the momentum or Adam's first moment.
+// A piece of one segment inside one chunk. u is the momentum, bfloat16 where it is `narrow`, or Adam's first moment.
 struct Piece {
-    float *u, *second, *v, *gradient;
+    void* u;
+    float *second, *v, *gradient;
     int64_t numel;
+    bool narrow;
     int32_t position;  // of its first element in the bucket
     float scale, threshold;
 };

@@ -20,6 +20,8 @@ constexpr int kWidth = 4;
 
 typedef float Floats __attribute__((vector_size(4 * kWidth), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth), aligned(4)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kWidth), aligned(4)));
+typedef uint16_t HalfBits __attribute__((vector_size(2 * kWidth), aligned(2)));
 constexpr int kHalf = kWidth / 2;
 typedef float HalfFloats __attribute__((vector_size(4 * kHalf), aligned(4)));
 typedef int32_t HalfInts __attribute__((vector_size(4 * kHalf), aligned(4)));
@@ -27,6 +29,16 @@ typedef double Doubles __attribute__((vector_size(4 * kWidth), aligned(4)));
 
 inline Floats load(const float* x) { return *reinterpret_cast<const Floats*>(x); }
 inline void store(float* x, Floats y) { *reinterpret_cast<Floats*>(x) = y; }
+
+// The same of bfloat16, rounded to nearest even.
+inline Floats load(const uint16_t* x) {
+    return (Floats)(__builtin_convertvector(*reinterpret_cast<const HalfBits*>(x), Bits) << 16);
+}
+inline void store(uint16_t* x, Floats y) {
+    const Bits bits = (Bits)y, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    *reinterpret_cast<HalfBits*>(x) = __builtin_convertvector(rounded >> 16, HalfBits);
+}
+
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & (int32_t)kMagnitude); }
 inline Ints not_finite(Floats x) { return ((Ints)x & (int32_t)kInfinity) == (int32_t)kInfinity; }
 
@@ -113,20 +125,22 @@ inline void note(Hits& hits, int32_t& count, uint32_t bits, const float* v, int3
 }
 
 // A last, incomplete vector goes by way of a full one.
+template <class Number = float>
 struct Padded {
-    float x[kWidth];
-    Padded(const float* from, int64_t numel, float rest = 0.0f) {
-        for (float& lane : x) lane = rest;
-        memcpy(x, from, 4 * numel);
+    Number x[kWidth];
+    Padded(const Number* from, int64_t numel, Number rest = 0) {
+        for (Number& lane : x) lane = rest;
+        memcpy(x, from, sizeof *x * numel);
     }
 };
 
-template <int kind, bool clears, bool many>
+template <int kind, bool clears, bool many, class Momentum>
 inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     constexpr bool is_adam = kind == kAdam || kind == kFrozenAdam;
     Ints bad_gradient = {}, bad_residual = {};
     int32_t count = hits.count;
-    const auto step = [&](float* u_at, float* second_at, float* v_at, float* gradient, int32_t position,
+    const auto momentum = static_cast<Momentum*>(piece.u);
+    const auto step = [&](Momentum* u_at, float* second_at, float* v_at, float* gradient, int32_t position,
                           uint32_t lanes) {
         Floats v = load(v_at);
         if (kind != kLook) {
@@ -165,16 +179,16 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     };
     int64_t i = 0;
     for (; i + kWidth <= piece.numel; i += kWidth) {
-        step(piece.u + i, piece.second + i, piece.v + i, piece.gradient + i, piece.position + (int32_t)i, ~0u);
+        step(momentum + i, piece.second + i, piece.v + i, piece.gradient + i, piece.position + (int32_t)i, ~0u);
     }
     if (const int64_t rest = piece.numel - i) {
-        Padded v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
+        Padded<> v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
         const bool has_u = kind >= kMomentum;
-        Padded u(has_u ? piece.u + i : piece.v, has_u ? rest : 0);
-        Padded second(is_adam ? piece.second + i : piece.v, is_adam ? rest : 0, 1.0f);  // never 0/0
+        Padded<Momentum> u(has_u ? momentum + i : reinterpret_cast<Momentum*>(piece.v), has_u ? rest : 0);
+        Padded<> second(is_adam ? piece.second + i : piece.v, is_adam ? rest : 0, 1.0f);  // never 0/0
         step(u.x, second.x, v.x, g.x, piece.position + (int32_t)i, (1u << rest) - 1);
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
-        if (has_u) memcpy(piece.u + i, u.x, 4 * rest);
+        if (has_u) memcpy(momentum + i, u.x, sizeof *momentum * rest);
         if (kind == kAdam) memcpy(piece.second + i, second.x, 4 * rest);
         if (clears) memcpy(piece.gradient + i, g.x, 4 * rest);
     }
@@ -189,27 +203,33 @@ constexpr int32_t kMany = 24;
 constexpr int32_t kMany = kChunk + 1;
 #endif
 
-template <int kind, bool clears>
+template <int kind, bool clears, class Momentum>
 int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     if constexpr (kMany <= kChunk) {
-        if (hits.expected >= kMany) return update_as<kind, clears, true>(how, piece, hits);
+        if (hits.expected >= kMany) return update_as<kind, clears, true, Momentum>(how, piece, hits);
     }
-    return update_as<kind, clears, false>(how, piece, hits);
+    return update_as<kind, clears, false, Momentum>(how, piece, hits);
+}
+
+template <int kind, class Momentum = float>
+int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
+    return how.clears ? update_as<kind, true, Momentum>(how, piece, hits)
+                      : update_as<kind, false, Momentum>(how, piece, hits);
 }
 
 template <int kind>
-int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
-    return how.clears ? update_as<kind, true>(how, piece, hits) : update_as<kind, false>(how, piece, hits);
+int32_t update_with_momentum(const Segment& how, const Piece& piece, Hits& hits) {
+    return piece.narrow ? update_as<kind, uint16_t>(how, piece, hits) : update_as<kind>(how, piece, hits);
 }
 
 int32_t update(const Segment& how, const Piece& piece, Hits& hits) {
     switch (how.kind) {
         case kResidual: return update_as<kResidual>(how, piece, hits);
-        case kMomentum: return update_as<kMomentum>(how, piece, hits);
-        case kNesterov: return update_as<kNesterov>(how, piece, hits);
+        case kMomentum: return update_with_momentum<kMomentum>(how, piece, hits);
+        case kNesterov: return update_with_momentum<kNesterov>(how, piece, hits);
         case kAdam: return update_as<kAdam>(how, piece, hits);
         case kFrozenAdam: return update_as<kFrozenAdam>(how, piece, hits);
-        default: return update_as<kLook, false>(how, piece, hits);
+        default: return update_as<kLook, false, float>(how, piece, hits);
     }
 }
 

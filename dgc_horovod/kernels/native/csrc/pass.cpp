@@ -17,7 +17,10 @@ int64_t sum_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? 
 float above_zero(float threshold) { return bits_of(threshold) ? threshold : float_of(1); }
 
 struct Pass {
-    float *v, *u, *second;
+    float* v;
+    void* u;
+    bool narrow;  // whether u is bfloat16
+    float* second;
     const Segment* segments;
     int64_t num_segments;
     float scale;
@@ -36,7 +39,8 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
     const Instructions& code = instructions();
     if (!pass.num_segments) {
         const Segment look{};
-        const Piece piece{nullptr, nullptr, pass.v + start, nullptr, end - start, (int32_t)start, 1.0f, threshold};
+        const Piece piece{nullptr,     nullptr, pass.v + start, nullptr, end - start, false, (int32_t)start,
+                          1.0f,        threshold};
         return code.update(look, piece, hits);
     }
     int32_t bad = 0;
@@ -44,11 +48,12 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
     for (int64_t at = start; at < end; segment++) {
         const Segment& how = pass.segments[segment];
         const int64_t stop = how.start + how.numel < end ? how.start + how.numel : end;
-        const Piece piece{pass.u ? pass.u + at : nullptr,
+        const Piece piece{pass.u ? static_cast<char*>(pass.u) + (pass.narrow ? 2 : 4) * at : nullptr,
                           pass.second ? pass.second + at : nullptr,
                           pass.v + at,
                           how.gradient + (at - how.start),
                           stop - at,
+                          pass.narrow,
                           (int32_t)at,
                           pass.scale,
                           threshold};
@@ -114,10 +119,12 @@ double add_up(double* sums, int64_t chunks, int kind) {
 
 using namespace dgc;
 
-// See Kernels.take_in. With no segments: looks at v only. Returns Bad flags.
-DGC_API int32_t dgc_pass(float* v, float* u, float* second, const Segment* segments, int64_t num_segments, float scale,
-                         Range* ranges, int64_t num_ranges, int32_t want_sums, Found* found, int64_t threads) {
-    Pass pass{v, u, second, segments, num_segments, scale, ranges, num_ranges, want_sums != 0, found, nullptr, nullptr};
+// See Kernels.accumulate; u is bfloat16 if `narrow`. With no segments: looks at v only. Returns Bad flags.
+DGC_API int32_t dgc_pass(float* v, void* u, int32_t narrow, float* second, const Segment* segments,
+                         int64_t num_segments, float scale, Range* ranges, int64_t num_ranges, int32_t want_sums, Found* found,
+                         int64_t threads) {
+    Pass pass{v,      u,          narrow != 0,    second, segments, num_segments, scale,
+              ranges, num_ranges, want_sums != 0, found,  nullptr,  nullptr};
     int64_t chunks = 0, numel = 0;
     for (int64_t s = 0; s < num_ranges; s++) {
         chunks += chunks_of(ranges[s]);

@@ -1,0 +1,18 @@
+"""bfloat16 in NumPy, which has none: the upper 16 bits of a float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_HALF = np.uint32(16)  # bits
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Float32 values as the bits of bfloat16 ones, uint16; to nearest, halves to even, infinite beyond the largest."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> _HALF) & np.uint32(1))) >> _HALF).astype(np.uint16)
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """Bits of bfloat16 values as float32, exactly."""
+    return (bits.astype(np.uint32) << _HALF).view(np.float32)
