@@ -218,6 +218,11 @@ class DGCConfig:
         return self.density if RULES[self.rule].sets_density else self.max_density
 
     @property
+    def momentum_bytes(self) -> int:
+        """Bytes of an element of SGD's momentum."""
+        return {"fp32": 4, "bf16": 2}[self.momentum_dtype]
+
+    @property
     def freezes_second_moment(self) -> bool:
         """Whether Adam's second moment is learnt in dense steps, and stays."""
         return self.momentum_correction and self.second_moment != OWN and self._begins_dense

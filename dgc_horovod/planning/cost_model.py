@@ -7,8 +7,8 @@ senders: N, or M nodes, or, where elements have owners, as much as 2::
               + what each round that depends on another waits for Horovod (`collectives.waiting`)
     cpu       compress * n/G + encode * k/G + decode * S*k + update * n + overhead; PowerSGD factorise * rank * n
     step      T + cpu + network, less what of the network hides: at most overlap * T, and not the last bucket's
-    memory    bytes of momentum and what compression keeps: dense 4n, fp16 6n, PowerSGD 8n; ours 8n/G, with owners
-              4n/N more, 80 for each element sent and 8 for each received
+    memory    bytes of momentum and what compression keeps: dense 4n, fp16 6n, PowerSGD 8n; ours 8n/G (6n/G
+              with momentum in bf16), with owners 4n/N more, 80 for each element sent and 8 for each received
 
 What it leaves out: the density warm-up, workers that wait for the slowest, switches that are shared.
 """
@@ -202,7 +202,7 @@ def _compressed(
     received = 2 * sent if config.shards else topology.nodes * sent
     cpu = machine.compress * kept + machine.encode * sent_here + machine.decode * received
     cpu += machine.update * numel + machine.overhead
-    memory = 8 * kept + 4 * numel / cluster.workers * config.shards
+    memory = (4 + config.momentum_bytes) * kept + 4 * numel / cluster.workers * config.shards
     memory += _SENT_BYTES * sent_here + _RECEIVED_BYTES * received
     traffic = traffic_of(method, specs, config, cluster)
     hides = config.clip_norm is None  # with a norm to clip at, every gradient must be there before a message leaves

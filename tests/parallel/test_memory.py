@@ -19,7 +19,7 @@ STATED = {
 @pytest.mark.parallel
 @pytest.mark.slow
 def test_extra_memory_is_as_stated():
-    """docs/design.md: 8 bytes a parameter (u, v; 6 with u in bfloat16), 4 more with weight decay and momentum, and a bucket's worth."""
+    """docs/design.md: 8 bytes a parameter (u, v; 6 with u in bfloat16), 4 more with weight decay; and a bucket's."""
     for rank in run_ranks(2, ["memory.extra_bytes"], fresh=True):
         found = rank["memory.extra_bytes"]
         assert 8 <= found["base"] < 9, "weights and gradients"
