@@ -274,8 +274,11 @@ class Distribution:
         """``fit`` begins its epoch `epoch`; those of earlier calls of ``fit`` count too."""
         self.set_epoch(max(epoch, self._epochs_begun))
 
-    def residuals(self) -> ResidualState | None:
+    def residuals(self, own: bool = True) -> ResidualState | None:
         """A copy of what this rank has kept; None without compression, or before the first step.
+
+        Args:
+            own: see `HostSteps.residuals`.
 
         Raises:
             UnsupportedUse: there are several exchanges (several sets of variables), or a step is under way.
@@ -286,7 +289,7 @@ class Distribution:
                 "optimizer of its own"
             )
         if self.exchanges:
-            return self.exchanges[0].residuals()
+            return self.exchanges[0].residuals(own)
         return self._loaded[0] if self._loaded is not None else None
 
     def resume(self, state: ResidualState, iterations: int) -> None:
@@ -314,7 +317,7 @@ class Distribution:
 
     def renew(self, iterations: int) -> None:
         """The ranks are others; this one keeps what it has."""
-        state = self.residuals()
+        state = self.residuals(own=False)  # else they would be scaled like what is owed
         for exchange in self.exchanges:
             exchange.steps.renew()
         if self._agreeing is not None:
@@ -326,7 +329,9 @@ class Distribution:
     def join(self, clock: dict[str, Any], iterations: int) -> None:
         """Be where the others are, as `ResidualState.clock` says; a newcomer begins with nothing."""
         process_set = self.settings.process_set
-        state = self.residuals() or ResidualState(process_set.rank(), process_set.size(), self.settings.averages)
+        state = self.residuals(own=False) or ResidualState(
+            process_set.rank(), process_set.size(), self.settings.averages
+        )
         self.resume(dataclasses.replace(state, **clock), iterations)
 
     def clear(self) -> None:

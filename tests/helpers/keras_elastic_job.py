@@ -34,9 +34,28 @@ class Job:
     def __init__(self, folder: Path, how: str) -> None:
         self.folder, self.how = folder, how
         self.model = smooth_model()
-        self.model.compile(DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(**FIELDS)), "mse")
-        self.size = sum(int(np.prod(weight.shape)) for weight in self.model.weights if weight.shape.rank == 2)
+        self.model.compile(self.wrapped(), "mse")
+        self.size = sum(int(np.prod(weight.shape)) for weight in self.model.weights if self.is_compressed(weight))
         self.own, self.committed = np.zeros(self.size), np.zeros(self.size)
+
+    def wrapped(self) -> Any:
+        """The optimizer."""
+        return DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(**FIELDS))
+
+    def is_compressed(self, weight: Any) -> bool:
+        """Whether something of it may wait."""
+        return weight.shape.rank == 2
+
+    def commit_every(self) -> int:
+        """Batches between two commits."""
+        return COMMIT_EVERY
+
+    def seen(self) -> dict[str, Any]:
+        """What else an account holds. A collective."""
+        return {}
+
+    def end(self) -> None:
+        """The last batch is done."""
 
     def run(self) -> None:
         """Train to the end."""
@@ -59,13 +78,14 @@ class Job:
             self.model.train_on_batch(x, y)
             state.batch += 1
             state.sizes = [*state.sizes, hvd.size()]
-            if state.batch % COMMIT_EVERY == 0:
+            if state.batch % self.commit_every() == 0:
                 if "flushed" in self.how:
                     self.model.optimizer.flush()  # as the commit does, to look at what is left
                 self.own, self.committed = self._residual() / hvd.size(), self._owed()
                 state.commit()
             if "killed" in self.how and state.batch > TOGETHER_AGAIN_BY and hvd.size() < 3:
                 time.sleep(0.3)  # the third one needs time to come back
+        self.end()
 
     def _settle(self, state: Any) -> None:
         """Account for what was owed at the last commit, as `elastic_job` does."""
@@ -77,12 +97,13 @@ class Job:
             "batch": state.batch, "ranks": hvd.size(), "owed before": norm(before), "of survivors": norm(survivors),
             "owed now": norm(now), "difference": norm(now - survivors), "lost": norm(before - survivors),
         }  # fmt: skip
+        account = {**{name: float(value) for name, value in account.items()}, **self.seen()}
         if hvd.rank() == 0:
-            print("account:", json.dumps({name: float(value) for name, value in account.items()}), flush=True)
+            print("account:", json.dumps(account), flush=True)
         self.own, self.committed = self._residual() / hvd.size(), now
 
     def _residual(self) -> np.ndarray:
-        state = self.model.optimizer._dgc.residuals()
+        state = self.model.optimizer._dgc.residuals(own=False)
         tensors = state.tensors if state is not None else {}
         parts = [arrays["v"].astype(np.float64) for _, arrays in sorted(tensors.items())]
         return np.concatenate(parts) if parts else np.zeros(self.size)
@@ -92,11 +113,11 @@ class Job:
         return owed
 
 
-def main() -> None:
+def main(kind: type[Job] = Job) -> None:
     """Be one worker."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     hvd.init()
-    Job(Path(sys.argv[1]), sys.argv[2]).run()
+    kind(Path(sys.argv[1]), sys.argv[2]).run()
 
 
 if __name__ == "__main__":

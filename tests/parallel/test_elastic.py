@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.helpers import local_elastic_job
+from tests.helpers import keras_local_elastic_job, local_elastic_job
 from tests.helpers.jobs import run
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow]
@@ -30,7 +30,7 @@ def elastic(folder, how: str, job: str) -> tuple[list[dict], str]:
         "--blacklist-cooldown-range", "3", "6", "--network-interfaces", "lo", "--elastic-timeout", "60",
         sys.executable, "-m", f"tests.helpers.{job}", str(folder), how,
     ]  # fmt: skip
-    finished = run(command, timeout=200, environment={"DGC_TIMEOUT": "30", "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"})
+    finished = run(command, timeout=300, environment={"DGC_TIMEOUT": "60", "HOROVOD_GLOO_TIMEOUT_SECONDS": "25"})
     assert finished.code == 0, finished.output[-6000:]
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))], finished.output
 
@@ -40,7 +40,9 @@ def accounts_of(output: str) -> list[dict]:
     return [json.loads(line.split("account: ")[1]) for line in output.splitlines() if "account: " in line]
 
 
-@pytest.fixture(scope="module", params=["elastic_job", "local_elastic_job", "keras_elastic_job"])
+@pytest.fixture(
+    scope="module", params=["elastic_job", "local_elastic_job", "keras_elastic_job", "keras_local_elastic_job"]
+)
 def job(request):
     return request.param, importlib.import_module(f"tests.helpers.{request.param}")
 
@@ -80,11 +82,12 @@ def test_an_undisturbed_elastic_job(undisturbed, job):
     assert ranks[0]["sizes"] == [3] * job[1].BATCHES
 
 
-def test_commits_within_a_round_of_local_steps(tmp_path):
+@pytest.mark.parametrize("kind", [local_elastic_job, keras_local_elastic_job], ids=["torch", "keras"])
+def test_commits_within_a_round_of_local_steps(tmp_path, kind):
     """Ranks meet with the same weights, and a newcomer's inner optimizer is as old as that of the first rank."""
-    ranks, output = elastic(tmp_path, "killed, within a round", "local_elastic_job")
+    ranks, output = elastic(tmp_path, "killed, within a round", kind.__name__.split(".")[-1])
     assert (tmp_path / "killed").exists()
-    assert len(ranks) == 3 and {rank["batch"] for rank in ranks} == {local_elastic_job.BATCHES}, output[-4000:]
+    assert len(ranks) == 3 and {rank["batch"] for rank in ranks} == {kind.BATCHES}, output[-4000:]
     assert len({rank["fingerprint"] for rank in ranks}) == 1
     accounts = accounts_of(output)
     assert [account["ranks"] for account in accounts] == [3, 2, 3]
@@ -93,5 +96,7 @@ def test_commits_within_a_round_of_local_steps(tmp_path):
         assert account["difference"] <= 1e-6 * account["owed now"], "what the survivors owe has changed"
         assert len(set(account["inner steps"])) == 1, account
     assert 0 < accounts[1]["lost"] < accounts[1]["owed before"], "of the one that was killed"
-    assert accounts[1]["inner steps"][0] == accounts[1]["batch"] == 84
+    last_commit = kind.KILLED_AT // kind.WITHIN_A_ROUND * kind.WITHIN_A_ROUND
+    assert accounts[1]["inner steps"][0] == accounts[1]["batch"] == last_commit
+    assert all(len(set(account.get("moments", [True]))) == 1 for account in accounts), "a newcomer begins with none"
     assert 0.3 < ranks[0]["loss"] < 1

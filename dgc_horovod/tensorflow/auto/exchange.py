@@ -69,8 +69,8 @@ class AutomaticExchange(GradientExchange):
         self.give_up(SEVERAL)
         self.auto.follow(other.auto)
 
-    def residuals(self) -> ResidualState | None:
-        state = super().residuals()
+    def residuals(self, own: bool = True) -> ResidualState | None:
+        state = super().residuals(own)
         if state is not None:
             state.mode = self.auto.mode
         return state

@@ -109,9 +109,9 @@ class GradientExchange:
     def follow(self, other: GradientExchange) -> None:
         """`other` had some of these variables before, and what waits of them."""
 
-    def residuals(self) -> ResidualState | None:
+    def residuals(self, own: bool = True) -> ResidualState | None:
         """See `HostSteps.residuals`."""
-        return self.steps.residuals()
+        return self.steps.residuals(own)
 
     def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
         """See `HostSteps.resume`."""

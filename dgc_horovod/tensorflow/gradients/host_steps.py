@@ -136,8 +136,12 @@ class HostSteps:
 
     # -- what is kept between steps
 
-    def residuals(self) -> ResidualState | None:
-        """A copy of what this rank has kept, with tensors by their numbers: Keras' names depend on what was built."""
+    def residuals(self, own: bool = True) -> ResidualState | None:
+        """A copy of what this rank has kept, with tensors by their numbers: Keras' names depend on what was built.
+
+        Args:
+            own: whether slots that each rank has for itself are in it, too; see `PlainUpdate.own`.
+        """
         if self.buckets is None:
             return None
         if self._under_way:
@@ -146,8 +150,8 @@ class HostSteps:
         add_shared(self.buckets, state)
         tensors = {_number(name): arrays for name, arrays in state.tensors.items()}
         for i, (_, key) in enumerate(self._keys):
-            if own := self.update.own(key):
-                tensors[str(i)] = {**tensors.get(str(i), {}), **own}
+            if own and (slots := self.update.own(key)):
+                tensors[str(i)] = {**tensors.get(str(i), {}), **slots}
         runs = {_number(name): run for name, run in state.runs.items()}
         # without an origin the optimizer's slots hold what is to be taken over at the next step
         directions = {} if self._generation == _FROM_SLOTS else {_ORIGIN: self._origin}

@@ -26,6 +26,7 @@ from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.watchdog import wait_for_shutdown
+from dgc_horovod.tensorflow.local.elastic import RoundState
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
@@ -81,7 +82,7 @@ class KerasState(ObjectState):
 
     What a rank has kept of gradients (u, v) is saved and restored with them, and is its own: it is never sent. When N
     ranks become M, what the survivors have kept is scaled by M/N (where gradients are averaged), so that the combined
-    residual stays the same; newcomers begin with nothing.
+    residual stays the same; newcomers begin with nothing. With local steps: see `RoundState`.
 
     Args:
         model: Keras 3 model, built.
@@ -101,6 +102,7 @@ class KerasState(ObjectState):
         compresses = distribution is not None and distribution.settings.config is not None
         self._distribution: Distribution | None = distribution if compresses else None
         self._settings: Settings | None = None if distribution is None else distribution.settings
+        self._round = RoundState(self.optimizer)
         self._settled_at: int | None = None  # iterations at which there is nothing to flush
         self._remember()
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
@@ -111,7 +113,7 @@ class KerasState(ObjectState):
 
     @property
     def _all_variables(self) -> list[Any]:
-        return [*self._variables, *own_variables(self.optimizer)]
+        return [*self._variables, *own_variables(self.optimizer), *self._round.variables]
 
     @property
     def _iterations(self) -> int:
@@ -127,7 +129,9 @@ class KerasState(ObjectState):
 
     def _remember(self) -> None:
         self._saved = [variable.numpy() for variable in self._all_variables]
-        self._kept: ResidualState | None = None if self._distribution is None else self._distribution.residuals()
+        self._kept: ResidualState | None = (
+            None if self._distribution is None else self._distribution.residuals(own=False)
+        )
 
     def commit(self) -> None:
         """As Horovod's."""
@@ -168,9 +172,9 @@ class KerasState(ObjectState):
             meeting = Collectives(hvd.global_process_set, "the newcomers' sync", envvars.checkpoint_seconds())
             stock = {"compression": "an optimizer that is not distributed"}
             check_agreement(meeting, stock if self._settings is None else self._agreed_fields(self._settings))
-            broadcast_variables(self._variables, root_rank=0)
+            self._round.meet(lambda: broadcast_variables(self._variables, root_rank=0), self._iterations == 0)
             if self._distribution is not None:
-                state = self._distribution.residuals() or ResidualState(0, 1, averages=True)
+                state = self._distribution.residuals(own=False) or ResidualState(0, 1, averages=True)
                 clock = broadcast_object(state.clock, root_rank=0, name="dgc.elastic.step")
                 self._distribution.join(clock, self._iterations)
             self._settled_at = self._iterations

@@ -68,10 +68,13 @@ class LocalMethods(DistributedMethods):
 
     def _dgc_exchange(self: Any) -> tf.Tensor:
         # iterations counted before the last step, as at an exchange of gradients
-        alike = {id(native(variable)) for variable in (self._iterations, self._learning_rate)}
-        slots = [native(variable) for variable in shared_variables(self) if id(native(variable)) not in alike]
-        self._dgc_rounds.exchange(self._dgc_set.exchange, self.iterations - 1, slots, passes_of(self))
+        self._dgc_rounds.exchange(self._dgc_set.exchange, self.iterations - 1, self._dgc_slots(), passes_of(self))
         return tf.constant(True)
+
+    def _dgc_slots(self: Any) -> list[tf.Variable]:
+        """The inner optimizer's variables that each rank has for itself."""
+        alike = {id(native(variable)) for variable in (self._iterations, self._learning_rate)}
+        return [native(variable) for variable in shared_variables(self) if id(native(variable)) not in alike]
 
     @not_converted
     def exchange(self: Any) -> None:

@@ -90,7 +90,7 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
 
     Raises:
         ConfigError: one is out of range.
-        UnsupportedUse: TensorFlow 1 graphs, Adasum; a process set or local steps under Horovod Elastic.
+        UnsupportedUse: TensorFlow 1 graphs, Adasum; a process set under Horovod Elastic.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise UnsupportedUse(
@@ -119,10 +119,6 @@ def _elastic(settings: Settings, config: DGCConfig) -> Settings:
     """`settings` that do not depend on how many ranks there are: graphs outlive their number."""
     if settings.process_set.process_set_id != 0:
         raise UnsupportedUse(NOT_ALL_RANKS)
-    if config.local_steps is not None:
-        raise UnsupportedUse(
-            "local steps under Horovod Elastic: in PyTorch only; start a Keras job with a fixed number of ranks (-np)"
-        )
     if config.dense_values == "auto":
         config = config.replace(dense_values="fp32")
     return dataclasses.replace(settings, config=config)

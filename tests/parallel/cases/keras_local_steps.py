@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -116,11 +115,7 @@ def misuse() -> dict[str, str]:
     hvd.init()
     local = Compression.local(steps=2)
     scaled = keras.optimizers.LossScaleOptimizer(_adamw())
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    elastic = error_of(lambda: DistributedOptimizer(_adamw(), compression=local))
-    del os.environ["HOROVOD_ELASTIC"]
     return {
-        "elastic": elastic,
         "sum": error_of(lambda: DistributedOptimizer(_adamw(), compression=local, op=hvd.Sum)),
         "scaled": error_of(lambda: DistributedOptimizer(scaled, compression=local)),
         "tape": error_of(lambda: DistributedGradientTape(tf.GradientTape(), compression=local)),
