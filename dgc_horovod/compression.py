@@ -81,7 +81,8 @@ class Presets:
             density: k/n, fraction of the elements sent each step, in (0, 1].
             fields: any other field of DGCConfig, such as ``warmup`` and ``clip_norm``.
 
-        Memory: 8 bytes an element (u, v). Cost: one pass over gradient, u and v, 20 bytes an element.
+        Memory: 8 bytes an element (u, v), 6 with ``momentum_dtype="bf16"``. Cost: one pass over gradient, u and v, 20
+        bytes an element, or 16.
         """
         return cls._preset("dgc", density=density, **fields)
 

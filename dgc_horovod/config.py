@@ -22,7 +22,9 @@ AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
 OWN, FROZEN = "own", "frozen"
 SECOND_MOMENTS = (AUTO, OWN, FROZEN)
-MOMENTUM_DTYPES = ("fp32", "bf16")
+# What fades by less than half a unit in the last of bfloat16's 8 binary digits, 2**-8 of it, does not fade at all.
+_MOST_MOMENTUM = {"fp32": 1.0, "bf16": 0.99}
+MOMENTUM_DTYPES = tuple(_MOST_MOMENTUM)
 _LOCAL = ("local_decay", "outer_rate", "outer_momentum")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
@@ -40,7 +42,7 @@ class DGCConfig:
         momentum_correction: whether momentum is accumulated locally, before selection (DGC section 3.1). For SGD the
             momentum, for Adam and AdamW the local Adam direction; other optimizers have no such form.
         momentum_dtype: number format in which SGD's momentum is kept, under momentum correction: fp32; or bf16, of half
-            the memory. What enters the residual is the sum before it is rounded.
+            the memory, for momenta of up to 0.99. What enters the residual is the sum before it is rounded.
         second_moment: Adam's, under momentum correction: "own": each rank learns its own, from its own gradients;
             "frozen": all learn one in the dense steps that the warm-up begins with, and it stays; "auto": frozen where
             the warm-up begins with density 1, else own.
@@ -178,7 +180,7 @@ class DGCConfig:
         if self.momentum_dtype != "fp32" and not self.momentum_correction:
             raise ConfigError(
                 f"momentum_dtype={self.momentum_dtype!r} goes with momentum correction: use Compression.dgc(...) or "
-                "gaussiank(...), or --compression dgc; others leave the momentum to the optimizer"
+                "auto(...), or --compression dgc; other methods leave the momentum to the optimizer"
             )
         if self.until_settled is not None and not self.freezes_second_moment:
             raise ConfigError(
@@ -221,6 +223,14 @@ class DGCConfig:
     def momentum_bytes(self) -> int:
         """Bytes of an element of SGD's momentum."""
         return {"fp32": 4, "bf16": 2}[self.momentum_dtype]
+
+    def check_momentum(self, momentum: float) -> None:
+        """Raise UnsupportedUse for a momentum that `momentum_dtype` has no digits for."""
+        if momentum > _MOST_MOMENTUM[self.momentum_dtype]:
+            raise UnsupportedUse(
+                f"momentum_dtype='bf16' has no digits for a momentum of {momentum:g}, which would never fade; use at "
+                f"most {_MOST_MOMENTUM[self.momentum_dtype]:g}, or momentum_dtype='fp32'"
+            )
 
     @property
     def freezes_second_moment(self) -> bool:

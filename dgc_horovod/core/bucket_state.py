@@ -99,7 +99,10 @@ class BucketState(State):
     def add_momentum(self, i: int, values: np.ndarray) -> None:
         """Add to the momentum of segment i, float32 of its size on the host."""
         u = self.momentum()[self._bucket.segments[i].place]
-        self._kernels.write(u, self._kernels.to_host(u) + values)
+        if self._momentum_dtype == "fp32":
+            u += self._kernels.from_host(values)
+        else:
+            self._kernels.write(u, self._kernels.to_host(u) + values)
 
     def adam_moments(self) -> tuple[Array, Array]:
         """First and second local moments of the whole bucket, made at first use."""
@@ -146,10 +149,11 @@ class BucketState(State):
         """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
         first = self.moments[0] if self.moments is not None else None
         if first is None or self._shares_second:
-            for x in (self.v, self.remainder, first):
+            in_place = self._momentum_dtype == "fp32"
+            for x in (self.v, self.u if in_place else None, self.remainder, first):
                 if x is not None:
                     x *= factor
-            if self.u is not None:
+            if self.u is not None and not in_place:
                 self._kernels.write(self.u, self._kernels.to_host(self.u) * np.float32(factor))
         elif self.moments is not None:  # v has a direction, which is the same for any size of one gradient
             first, second = self.moments

@@ -100,8 +100,12 @@ class BucketEngine:
             accumulation: form in which the gradient enters the residual.
             in_place: whether the update goes where the gradient is, into memory that nothing else uses and nobody
                 writes to before `aggregate_into`: `compress` leaves zeros there, which saves zeroing an output.
+
+        Raises:
+            UnsupportedUse: a momentum that bfloat16 has no digits for.
         """
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
+            self.config.check_momentum(accumulation.momentum)
             self.state.momentum()
         elif self.state.moments is None and isinstance(accumulation, AdamCorrection):
             self.state.adam_moments()

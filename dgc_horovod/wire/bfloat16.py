@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 _HALF = np.uint32(16)  # bits
+_NAN = np.uint16(0x7FC0)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
     """Float32 values as the bits of bfloat16 ones, uint16; to nearest, halves to even, infinite beyond the largest."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> _HALF) & np.uint32(1))) >> _HALF).astype(np.uint16)
+    values = np.ascontiguousarray(values, np.float32)
+    bits = values.view(np.uint32)
+    nearest = ((bits + np.uint32(0x7FFF) + ((bits >> _HALF) & np.uint32(1))) >> _HALF).astype(np.uint16)
+    return np.where(np.isnan(values), _NAN, nearest)
 
 
 def widened(bits: np.ndarray) -> np.ndarray:

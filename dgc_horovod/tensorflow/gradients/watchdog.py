@@ -113,6 +113,7 @@ class _Watcher:
                 self._ending = True
                 # At exit Horovod shuts itself down, and of two that join its thread at once one waits for ever. What is
                 # registered last runs first, and every hvd.init() registers: not before now.
+                atexit.unregister(self.wait_for_shutdown)
                 atexit.register(self.wait_for_shutdown)
                 hvd.shutdown()
 

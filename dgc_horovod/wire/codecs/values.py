@@ -70,7 +70,7 @@ class BFloat16Values:
     """bfloat16, rounded to nearest even, saturating at its largest finite number."""
 
     code, name = 3, "bf16"
-    _LARGEST = float(bfloat16.widened(np.array([0x7F7F]))[0])
+    _LARGEST = np.uint32(0x7F7F0000)
 
     def nbytes(self, capacity: int) -> int:
         return word_bytes(16 * capacity)
@@ -79,7 +79,9 @@ class BFloat16Values:
         return self.nbytes(capacity)  # there are none
 
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
-        out[: 2 * values.size].view("<u2")[:] = bfloat16.rounded(np.clip(values, -self._LARGEST, self._LARGEST))
+        bits = _bits(values)
+        within = np.minimum(bits & _SIZE, self._LARGEST) | (bits & ~_SIZE)
+        out[: 2 * values.size].view("<u2")[:] = bfloat16.rounded(within.view(np.float32))
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
         return _finite(bfloat16.widened(data[: 2 * count].view("<u2")))
