@@ -157,7 +157,7 @@ def _field(field: str, default: str, meaning: str, kind: str, group: str, **more
 
 _WHAT, _WHEN, _WIRE, _RUN = "what is sent", "over the run: density warm-up, local steps", "how it travels", "running"
 COMPRESSION = EnvironmentVariable(
-    "DGC_COMPRESSION", "", "the method; dgc where only other settings are given", "text", _WHAT, "--compression",
+    "DGC_COMPRESSION", "", "how", "text", _WHAT, "--compression",
     choices=METHODS,
 )  # fmt: skip
 NODE_SIZE = _field("node_size", "", "workers that average densely first; if not given, those of a host", "whole", _WIRE)

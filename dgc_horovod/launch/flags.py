@@ -179,7 +179,7 @@ def _add(group: Any, variable: EnvironmentVariable) -> None:
 def help_text(horovods: Sequence[str]) -> str:
     """What ``dgcrun --help`` prints: a line for each of our flags, and the names of `horovods`."""
     lines = [f"usage: {_USAGE}", "", _DESCRIPTION, "", envvars.SETTABLE[0].group]
-    lines += _row("--dgc", "Deep Gradient Compression: --compression dgc")
+    lines += _row("--dgc", "Deep Gradient Compression: --compression dgc, or other settings alone")
     group = envvars.SETTABLE[0].group
     for variable in envvars.SETTABLE:
         if variable.group != group:
