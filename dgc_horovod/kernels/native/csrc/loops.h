@@ -35,8 +35,13 @@ inline Floats load(const uint16_t* x) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const HalfBits*>(x), Bits) << 16);
 }
 inline void store(uint16_t* x, Floats y) {
-    const Bits bits = (Bits)y, rounded = bits + 0x7fff + (bits >> 16 & 1);
-    *reinterpret_cast<HalfBits*>(x) = __builtin_convertvector(rounded >> 16, HalfBits);
+    const Bits bits = (Bits)y, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#if defined(__AVX2__) && !defined(__AVX512F__)  // of which compilers make a dozen instructions
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)rounded, (__m256i)rounded), 0x08);
+    _mm_storeu_si128((__m128i*)x, _mm256_castsi256_si128(halves));
+#else
+    *reinterpret_cast<HalfBits*>(x) = __builtin_convertvector(rounded, HalfBits);
+#endif
 }
 
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & (int32_t)kMagnitude); }
