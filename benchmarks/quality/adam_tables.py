@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ADAM, FALLING_AFTER, FROZEN_AFTER, OWN_AFTER
 from benchmarks.report import markdown, save_figure
 
-TASK, DENSE, TODAY = "transformer", "AdamW, dense", "AdamW, dgc"
+TASK, LARGER, DENSE, TODAY = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
 FIRST_SEED = 500  # of this study
 
 
@@ -45,9 +47,24 @@ def table(found: Sequence[Outcome]) -> str:
     return markdown(["second moment; loss less dense AdamW, nats", *head], lines)
 
 
+def larger(found: Sequence[Outcome]) -> str:
+    """A line for each variant and number of ranks of which the larger model was trained."""
+    by_run = {each.run: each for each in found if each.run.task == LARGER}
+    lines = []
+    for variant, workers in itertools.product(dict.fromkeys(run.variant for run in by_run), WORKERS):
+        values = pairs(by_run, Run(LARGER, variant, workers), Run(LARGER, DENSE, workers))
+        if values and variant != DENSE:
+            traffic = statistics.mean(
+                each.traffic for run, each in by_run.items() if (run.variant, run.workers) == (variant, workers)
+            )
+            name = f"{variant.removeprefix('AdamW, ')}, N = {workers}"
+            lines.append([name, spread(values, "+.3f"), f"1/{1 / traffic:.1f}", len(values)])
+    return markdown(["loss less dense AdamW, nats", "", "bytes sent, of dense", "seeds"], lines)
+
+
 def blocks(found: Sequence[Outcome]) -> dict[str, str]:
     """The tables of the page, by marker."""
-    return {"frozen-adam": table(found)}
+    return {"frozen-adam": table(found), "larger": larger(found)}
 
 
 def draw(found: Sequence[Outcome], file: Path) -> None:
