@@ -96,13 +96,18 @@ class BucketState(State):
             self.u = self._kernels.new(self._bucket.numel, self._momentum_dtype)
         return self.u
 
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether there is a momentum that arithmetic of the backend's arrays does not know."""
+        return self.u is not None and self._momentum_dtype != "fp32"
+
     def add_momentum(self, i: int, values: np.ndarray) -> None:
         """Add to the momentum of segment i, float32 of its size on the host."""
         u = self.momentum()[self._bucket.segments[i].place]
-        if self._momentum_dtype == "fp32":
-            u += self._kernels.from_host(values)
-        else:
+        if self._is_narrow:
             self._kernels.write(u, self._kernels.to_host(u) + values)
+        else:
+            u += self._kernels.from_host(values)
 
     def adam_moments(self) -> tuple[Array, Array]:
         """First and second local moments of the whole bucket, made at first use."""
@@ -149,12 +154,11 @@ class BucketState(State):
         """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
         first = self.moments[0] if self.moments is not None else None
         if first is None or self._shares_second:
-            in_place = self._momentum_dtype == "fp32"
-            for x in (self.v, self.u if in_place else None, self.remainder, first):
-                if x is not None:
+            for x in (self.v, self.u, self.remainder, first):
+                if x is self.u and self._is_narrow:
+                    self._kernels.write(x, self._kernels.to_host(x) * np.float32(factor))
+                elif x is not None:
                     x *= factor
-            if self.u is not None and not in_place:
-                self._kernels.write(self.u, self._kernels.to_host(self.u) * np.float32(factor))
         elif self.moments is not None:  # v has a direction, which is the same for any size of one gradient
             first, second = self.moments
             first *= factor

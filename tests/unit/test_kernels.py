@@ -210,18 +210,6 @@ def test_settle_put_and_fill(kernels, dtype):
     assert [as_numpy(kernels, t).tolist() for t in outputs] == [[0, 0.5, 1, 1.5], [2, 2.5, 3, 3.5, 4, 4.5]]
 
 
-def test_bfloat16_is_rounded_as_torch_rounds_it(kernels):
-    torch = pytest.importorskip("torch")
-    bits = np.concatenate([np.arange(2**16, dtype=np.uint32) << 16 | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001)])
-    x = bits.view(np.float32)
-    x = x[~np.isnan(x)]
-    kept = kernels.new(x.size, "bf16")
-    kernels.write(kept, x)
-    assert as_numpy(kernels, kept).tobytes() == torch.from_numpy(x).bfloat16().float().numpy().tobytes()
-    kernels.write(kept, np.full(x.size, np.nan, np.float32))
-    assert np.isnan(as_numpy(kernels, kept)).all()
-
-
 @pytest.mark.parametrize("additions", [3, 9000], ids=["few", "many"])
 def test_what_is_cleared_is_not_zeroed_again_unless_written_to(kernels, additions):
     numel, bucket = 20_000, Bucket(0, (Segment("a", 0, 9000), Segment("b", 9000, 11_000)))

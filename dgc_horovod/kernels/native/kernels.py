@@ -20,7 +20,7 @@ from dgc_horovod.kernels.native.tables import (
     Scratch,
     address,
 )
-from dgc_horovod.kernels.numpy_arrays import DTYPES, NumpyArrays
+from dgc_horovod.kernels.numpy_arrays import DTYPES, NumpyArrays, is_narrow
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.wire.codecs.values import Draw
@@ -29,11 +29,6 @@ from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Co
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
 _INDICES = frozenset(("elias-fano", "every"))  # what csrc/codecs.h knows; any other is left to NumPy
-
-
-def _is_narrow(x: np.ndarray | None) -> bool:
-    """Whether it is bfloat16, as its bits."""
-    return x is not None and x.dtype == np.uint16
 
 
 class NativeCoder:
@@ -117,7 +112,7 @@ class NativeKernels(NumpyArrays):
         return zeros(numel, DTYPES[dtype])
 
     def put(self, x: np.ndarray, elements: Elements) -> None:
-        if x.dtype != np.float32:
+        if is_narrow(x):
             return super().put(x, elements)
         self._library.dgc_put(address(x), address(elements.positions), address(elements.values), elements.values.size)
 
@@ -156,7 +151,7 @@ class NativeKernels(NumpyArrays):
         scratch.make_room(max_candidates)
         first, second = (None, None) if state is None else state.moments or (state.u, None)
         return self._library.dgc_pass(
-            address(v), address(first), _is_narrow(first), address(second), address(segments), len(segments), scale,
+            address(v), address(first), is_narrow(first), address(second), address(segments), len(segments), scale,
             address(ranges), len(ranges), want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
 
@@ -222,7 +217,7 @@ class NativeKernels(NumpyArrays):
     def update_residual(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
         u = None if masked is None else state.u
         what = (*map(address, elements), address(decoded), decoded.size, address(masked))
-        self._library.dgc_settle(address(state.v), address(u), _is_narrow(u), *what)
+        self._library.dgc_settle(address(state.v), address(u), is_narrow(u), *what)
 
     def outputs(self, bucket: Bucket) -> NativeOutputs:
         return NativeOutputs(bucket)

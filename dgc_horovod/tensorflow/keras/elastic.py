@@ -26,7 +26,7 @@ from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.watchdog import wait_for_shutdown
-from dgc_horovod.tensorflow.local.elastic import RoundState
+from dgc_horovod.tensorflow.local.elastic import RoundState, assign_values, values_of
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
@@ -128,7 +128,7 @@ class KerasState(ObjectState):
         }
 
     def _remember(self) -> None:
-        self._saved = [variable.numpy() for variable in self._all_variables]
+        self._saved = values_of(self._all_variables)
         self._kept: ResidualState | None = (
             None if self._distribution is None else self._distribution.residuals(own=False)
         )
@@ -149,8 +149,7 @@ class KerasState(ObjectState):
     def restore(self) -> None:
         """Go back to the values last saved."""
         going_back(sys.exc_info()[1])
-        for variable, value in zip(self._all_variables, self._saved, strict=True):
-            variable.assign(value)
+        assign_values(self._all_variables, self._saved)
         if self._distribution is not None:
             self._distribution.carry_on(self._kept, self._iterations)
         super().restore()

@@ -45,10 +45,10 @@ class RoundState:
         if self._rounds is None:
             return broadcast()
         slots = [] if is_newcomer else self._optimizer._dgc_slots()
-        inner, outer = _values(slots), _values(self._rounds.outer)
+        inner, outer = values_of(slots), values_of(self._rounds.outer)
         broadcast()  # weights that have been set have no outer momentum
-        _assign(slots, inner)
-        _assign(self._rounds.outer, outer)
+        assign_values(slots, inner)
+        assign_values(self._rounds.outer, outer)
         if outer:
             broadcast_variables(self._rounds.outer, root_rank=0)
         self._rounds.calls.assign(0)
@@ -56,10 +56,12 @@ class RoundState:
         return None
 
 
-def _values(variables: Iterable[Any]) -> list[np.ndarray]:
+def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
+    """Copies of what variables hold."""
     return [variable.numpy() for variable in variables]
 
 
-def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+def assign_values(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    """Let variables hold what `values_of` gave."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

@@ -121,8 +121,8 @@ using namespace dgc;
 
 // See Kernels.accumulate; u is bfloat16 if `narrow`. With no segments: looks at v only. Returns Bad flags.
 DGC_API int32_t dgc_pass(float* v, void* u, int32_t narrow, float* second, const Segment* segments,
-                         int64_t num_segments, float scale, Range* ranges, int64_t num_ranges, int32_t want_sums, Found* found,
-                         int64_t threads) {
+                         int64_t num_segments, float scale, Range* ranges, int64_t num_ranges, int32_t want_sums,
+                         Found* found, int64_t threads) {
     Pass pass{v,      u,          narrow != 0,    second, segments, num_segments, scale,
               ranges, num_ranges, want_sums != 0, found,  nullptr,  nullptr};
     int64_t chunks = 0, numel = 0;
