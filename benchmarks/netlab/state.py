@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from benchmarks.netlab.tools import NetlabError
 STATE = Path("/run/dgc-netlab")  # names of namespaces are the machine's, so the rest is too
 KEY, NO_SSH = STATE / "key", STATE / "no-ssh"
 RECORD = STATE / "lab.json"
+CLAIM_SECONDS = 1.0  # a killed process's child, if it was just being started, holds the claim until it runs its program
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,16 @@ def reserve() -> socket.socket:
         NetlabError: another process has claimed it.
     """
     claim = socket.socket(socket.AF_UNIX)
-    try:
-        claim.bind(f"\0{network.PREFIX}claim")  # a name in the kernel, which no process that is killed leaves behind
-    except OSError:
-        claim.close()
-        raise NetlabError("another process has a lab up on this machine; wait until it has ended") from None
-    return claim
+    deadline = time.monotonic() + CLAIM_SECONDS
+    while True:
+        try:
+            claim.bind(f"\0{network.PREFIX}claim")  # a name in the kernel: it ends with the last that holds it
+            return claim
+        except OSError:
+            if time.monotonic() > deadline:
+                claim.close()
+                raise NetlabError("another process has a lab up on this machine; wait until it has ended") from None
+        time.sleep(0.05)
 
 
 def file(number: int, kind: str) -> Path:

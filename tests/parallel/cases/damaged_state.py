@@ -1,0 +1,100 @@
+"""Checkpoints that are damaged, or of something else, on real ranks: one error on every rank, or a choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from dgc_horovod.state import manifest
+from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.torch.state import kept_by
+from tests.helpers.errors import error_of
+from tests.helpers.training import batches, momentum_sgd
+from tests.parallel.cases.state import COMPRESSIONS, HALF, _made, _shared_folder, _train
+
+
+def damage() -> dict[str, Any]:
+    """A missing file, a damaged one, another model, an unwritable folder: one error on every rank, or a choice."""
+    hvd.init()
+    compression = COMPRESSIONS["clipped, per tensor"]
+    model, optimizer = _made(compression)
+    _train(model, optimizer, 0, HALF)
+    with _shared_folder() as folder:
+        save_checkpoint(folder, model, optimizer)
+        save_checkpoint(folder, model, optimizer)  # over the first one
+        files = sorted(file.name.split("-", 2)[-1] for file in folder.iterdir())
+        found = {"files": files, **_damaged(folder, compression), **_unfit(folder, compression, model, optimizer)}
+        found |= _between_backward_and_step(folder, model, optimizer)
+        load_checkpoint(folder, model, optimizer)  # still sound
+    return found
+
+
+def _damaged(folder: Path, compression: Any) -> dict[str, Any]:
+    listed = manifest.Manifest.from_bytes((folder / manifest.MANIFEST).read_bytes())
+    last = folder / listed.files[f"rank {hvd.size() - 1}"].name
+    sound, found = last.read_bytes(), {}
+
+    def change(data: bytes | None) -> None:
+        hvd.barrier()
+        if hvd.rank() == 0:
+            last.unlink(missing_ok=True)
+            if data is not None:
+                last.write_bytes(data)
+        hvd.barrier()
+
+    for name, data in (("missing", None), ("cut", sound[:-100]), ("changed", sound[:500] + b"x" + sound[501:])):
+        change(data)
+        found[name] = error_of(lambda: load_checkpoint(folder, *_made(compression)))
+        other, second = _made(compression)
+        load_checkpoint(folder, other, second, residuals="if sound")
+        found[f"{name}, skipped"] = any(a["v"].any() for a in kept_by(second).tensors.values())
+    change(sound)
+    return found
+
+
+def _unfit(folder: Path, compression: Any, model: Any, optimizer: Any) -> dict[str, Any]:
+    other, second = _made(COMPRESSIONS["topk"])
+    found = {"other method": error_of(lambda: load_checkpoint(folder, other, second))}
+    load_checkpoint(folder, other, second, residuals="ignored")
+    elsewhere = "/proc/none" if hvd.rank() else folder
+    stale = {**optimizer.residual_state_dict(), "rank": 9}
+    attempts = {
+        "other model": lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"),
+        "other op": lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)),
+        "something else's": lambda: save_checkpoint(_with_a_strangers_manifest(folder), model, optimizer),
+        "not writable": lambda: save_checkpoint(elsewhere, model, optimizer),
+        "another optimizer": lambda: save_checkpoint(folder, *_other()),
+        "code": lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=error_of),
+        "no name": lambda: save_checkpoint("" if hvd.rank() else folder, model, optimizer),
+        "no name to load": lambda: load_checkpoint("" if hvd.rank() else folder, model, optimizer),
+        "no dict": lambda: optimizer.load_residual_state_dict(None),
+        "stale": lambda: optimizer.load_residual_state_dict(stale),
+    }
+    return {**found, **{name: error_of(attempt) for name, attempt in attempts.items()}}
+
+
+def _with_a_strangers_manifest(folder: Path) -> Path:
+    other = folder / "web"
+    if hvd.rank() == 0:
+        other.mkdir()
+        (other / manifest.MANIFEST).write_text('{"name": "my web app"}')
+    return other
+
+
+def _between_backward_and_step(folder: Path, model: Any, optimizer: Any) -> dict[str, Any]:
+    x, y = next(iter(batches(1, hvd.rank())))
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    found = {"in flight": error_of(lambda: save_checkpoint(folder, model, optimizer))}
+    optimizer.synchronize()
+    found["not applied"] = error_of(optimizer.residual_state_dict)
+    optimizer.step()
+    return found
+
+
+def _other() -> tuple[Any, Any]:
+    model = torch.nn.Linear(32, 40)
+    named = [(f"other.{name}", p) for name, p in model.named_parameters()]
+    return model, DistributedOptimizer(momentum_sgd(model), named, Compression.dgc(0.1, min_numel=1))

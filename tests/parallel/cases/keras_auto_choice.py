@@ -1,0 +1,187 @@
+"""What Compression.auto chooses in Keras, and what ends a trial without a choice, on real ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, MOST_TIMED, SETTLING
+from dgc_horovod.tensorflow import DistributedGradientTape
+from dgc_horovod.tensorflow.keras import (
+    Compression,
+    DistributedOptimizer,
+    callbacks,
+    load_checkpoint,
+    save_checkpoint,
+)
+from dgc_horovod.tensorflow.wrapping.variables import key_of, native
+from tests.helpers.errors import error_of
+from tests.helpers.keras_training import BATCHES, fingerprint, fit, momentum_sgd, smooth_model, weights
+from tests.parallel.cases.keras_auto import OPTIMIZERS, UNROUNDED, adamw, choice_of, made, take, train
+from tests.parallel.cases.keras_state import _remove, _shared_folder
+
+
+def early() -> dict[str, Any]:
+    """A checkpoint from before the first step: the choice is still to be made."""
+    hvd.init()
+    model, folder = smooth_model(), _shared_folder("auto-early")
+    optimizer = DistributedOptimizer(adamw(), compression=Compression.auto(min_numel=16))
+    save_checkpoint(folder, model, optimizer)
+    other = smooth_model(5)
+    resumed = DistributedOptimizer(adamw(), compression=Compression.auto(min_numel=16))
+    load_checkpoint(folder, other, resumed)
+    _remove(folder)
+    prints = train(other, resumed, 3)
+    trial = choice_of(resumed).trial
+    return {"mode": [trial.mode, trial.ended], "prints": prints}
+
+
+def choosing() -> dict[str, Any]:
+    """A choice by the clock: the same on every rank, and the one that the times say."""
+    model, optimizer = made(mode=None, density=0.01)
+    choice, modes = choice_of(optimizer), []
+    (exchange,) = optimizer._dgc.exchanges
+    prints = train(model, optimizer, 4 * (SETTLING + MOST_TIMED), lambda step: modes.append(exchange.steps.counts.mode))
+    return {
+        "modes": modes[1:], "prints": prints, "ended": choice.trial.ended, "seconds": choice.trial.seconds,
+        "steps": exchange.steps.buckets.steps, "stats": optimizer.compression_stats()["steps"],
+        "mode": choice.trial.mode,
+    }  # fmt: skip
+
+
+def settling() -> dict[str, Any]:
+    """AdamW: nothing is timed before its second moment has settled; then it can be compressed."""
+    model, optimizer = made(adamw, mode=None)
+    choice = choice_of(optimizer)
+    steps = 0
+    while not choice.trial.seconds and steps < 3 * (SETTLING + MOST_TIMED) + 60:
+        train(model, optimizer, 10, first=steps)
+        steps += 10
+    take(optimizer, COMPRESSED)
+    prints, stats = train(model, optimizer, 10, first=steps), optimizer.compression_stats()
+    return {
+        "settled": choice.settling.settled_at, "seconds": choice.trial.seconds, "steps": steps, "prints": prints,
+        "selected": stats["selected"] / stats["elements"],
+    }  # fmt: skip
+
+
+def undecided() -> dict[str, Any]:
+    """Saved in the middle of a trial: it begins anew, with all that was kept; a stock file of it is whole."""
+    model, optimizer = made(mode=None, **UNROUNDED)
+    choice_of(optimizer).trial.dense_timed(1.0, {COMPRESSED: 0.1})
+    train(model, optimizer, 4)
+    slots = [np.abs(value).sum() for value in optimizer._dgc.for_slots(0.05).values()]
+    folder = _shared_folder("auto-undecided")
+    save_checkpoint(folder, model, optimizer)
+    other, resumed = made(mode=None, **UNROUNDED)
+    load_checkpoint(folder, other, resumed)
+    _remove(folder)
+    prints = train(other, resumed, 3, first=4)
+    choice = choice_of(resumed)
+    take(optimizer, DENSE)
+    theirs = train(model, optimizer, 3, first=4)
+    return {
+        "mode": [choice.trial.mode, choice.trial.ended], "same": prints == theirs, "prints": prints,
+        "slots": bool(slots) and all(slots), "later": optimizer._dgc.for_slots(0.05) == {},
+    }  # fmt: skip
+
+
+def given_up() -> dict[str, Any]:
+    """What ends a trial without a choice; stock Horovod's exchange stays."""
+    found: dict[str, Any] = {}
+    model, optimizer = made(mode=HALF)
+    train(model, optimizer, 2)
+    before, variables = fingerprint(model), model.trainable_variables
+    optimizer.apply([tf.fill(v.shape, 1e8) for v in variables], variables)
+    found["overflow"] = [fingerprint(model) == before, choice_of(optimizer).given_up]
+    train(model, optimizer, 2)
+    found["after"] = [choice_of(optimizer).trial.mode, bool(np.isfinite(weights(model)).all())]
+    found["skipped"] = optimizer.compression_stats()["skipped"]
+
+    for name in ("SGD", "AdamW"):
+        model, optimizer = made(OPTIMIZERS[name])
+        train(model, optimizer, 4, lambda step, optimizer=optimizer: take(optimizer, COMPRESSED if step else DENSE))
+        variables = model.trainable_variables[2:]
+        kept = optimizer.residual_state_dict()["tensors"]
+        own = sum(float(abs(x).sum()) for i, each in kept.items() if int(i) > 1 for x in each.values())
+        before = fingerprint(model)
+        optimizer.apply([tf.zeros(v.shape) for v in variables], variables)  # a layer is frozen, as it were
+        moved = before != fingerprint(model)
+        slots = float(sum(np.abs(slot.numpy()).sum() for slot in optimizer._dgc.update.slots(key_of(variables[0]))))
+        stale = [key for key in optimizer._dgc.for_slots(0.05) if key in {id(native(v)) for v in variables}]
+        train(model, optimizer, 3, first=4)
+        found[f"several, {name}"] = [own > 0, moved, slots > 0, stale == []]
+        found[f"several, {name}, modes"] = [each.auto.choice.trial.mode for each in optimizer._dgc.exchanges]
+        found[f"several, {name}, prints"] = fingerprint(model)
+        found[f"several, {name}, finite"] = bool(np.isfinite(weights(model)).all())
+    return found
+
+
+def beside() -> dict[str, Any]:
+    """What compression cannot do, and a job that may have stock Horovod need not stop for."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Embedding(50, 8), keras.layers.Dense(40)])
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), compression=Compression.auto(min_numel=16))
+    for i in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.constant([[i, i + 1, hvd.rank()]])) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    found["sparse"] = [optimizer._dgc.settings.config is None, fingerprint(model)]
+    amsgrad = DistributedOptimizer(
+        keras.optimizers.Adam(amsgrad=True), compression=Compression.auto(min_numel=16, second_moment="own")
+    )
+    found["amsgrad"] = [amsgrad._dgc.settings.config is None, fingerprint(fit(smooth_model(), amsgrad, 1))]
+    model = smooth_model()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(tf.ones((4, 32))) ** 2) * (1 + hvd.rank())
+    tape = DistributedGradientTape(tape, compression=Compression.auto())
+    found["tape"] = float(tape.gradient(loss, model.trainable_variables)[0].numpy().sum())
+    return found
+
+
+def fit_tells() -> dict[str, Any]:
+    """``fit`` knows the number of steps, from which the density follows."""
+    hvd.init()
+    found = {}
+    for epochs in (2, 200):
+        model, optimizer = (
+            smooth_model(),
+            DistributedOptimizer(momentum_sgd(), compression=Compression.auto(min_numel=16)),
+        )
+
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                self.model.stop_training = True
+
+        fit(model, optimizer, epochs, [callbacks.BroadcastGlobalVariablesCallback(0), Stop()])
+        config = optimizer._dgc.settings.config
+        found[str(epochs * BATCHES)] = [config.total_steps, config.density, choice_of(optimizer).trial.ended]
+    return found
+
+
+def uneven() -> dict[str, Any]:
+    """Ranks that run out of data before a choice; then one that stays away, of which the others tell in time."""
+    model, optimizer = made(mode=None)
+    train(model, optimizer, 10 + 30 * hvd.rank())  # the other rank comes to its comparison alone
+    hvd.join()
+    trial = choice_of(optimizer).trial
+    found: dict[str, Any] = {"join": [trial.mode, trial.ended]}
+    model, optimizer = made(mode=None)  # hvd.init() again: its shutdown at exit must not meet ours all the same
+    train(model, optimizer, 3)
+    choice_of(optimizer).trial.dense_timed(1.0, {COMPRESSED: 0.1})  # what was found in the last step
+    train(model, optimizer, 4 * hvd.rank())
+    hvd.join()
+    found["met"] = [choice_of(optimizer).given_up, optimizer._dgc.compresses]
+    gradients = [tf.ones(v.shape) for v in model.trainable_variables]
+    if hvd.rank() == 0:
+        return {**found, "error": error_of(lambda: optimizer.apply(gradients, model.trainable_variables))}
+    time.sleep(float(os.environ["DGC_TIMEOUT"]) + 4)
+    return found
