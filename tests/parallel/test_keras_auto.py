@@ -21,7 +21,8 @@ def ranks():
 
 
 def _found(ranks, case):
-    return [rank[f"keras_auto_choice.{case}" if case in OF_CHOICE else f"keras_auto.{case}"] for rank in ranks]
+    file = "keras_auto_choice" if case in (*OF_CHOICE, "uneven") else "keras_auto"
+    return [rank[f"{file}.{case}"] for rank in ranks]
 
 
 def test_dense_steps_are_those_of_the_uncompressed_exchange_bit_by_bit(ranks):
