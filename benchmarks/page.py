@@ -1,4 +1,4 @@
-"""Makes the tables of the README and of three pages from the JSON of the studies: network, quality, planning.
+"""Makes the tables of the README and of pages in docs from the JSON of the studies.
 
 Two tables of the exchange, which show where its time goes, stand in docs/benchmarks-kernels.md.
 """
@@ -16,6 +16,7 @@ from benchmarks.collectives import tables as tables_of_collectives
 from benchmarks.exchange import tables
 from benchmarks.exchange.registry import NOTHING
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
+from benchmarks.internet import tables as tables_of_internet
 from benchmarks.nodes import __main__ as tables_of_nodes
 from benchmarks.planning import tables as tables_of_planning
 from benchmarks.planning import validation
@@ -27,7 +28,7 @@ from benchmarks.training import tables as tables_of_training
 
 NETWORK, KERNELS = (ROOT / "docs" / f"benchmarks-{part}.md" for part in ("network", "kernels"))
 README, PLANNING, DDP = ROOT / "README.md", ROOT / "docs" / "planning.md", ROOT / "docs" / "ddp.md"
-AUTO = ROOT / "docs" / "auto.md"
+AUTO, INTERNET = ROOT / "docs" / "auto.md", ROOT / "docs" / "internet.md"
 _SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -161,6 +162,7 @@ def texts() -> dict[tuple[Path, str], str]:
         (NETWORK, "nodes"): nodes(),
         (DDP, "speed"): without_horovod(),
         (AUTO, "cells"): tables_of_auto.table(read_results(tables_of_auto.FILE)),
+        (INTERNET, "sooner"): tables_of_internet.sooner(read_results(tables_of_internet.FILE)),
         (NETWORK, "efficiency"): _efficiency(rows, DENSITY),
         (NETWORK, "clusters"): "\n\n".join(
             clusters.table(cell(rows, clusters.MODEL, 2, "1gbit"), d) for d in clusters.DENSITIES

@@ -228,8 +228,8 @@ class DGCConfig:
         """Raise UnsupportedUse for a momentum that `momentum_dtype` has no digits for."""
         if momentum > _MOST_MOMENTUM[self.momentum_dtype]:
             raise UnsupportedUse(
-                f"momentum_dtype='bf16' has no digits for a momentum of {momentum:g}, which would never fade; use at "
-                f"most {_MOST_MOMENTUM[self.momentum_dtype]:g}, or momentum_dtype='fp32'"
+                f"momentum_dtype='bf16' has too few digits for a momentum of {momentum:g}, which would hardly fade; use"
+                f" at most {_MOST_MOMENTUM[self.momentum_dtype]:g}, or momentum_dtype='fp32'"
             )
 
     @property

@@ -178,7 +178,7 @@ FIELDS = (
     _field("warmup.steps_per_epoch", "", "steps in an epoch, where nothing tells the epoch", "whole", _WHEN),
     _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WHEN),
     _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WHEN),
-    _field("warmup.until_settled", "", "or dense until Adam's second moment changes by less, > 0", "number", _WHEN),
+    _field("warmup.until_settled", "", "ends dense steps once Adam's 2nd moment changes by less, > 0", "number", _WHEN),
     _field("local_steps", "", "steps on each rank alone, then weights' changes are sent", "whole", _WHEN),
     _field("local_decay", "0.95", "what waits is multiplied by, in (0, 1]", "number", _WHEN),
     _field("outer_rate", "1.0", "and the mean change, > 0", "number", _WHEN),

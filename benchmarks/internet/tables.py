@@ -50,6 +50,8 @@ def sooner(kept: Mapping[str, Any]) -> str:
     """A table for each link and seed: bytes, time of a step, seconds to several losses beside dense."""
     parts = []
     for key, found in kept.items():
+        if "link" not in found:
+            continue  # broken off
         runs, link = found["runs"], found["link"]
         dense, behind = curve(runs, DENSE), runs[BEHIND]
         last = runs[DENSE]["loss"]

@@ -18,6 +18,7 @@ from benchmarks.quality.training import Run, train
 from benchmarks.quality.worker import RealRank
 
 NO_OP = "no exchange"
+POINTS = 20  # of a curve: when a loss is reached is read from it
 
 
 class TimedRank(RealRank):
@@ -43,7 +44,7 @@ def timed(run: Run, steps: int, exchanges: bool) -> dict[str, Any]:
         made.append(TimedRank(run, task, optimizer, exchanges))
         return made[-1]
 
-    found = train(run, make, steps)
+    found = train(run, make, steps, POINTS)
     ranks = made[0]
     stats = ranks.optimizer.compression_stats() if ranks.exchange else {}
     full = 4 * sum(p.numel() for group in ranks.optimizer.param_groups for p in group["params"])

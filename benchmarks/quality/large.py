@@ -22,6 +22,7 @@ class Bytes(Text):
 
     settings = Settings(batch=2, steps=1200, lr=0.1, clip_norm=1.0, density=0.01, stage=60, adamw_lr=0.001, ramp=60)
     title, window, classes = "bytes, GPT of 5.1 M", 128, 256
+    points = 4  # to look at all of the test text takes as long as forty steps
 
     def corpus(self) -> tuple[Tensor, Tensor]:
         """Bytes to train on and to test on."""

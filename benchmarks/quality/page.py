@@ -11,6 +11,7 @@ from benchmarks.quality import (
     analysis,
     auto_tables,
     exchange_tables,
+    local_tables,
     plots,
     runs,
     selection,
@@ -29,6 +30,7 @@ def texts() -> dict[tuple[Path, str], str]:
     made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
     made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
     made["quality"] = tables.by_length(found)
+    made["local"] = local_tables.table(found)
     made |= exchange_tables.blocks(found) | adam_tables.blocks(found) | auto_tables.blocks(found)
     return {(PAGE, marker): text for marker, text in made.items()}
 

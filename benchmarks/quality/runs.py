@@ -118,7 +118,7 @@ def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
         yield from (Run("gpt", variant, 4, seed) for variant in ("AdamW, dense", "AdamW, dgc", *per_step))
         yield from (Run("gpt", variant, 4, seed, real=True) for variant in POWER_SGD)
         for i, workers in enumerate(WORKERS):
-            for variant in ("AdamW, dense", *LOWER, *AVERAGED, *LOCAL):
+            for variant in ("AdamW, dense", *LOWER, *AVERAGED, *LOCAL, *LOCAL_DENSER):
                 yield Run("gpt", variant, workers, seed + 100 * i)
 
 

@@ -71,6 +71,7 @@ class Task(ABC):
     settings: ClassVar[Settings]
     title: ClassVar[str]
     classes: ClassVar[int]
+    points: ClassVar[int] = 20  # of a curve
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(1000 + seed)

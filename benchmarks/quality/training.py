@@ -19,7 +19,6 @@ from benchmarks.quality.tasks import WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 
-POINTS = 20  # of a curve
 HOPELESS = 50.0  # a training loss, in nats, from which no run comes back
 Watch = Callable[["Ranks", int, float], None]  # the ranks, steps done, their loss
 
@@ -104,7 +103,7 @@ def train(
     run: Run,
     make_ranks: MakeRanks = simulated,
     steps: int | None = None,
-    points: int = POINTS,
+    points: int | None = None,
     watch: Watch = lambda ranks, step, loss: None,
 ) -> dict[str, Any]:
     """Do a run.
@@ -113,7 +112,7 @@ def train(
         run: which.
         make_ranks: who computes the steps.
         steps: stop after so many; None: all.
-        points: of the curve.
+        points: of the curve; None: as many as the task has.
         watch: called after every step.
 
     Returns:
@@ -126,7 +125,7 @@ def train(
     optimizer = VARIANTS[run.variant].make_optimizer(task.model, task.settings)
     highest, ranks = optimizer.param_groups[0]["lr"], make_ranks(run, task, optimizer)
     draws = [Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.workers)]
-    curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // points)
+    curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // (points or task.points))
     end = steps or run.steps
     for step in range(end):
         for group in ranks.optimizer.param_groups:

@@ -12,7 +12,9 @@ _HEAD = """\
 
 Every setting has three names. A flag of `dgcrun` goes before the environment variable, that before the key in the
 `compression:` section of a config file (`--config-file`, then the file that `DGC_CONFIG_FILE` names), that before the
-default. On and off may be written 1/0, true/false, yes/no. Where other settings are given and no method, it is `dgc`.
+default. On and off may be written 1/0, true/false, yes/no. Where other settings are given and no method, it is `local`
+if `local_steps` is one of them, else `dgc`. Methods have [defaults of their own](guide.md#choices); the table has those
+of `dgc`.
 `dgcrun --show-config` prints what a job would get and where each value comes from.
 
 ```yaml

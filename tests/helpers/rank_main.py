@@ -45,7 +45,9 @@ def serve(folder: Path, rank: str) -> None:
             if not Path(f"/proc/{os.environ['DGC_TEST_LAUNCHER']}").exists():
                 return
             time.sleep(_PAUSE)
-        write(folder / f"{number}.{rank}.json", run_cases(json.loads(order.read_text())))
+        asked = json.loads(order.read_text())
+        os.environ["DGC_TEST_FOLDER"] = asked["folder"]
+        write(folder / f"{number}.{rank}.json", run_cases(asked["cases"]))
 
 
 def start_with_nodes() -> None:

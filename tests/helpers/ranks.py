@@ -6,23 +6,18 @@ A launch that outlives its timeout, or loses a rank, is killed with all its chil
 
 from __future__ import annotations
 
-import atexit
 import functools
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
-from tests.helpers.jobs import ROOT, child_environment, kill_tree, run
-
-Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
+from tests.helpers.jobs import ROOT, run
+from tests.helpers.standing_ranks import Results, StandingRanks, result_file, results_of
 
 
 @functools.cache
@@ -41,6 +36,7 @@ def run_ranks(
     launcher_flags: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,
     fresh: bool = False,
+    folder: Path | None = None,
 ) -> Results:
     """Run `cases` one after another on `workers` ranks.
 
@@ -56,6 +52,7 @@ def run_ranks(
         launcher_flags: more flags for horovodrun.
         environment: more environment variables.
         fresh: whether the cases need processes of their own: they look at memory, or start Horovod with process sets.
+        folder: that the cases find in ``DGC_TEST_FOLDER``, to keep checkpoints in.
     """
     if controller == "gloo" and os.environ.get("DGC_TEST_ON_NODES"):  # by hand: the same promises with nodes of two
         controller, workers = "nodes", 2 * workers
@@ -69,84 +66,18 @@ def run_ranks(
         )
     kind = _kind(cases)
     if controller == "gloo" and not (launcher_flags or environment or fresh):
-        results = StandingRanks.of(workers, kind).run(cases, timeout)
+        results = StandingRanks.of(workers, kind, lambda place: _command(place, workers)).run(cases, timeout, folder)
         if results is not None:
             return results
-    with tempfile.TemporaryDirectory(prefix="dgc-ranks-") as folder:
-        command = _command(folder, workers, controller, launcher_flags)
-        log = run([*command, *cases], timeout, {"DGC_TEST_KIND": kind, **(environment or {})}).output
-        results = _results(Path(folder), 0, workers)
+    with tempfile.TemporaryDirectory(prefix="dgc-ranks-") as place:
+        command = _command(place, workers, controller, launcher_flags)
+        variables = {"DGC_TEST_KIND": kind, "DGC_TEST_FOLDER": str(folder or ""), **(environment or {})}
+        log = run([*command, *cases], timeout, variables).output
+        results = results_of(Path(place), 0, workers)
         if results is None:
-            missing = [rank for rank in range(workers) if not _file(Path(folder), 0, rank).exists()]
+            missing = [rank for rank in range(workers) if not result_file(Path(place), 0, rank).exists()]
             pytest.fail(f"ranks {missing} of {workers} left no result for {cases}; their output:\n{_of_ranks(log)}")
         return results
-
-
-class StandingRanks:
-    """Ranks that stay up and run what they are asked to, as long as nothing fails and nobody asks for others.
-
-    There is one such set at a time: ranks of Horovod that wait take a tenth to a fifth of a core each.
-
-    Args:
-        workers: number of ranks.
-        kind: "torch" or "keras": what they import.
-    """
-
-    _up: ClassVar[StandingRanks | None] = None
-
-    def __init__(self, workers: int, kind: str) -> None:
-        self._workers, self._kind, self._orders = workers, kind, itertools.count()
-        self._folder = tempfile.TemporaryDirectory(prefix="dgc-ranks-")
-        self._path = Path(self._folder.name)
-        environment = child_environment({"DGC_TEST_KIND": kind, "DGC_TEST_LAUNCHER": str(os.getpid())})
-        with (self._path / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                _command(self._folder.name, workers), cwd=ROOT, env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-
-    @classmethod
-    def of(cls, workers: int, kind: str) -> StandingRanks:
-        """Those that are up, or new ones in their place."""
-        if cls._up is None or (cls._up._workers, cls._up._kind) != (workers, kind):
-            cls.end_any()
-            cls._up = cls(workers, kind)
-        return cls._up
-
-    def run(self, cases: list[str], timeout: float) -> Results | None:
-        """What `run_ranks` returns; None if a case failed, or took longer than `timeout` seconds: all end then."""
-        number, deadline = next(self._orders), time.monotonic() + timeout
-        order = self._path / f"{number}.part"
-        order.write_text(json.dumps(cases))
-        order.rename(order.with_suffix(".order"))
-        try:
-            while self._process.poll() is None and time.monotonic() < deadline:
-                results = _results(self._path, number, self._workers)
-                if results is not None:
-                    return results
-                time.sleep(0.01)
-        except BaseException:
-            self.end()
-            raise
-        print(f"{cases} failed on ranks that were up:\n{_of_ranks((self._path / 'log').read_text())}")
-        self.end()
-        return None
-
-    def end(self) -> None:
-        """Kill the ranks."""
-        kill_tree(self._process.pid)
-        self._process.wait()
-        self._folder.cleanup()
-        StandingRanks._up = None
-
-    @classmethod
-    def end_any(cls) -> None:
-        """Kill those that are up."""
-        if cls._up is not None:
-            cls._up.end()
-
-
-atexit.register(StandingRanks.end_any)
 
 
 def _kind(cases: list[str]) -> str:
@@ -158,16 +89,6 @@ def _command(folder: str, workers: int, controller: str = "gloo", flags: tuple[s
     if controller == "mpi":
         command += ["--mpi-args=--oversubscribe --allow-run-as-root"]
     return [*command, sys.executable, "-m", "tests.helpers.rank_main", folder]
-
-
-def _file(folder: Path, number: int, rank: int) -> Path:
-    return folder / f"{number}.{rank}.json"
-
-
-def _results(folder: Path, number: int, workers: int) -> Results | None:
-    """What all ranks have written; None while one has not."""
-    files = [_file(folder, number, rank) for rank in range(workers)]
-    return [json.loads(file.read_text()) for file in files] if all(file.exists() for file in files) else None
 
 
 def check_metrics_file(path: Path, method: str) -> None:

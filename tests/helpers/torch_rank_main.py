@@ -1,4 +1,7 @@
-"""What each rank of `tests.helpers.torch_ranks` runs: ``python -m tests.helpers.torch_rank_main FOLDER CASE...``."""
+"""What each rank of `tests.helpers.torch_ranks` runs: ``python -m tests.helpers.torch_rank_main FOLDER [CASE...]``.
+
+Without cases it serves, as `tests.helpers.rank_main` does.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.helpers.rank_main import run_cases, write
+from tests.helpers.rank_main import run_cases, serve, write
 
 
 def main() -> None:
@@ -18,7 +21,11 @@ def main() -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    write(Path(sys.argv[1]) / f"{os.environ['RANK']}.json", run_cases(sys.argv[2:]))
+    folder, cases, rank = Path(sys.argv[1]), sys.argv[2:], os.environ["RANK"]
+    if cases:
+        write(folder / f"0.{rank}.json", run_cases(cases))
+    else:
+        serve(folder, rank)
     dist.barrier()
     dist.destroy_process_group()
 

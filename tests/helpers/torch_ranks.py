@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers.jobs import run
+from tests.helpers.standing_ranks import Results, StandingRanks, results_of
 
 
 def torchrun(workers: int, *flags: str) -> list[str]:
@@ -37,8 +36,12 @@ def run_torch_ranks(
     timeout: float = 150,
     environment: dict[str, str | None] | None = None,
     nodes: int = 1,
-) -> list[dict[str, Any]]:
+    fresh: bool = False,
+    folder: Path | None = None,
+) -> Results:
     """What every rank's cases return, by case.
+
+    On one node, with nothing in their environment, ranks that are up already run them, as in `ranks.run_ranks`.
 
     Args:
         workers: number of ranks, >= 1.
@@ -46,12 +49,22 @@ def run_torch_ranks(
         timeout: seconds, past which all are killed.
         environment: more variables; None removes one.
         nodes: number of nodes that they are on, a divisor of `workers`.
+        fresh: whether the cases need processes of their own: they leave something behind.
+        folder: that the cases find in ``DGC_TEST_FOLDER``, to keep checkpoints in.
     """
-    with tempfile.TemporaryDirectory(prefix="dgc-torch-ranks-") as folder:
-        words = ["-m", "tests.helpers.torch_rank_main", folder, *cases]
+    if nodes == 1 and not (environment or fresh):
+        standing = StandingRanks.of(workers, "ddp", lambda place: [*torchrun(workers), *_main(place)])
+        if (results := standing.run(cases, timeout, folder)) is not None:
+            return results
+    with tempfile.TemporaryDirectory(prefix="dgc-torch-ranks-") as place:
+        words = [*_main(place), *cases]
         command = [*torchrun(workers), *words] if nodes == 1 else _agents(nodes, workers, words)
-        code, log = run(command, timeout, environment)
-        files = [Path(folder) / f"{rank}.json" for rank in range(workers)]
-        if code or not all(file.exists() for file in files):
+        code, log = run(command, timeout, {"DGC_TEST_FOLDER": str(folder or ""), **(environment or {})})
+        found = results_of(Path(place), 0, workers)
+        if code or found is None:
             pytest.fail(f"{cases} on {workers} ranks ended with {code}; output:\n{log[-6000:]}")
-        return [json.loads(file.read_text()) for file in files]
+        return found
+
+
+def _main(folder: str) -> list[str]:
+    return ["-m", "tests.helpers.torch_rank_main", folder]

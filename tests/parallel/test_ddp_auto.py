@@ -15,8 +15,8 @@ CASES = ("dense_steps", "switching", "choosing", "resuming", "overflow", "habits
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = {"DGC_TEST_CHECKPOINT": str(tmp_path_factory.mktemp("checkpoint"))}
-    return run_torch_ranks(2, [f"ddp_auto.{case}" for case in CASES], timeout=300, environment=folder)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return run_torch_ranks(2, [f"ddp_auto.{case}" for case in CASES], timeout=300, folder=folder)
 
 
 def _found(ranks, case):

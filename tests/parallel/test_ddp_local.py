@@ -12,11 +12,10 @@ pytestmark = pytest.mark.parallel
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = {"DGC_TEST_CHECKPOINT": str(tmp_path_factory.mktemp("checkpoint"))}
+    folder = tmp_path_factory.mktemp("checkpoint")
     cases = [f"ddp_local.{case}" for case in ("averaging", "replicas", "resuming", "refused")]
     return [
-        {name.split(".")[1]: found for name, found in rank.items()}
-        for rank in run_torch_ranks(2, cases, environment=folder)
+        {name.split(".")[1]: found for name, found in rank.items()} for rank in run_torch_ranks(2, cases, folder=folder)
     ]
 
 

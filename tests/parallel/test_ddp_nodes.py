@@ -12,13 +12,13 @@ SAME = 1e-5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return {"DGC_TEST_CHECKPOINT": str(tmp_path_factory.mktemp("checkpoint"))}
+    return tmp_path_factory.mktemp("checkpoint")
 
 
 @pytest.fixture(scope="module")
 def ranks(folder):
     cases = [f"ddp_nodes.{case}" for case in ("layout", "long_run", "stock", "saved")]
-    return run_torch_ranks(4, cases, timeout=300, environment=folder, nodes=2)
+    return run_torch_ranks(4, cases, timeout=300, folder=folder, nodes=2)
 
 
 def test_each_worker_of_a_node_keeps_half(ranks):
@@ -44,7 +44,7 @@ def test_what_is_kept_is_saved_loaded_and_flushed(ranks, folder):
     for found in (rank["ddp_nodes.saved"] for rank in ranks):
         assert found["same"] and found["left"] == 0
     assert len({rank["ddp_nodes.saved"]["flushed"] for rank in ranks}) == 1
-    others = run_torch_ranks(2, ["ddp_nodes.loaded"], environment=folder)
+    others = run_torch_ranks(2, ["ddp_nodes.loaded"], folder=folder)
     assert others[0] == others[1]
 
 

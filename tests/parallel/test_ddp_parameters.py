@@ -29,7 +29,7 @@ def test_parameters_of_tensordicts():
 
 
 def test_models_of_which_a_rank_holds_parts():
-    for rank in run_torch_ranks(2, ["ddp_parameters.parts"]):
+    for rank in run_torch_ranks(2, ["ddp_parameters.parts"], fresh=True):
         found = rank["ddp_parameters.parts"]
         assert {name: text for name, text in found.items() if REFUSED[name] not in text} == {}
         assert found.keys() == REFUSED.keys()

@@ -13,25 +13,31 @@ pytestmark = pytest.mark.parallel
 
 
 def run(adapter: str, case: str, folder: Any, workers: int = 2) -> list[dict[str, Any]]:
-    place = {"DGC_TEST_CHECKPOINT": str(folder)}
     name = f"ddp_state.{case}" if adapter == "DDP" else f"ddp_state_horovod.{case}"
-    if adapter == "DDP":
-        return [rank[name] for rank in run_torch_ranks(workers, [name], environment=place)]
-    return [rank[name] for rank in run_ranks(workers, [name], environment=place)]
+    launch = run_torch_ranks if adapter == "DDP" else run_ranks
+    return [rank[name] for rank in launch(workers, [name], folder=folder)]
 
 
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A checkpoint of each adapter, and what each makes of it; ranks of one adapter are up at a time."""
+    folders = {adapter: tmp_path_factory.mktemp("checkpoint") for adapter in ("DDP", "Horovod")}
+    wanted = {adapter: run(adapter, "saved", folder) for adapter, folder in folders.items()}
+    resumed = {
+        (writer, reader): run(reader, "resumed", folder)
+        for reader in ("Horovod", "DDP")
+        for writer, folder in folders.items()
+    }
+    return folders, wanted, resumed
+
+
+@pytest.mark.parametrize("reader", ["DDP", "Horovod"])
 @pytest.mark.parametrize("writer", ["DDP", "Horovod"])
-def test_resumed_bit_for_bit_by_both(writer, tmp_path):
-    wanted = [{**rank, "epoch": 7} for rank in run(writer, "saved", tmp_path)]
+def test_resumed_bit_for_bit_by_both(checkpoints, writer, reader):
+    _, saved, resumed = checkpoints
+    wanted = [{**rank, "epoch": 7} for rank in saved[writer]]
     assert wanted[0] == wanted[1]
-    assert run("DDP", "resumed", tmp_path) == wanted
-    assert run("Horovod", "resumed", tmp_path) == wanted
-
-
-def test_resumed_with_another_number_of_ranks(tmp_path):
-    run("DDP", "saved", tmp_path)
-    found = run("DDP", "resumed", tmp_path, workers=3)
-    assert found[0] == found[1] == found[2] and found[0]["epoch"] == 7
+    assert resumed[writer, reader] == wanted
 
 
 def test_uncompressed(tmp_path):
@@ -50,3 +56,8 @@ def test_refused(tmp_path):
         assert "CheckpointError" in found["missing"]
         assert "cannot be copied or pickled" in found["copy"] and "add_param_group after wrapping" in found["group"]
         assert "already wrapped" in found["again"]
+
+
+def test_resumed_with_another_number_of_ranks(checkpoints):
+    found = run("DDP", "resumed", checkpoints[0]["DDP"], workers=3)
+    assert found[0] == found[1] == found[2] and found[0]["epoch"] == 7

@@ -19,7 +19,7 @@ DENSE = 30
 def ranks(tmp_path_factory):
     cases = [f"frozen_adam.{case}" for case in CASES] + [f"frozen_adam_state.{case}" for case in STATES]
     cases += [f"settled_adam.{case}" for case in SETTLED]
-    return run_ranks(2, cases, environment={"STATE_FOLDER": str(tmp_path_factory.mktemp("state"))}, timeout=300)
+    return run_ranks(2, cases, folder=tmp_path_factory.mktemp("state"), timeout=300)
 
 
 def test_dense_steps_are_those_of_stock_horovod(ranks):
@@ -100,10 +100,9 @@ def test_a_second_moment_that_is_not_there_is_an_error_on_every_rank(ranks):
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_goes_on_with_it(before, after, tmp_path):
-    folder = {"STATE_FOLDER": str(tmp_path)}
     save, load = "frozen_adam_state.saved", "frozen_adam_state.loaded"
-    saved = [rank[save] for rank in run_ranks(before, [save], environment=folder)]
-    found = [rank[load] for rank in run_ranks(after, [load], environment=folder)]
+    saved = [rank[save] for rank in run_ranks(before, [save], folder=tmp_path)]
+    found = [rank[load] for rank in run_ranks(after, [load], folder=tmp_path)]
     assert {each["before"] for each in found} == {each["replica"] for each in saved}
     assert {each["second"] for each in found} == {each["second"] for each in saved}
     assert len({each["replica"] for each in found}) == 1
@@ -149,7 +148,6 @@ def test_where_it_has_settled_is_restored_joined_and_loaded(ranks):
 
 
 def test_another_number_of_ranks_knows_where_it_has_settled(tmp_path):
-    folder = {"STATE_FOLDER": str(tmp_path)}
-    saved = [rank["settled_adam.saved"] for rank in run_ranks(4, ["settled_adam.saved"], environment=folder)]
-    found = [rank["settled_adam.loaded"] for rank in run_ranks(2, ["settled_adam.loaded"], environment=folder)]
+    saved = [rank["settled_adam.saved"] for rank in run_ranks(4, ["settled_adam.saved"], folder=tmp_path)]
+    found = [rank["settled_adam.loaded"] for rank in run_ranks(2, ["settled_adam.loaded"], folder=tmp_path)]
     assert saved == [40] * 4 and found == [[40, 0.1, True]] * 2

@@ -77,8 +77,7 @@ def test_what_cannot_be_is_said(ranks):
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
     found = [
-        rank["keras_local_around.resumed"]
-        for rank in run_ranks(2, ["keras_local_around.resumed"], environment={"STATE_FOLDER": str(tmp_path)})
+        rank["keras_local_around.resumed"] for rank in run_ranks(2, ["keras_local_around.resumed"], folder=tmp_path)
     ]
     for name in ("AdamW", "SGD"):
         assert [each[name][:2] for each in found] == [[1, 1]] * 2, name

@@ -72,9 +72,8 @@ def test_errors_are_the_same_on_every_rank(ranks):
     ("before", "after"), [(2, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 2), (4, 2)))]
 )
 def test_another_number_of_ranks_owes_the_same(before, after, tmp_path):
-    folder = {"STATE_FOLDER": str(tmp_path)}
-    saved = run_ranks(before, ["keras_state.save_for_others"], environment=folder)
-    loaded = run_ranks(after, ["keras_state.load_of_others"], environment=folder)
+    saved = run_ranks(before, ["keras_state.save_for_others"], folder=tmp_path)
+    loaded = run_ranks(after, ["keras_state.load_of_others"], folder=tmp_path)
     assert len({rank["keras_state.load_of_others"]["fingerprint"] for rank in loaded}) == 1
     old = [rank["keras_state.save_for_others"]["state"] for rank in saved]
     new = [rank["keras_state.load_of_others"]["state"] for rank in loaded]

@@ -97,10 +97,7 @@ def test_rounds_that_end_early_count_as_they_are(ranks):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
-    found = [
-        rank["local_steps.resumed"]
-        for rank in run_ranks(2, ["local_steps.resumed"], environment={"STATE_FOLDER": str(tmp_path)})
-    ]
+    found = [rank["local_steps.resumed"] for rank in run_ranks(2, ["local_steps.resumed"], folder=tmp_path)]
     for name in ("AdamW", "SGD"):
         assert [each[name][:2] for each in found] == [[True, True]] * 2, name
         assert len({each[name][2] for each in found}) == 1

@@ -48,9 +48,8 @@ def test_what_coding_has_left_of_small_tensors_goes_with_the_first_dense_step(ra
     ("before", "after"), [(4, 2), *(pytest.param(2, after, marks=pytest.mark.slow) for after in (3, 4))]
 )
 def test_another_number_of_ranks_owes_the_same(before, after, tmp_path):
-    folder = {"STATE_FOLDER": str(tmp_path)}
-    saved = run_ranks(before, ["state.save_for_others"], environment=folder)[0]["state.save_for_others"]["states"]
-    loaded = run_ranks(after, ["state.load_of_others"], environment=folder)
+    saved = run_ranks(before, ["state.save_for_others"], folder=tmp_path)[0]["state.save_for_others"]["states"]
+    loaded = run_ranks(after, ["state.load_of_others"], folder=tmp_path)
     found = [rank["state.load_of_others"] for rank in loaded]
     assert len({rank["fingerprint"] for rank in found}) == 1
     now = found[0]["states"]

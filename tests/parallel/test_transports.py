@@ -43,7 +43,7 @@ def test_torch_distributed():
         assert rank["ddp_transports.texts"] == [["", "xxxxx", "xxxxxxxxxx"], ["2.0", "2.0"]]
         if number:
             assert_all(rank["ddp_transports.of_a_part"])
-    late = run_torch_ranks(2, ["ddp_transports.with_a_deadline"])[1]["ddp_transports.with_a_deadline"]
+    late = run_torch_ranks(2, ["ddp_transports.with_a_deadline"], fresh=True)[1]["ddp_transports.with_a_deadline"]
     assert "CollectiveTimeout" in late and "rank 1 of 2 waited 1 s for dgc.late.parted" in late
 
 

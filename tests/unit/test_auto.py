@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
+from dgc_horovod.choice import Choice
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
@@ -138,6 +139,13 @@ def test_a_coordinate_is_sent_often_enough(steps, density):
     config = DGCConfig(**{**PRESETS["auto"], "total_steps": steps})
     assert fitted(config).density == density
     assert fitted(DGCConfig(**PRESETS["auto"])).density == PRESETS["auto"]["density"]
+
+
+@pytest.mark.parametrize("steps, stays", [(980, True), (999, True), (1000, False)])
+def test_a_run_that_is_too_short_stays_dense(steps, stays):
+    """From 976 on, 20 / steps is 0.020 in two digits, and such runs were compressed."""
+    choice = Choice(_exchange(2, total_steps=steps, density=fitting(steps)), 0.0, "stock Horovod", True)
+    assert (choice.trial.mode, choice.trial.ended) == (DENSE, stays)
 
 
 def _exchange(workers, **fields):

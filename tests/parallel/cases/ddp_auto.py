@@ -151,7 +151,7 @@ def resuming() -> dict[str, Any]:
                     if step == STEPS // 3:
                         _take(optimizer, mode)
                     if stops and step == 2 * STEPS // 3:
-                        path = os.path.join(os.environ["DGC_TEST_CHECKPOINT"], f"{name}.{mode}")
+                        path = os.path.join(os.environ["DGC_TEST_FOLDER"], f"{name}.{mode}")
                         save_checkpoint(path, model, optimizer)
                         model, optimizer = _made(make, mode=None)
                         load_checkpoint(path, model, optimizer)

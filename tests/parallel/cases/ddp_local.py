@@ -87,7 +87,7 @@ def resuming() -> dict[str, Any]:
         model, optimizer = _made(True)
         data = list(batches(6 * H, dist.get_rank()))
         _train(model, optimizer, data[: 2 * H + 2])
-        path = os.path.join(os.environ["DGC_TEST_CHECKPOINT"], str(stops))
+        path = os.path.join(os.environ["DGC_TEST_FOLDER"], str(stops))
         save_checkpoint(path, model, optimizer)
         if stops:
             inner = {key: x.clone() for key, x in optimizer.state_dict()["state"][0].items()}

@@ -80,7 +80,7 @@ def stock() -> dict[str, float]:
 
 def saved() -> dict[str, Any]:
     """A run, its checkpoint, and the rest of it from there; a flush leaves nothing."""
-    ends, folder = [], Path(os.environ["DGC_TEST_CHECKPOINT"])
+    ends, folder = [], Path(os.environ["DGC_TEST_FOLDER"])
     for resumes in (False, True):
         model, optimizer = _made()
         if resumes:
@@ -98,7 +98,7 @@ def saved() -> dict[str, Any]:
 def loaded() -> dict[str, Any]:
     """What nodes have saved, by ranks of another number without nodes."""
     model, optimizer = _made(exchange="flat")
-    load_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
+    load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     _train(model, optimizer, 2)
     return {"weights": fingerprint(model)}
 

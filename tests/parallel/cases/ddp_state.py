@@ -46,7 +46,7 @@ def saved() -> dict[str, Any]:
     """Half a training, a checkpoint, and the second half."""
     model, optimizer = _made()
     train(model, optimizer, dist.get_rank(), 0)
-    save_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer, epoch=7)
+    save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer, epoch=7)
     train(model, optimizer, dist.get_rank(), 1)
     return {"weights": fingerprint(model)}
 
@@ -54,7 +54,7 @@ def saved() -> dict[str, Any]:
 def resumed() -> dict[str, Any]:
     """The second half, from a checkpoint of either adapter."""
     model, optimizer = _made()
-    extra = load_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
+    extra = load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     train(model, optimizer, dist.get_rank(), 1)
     return {"weights": fingerprint(model), **extra}
 
@@ -65,10 +65,10 @@ def uncompressed() -> dict[str, Any]:
     for part in (0, 1):
         model, optimizer = _made(Compression.none)
         if part:
-            load_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
+            load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
         else:
             train(model, optimizer, dist.get_rank(), 0)
-            save_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
+            save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
         train(model, optimizer, dist.get_rank(), 1)
         found.append(fingerprint(model))
     return {"same": found[0] == found[1]}
@@ -100,7 +100,7 @@ def refused() -> dict[str, str]:
     model, optimizer = _made()
     x, y = next(iter(batches(1, dist.get_rank())))
     F.mse_loss(model(x), y).backward()
-    place = os.environ["DGC_TEST_CHECKPOINT"]
+    place = os.environ["DGC_TEST_FOLDER"]
     return {
         "under way": error_of(lambda: save_checkpoint(place, model, optimizer)),
         "stock": error_of(lambda: save_checkpoint(place, model, sgd(model))),

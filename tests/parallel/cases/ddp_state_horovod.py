@@ -22,7 +22,7 @@ def saved() -> dict[str, Any]:
     """Half a training, a checkpoint, and the second half."""
     model, optimizer = _made()
     train(model, optimizer, hvd.rank(), 0)
-    save_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer, epoch=7)
+    save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer, epoch=7)
     train(model, optimizer, hvd.rank(), 1)
     return {"weights": fingerprint(model)}
 
@@ -30,6 +30,6 @@ def saved() -> dict[str, Any]:
 def resumed() -> dict[str, Any]:
     """The second half, from a checkpoint of either adapter."""
     model, optimizer = _made()
-    extra = load_checkpoint(os.environ["DGC_TEST_CHECKPOINT"], model, optimizer)
+    extra = load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     train(model, optimizer, hvd.rank(), 1)
     return {"weights": fingerprint(model), **extra}

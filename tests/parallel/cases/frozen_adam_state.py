@@ -89,7 +89,7 @@ def saved() -> dict[str, Any]:
     model = smooth_model()
     optimizer = wrapped(model)
     train(model, optimizer, DENSE + 10)
-    save_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     return {"replica": fingerprint(model), "second": bits(second_of(optimizer))}
 
 
@@ -98,7 +98,7 @@ def loaded() -> dict[str, Any]:
     hvd.init()
     model = smooth_model(1)
     optimizer = wrapped(model)
-    load_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     before = fingerprint(model)
     losses = train(model, optimizer, 20)
     return {
@@ -124,10 +124,10 @@ def handed_on() -> dict[str, Any]:
         act()
     train(model, optimizer, 3 + hvd.rank())
     hvd.join()
-    save_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     other = smooth_model(1)
     resumed = wrapped(other)
-    load_checkpoint(os.environ["STATE_FOLDER"], other, resumed)
+    load_checkpoint(os.environ["DGC_TEST_FOLDER"], other, resumed)
     found["loaded"] = fingerprint(other) == fingerprint(model)
     losses = train(other, resumed, 20)
     return found | {"replica": fingerprint(other), "second": bits(second_of(resumed)), "losses": losses}

@@ -218,7 +218,7 @@ def resumed() -> dict[str, Any]:
     found: dict[str, Any] = {}
     kinds = {"AdamW": keras.optimizers.AdamW, "SGD": lambda rate: keras.optimizers.SGD(10 * rate, momentum=0.9)}
     for name, make in kinds.items():
-        folder = os.path.join(os.environ["STATE_FOLDER"], name)
+        folder = os.path.join(os.environ["DGC_TEST_FOLDER"], name)
         models = [smooth_model(seed) for seed in range(3)]
         for model in models:
             model.compile(_wrapped(make(2e-3), outer_rate=0.7), "mse")

@@ -183,7 +183,7 @@ def save_for_others() -> dict[str, Any]:
     """Train and save, to be loaded by another number of ranks."""
     hvd.init()
     model = fit(smooth_model(), _optimizer(COMPRESSIONS["clipped, per tensor"]), 1)
-    save_checkpoint(os.environ["STATE_FOLDER"], model)
+    save_checkpoint(os.environ["DGC_TEST_FOLDER"], model)
     return {"state": _as_lists(model.optimizer)}
 
 
@@ -191,7 +191,7 @@ def load_of_others() -> dict[str, Any]:
     """Load what another number of ranks has saved, and go on."""
     hvd.init()
     model, optimizer = smooth_model(seed=5), _optimizer(COMPRESSIONS["clipped, per tensor"])
-    load_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     state = _as_lists(optimizer)
     fit(model, optimizer, 1)
     return {"state": state, "fingerprint": fingerprint(model)}

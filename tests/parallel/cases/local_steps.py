@@ -135,7 +135,7 @@ def resumed() -> dict[str, Any]:
         "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
     }
     for name, make in kinds.items():
-        folder = os.path.join(os.environ["STATE_FOLDER"], name)
+        folder = os.path.join(os.environ["DGC_TEST_FOLDER"], name)
         model = smooth_model()
         optimizer = wrapped(model, make(model), outer_momentum=0.5, outer_rate=0.7)
         train(model, optimizer, 3 * H + 2)

@@ -121,11 +121,11 @@ def handed_on() -> dict[str, Any]:
     found["joined"] = settling.settled_at
     train(model, optimizer, WINDOW)
     found["after"] = [settling.settled_at, fingerprint(model)]
-    save_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     for residuals in ("required", "ignored"):
         other = smooth_model(1)
         resumed = wrapped(other, ANY)
-        load_checkpoint(os.environ["STATE_FOLDER"], other, resumed, residuals=residuals)
+        load_checkpoint(os.environ["DGC_TEST_FOLDER"], other, resumed, residuals=residuals)
         found[residuals] = resumed._dgc.buckets.settling.settled_at
     return found
 
@@ -136,7 +136,7 @@ def saved() -> int:
     model = smooth_model()
     optimizer = wrapped(model, ANY)
     train(model, optimizer, 3 * WINDOW)
-    save_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     return int(optimizer._dgc.buckets.settling.settled_at)
 
 
@@ -145,7 +145,7 @@ def loaded() -> list[float]:
     hvd.init()
     model = smooth_model(1)
     optimizer = wrapped(model, ANY)
-    load_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     density = optimizer._dgc.buckets.density()
     train(model, optimizer, 5)
     finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())

@@ -132,7 +132,7 @@ def save_for_others() -> dict[str, Any]:
     hvd.init()
     model, optimizer = _made(COMPRESSIONS["clipped, per tensor"])
     _train(model, optimizer, 0, HALF)
-    save_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     return {"states": _as_lists(_states(optimizer))}
 
 
@@ -140,7 +140,7 @@ def load_of_others() -> dict[str, Any]:
     """Load what another number of ranks has saved, and go on."""
     hvd.init()
     model, optimizer = _made(COMPRESSIONS["clipped, per tensor"])
-    load_checkpoint(os.environ["STATE_FOLDER"], model, optimizer)
+    load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     states = _as_lists(_states(optimizer))
     _train(model, optimizer, HALF, STEPS)
     return {"states": states, "fingerprint": fingerprint(model)}

@@ -1,0 +1,97 @@
+"""Ranks that stay up between tests: to start ranks takes longer than most cases do."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tests.helpers.jobs import ROOT, child_environment, kill_tree
+
+Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
+
+
+class StandingRanks:
+    """Ranks that stay up and run what they are asked to, as long as nothing fails and nobody asks for others.
+
+    There is one such set at a time: ranks of Horovod that wait take a tenth to a fifth of a core each.
+
+    Args:
+        workers: number of ranks.
+        kind: what they import and who starts them: "torch", "keras" or "ddp".
+        command_of: function of a folder: the command that starts them, to serve what comes there.
+    """
+
+    _up: ClassVar[StandingRanks | None] = None
+
+    def __init__(self, workers: int, kind: str, command_of: Callable[[str], list[str]]) -> None:
+        self._workers, self._kind, self._orders = workers, kind, itertools.count()
+        self._folder = tempfile.TemporaryDirectory(prefix="dgc-ranks-")
+        self._path = Path(self._folder.name)
+        environment = child_environment({"DGC_TEST_KIND": kind, "DGC_TEST_LAUNCHER": str(os.getpid())})
+        with (self._path / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                command_of(self._folder.name), cwd=ROOT, env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @classmethod
+    def of(cls, workers: int, kind: str, command_of: Callable[[str], list[str]]) -> StandingRanks:
+        """Those that are up, or new ones in their place."""
+        if cls._up is None or (cls._up._workers, cls._up._kind) != (workers, kind):
+            cls.end_any()
+            cls._up = cls(workers, kind, command_of)
+        return cls._up
+
+    def run(self, cases: list[str], timeout: float, folder: Path | None = None) -> Results | None:
+        """What `run_ranks` returns; None if a case failed, or took longer than `timeout` seconds: all end then."""
+        number, deadline = next(self._orders), time.monotonic() + timeout
+        order = self._path / f"{number}.part"
+        order.write_text(json.dumps({"cases": cases, "folder": str(folder or "")}))
+        order.rename(order.with_suffix(".order"))
+        try:
+            while self._process.poll() is None and time.monotonic() < deadline:
+                results = results_of(self._path, number, self._workers)
+                if results is not None:
+                    return results
+                time.sleep(0.01)
+        except BaseException:
+            self.end()
+            raise
+        print(f"{cases} failed on ranks that were up:\n{(self._path / 'log').read_text()[-6000:]}")
+        self.end()
+        return None
+
+    def end(self) -> None:
+        """Kill the ranks."""
+        kill_tree(self._process.pid)
+        self._process.wait()
+        self._folder.cleanup()
+        StandingRanks._up = None
+
+    @classmethod
+    def end_any(cls) -> None:
+        """Kill those that are up."""
+        if cls._up is not None:
+            cls._up.end()
+
+
+atexit.register(StandingRanks.end_any)
+
+
+def result_file(folder: Path, number: int, rank: int) -> Path:
+    """What a rank has written of the order of that number, counted from 0."""
+    return folder / f"{number}.{rank}.json"
+
+
+def results_of(folder: Path, number: int, workers: int) -> Results | None:
+    """What all ranks have written; None while one has not."""
+    files = [result_file(folder, number, rank) for rank in range(workers)]
+    return [json.loads(file.read_text()) for file in files] if all(file.exists() for file in files) else None
