@@ -65,7 +65,7 @@ def sooner(kept: Mapping[str, Any]) -> str:
             line = [
                 f"{name} (then)" if name == FROZEN else name,
                 f"{timed['sent'] / 1e3:,.1f}",
-                f"{behind['sent'] / timed['sent']:,.0f}×",
+                f"{behind['sent'] / timed['sent']:,.0f}×" if timed["sent"] else "",  # a run shorter than H
             ]
             line += [f"{step_ms(timed):,.0f}", _times(behind, timed)]
             if name in AVERAGED:
