@@ -51,7 +51,7 @@ def table(found: Sequence[Outcome]) -> str:
 
 
 def _places(found: Sequence[Outcome]) -> list[tuple[str, int, float]]:
-    known = {(each.run.task, each.run.workers, each.run.length) for each in found if each.run.variant in LOCAL}
+    known = {(each.run.task, each.run.workers, each.run.length) for each in found if each.run.variant in BESIDE}
     order = [(task, workers, length) for task in ALL_TASKS for workers in WORKERS for length in LENGTHS]
     return [place for place in order if place in known]
 
