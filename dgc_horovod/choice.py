@@ -19,7 +19,7 @@ from dgc_horovod.notices import (
     tell_too_short,
     tell_waits,
 )
-from dgc_horovod.planning.density import MOST, SENT
+from dgc_horovod.planning.density import is_too_short
 from dgc_horovod.planning.prediction import Observed, predicted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, SETTLING, TIMED, Trial
 from dgc_horovod.schedule import WarmupSchedule
@@ -60,7 +60,7 @@ class Choice:
         self.settling = Settling(until if self._window else None, config.final_density)
         settles_at = round(2 * self._window)  # the first step at which it may have, see `Settling`
         total, least = config.total_steps, max(_WORTH * (SETTLING + TIMED), 2 * settles_at)
-        short = total is not None and (total < least or SENT > MOST * total)
+        short = total is not None and (total < least or is_too_short(total))
         if self.buckets.workers == 1 or not self.buckets.compressed or short or self.given_up:
             self.trial.stay()
         elif self._window and self.speaks:

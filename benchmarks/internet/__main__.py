@@ -66,6 +66,12 @@ def measure(options: argparse.Namespace, seed: int) -> tuple[float, dict[str, An
     return link, dict(zip([NO_OP, tables.BEHIND, PER_STEP, *LOCAL, *AVERAGED], timed, strict=True))
 
 
+def _is_half_done(found: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Whether a study was broken off after what is learnt, which was as this command would do it here."""
+    same = found.get("environment") == environment() and found.get("steps") == options.steps
+    return same and "link" not in found
+
+
 def _order(options: argparse.Namespace, variant: str, seed: int, most: int | None = None) -> dict[str, Any]:
     run = Run(options.task, variant, HOSTS, seed, real=True)
     whole = options.steps or run.steps
@@ -89,10 +95,11 @@ def main() -> None:
     try:
         for seed in options.seeds:
             kept = read_results(options.file) if options.file.exists() else {}
-            found = kept.setdefault(f"{where}, seed {seed}", {"environment": environment(), "runs": {}})
-            if DENSE not in found["runs"]:  # of a study that was broken off this part is kept
-                found["runs"] |= learn(options, seed)
+            key = f"{where}, seed {seed}"
+            if not _is_half_done(kept.get(key, {}), options):
+                kept[key] = {"environment": environment(), "steps": options.steps, "runs": learn(options, seed)}
                 write_results(options.file, json.dumps(dict(sorted(kept.items()))) + "\n")
+            found = kept[key]
             found["link"], behind = measure(options, seed)
             found["runs"] |= behind
             write_results(options.file, json.dumps(dict(sorted(kept.items()))) + "\n")

@@ -21,6 +21,11 @@ def fitting(total_steps: int) -> float:
     return min(1.0, max(LEAST, float(f"{SENT / total_steps:.2g}")))
 
 
+def is_too_short(total_steps: int) -> bool:
+    """Whether a run is so short that a coordinate is sent often enough only at a density above `MOST`."""
+    return SENT > MOST * total_steps
+
+
 def fitted(config: DGCConfig) -> DGCConfig:
     """`config` with the density that fits its ``total_steps``, where they are known."""
     return config if config.total_steps is None else config.replace(density=fitting(config.total_steps))

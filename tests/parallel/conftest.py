@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.ranks import StandingRanks
+from tests.helpers.standing_ranks import StandingRanks
 
 
 @pytest.fixture(scope="package", autouse=True)

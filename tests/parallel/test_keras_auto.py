@@ -21,8 +21,7 @@ def ranks():
 
 
 def _found(ranks, case):
-    file = "keras_auto_choice" if case in (*OF_CHOICE, "uneven") else "keras_auto"
-    return [rank[f"{file}.{case}"] for rank in ranks]
+    return [{name.split(".")[1]: found for name, found in rank.items()}[case] for rank in ranks]
 
 
 def test_dense_steps_are_those_of_the_uncompressed_exchange_bit_by_bit(ranks):

@@ -88,11 +88,11 @@ def test_under_keras_a_resumed_run_is_the_uninterrupted_one():
 
 @pytest.mark.slow
 def test_what_is_owed_stays_from_nodes_to_other_numbers_of_ranks_and_back(tmp_path):
-    given = {"NODES_FOLDER": str(tmp_path)}
     before = None
     jobs = [(4, "nodes", "hierarchical"), (4, "gloo", "flat"), (2, "gloo", "flat"), (4, "nodes", "hierarchical")]
     for workers, controller, exchange in jobs:
-        ranks = run_ranks(workers, ["nodes.saved"], controller, environment={**given, "NODES_EXCHANGE": exchange})
+        given = {"NODES_EXCHANGE": exchange}
+        ranks = run_ranks(workers, ["nodes.saved"], controller, environment=given, folder=tmp_path)
         found = [rank["nodes.saved"] for rank in ranks]
         assert len({each["fingerprint"] for each in found}) == 1
         assert (found[0]["kind"] == "NodeGradientExchange") == (exchange == "hierarchical")

@@ -91,8 +91,9 @@ def test_owners_are_nodes():
 def test_what_is_owed_stays_with_other_numbers_of_ranks_and_without_owners(tmp_path):
     before = None
     for workers, exchange in ((4, "sharded"), (3, "sharded"), (4, "flat"), (4, "sharded"), (2, "sharded")):
-        given = {"SHARDED_FOLDER": str(tmp_path), "SHARDED_EXCHANGE": exchange}
-        found = [rank["sharded.saved"] for rank in run_ranks(workers, ["sharded.saved"], environment=given)]
+        given = {"SHARDED_EXCHANGE": exchange}
+        ranks = run_ranks(workers, ["sharded.saved"], environment=given, folder=tmp_path)
+        found = [rank["sharded.saved"] for rank in ranks]
         assert len({each["fingerprint"] for each in found}) == 1
         assert (found[0]["rounds"] == SHARDED) == (exchange == "sharded" and workers > 2)
         if before is not None:

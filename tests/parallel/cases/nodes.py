@@ -183,7 +183,7 @@ def saved() -> dict[str, Any]:
     hvd.init()
     model = smooth_model()
     optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange=os.environ["NODES_EXCHANGE"]))
-    folder = Path(os.environ["NODES_FOLDER"])
+    folder = Path(os.environ["DGC_TEST_FOLDER"])
     if (folder / "manifest.json").exists():
         load_checkpoint(folder, model, optimizer)
     found = {"before": _owed(optimizer), "kind": type(optimizer._dgc).__name__}

@@ -128,7 +128,7 @@ def saved() -> dict[str, Any]:
     hvd.init()
     model = smooth_model()
     optimizer = _wrapped(model, exchange=os.environ["SHARDED_EXCHANGE"])
-    folder = Path(os.environ["SHARDED_FOLDER"])
+    folder = Path(os.environ["DGC_TEST_FOLDER"])
     if (folder / "manifest.json").exists():
         load_checkpoint(folder, model, optimizer)
     before = _owed(optimizer)
