@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +22,10 @@ _UNDECLARED = (
     "its process sets were not declared; call hvd.init(process_sets=node_process_sets(G)) of dgc_horovod.torch or "
     "dgc_horovod.tensorflow, G workers a node, or start with dgcrun"
 )
+LAST_STEP_SECONDS = 10.0  # that a rank which has ended waits for the others to end as well
 _log = logging.getLogger("dgc_horovod")
 _declared: dict[tuple[int, ...], Any] = {}  # by ranks
+_meetings: list[Callable[[], object]] = []  # of all ranks, at exit; the newest counts
 
 
 def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Iterable[Any] = ()) -> list[Any]:
@@ -138,3 +143,23 @@ def _problem(topology: Topology, config: DGCConfig, launched: Launched) -> str:
     if not (launched.has_group(topology.inside) and launched.has_group(topology.between)):
         return _UNDECLARED
     return ""
+
+
+def meet_at_exit(meet: Callable[[], object]) -> None:
+    """Let this process wait for all others when its script has ended.
+
+    The first that ends shuts Horovod down for everybody, and the last round of a step, inside a node, waits for nobody
+    outside: another node may still be in it.
+
+    Args:
+        meet: function that returns once all ranks have called it, or raises after `LAST_STEP_SECONDS`.
+    """
+    _meetings[:] = [meet]
+    atexit.unregister(_meet)  # what is registered last runs first, and every hvd.init() registers its own shutdown
+    atexit.register(_meet)
+
+
+def _meet() -> None:
+    if getattr(sys, "last_value", None) is None:  # others wait for a rank that has failed: they are to know at once
+        with contextlib.suppress(Exception):  # Horovod has been shut down, or somebody did not come
+            _meetings[0]()

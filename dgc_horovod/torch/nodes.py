@@ -9,7 +9,7 @@ import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core import budget
-from dgc_horovod.core.nodes import Launched, declare, declared
+from dgc_horovod.core.nodes import LAST_STEP_SECONDS, Launched, declare, declared, meet_at_exit
 from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.torch.gradients.collectives import Collectives
@@ -43,7 +43,11 @@ def transports(
     on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
     speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
 
+    def meet() -> object:
+        return HorovodCollectives(hvd.global_process_set, "end", LAST_STEP_SECONDS).gather_bytes(b"here", "meeting")
+
     def make(topology: Topology) -> Mapping[str, Collectives]:
+        meet_at_exit(meet)
         return {
             BETWEEN: HorovodCollectives(declared(topology.between), f"{collectives.tag}.between{topology.local_rank}"),
             INSIDE: HorovodCollectives(declared(topology.inside), f"{collectives.tag}.inside{topology.node}"),

@@ -1,8 +1,11 @@
-"""What went wrong, as text that a rank can write down."""
+"""What went wrong, as text that a rank can write down; and a rank that stays away until another has been told."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -13,3 +16,21 @@ def error_of(action: Callable[[], Any]) -> str:
     except Exception as caught:
         return f"{type(caught).__name__}: {caught}"
     return ""
+
+
+def error_told(action: Callable[[], Any]) -> str:
+    """`error_of`, on one rank; those that `stay_away` go on afterwards. Needs ``DGC_TEST_FOLDER``."""
+    error = error_of(action)
+    _told().touch()
+    return error
+
+
+def stay_away(most: float = 120.0) -> None:
+    """Until another rank has its error, `most` seconds at most: who ends first would end Horovod for the others."""
+    deadline = time.monotonic() + most
+    while not _told().exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _told() -> Path:
+    return Path(os.environ["DGC_TEST_FOLDER"]) / "told"

@@ -122,6 +122,6 @@ def test_what_does_not_go_together_is_refused(ranks):
         )
 
 
-def test_a_rank_that_stays_away_from_a_dense_step_is_an_error_not_a_hang():
-    one, _ = run_ranks(2, ["auto.missing"], timeout=240, environment={"DGC_TIMEOUT": "12"})
+def test_a_rank_that_stays_away_from_a_dense_step_is_an_error_not_a_hang(tmp_path):
+    one, _ = run_ranks(2, ["auto.missing"], environment={"DGC_TIMEOUT": "12"}, folder=tmp_path)
     assert "waited 12 s for allreduce." in one["auto.missing"]["error"]

@@ -60,8 +60,9 @@ def test_an_update_that_is_dropped_is_told_of(ranks):
     assert ranks[0]["ddp_around.dropped"] == ["dropped"]
 
 
-def test_a_rank_that_makes_no_step():
-    said = run_torch_ranks(2, ["ddp_around.late"], environment={"DGC_TIMEOUT": "12"})[0]["ddp_around.late"]
+def test_a_rank_that_makes_no_step(tmp_path):
+    case = "ddp_around.late"
+    said = run_torch_ranks(2, [case], environment={"DGC_TIMEOUT": "12"}, folder=tmp_path)[0][case]
     assert "CollectiveTimeout: rank 0 of 2 waited 12 s" in said
 
 

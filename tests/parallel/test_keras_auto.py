@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -10,45 +11,39 @@ from dgc_horovod.planning.trial import DENSE, GAIN, SETTLING, TIMED
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ("dense_steps", "switching", "conservation", "resuming", "of_other_kinds")
-OF_CHOICE = ("choosing", "settling", "undecided", "beside", "fit_tells", "given_up", "early")
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    cases = *(f"keras_auto.{case}" for case in CASES), *(f"keras_auto_choice.{case}" for case in OF_CHOICE)
-    return run_ranks(2, cases, timeout=400)
+@functools.cache
+def _found(case):
+    """What each of two ranks found; a case at a time, since all of them together take longer than a test may."""
+    return [rank[case] for rank in run_ranks(2, [case])]
 
 
-def _found(ranks, case):
-    return [{name.split(".")[1]: found for name, found in rank.items()}[case] for rank in ranks]
-
-
-def test_dense_steps_are_those_of_the_uncompressed_exchange_bit_by_bit(ranks):
-    for found in _found(ranks, "dense_steps"):
+def test_dense_steps_are_those_of_the_uncompressed_exchange_bit_by_bit():
+    for found in _found("keras_auto.dense_steps"):
         assert all(found.values()), found
 
 
-def test_a_switch_changes_nothing_at_density_1(ranks):
-    for found in _found(ranks, "switching"):
+def test_a_switch_changes_nothing_at_density_1():
+    for found in _found("keras_auto.switching"):
         assert found["distance"] <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
-def test_replicas_are_identical_after_every_step_of_every_switch(ranks, name):
-    one, other = _found(ranks, "switching")
+def test_replicas_are_identical_after_every_step_of_every_switch(name):
+    one, other = _found("keras_auto.switching")
     assert one[name] == other[name] and len(set(one[name])) == len(one[name])
     assert one[f"{name}, left"] == 0, "dense steps leave nothing behind"
     assert one[f"{name}, finite"]
 
 
-def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again(ranks):
-    for found in _found(ranks, "conservation"):
+def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again():
+    for found in _found("keras_auto.conservation"):
         assert max(found.values()) <= 1e-6
 
 
-def test_every_rank_comes_to_the_choice_that_the_clock_says(ranks):
-    one, other = _found(ranks, "choosing")
+def test_every_rank_comes_to_the_choice_that_the_clock_says():
+    one, other = _found("keras_auto_choice.choosing")
     assert one == other
     assert one["ended"] and one["steps"] == one["stats"] == len(one["modes"]) + 1
     changes = [mode for mode, _ in itertools.groupby(one["modes"])]
@@ -58,66 +53,65 @@ def test_every_rank_comes_to_the_choice_that_the_clock_says(ranks):
     assert one["mode"] == one["modes"][-1] == (best if gains else DENSE)
 
 
-def test_nothing_is_timed_before_adams_second_moment_has_settled(ranks):
-    one, other = _found(ranks, "settling")
+def test_nothing_is_timed_before_adams_second_moment_has_settled():
+    one, other = _found("keras_auto_choice.settling")
     assert one == other and DENSE in one["seconds"]
     assert one["settled"] >= 20 and one["steps"] >= one["settled"] + SETTLING + TIMED
     assert 0 < one["selected"] < 0.2
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(ranks):
-    one, other = _found(ranks, "resuming")
+def test_a_resumed_run_is_the_uninterrupted_one_in_each_state():
+    one, other = _found("keras_auto.resuming")
     assert one == other and len(one) == 5
     for name, (same, mode, _) in one.items():
         assert same and name.endswith(mode), name
 
 
-def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing(ranks):
-    one, other = _found(ranks, "undecided")
+def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing():
+    one, other = _found("keras_auto_choice.undecided")
     assert one == other
     assert one["mode"] == [DENSE, False] and one["same"] and one["slots"] and one["later"]
 
 
-def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange(ranks):
-    one, other = _found(ranks, "given_up")
+def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange():
+    one, other = _found("keras_auto_choice.given_up")
     assert one == other
     assert one["overflow"] == [True, True] and one["after"] == [DENSE, True] and one["skipped"] == 1
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_what_waits_of_variables_goes_with_them_to_another_set(ranks, name):
-    for found in _found(ranks, "given_up"):
+def test_what_waits_of_variables_goes_with_them_to_another_set(name):
+    for found in _found("keras_auto_choice.given_up"):
         assert found[f"several, {name}"] == [True] * 4, found
         assert found[f"several, {name}, modes"] == [DENSE, DENSE] and found[f"several, {name}, finite"]
 
 
-def test_sums_half_precision_limits_and_rates(ranks):
-    one, other = _found(ranks, "of_other_kinds")
+def test_sums_half_precision_limits_and_rates():
+    one, other = _found("keras_auto.of_other_kinds")
     assert one == other and one["rates"]
     for name in ("SGD", "AdamW"):
         assert 0.3 < one[f"sum, {name}"][1] < 3, "the momentum that comes back is of the size that went"
     assert one["bfloat16"][1] and one["float64"][1]
 
 
-def test_a_checkpoint_of_no_step_has_chosen_nothing(ranks):
-    one, other = _found(ranks, "early")
+def test_a_checkpoint_of_no_step_has_chosen_nothing():
+    one, other = _found("keras_auto_choice.early")
     assert one == other and one["mode"] == [DENSE, False]
 
 
-def test_what_cannot_be_compressed_is_left_to_stock_horovod(ranks):
-    one, other = _found(ranks, "beside")
+def test_what_cannot_be_compressed_is_left_to_stock_horovod():
+    one, other = _found("keras_auto_choice.beside")
     assert one == other
     assert one["sparse"][0] and one["amsgrad"][0] and one["tape"] != 0
 
 
-def test_fit_says_how_many_steps_there_are(ranks):
-    for found in _found(ranks, "fit_tells"):
+def test_fit_says_how_many_steps_there_are():
+    for found in _found("keras_auto_choice.fit_tells"):
         assert found == {"16": [16, 1.0, True], "1600": [1600, 0.013, False]}
 
 
 def test_workers_of_nodes_switch_alike():
-    ranks = run_ranks(4, ["keras_auto.on_nodes"], timeout=240)
-    found = _found(ranks, "on_nodes")
+    found = [rank["keras_auto.on_nodes"] for rank in run_ranks(4, ["keras_auto.on_nodes"])]
     for name in ("SGD", "AdamW"):
         assert all(each[name] == found[0][name] for each in found)
         assert len(set(found[0][name])) == len(found[0][name])
@@ -125,8 +119,8 @@ def test_workers_of_nodes_switch_alike():
     assert found[0]["nodes"] == 2
 
 
-def test_ranks_with_uneven_data_choose_alike_and_one_that_stays_away_is_an_error_not_a_hang():
-    ranks = run_ranks(2, ["keras_auto_choice.uneven"], timeout=240, environment={"DGC_TIMEOUT": "10"})
-    one, other = _found(ranks, "uneven")
+def test_ranks_with_uneven_data_choose_alike_and_one_that_stays_away_is_an_error_not_a_hang(tmp_path):
+    case = "keras_auto_choice.uneven"
+    one, other = (rank[case] for rank in run_ranks(2, [case], environment={"DGC_TIMEOUT": "10"}, folder=tmp_path))
     assert one["join"] == other["join"] == [DENSE, True] and one["met"] == other["met"] == [True, False]
     assert "waited 10 s for" in one["error"]

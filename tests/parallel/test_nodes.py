@@ -100,3 +100,9 @@ def test_what_is_owed_stays_from_nodes_to_other_numbers_of_ranks_and_back(tmp_pa
             assert found[0]["before"] == pytest.approx(before, rel=1e-5)
         before = found[0]["after"]
         assert all(abs(part) > 1e-3 for part in before)
+
+
+@pytest.mark.parametrize("case", ["nodes.ends_later", "keras_nodes.ends_later"])
+def test_a_node_that_has_ended_does_not_end_the_last_step_of_another(case):
+    found = [rank[case]["fingerprint"] for rank in run_ranks(4, [case], "nodes")]
+    assert len(found) == 4 and len(set(found)) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,7 +19,7 @@ from dgc_horovod.tensorflow.keras import (
     save_checkpoint,
 )
 from dgc_horovod.tensorflow.wrapping.variables import key_of, native
-from tests.helpers.errors import error_of
+from tests.helpers.errors import error_told, stay_away
 from tests.helpers.keras_training import BATCHES, fingerprint, fit, momentum_sgd, smooth_model, weights
 from tests.parallel.cases.keras_auto import OPTIMIZERS, UNROUNDED, adamw, choice_of, made, take, train
 from tests.parallel.cases.keras_state import _remove, _shared_folder
@@ -182,6 +180,6 @@ def uneven() -> dict[str, Any]:
     found["met"] = [choice_of(optimizer).given_up, optimizer._dgc.compresses]
     gradients = [tf.ones(v.shape) for v in model.trainable_variables]
     if hvd.rank() == 0:
-        return {**found, "error": error_of(lambda: optimizer.apply(gradients, model.trainable_variables))}
-    time.sleep(float(os.environ["DGC_TIMEOUT"]) + 4)
+        return {**found, "error": error_told(lambda: optimizer.apply(gradients, model.trainable_variables))}
+    stay_away()
     return found

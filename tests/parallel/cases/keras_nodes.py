@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+import tensorflow as tf
 
+from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
 from tests.helpers.keras_training import (
     alone,
@@ -60,3 +63,22 @@ def stock() -> dict[str, float]:
         alone(momentum_sgd()), fitted(momentum_sgd(), everything(clip_norm=0.01, exchange="hierarchical"))
     )
     return found
+
+
+def ends_later() -> dict[str, Any]:
+    """The script ends with a step, whose last round takes the first node longer."""
+    hvd.init()
+    if hvd.rank() < 2:
+        quick = Collectives.allgather
+
+        def slow(self: Collectives, tensor: tf.Tensor, name: str) -> tf.Tensor:
+            if ".inside" in self.tag:
+                with tf.control_dependencies([tf.py_function(lambda: time.sleep(0.5), [], [])]):
+                    tensor = tf.identity(tensor)
+            return quick(self, tensor, name)
+
+        Collectives.allgather = slow  # type: ignore[method-assign]
+    optimizer = DistributedOptimizer(
+        momentum_sgd(), compression=Compression.dgc(density=0.02, min_numel=16, exchange="hierarchical")
+    )
+    return {"fingerprint": fingerprint(fit(smooth_model(), optimizer, 1))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dgc_horovod.torch import (
     node_process_sets,
     save_checkpoint,
 )
+from dgc_horovod.torch.transport import HorovodCollectives
 from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
@@ -202,3 +204,21 @@ def _owed(optimizer: Any) -> list[float]:
             own += float((kept * np.sin(np.arange(kept.size) + 1)).sum())
         found.append(float(hvd.allreduce(torch.tensor(own, dtype=torch.float64), name=f"owed.{part}")))
     return found
+
+
+def ends_later() -> dict[str, Any]:
+    """The script ends with a step, whose last round takes the first node two seconds longer."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
+    train(model, optimizer, 3)
+    if optimizer._dgc.buckets.topology.node == 0:
+        quick = HorovodCollectives.allgather
+
+        def slow(self: HorovodCollectives, packet: torch.Tensor, name: str) -> Any:
+            time.sleep(2 * (".inside" in self.tag))
+            return quick(self, packet, name)
+
+        HorovodCollectives.allgather = slow  # type: ignore[method-assign]
+    train(model, optimizer, 1)
+    return {"fingerprint": fingerprint(model)}
