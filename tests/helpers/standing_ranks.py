@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -13,15 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
+
 from tests.helpers.jobs import ROOT, child_environment, kill_tree
 
 Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
+# A pause counts for a collective of Horovod's own that is under way.
+_PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+_WAKE = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -CONT "$@"'  # once the launcher has gone
 
 
 class StandingRanks:
     """Ranks that stay up and run what they are asked to, as long as nothing fails and nobody asks for others.
 
-    There is one such set at a time: ranks of Horovod that wait take a tenth to a fifth of a core each.
+    There is one such set at a time. Ranks of Horovod that wait would take a fifth of a core each: they are stopped.
 
     Args:
         workers: number of ranks.
@@ -35,7 +41,10 @@ class StandingRanks:
         self._workers, self._kind, self._orders = workers, kind, itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="dgc-ranks-")
         self._path = Path(self._folder.name)
-        environment = child_environment({"DGC_TEST_KIND": kind, "DGC_TEST_LAUNCHER": str(os.getpid())})
+        self._ranks: list[psutil.Process] = []  # that are stopped between orders
+        self._guard: subprocess.Popen[bytes] | None = None
+        own = {"DGC_TEST_KIND": kind, "DGC_TEST_LAUNCHER": str(os.getpid()), **_PATIENT}
+        environment = child_environment(own)
         with (self._path / "log").open("w") as log:
             self._process = subprocess.Popen(
                 command_of(self._folder.name), cwd=ROOT, env=environment,
@@ -56,10 +65,12 @@ class StandingRanks:
         order = self._path / f"{number}.part"
         order.write_text(json.dumps({"cases": cases, "folder": str(folder or "")}))
         order.rename(order.with_suffix(".order"))
+        self._each(psutil.Process.resume)
         try:
             while self._process.poll() is None and time.monotonic() < deadline:
                 results = results_of(self._path, number, self._workers)
                 if results is not None:
+                    self._pause()
                     return results
                 time.sleep(0.01)
         except BaseException:
@@ -69,8 +80,25 @@ class StandingRanks:
         self.end()
         return None
 
+    def _pause(self) -> None:
+        """Stop what waits for the next order; ranks of torchrun wait for free."""
+        if self._kind != "ddp" and self._guard is None:
+            every = psutil.Process(self._process.pid).children(recursive=True)
+            self._ranks = [each for each in every if "tests.helpers.rank_main" in each.cmdline()[:4]]
+            pids = [str(each.pid) for each in self._ranks]
+            self._guard = subprocess.Popen(["sh", "-c", _WAKE, str(os.getpid()), *pids])
+        self._each(psutil.Process.suspend)
+
+    def _each(self, action: Callable[[psutil.Process], None]) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                action(rank)
+
     def end(self) -> None:
         """Kill the ranks."""
+        if self._guard is not None:
+            kill_tree(self._guard.pid)
+            self._guard.wait()
         kill_tree(self._process.pid)
         self._process.wait()
         self._folder.cleanup()
