@@ -6,14 +6,26 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.quality.analysis import Outcome
 from benchmarks.quality.exchange_tables import pairs
 from benchmarks.quality.runs import LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import ADAM, FALLING_AFTER, FROZEN_AFTER, OWN_AFTER
+from benchmarks.quality.variants import (
+    ADAM,
+    FALLING_AFTER,
+    FROZEN_AFTER,
+    OWN_AFTER,
+    REFRESHED,
+    REFRESHED_AFTER,
+    REFRESHED_EVERY,
+)
 from benchmarks.report import markdown, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TASK, LARGER, DENSE, TODAY = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
 FIRST_SEED = 500  # of this study
@@ -38,6 +50,10 @@ def table(found: Sequence[Outcome]) -> str:
     named |= {f"AdamW, frozen after {steps}": f"frozen after {steps} dense" for steps in FROZEN_AFTER}
     falls = "frozen after {0} dense, then {0} each at 25%, 6%, 1.6%"
     named |= {f"AdamW, frozen after {steps}, density falls": falls.format(steps) for steps in FALLING_AFTER}
+    beside = "frozen after {} dense, refreshed every {} steps"
+    named |= {
+        name: beside.format(REFRESHED_AFTER, every) for name, every in zip(REFRESHED, REFRESHED_EVERY, strict=True)
+    }
     places = [(workers, length) for workers in WORKERS for length in LENGTHS]
     places = [place for place in places if gaps(found, TODAY, *place)]
     lines = [
@@ -68,10 +84,26 @@ def blocks(found: Sequence[Outcome]) -> dict[str, str]:
 
 
 def draw(found: Sequence[Outcome], file: Path) -> None:
-    """The gap over the number of dense steps, a line for each number of ranks and length."""
+    """The gap over the number of dense steps, and over how often the second moment is refreshed afterwards."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(8.4, 3.6), layout="constrained", sharey=True, width_ratios=(3, 2)
+    )
+    _draw_dense_steps(found, left)
+    _draw_refreshes(found, right)
+    for axes in (left, right):
+        axes.axhline(0.03, color="gray", linewidth=0.8)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    left.set_yticks((0.01, 0.03, 0.1, 0.3), ("0.01", "0.03", "0.1", "0.3"))
+    left.minorticks_off()
+    left.set_ylabel("loss less dense AdamW, nats")
+    save_figure(figure, file)
+
+
+def _draw_dense_steps(found: Sequence[Outcome], axes: Axes) -> None:
+    """A line for each number of ranks and length."""
     steps = FROZEN_AFTER
     for workers, style in zip(WORKERS, ("-", "--"), strict=True):
         for length, color in zip(LENGTHS, ("C0", "C1", "C2"), strict=True):
@@ -81,12 +113,22 @@ def draw(found: Sequence[Outcome], file: Path) -> None:
             if known:
                 axes.loglog(*zip(*known, strict=True), style, color=color, marker="o", markersize=4,
                             label=f"N = {workers}, {total:,} steps")  # fmt: skip
-    axes.axhline(0.03, color="gray", linewidth=0.8)
     axes.set_xticks(steps, map(str, steps))
-    axes.set_yticks((0.01, 0.03, 0.1, 0.3), ("0.01", "0.03", "0.1", "0.3"))
-    axes.minorticks_off()
-    axes.set_xlabel("dense steps before the second moment stays")
-    axes.set_ylabel("loss less dense AdamW, nats")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, file)
+    axes.set_xlabel("W, dense steps before the second moment stays")
+
+
+def _draw_refreshes(found: Sequence[Outcome], axes: Axes) -> None:
+    """One line, with the spread over seeds."""
+    workers, length = min(WORKERS), LENGTHS[1]
+    names = [*REFRESHED, f"AdamW, frozen after {REFRESHED_AFTER}"]
+    values = [gaps(found, name, workers, length) for name in names]
+    known = [(place, each) for place, each in enumerate(values) if each]
+    axes.errorbar(
+        [place for place, _ in known],
+        [statistics.mean(each) for _, each in known],
+        [statistics.stdev(each) if len(each) > 1 else 0.0 for _, each in known],
+        color="C1", marker="o", markersize=4, capsize=3,
+        label=f"W = {REFRESHED_AFTER}, N = {workers}, {_run(TODAY, workers, length).steps:,} steps",
+    )  # fmt: skip
+    axes.set_xticks(range(len(names)), [*map(str, REFRESHED_EVERY), "never"])
+    axes.set_xlabel("R, steps between two refreshes")

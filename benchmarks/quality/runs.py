@@ -36,6 +36,7 @@ from benchmarks.quality.variants import (
     OWN,
     OWN_GPT,
     POWER_SGD,
+    REFRESHED,
     RUN_LENGTHS,
     SETTLED,
     UNMASKED,
@@ -100,7 +101,7 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
         for seed, length in itertools.product(seeds, LENGTHS):
             for variant in ("AdamW, dense", "AdamW, dgc", *ADAM, *((*FALLING, *OWN) if length > 1 else ())):
                 yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
-    for seed, variant in itertools.product(seeds, SETTLED):
+    for seed, variant in itertools.product(seeds, (*SETTLED, *REFRESHED)):
         yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])
 
 
@@ -198,6 +199,8 @@ def settings(run: Run) -> str:
         others = (*others, "frozen")
     if run.task not in TASKS:
         others = (*others, task.adamw_lr, task.ramp, digest())
+    if variant.refresh_every:
+        others = (*others, "refreshed", variant.refresh_every)
     if variant.power_sgd:
         others = (*others, variant.power_sgd, variant.dense_steps)
     text = repr((task, fields, *others)).replace(", until_settled=None", "")  # which most runs are older than

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.quality.refresh import Refresh
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation
@@ -145,6 +146,7 @@ class CompressedRanks(DenseRanks):
         masks_below: density above which momentum is not masked.
         node_size: G >= 1, a divisor of N: so many workers average their gradients densely, and are one sender.
         shard_density: elements that the owners of shards send on, in those of one sender; 0: they send on all.
+        refresh: of a frozen second moment, or None.
         others: see `DenseRanks`.
     """
 
@@ -156,8 +158,10 @@ class CompressedRanks(DenseRanks):
         masks_below: float = 1.0,
         node_size: int = 1,
         shard_density: float = 0.0,
+        refresh: Refresh | None = None,
     ) -> None:
         super().__init__(*others)
+        self._refresh = refresh
         self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
         self._node_size, senders = node_size, self.workers // node_size
         self._updates = [choose_update(self.optimizer, config) for _ in range(senders)]
@@ -189,6 +193,8 @@ class CompressedRanks(DenseRanks):
             self._states = [{p: dict(state) for p, state in self.optimizer.state.items()} for _ in self._updates]
         for sender, exchange in enumerate(self.exchanges):
             losses.append(self._backward(self._loss_of_node(sender, loss_of)))
+            if self._refresh is not None and self._states:
+                self._refresh.add(list(self.parameters.values()))
             accumulation_of = functools.partial(self._accumulation_of, sender)
             # as hooks do: the last parameter's gradient is there first
             results = {p: exchange.add_gradient(p, accumulation_of) for p in reversed(self.parameters.values())}
@@ -209,6 +215,8 @@ class CompressedRanks(DenseRanks):
             compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
             self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
             self._settle()
+        if self._refresh is not None and self._states:
+            self._refresh.close(self.exchanges)
         for exchange in self.exchanges:  # no script clips
             exchange.clipping.step_ends()
         return sum(losses) / len(losses)

@@ -38,6 +38,7 @@ class Variant:
         shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
         power_sgd: rank of torch's PowerSGD, on real ranks only; 0: none.
         dense_steps: steps before PowerSGD begins, >= 2.
+        refresh_every: steps between two refreshes of a frozen second moment, as a trial; 0: none.
         received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
 
@@ -55,6 +56,7 @@ class Variant:
     received: Callable[[int], float] | None = None
     power_sgd: int = 0
     dense_steps: int = 2
+    refresh_every: int = 0
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """The optimizer on all parameters of `model`, not wrapped."""
@@ -136,14 +138,16 @@ OPTIMIZERS = {
 }
 
 
-def _after_dense(steps: int, falls: bool = False, until_settled: float | None = None, **fields: Any) -> Variant:
+def _after_dense(
+    steps: int, falls: bool = False, until_settled: float | None = None, refresh_every: int = 0, **fields: Any
+) -> Variant:
     """AdamW, dense for so many steps, or at most so many until the second moment has settled.
 
     The density falls at once, or (to 1%) by way of as many steps each at 25%, 6.25% and 1.6%.
     """
     row = {"steps": (4 if falls else 1) * steps, "factor": 0.25 if falls else 1e-3}
     warmup = WarmupSchedule(**row, first_density=1.0, until_settled=until_settled)
-    return Variant(_dgc(warmup=warmup, **fields), warmup=0, optimizer="adamw")
+    return Variant(_dgc(warmup=warmup, **fields), warmup=0, optimizer="adamw", refresh_every=refresh_every)
 
 
 # AdamW with a second moment that is learnt in so many dense steps and stays; the same with each rank's own
@@ -151,6 +155,14 @@ FROZEN_AFTER, FALLING_AFTER, OWN_AFTER = (20, 40, 60, 100, 200, 400), (100, 200,
 ADAM = {f"AdamW, frozen after {steps}": _after_dense(steps) for steps in FROZEN_AFTER}
 FALLING = {f"AdamW, frozen after {steps}, density falls": _after_dense(steps, True) for steps in FALLING_AFTER}
 OWN = {f"AdamW, own after {steps}": _after_dense(steps, second_moment="own") for steps in OWN_AFTER}
+# The same, with a second moment that is refreshed every so many steps
+REFRESHED_AFTER, REFRESHED_EVERY = 200, (1, 10, 100)
+REFRESHED = {
+    f"AdamW, frozen after {REFRESHED_AFTER}, refreshed every {every}": _after_dense(
+        REFRESHED_AFTER, refresh_every=every
+    )
+    for every in REFRESHED_EVERY
+}
 # The same until it has settled, at most so many steps: by how much it may still change in 100 steps (b2 is 0.99)
 LONGEST_DENSE, CHANGES = 800, (0.25, 0.1)
 SETTLED = {
@@ -241,6 +253,7 @@ VARIANTS = {
     **ADAM,
     **FALLING,
     **OWN,
+    **REFRESHED,
     **SETTLED,
     **LOWER,
     **OWN_GPT,

@@ -19,6 +19,7 @@ import psutil
 from tests.helpers.jobs import ROOT, child_environment, kill_tree
 
 Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
+_SETS = 2  # most at a time: each takes up to 3 GB
 # A pause counts for a collective of Horovod's own that is under way.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
 _WAKE = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -CONT "$@"'  # once the launcher has gone
@@ -27,7 +28,7 @@ _WAKE = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -CONT "$@"'  # o
 class StandingRanks:
     """Ranks that stay up and run what they are asked to, as long as nothing fails and nobody asks for others.
 
-    There is one such set at a time. Ranks of Horovod that wait would take a fifth of a core each: they are stopped.
+    There are two such sets at a time. Ranks of Horovod that wait would take a fifth of a core each: they are stopped.
 
     Args:
         workers: number of ranks.
@@ -35,7 +36,7 @@ class StandingRanks:
         command_of: function of a folder: the command that starts them, to serve what comes there.
     """
 
-    _up: ClassVar[StandingRanks | None] = None
+    _up: ClassVar[list[StandingRanks]] = []  # the one that was used last at the end
 
     def __init__(self, workers: int, kind: str, command_of: Callable[[str], list[str]]) -> None:
         self._workers, self._kind, self._orders = workers, kind, itertools.count()
@@ -53,11 +54,13 @@ class StandingRanks:
 
     @classmethod
     def of(cls, workers: int, kind: str, command_of: Callable[[str], list[str]]) -> StandingRanks:
-        """Those that are up, or new ones in their place."""
-        if cls._up is None or (cls._up._workers, cls._up._kind) != (workers, kind):
-            cls.end_any()
-            cls._up = cls(workers, kind, command_of)
-        return cls._up
+        """Those that are up, or new ones in the place of those that were not used for longest."""
+        found = [each for each in cls._up if (each._workers, each._kind) == (workers, kind)]
+        if not found and len(cls._up) == _SETS:
+            cls._up[0].end()
+        (wanted,) = found or [cls(workers, kind, command_of)]
+        cls._up[:] = [*(each for each in cls._up if each is not wanted), wanted]
+        return wanted
 
     def run(self, cases: list[str], timeout: float, folder: Path | None = None) -> Results | None:
         """What `run_ranks` returns; None if a case failed, or took longer than `timeout` seconds: all end then."""
@@ -102,16 +105,16 @@ class StandingRanks:
         kill_tree(self._process.pid)
         self._process.wait()
         self._folder.cleanup()
-        StandingRanks._up = None
+        StandingRanks._up[:] = [each for each in StandingRanks._up if each is not self]
 
     @classmethod
-    def end_any(cls) -> None:
+    def end_all(cls) -> None:
         """Kill those that are up."""
-        if cls._up is not None:
-            cls._up.end()
+        for each in list(cls._up):
+            each.end()
 
 
-atexit.register(StandingRanks.end_any)
+atexit.register(StandingRanks.end_all)
 
 
 def result_file(folder: Path, number: int, rank: int) -> Path:

@@ -9,4 +9,4 @@ from tests.helpers.standing_ranks import StandingRanks
 def ranks_end_with_these_tests():
     """Nothing that other tests measure runs beside ranks that wait."""
     yield
-    StandingRanks.end_any()
+    StandingRanks.end_all()

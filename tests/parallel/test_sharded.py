@@ -59,6 +59,8 @@ def test_what_owners_owe_is_saved_loaded_and_flushed(ranks):
     assert len({rank["sharded.state"]["replica"] for rank in ranks}) == 1
 
 
+@pytest.mark.mpi
+@pytest.mark.slow  # its collectives over MPI: test_transports.py
 def test_over_mpi():
     checked(run_ranks(4, ["sharded.short_run"], "mpi"), "sharded.short_run", SHARDED)
 
