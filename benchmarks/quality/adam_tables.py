@@ -60,7 +60,7 @@ def table(found: Sequence[Outcome]) -> str:
         [name, *(spread(gaps(found, variant, *place), "+.3f") for place in places)] for variant, name in named.items()
     ]
     head = [f"N = {workers}, {_run(TODAY, workers, length).steps:,} steps" for workers, length in places]
-    return markdown(["second moment; loss less dense AdamW, nats", *head], lines)
+    return markdown(["second moment; loss less dense AdamW, nats", *head], [line for line in lines if any(line[1:])])
 
 
 def larger(found: Sequence[Outcome]) -> str:

@@ -19,7 +19,7 @@ import psutil
 from tests.helpers.jobs import ROOT, child_environment, kill_tree
 
 Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
-_SETS = 2  # most at a time: each takes up to 3 GB
+_MOST = 6  # ranks at a time: each takes up to 0.7 GB
 # A pause counts for a collective of Horovod's own that is under way.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
 _WAKE = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -CONT "$@"'  # once the launcher has gone
@@ -28,7 +28,7 @@ _WAKE = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -CONT "$@"'  # o
 class StandingRanks:
     """Ranks that stay up and run what they are asked to, as long as nothing fails and nobody asks for others.
 
-    There are two such sets at a time. Ranks of Horovod that wait would take a fifth of a core each: they are stopped.
+    A few such sets are up at a time. Ranks of Horovod that wait would take a fifth of a core each: they are stopped.
 
     Args:
         workers: number of ranks.
@@ -56,7 +56,7 @@ class StandingRanks:
     def of(cls, workers: int, kind: str, command_of: Callable[[str], list[str]]) -> StandingRanks:
         """Those that are up, or new ones in the place of those that were not used for longest."""
         found = [each for each in cls._up if (each._workers, each._kind) == (workers, kind)]
-        if not found and len(cls._up) == _SETS:
+        while not found and cls._up and sum(each._workers for each in cls._up) + workers > _MOST:
             cls._up[0].end()
         (wanted,) = found or [cls(workers, kind, command_of)]
         cls._up[:] = [*(each for each in cls._up if each is not wanted), wanted]
