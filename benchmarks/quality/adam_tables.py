@@ -50,9 +50,10 @@ def table(found: Sequence[Outcome]) -> str:
     named |= {f"AdamW, frozen after {steps}": f"frozen after {steps} dense" for steps in FROZEN_AFTER}
     falls = "frozen after {0} dense, then {0} each at 25%, 6%, 1.6%"
     named |= {f"AdamW, frozen after {steps}, density falls": falls.format(steps) for steps in FALLING_AFTER}
-    beside = "frozen after {} dense, refreshed every {} steps"
+    beside = f"frozen after {REFRESHED_AFTER} dense, refreshed every "
     named |= {
-        name: beside.format(REFRESHED_AFTER, every) for name, every in zip(REFRESHED, REFRESHED_EVERY, strict=True)
+        name: beside + ("step" if every == 1 else f"{every} steps")
+        for name, every in zip(REFRESHED, REFRESHED_EVERY, strict=True)
     }
     places = [(workers, length) for workers in WORKERS for length in LENGTHS]
     places = [place for place in places if gaps(found, TODAY, *place)]
