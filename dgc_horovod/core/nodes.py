@@ -25,7 +25,6 @@ _UNDECLARED = (
 LAST_STEP_SECONDS = 10.0  # that a rank which has ended waits for the others to end as well
 _log = logging.getLogger("dgc_horovod")
 _declared: dict[tuple[int, ...], Any] = {}  # by ranks
-_meetings: list[Callable[[], object]] = []  # of all ranks, at exit; the newest counts
 
 
 def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Iterable[Any] = ()) -> list[Any]:
@@ -154,12 +153,11 @@ def meet_at_exit(meet: Callable[[], object]) -> None:
     Args:
         meet: function that returns once all ranks have called it, or raises after `LAST_STEP_SECONDS`.
     """
-    _meetings[:] = [meet]
     atexit.unregister(_meet)  # what is registered last runs first, and every hvd.init() registers its own shutdown
-    atexit.register(_meet)
+    atexit.register(_meet, meet)
 
 
-def _meet() -> None:
+def _meet(meet: Callable[[], object]) -> None:
     if getattr(sys, "last_value", None) is None:  # others wait for a rank that has failed: they are to know at once
         with contextlib.suppress(Exception):  # Horovod has been shut down, or somebody did not come
-            _meetings[0]()
+            meet()

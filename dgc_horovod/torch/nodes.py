@@ -43,14 +43,15 @@ def transports(
     on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
     speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
 
-    def meet() -> object:
-        return HorovodCollectives(hvd.global_process_set, "end", LAST_STEP_SECONDS).gather_bytes(b"here", "meeting")
-
     def make(topology: Topology) -> Mapping[str, Collectives]:
-        meet_at_exit(meet)
+        meet_at_exit(_meet)
         return {
             BETWEEN: HorovodCollectives(declared(topology.between), f"{collectives.tag}.between{topology.local_rank}"),
             INSIDE: HorovodCollectives(declared(topology.inside), f"{collectives.tag}.inside{topology.node}"),
         }
 
     return agreed_transports(collectives, config, Launched.of(hvd), averages, parameters, speed, make)
+
+
+def _meet() -> None:
+    HorovodCollectives(hvd.global_process_set, "end", LAST_STEP_SECONDS).gather_bytes(b"here", "meeting")
