@@ -51,7 +51,8 @@ def run_ranks(
         timeout: seconds for the whole launch.
         launcher_flags: more flags for horovodrun.
         environment: more environment variables.
-        fresh: whether the cases need processes of their own: they look at memory, or start Horovod with process sets.
+        fresh: whether the cases need processes of their own: they look at memory, start Horovod with process sets, or
+            end with more operations on one rank than on another, whose names Horovod numbers where they have none.
         folder: that the cases find in ``DGC_TEST_FOLDER``, to keep checkpoints in.
     """
     if controller == "gloo" and os.environ.get("DGC_TEST_ON_NODES"):  # by hand: the same promises with nodes of two

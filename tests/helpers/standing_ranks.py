@@ -10,6 +10,7 @@ import os
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,7 +80,8 @@ class StandingRanks:
         except BaseException:
             self.end()
             raise
-        print(f"{cases} failed on ranks that were up:\n{(self._path / 'log').read_text()[-6000:]}")
+        print((self._path / "log").read_text()[-6000:])
+        warnings.warn(f"{cases} failed on ranks that were up, or took too long there: others start", stacklevel=3)
         self.end()
         return None
 

@@ -25,6 +25,7 @@ def test_quick_run_ends_with_a_table(name, shown):
     assert shown in ended.output, ended.output
 
 
+@pytest.mark.slow
 def test_gpu_check_without_a_gpu(tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
     command = [sys.executable, "-m", "benchmarks.gpu", str(tmp_path), "--interpret"]

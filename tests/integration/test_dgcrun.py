@@ -50,7 +50,7 @@ def weights(folder, kind):
     return [list(np.load(folder / f"w.{rank}.npz").values()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_a_torch_script_as_it_is(tmp_path, controller):
     options = ["--fp16-allreduce", "--clip", "0.5", "--save", str(tmp_path / "w")]
     code, output = dgcrun(*DGC, "--dgc-clip-norm", "0.5", *TORCH, *options, controller=controller)
@@ -75,7 +75,9 @@ def test_owners_and_a_budget_by_flag():
     assert summary(output)["density"] == pytest.approx(float(density), rel=0.05) and "in the end" not in output
 
 
-@pytest.mark.parametrize("method", ["dgc", "none", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["dgc", *(pytest.param(method, marks=pytest.mark.slow) for method in ("none", "fp16"))]
+)
 def test_a_keras_script_as_it_is(tmp_path, method):
     flags = DGC if method == "dgc" else ["--compression", method]
     code, output = dgcrun(*flags, *KERAS, "--save", str(tmp_path / "w"))
@@ -134,7 +136,9 @@ def test_a_config_file_and_a_metrics_file(tmp_path):
     assert 0 < last["bytes_sent"] < last["bytes_dense"] / 80
 
 
-@pytest.mark.parametrize("how", ["shell script", pytest.param("module", marks=pytest.mark.slow), "console script"])
+@pytest.mark.parametrize(
+    "how", ["shell script", *(pytest.param(how, marks=pytest.mark.slow) for how in ("module", "console script"))]
+)
 def test_however_python_is_started(tmp_path, how):
     (tmp_path / "train_package").mkdir()
     (tmp_path / "train_package" / "__main__.py").write_text((ROOT / "examples" / "unmodified_torch.py").read_text())

@@ -24,7 +24,7 @@ CHOICES = {
     "keras_loop": ["dgc"],
 }
 # The README's commands run some of the others, to their end; the rest, but for a tape, are slow tests.
-IN_CI = [("torch_digits", "fp16"), ("ddp_digits", "dgc"), ("torch_lstm", "topk")]
+IN_CI = [("ddp_digits", "dgc"), ("torch_lstm", "topk")]
 RUNS = [
     pytest.param(example, choice, "", marks=[] if (example, choice) in IN_CI else pytest.mark.slow)
     for example, choices in CHOICES.items()
@@ -33,7 +33,7 @@ RUNS = [
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+@pytest.mark.parametrize("library", ["accelerate", pytest.param("lightning", marks=pytest.mark.slow)])
 def test_recipe(library):
     pytest.importorskip(library, reason=f"{library} is not installed (extra [{library}])")
     code, log = run([*torchrun(2), f"examples/ddp_{library}.py", "--epochs", "6"], 150)

@@ -87,6 +87,7 @@ def test_a_host_that_does_not_answer(hosts):
     assert code == 2 and "nothing was started" in output and "host2: " in output, output
 
 
+@pytest.mark.slow
 def test_a_virtual_environment_in_another_place_on_the_other_host(hosts, tmp_path):
     """There our own folder is missing, and the environment's copy of the package stands at a path of its own."""
     venv, copy = tmp_path / "venv", tmp_path / "venv" / "copy"

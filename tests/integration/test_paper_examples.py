@@ -61,6 +61,7 @@ def test_cifar10_resnet(cifar):
     assert 3 < found["ratio"] < 20  # half of the steps at density 0.25 and less
 
 
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_ptb_lstm_learns_a_sentence(ptb):
     options = ("--data", str(ptb), "--width", "64", "--epochs", "8", "--batch-size", "2", "--lr", "5")

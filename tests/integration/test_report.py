@@ -77,6 +77,7 @@ def test_records_have_what_the_page_shows(uneven):
     json.dumps(last, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_a_keras_job(tmp_path):
     finished = job(tmp_path / "page.html", *DGC, *KERAS, workers=2)
     assert finished.code == 0, finished.output

@@ -19,7 +19,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"auto.{case}" for case in CASES], timeout=300)
+    return run_ranks(2, [f"auto.{case}" for case in CASES], timeout=300, fresh=True)
 
 
 def _found(ranks, case):

@@ -108,6 +108,7 @@ def test_larger_batch_identity(ranks):
     assert ranks[0]["behaviour.larger_batch_identity"]["distance"] < 1e-6
 
 
+@pytest.mark.slow
 def test_half_density_sends_no_more_than_dense_on_four_ranks(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     ranks = run_ranks(4, ["behaviour.half_density_bytes"], environment={"DGC_METRICS_FILE": str(metrics)})
@@ -135,6 +136,7 @@ def test_process_set_subset():
     assert found[0]["stats"]["steps"] == 20 and found[2]["stats"] == {}
 
 
+@pytest.mark.slow
 def test_overlapping_process_sets():
     ranks = run_ranks(3, ["behaviour.overlapping_process_sets"], fresh=True)
     assert len({rank["behaviour.overlapping_process_sets"]["fingerprint"] for rank in ranks}) == 1
@@ -157,6 +159,7 @@ def test_exchange_starts_before_backward_ends(tmp_path):
         assert buckets_before >= 6, f"step {step}: only {buckets_before} of 8 buckets started during backward"
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_sub_communicator_through_mpi4py():
     pytest.importorskip("mpi4py", reason="extra [mpi] is not installed")

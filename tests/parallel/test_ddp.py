@@ -25,7 +25,7 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request):
     return run_torch_ranks(request.param, [f"ddp.{case}" for case in CASES], timeout=240)
 

@@ -11,7 +11,7 @@ from tests.parallel.cases.ddp_fed import NODES, PRESETS, SUMMED
 pytestmark = pytest.mark.parallel
 
 
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def ranks(request):
     return run_ranks(request.param, ["ddp_fed.of_all"], timeout=200)
 
@@ -27,6 +27,7 @@ def test_bits_are_those_of_the_horovod_adapter(ranks, preset):
         assert len({row["weights"] for row in found["DDP"]}) > 2, "nothing was trained"
 
 
+@pytest.mark.slow
 def test_on_nodes_bits_are_those_of_the_horovod_adapter():
     for rank in run_ranks(4, ["ddp_fed.on_nodes"], timeout=200):
         assert set(rank["ddp_fed.on_nodes"]) == set(NODES)

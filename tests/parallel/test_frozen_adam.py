@@ -109,6 +109,7 @@ def test_another_number_of_ranks_goes_on_with_it(before, after, tmp_path):
     assert all(sum(each["losses"]) / 20 < 1.5 for each in found), "it was about 5 at the start"
 
 
+@pytest.mark.slow
 def test_on_nodes_each_worker_keeps_its_part(tmp_path):
     found = [rank["frozen_adam.nodes"] for rank in run_ranks(4, ["frozen_adam.nodes"], "nodes", 300)]
     assert len({each["replica"] for each in found}) == 1

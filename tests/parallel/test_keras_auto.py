@@ -19,6 +19,7 @@ def _found(case):
     return [rank[case] for rank in run_ranks(2, [case])]
 
 
+@pytest.mark.slow
 def test_dense_steps_are_those_of_the_uncompressed_exchange_bit_by_bit():
     for found in _found("keras_auto.dense_steps"):
         assert all(found.values()), found
@@ -37,6 +38,7 @@ def test_replicas_are_identical_after_every_step_of_every_switch(name):
     assert one[f"{name}, finite"]
 
 
+@pytest.mark.slow
 def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again():
     for found in _found("keras_auto.conservation"):
         assert max(found.values()) <= 1e-6
@@ -53,6 +55,7 @@ def test_every_rank_comes_to_the_choice_that_the_clock_says():
     assert one["mode"] == one["modes"][-1] == (best if gains else DENSE)
 
 
+@pytest.mark.slow
 def test_nothing_is_timed_before_adams_second_moment_has_settled():
     one, other = _found("keras_auto_choice.settling")
     assert one == other and DENSE in one["seconds"]
@@ -60,6 +63,7 @@ def test_nothing_is_timed_before_adams_second_moment_has_settled():
     assert 0 < one["selected"] < 0.2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_in_each_state():
     one, other = _found("keras_auto.resuming")
     assert one == other and len(one) == 5
@@ -67,18 +71,21 @@ def test_a_resumed_run_is_the_uninterrupted_one_in_each_state():
         assert same and name.endswith(mode), name
 
 
+@pytest.mark.slow
 def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing():
     one, other = _found("keras_auto_choice.undecided")
     assert one == other
     assert one["mode"] == [DENSE, False] and one["same"] and one["slots"] and one["later"]
 
 
+@pytest.mark.slow
 def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange():
     one, other = _found("keras_auto_choice.given_up")
     assert one == other
     assert one["overflow"] == [True, True] and one["after"] == [DENSE, True] and one["skipped"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_what_waits_of_variables_goes_with_them_to_another_set(name):
     for found in _found("keras_auto_choice.given_up"):
@@ -86,6 +93,7 @@ def test_what_waits_of_variables_goes_with_them_to_another_set(name):
         assert found[f"several, {name}, modes"] == [DENSE, DENSE] and found[f"several, {name}, finite"]
 
 
+@pytest.mark.slow
 def test_sums_half_precision_limits_and_rates():
     one, other = _found("keras_auto.of_other_kinds")
     assert one == other and one["rates"]
@@ -110,6 +118,7 @@ def test_fit_says_how_many_steps_there_are():
         assert found == {"16": [16, 1.0, True], "1600": [1600, 0.013, False]}
 
 
+@pytest.mark.slow
 def test_workers_of_nodes_switch_alike():
     found = [rank["keras_auto.on_nodes"] for rank in run_ranks(4, ["keras_auto.on_nodes"])]
     for name in ("SGD", "AdamW"):
@@ -119,6 +128,7 @@ def test_workers_of_nodes_switch_alike():
     assert found[0]["nodes"] == 2
 
 
+@pytest.mark.slow
 def test_ranks_with_uneven_data_choose_alike_and_one_that_stays_away_is_an_error_not_a_hang(tmp_path):
     case = "keras_auto_choice.uneven"
     one, other = (rank[case] for rank in run_ranks(2, [case], environment={"DGC_TIMEOUT": "10"}, folder=tmp_path))

@@ -17,8 +17,8 @@ SAME = 1e-5
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("gloo", 2), marks=pytest.mark.slow),
-        ("gloo", 3),
+        ("gloo", 2),
+        pytest.param(("gloo", 3), marks=pytest.mark.slow),
         pytest.param(("mpi", 2), marks=[pytest.mark.mpi, pytest.mark.slow]),  # Keras over MPI: test_keras_messages.py
     ],
     ids=str,

@@ -75,6 +75,7 @@ def test_what_cannot_be_is_said(ranks):
         assert "mixed_bfloat16" in found["float16"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
     found = [
         rank["keras_local_around.resumed"] for rank in run_ranks(2, ["keras_local_around.resumed"], folder=tmp_path)
@@ -83,6 +84,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
         assert [each[name][:2] for each in found] == [[1, 1]] * 2, name
 
 
+@pytest.mark.slow
 def test_a_rank_with_fewer_steps_is_told():
     first, second = run_ranks(2, ["keras_local_around.missing"], environment={"DGC_TIMEOUT": "5"})
     first, second = first["keras_local_around.missing"], second["keras_local_around.missing"]

@@ -65,6 +65,7 @@ def test_what_is_kept_is_saved_loaded_and_flushed(ranks):
     assert len({rank["nodes.state"]["replica"] for rank in ranks}) == 1
 
 
+@pytest.mark.slow
 def test_under_keras_each_worker_keeps_half_and_flush_leaves_nothing(keras_ranks):
     found = [rank["keras_nodes.layout"] for rank in keras_ranks]
     assert len({each["fingerprint"] for each in found}) == 1
@@ -73,6 +74,7 @@ def test_under_keras_each_worker_keeps_half_and_flush_leaves_nothing(keras_ranks
         assert each["moved"] > 1e-4 and each["left"] == 0
 
 
+@pytest.mark.slow
 def test_under_keras_at_density_1_it_is_one_process_on_all_data(keras_ranks):
     found = dict(keras_ranks[0]["keras_nodes.stock"])
     assert found.pop("a limit") > 1e-3
@@ -102,7 +104,7 @@ def test_what_is_owed_stays_from_nodes_to_other_numbers_of_ranks_and_back(tmp_pa
         assert all(abs(part) > 1e-3 for part in before)
 
 
-@pytest.mark.parametrize("case", ["nodes.ends_later", "keras_nodes.ends_later"])
+@pytest.mark.parametrize("case", ["nodes.ends_later", pytest.param("keras_nodes.ends_later", marks=pytest.mark.slow)])
 def test_a_node_that_has_ended_does_not_end_the_last_step_of_another(case):
     found = [rank[case]["fingerprint"] for rank in run_ranks(4, [case], "nodes")]
     assert len(found) == 4 and len(set(found)) == 1

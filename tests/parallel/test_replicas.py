@@ -12,7 +12,7 @@ LAUNCHES = [
     ("gloo", 2),
     ("gloo", 3),
     pytest.param("gloo", 4, marks=pytest.mark.slow),
-    pytest.param("mpi", 2, marks=pytest.mark.mpi),
+    pytest.param("mpi", 2, marks=[pytest.mark.mpi, pytest.mark.slow]),
 ]
 
 

@@ -65,6 +65,7 @@ def test_over_mpi():
     checked(run_ranks(4, ["sharded.short_run"], "mpi"), "sharded.short_run", SHARDED)
 
 
+@pytest.mark.slow
 def test_under_keras():
     found = [rank["keras_sharded.long_run"] for rank in run_ranks(4, ["keras_sharded.long_run"])]
     assert len({each["fingerprint"] for each in found}) == 1

@@ -234,8 +234,8 @@ def step_hooks() -> dict[str, Any]:
             sgd.zero_grad()
             F.mse_loss(model(x), y).backward()
             if not ours:
-                for p in model.parameters():
-                    p.grad = hvd.allreduce(p.grad)
+                for name, p in model.named_parameters():
+                    p.grad = hvd.allreduce(p.grad, name=name)
             sgd.step()
         results.append(weights(model))
     return {"distance": distance(*results), "calls": calls}

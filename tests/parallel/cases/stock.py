@@ -212,14 +212,14 @@ def _local_adam(kind: Any, **options: Any) -> float:
     for x, y in batches(20, hvd.rank()):
         expected.zero_grad()
         F.mse_loss(expected(x), y).backward()
-        for p in vectors:
-            p.grad = hvd.allreduce(p.grad)
+        for i, p in enumerate(vectors):
+            p.grad = hvd.allreduce(p.grad, name=f"vector {i}")
         shared.step()
         before = [p.detach().clone() for p in matrices]
         own.step()  # this rank's own direction, then the average of where the ranks would have gone
         with torch.no_grad():
-            for p, start in zip(matrices, before, strict=True):
-                p.copy_(start + hvd.allreduce(p - start))
+            for i, (p, start) in enumerate(zip(matrices, before, strict=True)):
+                p.copy_(start + hvd.allreduce(p - start, name=f"matrix {i}"))
     return distance(weights(expected), weights(model))
 
 
