@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Sequence
 
 import pytest
 
@@ -36,7 +37,7 @@ pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra 
 WITHOUT_WARMUP, DGC = "+ factor masking", "+ warm-up (DGC)"
 ORDER = ("top-k, no residual", "+ residual (TopK-SGD)", "+ momentum correction", WITHOUT_WARMUP, DGC)
 OF_A_DIVERGED_RUN = {"loss": 50.0, "accuracy": 0.0}
-pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs
+pytestmark = pytest.mark.timeout(900)  # a test waits for all of its runs
 
 
 def _and_two(seeds: range) -> range:
@@ -44,16 +45,17 @@ def _and_two(seeds: range) -> range:
 
 
 class Trained:
-    """The last figures of some runs."""
+    """The last figures of a task's runs, of every variant with every seed."""
 
-    def __init__(self, runs: list[Run]) -> None:
+    def __init__(self, task: str, variants: Sequence[str], seeds: range) -> None:
+        runs = [Run(task, variant, seed=seed) for seed in seeds for variant in variants]
         self._found = dict(zip(runs, in_processes(functools.partial(train, points=1), runs), strict=True))
 
-    def differences(self, task: str, variant: str, other: str, figure: str) -> list[float]:
+    def differences(self, variant: str, other: str, figure: str) -> list[float]:
         """Of `variant` less `other`, for each seed."""
-        found = {(run.variant, run.seed): result for run, result in self._found.items() if run.task == task}
         values = {
-            key: OF_A_DIVERGED_RUN[figure] if result["diverged"] else result[figure] for key, result in found.items()
+            (run.variant, run.seed): OF_A_DIVERGED_RUN[figure] if result["diverged"] else result[figure]
+            for run, result in self._found.items()
         }
         seeds = [seed for name, seed in values if name == variant]
         scale = 100 if figure == "accuracy" else 1
@@ -74,24 +76,19 @@ MORE_SEEDS = [
 ]
 
 
-def trained(task, variants, seeds):
-    """Runs of every variant with every seed."""
-    return Trained([Run(task, variant, seed=seed) for seed in seeds for variant in variants])
-
-
 @pytest.fixture(scope="module", params=[pytest.param(range(1), id="seed 0"), *MORE_SEEDS])
 def lstm(request):
-    return trained("lstm", ("dense", DGC, "DGC without masking"), request.param)
+    return Trained("lstm", ("dense", DGC, "DGC without masking"), request.param)
 
 
 def test_the_full_recipe_holds_an_lstm_that_needs_clipping(lstm):
     """T2: at most 0.17 nats."""
-    assert lstm.difference("lstm", DGC, "dense", "loss") <= 0.17
+    assert lstm.difference(DGC, "dense", "loss") <= 0.17
 
 
 def test_masking_helps_the_lstm(lstm):
     """T2b: at least 0.03 nats."""
-    assert lstm.difference("lstm", DGC, "DGC without masking", "loss") <= -0.03
+    assert lstm.difference(DGC, "DGC without masking", "loss") <= -0.03
 
 
 def test_little_is_sent(lstm):
@@ -102,16 +99,16 @@ def test_little_is_sent(lstm):
 @pytest.mark.parametrize("seeds", MORE_SEEDS)
 def test_a_thousandth_of_the_gradient_trains_the_images(seeds):
     """T3: at most two points, over five seeds. Slow, and what it finds T2 finds too."""
-    found = trained("images", ("dense", DGC), _and_two(seeds))
-    assert found.difference("images", DGC, "dense", "accuracy") >= -2.0
+    found = Trained("images", ("dense", DGC), _and_two(seeds))
+    assert found.difference(DGC, "dense", "accuracy") >= -2.0
     assert all(0.005 < share < 0.06 for share in found.shares_sent())
 
 
 @pytest.mark.parametrize("seeds", MORE_SEEDS)
 def test_masking_and_correction_hold_a_transformer(seeds):
     """T1: no warm-up to hide behind; at most 0.20 nats. Slow, and what it finds T2 and T2b find too."""
-    found = trained("transformer", ("dense", WITHOUT_WARMUP), seeds)
-    assert found.difference("transformer", WITHOUT_WARMUP, "dense", "loss") <= 0.20
+    found = Trained("transformer", ("dense", WITHOUT_WARMUP), seeds)
+    assert found.difference(WITHOUT_WARMUP, "dense", "loss") <= 0.20
     assert all(0.005 < share < 0.06 for share in found.shares_sent())
 
 
@@ -121,13 +118,13 @@ def test_each_part_helps_in_the_order_of_the_papers(seeds):
 
     Slow, and what it finds T2 finds too.
     """
-    found = trained("images", ORDER, _and_two(seeds))
+    found = Trained("images", ORDER, _and_two(seeds))
     dropped, residual, correction, masking, full = ORDER
-    assert found.difference("images", residual, dropped, "accuracy") >= 15
-    assert found.difference("images", correction, residual, "accuracy") >= 0.4
-    assert found.difference("images", masking, correction, "loss") < 0
-    assert found.difference("images", full, masking, "accuracy") >= 0.3
-    assert found.difference("images", full, masking, "loss") <= -0.02
+    assert found.difference(residual, dropped, "accuracy") >= 15
+    assert found.difference(correction, residual, "accuracy") >= 0.4
+    assert found.difference(masking, correction, "loss") < 0
+    assert found.difference(full, masking, "accuracy") >= 0.3
+    assert found.difference(full, masking, "loss") <= -0.02
 
 
 def test_rules_select_about_k_on_what_training_accumulates():

@@ -68,8 +68,8 @@ def test_errors_are_the_same_on_every_rank(ranks):
     assert found[0]["not distributed"].startswith("UnsupportedUse: ")
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
 @pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
 def test_another_number_of_ranks_owes_the_same(before, after, tmp_path):
     saved = run_ranks(before, ["keras_state.save_for_others"], folder=tmp_path)
     loaded = run_ranks(after, ["keras_state.load_of_others"], folder=tmp_path)
