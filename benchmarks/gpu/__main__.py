@@ -22,7 +22,7 @@ if INTERPRETED:  # before Triton is imported
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from benchmarks.gpu import checks, timing, training  # noqa: E402
+from benchmarks.gpu import adapter, checks, timing, training  # noqa: E402
 from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
 from benchmarks.report import environment  # noqa: E402
 from dgc_horovod.kernels import registry  # noqa: E402
@@ -30,7 +30,7 @@ from dgc_horovod.kernels import registry  # noqa: E402
 _SANITIZED = ("values bf16", "values 2bit", "off the grid", "damaged packets")
 _SANITIZER_SECONDS, _PART_SECONDS = 90, 300
 _TINY = {"tiny": lambda: [("a", (64, 100)), ("b", (31, 77)), ("c", (100, 40))]}
-_PARTS = ("checks", "training", "models", "growth", "sanitizer")
+_PARTS = ("checks", "training", "horovod", "models", "growth", "sanitizer")
 _USAGE = "scripts/gpu_check [FOLDER] [--interpret] [--only PART ...] [--only-checks CHECK ...]"
 _start = time.monotonic()
 
@@ -127,6 +127,8 @@ def part(name: str, device: str) -> Any:
         return check(checks.INTERPRETED if INTERPRETED else checks.ON_DEVICE, list(checks.CHECKS))
     if name == "sanitizer":
         return {} if INTERPRETED else sanitize()
+    if name == "horovod":
+        return adapter.study(device, say)
     if name == "training":
         return training.study(device)
     if name == "models":
@@ -169,7 +171,7 @@ def main() -> None:
         name: text for name, text in tools.items() if text not in ("ok", "not installed") and "not done" not in text
     }
     failed = {name: text for name, text in found.items() if name.endswith(" failed")}
-    ended({**found.get("checks", {}), **problems, **failed})
+    ended({**found.get("checks", {}), **found.get("horovod", {}), **problems, **failed})
 
 
 def summary(found: dict[str, Any], folder: Path) -> None:

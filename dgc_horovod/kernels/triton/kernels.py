@@ -82,8 +82,9 @@ class TritonKernels(TorchEagerKernels):
         taking.make_room(max_candidates)
         board.zero_()
         thresholds = thresholds_of(gradients.bucket, ranges)
+        form = taking.prepare(gradients, scale, thresholds)
         with using(self.device):
-            taking.run(gradients, state, scale, thresholds, board[:REPORT], board[REPORT:])
+            taking.launch(form, state, board[:REPORT], board[REPORT:])
         for part in ranges if want_sums else ():
             start = int(part["start"])
             part["sum"], part["squares"] = self.sampled_sums(state.v[start : start + int(part["numel"])])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -46,6 +46,46 @@ class Upload:
     def send(self) -> None:
         """Start the copy; what was sent before must have been read."""
         self._device.copy_(self._host, non_blocking=True)
+
+
+class Recorded:
+    """Kernels that are launched alike at every step: recorded once as a CUDA graph, then replayed by one launch.
+
+    Launching a Triton kernel takes the host some ten microseconds, as long as many of these kernels run.
+
+    Args:
+        device: device that the kernels run on; on others than CUDA's they are launched each time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._key, self._graph = device, None, None  # type: tuple[torch.device, Hashable, Any]
+
+    def launch(self, key: Hashable, kernels: Callable[[], None]) -> None:
+        """Have the kernels run on the current stream.
+
+        Args:
+            key: all that the launches depend on but the contents of memory: where tensors lie, forms of kernels; not
+                None.
+            kernels: launches them, and neither waits nor allocates.
+        """
+        if key == self._key and self._graph is not None:
+            self._graph.replay()
+        elif key != self._key or self._device.type != "cuda":
+            kernels()  # Triton compiles here what it has not seen
+            self._key, self._graph = key, None
+        else:
+            self._graph = self._record(kernels)
+            self._graph.replay()
+
+    def _record(self, kernels: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads do with CUDA what they like
+            try:
+                kernels()
+            finally:
+                graph.capture_end()
+        return graph
 
 
 class BucketMap:

@@ -18,7 +18,17 @@ from dgc_horovod.kernels.triton.decode import (
     decode_values,
 )
 from dgc_horovod.kernels.triton.encode import CODED, HEADER_WORDS
-from dgc_horovod.kernels.triton.memory import EXACT, BucketMap, Upload, addresses, on_host, using, value_words, wait_for
+from dgc_horovod.kernels.triton.memory import (
+    EXACT,
+    BucketMap,
+    Recorded,
+    Upload,
+    addresses,
+    on_host,
+    using,
+    value_words,
+    wait_for,
+)
 from dgc_horovod.wire import packet
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import VALUE_CODECS
@@ -51,6 +61,7 @@ class Filler:
         self.map = BucketMap(bucket, 1 << self.block_bits, device)
         self._settings = Upload(device, {"outputs": (torch.int64, len(bucket.segments)), "scale": (torch.float32, 1)})
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._recorded = Recorded(device)
         self._back = on_host(1, torch.int32, device)
 
     def __call__(
@@ -67,14 +78,19 @@ class Filler:
         self._settings.host["outputs"][:] = addresses(outputs.arrays)
         self._settings.host["scale"][:] = scale
         self._settings.send()
-        self._flag.zero_()
         given = self._settings.device
-        with using(self.device):
+
+        def kernels() -> None:
+            self._flag.zero_()
             aggregate_into[(self.map.blocks,)](
                 given["outputs"], self.map.starts, self.map.spread, positions, values, starts, counts, given["scale"],
                 self._flag, counts.numel(), values.numel() // counts.numel(), self.map.blocks,
                 BLOCK_BITS=self.block_bits, FRESH=fresh, num_warps=_FILL_WARPS, **EXACT,
             )  # fmt: skip
+
+        key = (fresh, values.numel(), counts.numel(), *addresses([positions, values, starts, counts]))
+        with using(self.device):
+            self._recorded.launch(key, kernels)
         self._back.copy_(self._flag, non_blocking=True)
         wait_for(self.device)
         return not int(self._back[0])
@@ -121,6 +137,7 @@ class TritonReceiver:
         self._ones, self._positions = whole(ranks * self._chunks), whole(ranks * wire.capacity)
         self._starts, self._problems = whole(ranks * (self._fill.map.blocks + 1)), whole(ranks)
         self._values = torch.empty(ranks * wire.capacity, device=device)
+        self._recorded = Recorded(device)
 
     def read(self, packets: np.ndarray, counts: np.ndarray) -> None:
         """See `contract.Receiver`."""
@@ -128,11 +145,12 @@ class TritonReceiver:
         self._arrived.host["packets"][:] = packets.reshape(-1).view(np.int32)
         self._arrived.host["counts"][:] = counts
         self._arrived.send()
-        self._problems.zero_()
         given = self._arrived.device
         bitmap = self._words, self._high_at, self._bits, self._chunks
         chunks = (self._chunks, self.ranks)
-        with using(self.device):
+
+        def kernels() -> None:
+            self._problems.zero_()
             count_ones[chunks](given["packets"], self._ones, *bitmap, **EXACT)
             decode_positions[chunks](
                 given["packets"], self._ones, given["counts"], self._positions, self._starts, self._problems, *bitmap,
@@ -142,6 +160,9 @@ class TritonReceiver:
                 given["packets"], given["counts"], self._positions, self._values, self._problems, self._words,
                 self._values_at, self._scales_at, k, wire.numel, CODEC=self._codec, **EXACT,
             )  # fmt: skip
+
+        with using(self.device):
+            self._recorded.launch((), kernels)  # all that they are given is the receiver's own
         self._back.copy_(self._problems, non_blocking=True)
 
     def aggregate_into(self, outputs: ListedOutputs, scale: float) -> bool:

@@ -15,8 +15,8 @@ import triton.language as tl
 from dgc_horovod.kernels.triton.accumulate import BINS, FINE_BITS, FLAGS, LEAST, NOTED, READY, TIES, size_of
 
 LIST_BLOCK = tl.constexpr(1024)  # candidates of a program
-GROUP = tl.constexpr(64)  # blocks of a program
-_AT_ONCE = tl.constexpr(32)  # candidates of each block that a program looks at in one go
+GROUP = tl.constexpr(128)  # blocks of a program
+_AT_ONCE = tl.constexpr(16)  # candidates of each block that a program looks at in one go
 FINE_BINS = tl.constexpr(1 << 13)
 
 

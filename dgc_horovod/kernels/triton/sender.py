@@ -17,7 +17,7 @@ from dgc_horovod.kernels.contract import AccumulateResult, Elements, State
 from dgc_horovod.kernels.triton.accumulate import BLOCK, LEAST, NOTED, READY, ZEROS
 from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, seen
 from dgc_horovod.kernels.triton.encode import CHECKSUM, CODED, SUMMED, encode, update_residual
-from dgc_horovod.kernels.triton.memory import EXACT, bits_of, is_narrow, on_host, using, value_words, wait_for
+from dgc_horovod.kernels.triton.memory import EXACT, Recorded, bits_of, is_narrow, on_host, using, value_words, wait_for
 from dgc_horovod.kernels.triton.select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import VALUE_CODECS
@@ -83,6 +83,7 @@ class TritonSender:
         self._larger_sums, self._equal_sums = whole(groups), whole(groups)
         self._values, self._decoded, self._masked = (torch.empty(k, device=device) for _ in range(3))
         self._codec, self._value_words = VALUE_CODECS[wire.values].code, value_words(wire)
+        self._recorded = Recorded(device)
         self._header = wire.constants.copy()
         self._header["count"] = k
 
@@ -98,12 +99,16 @@ class TritonSender:
         taking.make_room(self.max_candidates)
         self._header["step"] = step % 2**32
         taking.settings.host["header"][:] = self._header.view(np.int32)
-        with using(self.device):
+        form = taking.prepare(gradients, scale, [candidate_threshold] * len(gradients.arrays))
+
+        def kernels() -> None:
             self._board.zero_()
-            thresholds = [candidate_threshold] * len(gradients.arrays)
-            taking.run(gradients, state, scale, thresholds, self._report, self._histogram)
+            taking.launch(form, state, self._report, self._histogram)
             self._select(taking)
             self._write(taking.settings.device["header"], state, masks)
+
+        with using(self.device):
+            self._recorded.launch((form, masks, *_places(taking, state)), kernels)
             self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
         wait_for(self.device)
         gradients.arrays = [None] * len(gradients.arrays)
@@ -155,3 +160,9 @@ class TritonSender:
         return AccumulateResult(True, True, int(report[NOTED.value]), None), DeviceSentRecord(
             self.wire.capacity, min_magnitude, self._host_positions, self._positions, self._values, masked
         )
+
+
+def _places(taking: BucketPass, state: State) -> list[int]:
+    """Where everything lies that a step's kernels are given and the sender does not keep itself."""
+    vectors = (state.v, state.u, *(state.moments or ()), taking.positions, taking.counts)
+    return [0 if x is None else x.data_ptr() for x in vectors]

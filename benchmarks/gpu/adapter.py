@@ -1,0 +1,109 @@
+"""The PyTorch adapter on real Horovod ranks that share the GPU: bit for bit the weights of the same ranks on the CPU.
+
+``python -m benchmarks.gpu.adapter FOLDER DEVICE``, started by ``horovodrun``, is one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RANKS, STEPS, TIMEOUT = 2, 8, 120  # seconds
+SHAPES = ((300, 41), (1000,), (64, 3, 7, 7), (5,), (40_961,))
+SMALL_SHAPES = ((30, 41), (63,), (5,))
+# Powers of two: their products are exact, so it does not show that a GPU's own optimizer fuses them with a sum.
+RATE, MOMENTUM = 2**-5, 0.5
+
+
+def _compressions() -> dict[str, Any]:
+    from dgc_horovod.torch import Compression
+
+    density = {"density": 0.05, "min_numel": 16}
+    return {
+        "dgc": Compression.dgc(**density),
+        "clipped, per tensor, 4bit": Compression.dgc(**density, clip_norm=0.5, scope="tensor", values="4bit"),
+        "gaussian": Compression.gaussian(**density),
+        "local steps": Compression.local(steps=2, **density),
+        "local steps, offload": Compression.local(steps=2, **density, offload=True),
+    }
+
+
+def trained(compression: Any, device: str, shapes: tuple[tuple[int, ...], ...], rank: int) -> str:
+    """A hash of the weights after some steps, whose gradients are the same numbers on every device."""
+    from dgc_horovod.torch import DistributedOptimizer
+
+    draw = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in shapes]
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(parameters, RATE, MOMENTUM), [(str(i), p) for i, p in enumerate(parameters)], compression
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        draw.manual_seed(1000 * step + rank)
+        factors = [torch.randn(shape, generator=draw).to(device) for shape in shapes]
+        sum((p * factor).sum() for p, factor in zip(parameters, factors, strict=True)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in parameters)).hexdigest()
+
+
+def study(device: str, say: Callable[[str], None]) -> dict[str, str]:
+    """What is wrong with each kind of compression, or nothing; empty where there is no Horovod."""
+    launcher = shutil.which("horovodrun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if launcher is None:
+        say("Horovod is not installed: its adapter is not run (scripts/build_horovod)")
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [launcher, "--gloo", "-np", str(RANKS), sys.executable, "-m", "benchmarks.gpu.adapter"]
+        with subprocess.Popen([*command, folder, device], start_new_session=True) as process:
+            try:
+                code = process.wait(TIMEOUT)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        assert code == 0, f"horovodrun ended with exit code {code}; its ranks' errors stand above"
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    verdicts = {name: _verdict([rank[name] for rank in found]) for name in found[0]}
+    for name, wrong in verdicts.items():
+        say(f"on Horovod's ranks, {name}: {wrong or 'ok'}")
+    return verdicts
+
+
+def _verdict(ranks: list[dict[str, str]]) -> str:
+    if any(rank != ranks[0] for rank in ranks):
+        return "the replicas differ"
+    return "" if len(set(ranks[0].values())) == 1 else "the weights differ from those of the CPU's kernels"
+
+
+def main() -> None:
+    """Be one rank."""
+    import horovod.torch as hvd
+
+    folder, device = sys.argv[1:]
+    hvd.init()
+    interpreted = device == "cpu"
+    backends = {"cpu": "native", device: "triton"} if not interpreted else {"cpu": "native", "interpreter": "triton"}
+    found: dict[str, dict[str, str]] = {}
+    for name, compression in _compressions().items():
+        found[name] = {}
+        for where, backend in backends.items():
+            os.environ["DGC_BACKEND"] = backend if interpreted else "auto"
+            place = "cpu" if interpreted else where
+            shapes = SMALL_SHAPES if interpreted else SHAPES
+            found[name][where] = trained(compression, place, shapes, hvd.rank())
+    (Path(folder) / f"{hvd.rank()}.json").write_text(json.dumps(found))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
