@@ -137,10 +137,10 @@ class DGCConfig:
         for name in ("momentum_correction", "factor_masking", "automatic", "offload", "compress_1d", "keep_gradients"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
-            _check_whole(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least)
         for name in ("node_size", "max_bytes_per_step", "total_steps", "local_steps"):
-            if getattr(self, name) is not None:
-                _check_whole(name, getattr(self, name), 1)
+            if (value := getattr(self, name)) is not None:
+                check_whole(f"{name}, of bytes," if "bytes" in name else name, value, 1)
         _check_positive("clip_norm", self.clip_norm)
         _check_positive("threshold", self.threshold)
         if self.threshold is not None and not np.finfo(np.float32).tiny <= self.threshold <= np.finfo(np.float32).max:
@@ -323,7 +323,8 @@ def _check_type(name: str, value: Any, kind: type, allowed: str) -> None:
         raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise ConfigError unless `value` is a whole number of at least `least`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
 

@@ -225,7 +225,10 @@ def _who(exchange: OptimizerExchange) -> str:
     place, density = exchange.topology, exchange.config.final_density
     owned = any(engine.spec(density).exchange.keeps_remainder for engine in exchange.engines)
     nodes = f"; {place.nodes} nodes of {place.node_size}" if place.node_size > 1 else ""
-    return nodes + ("; sharded: every element has an owner" if owned else "")
+    if owned:
+        return f"{nodes}; sharded: every element has an owner"
+    asked = "sharded" in exchange.config.exchange
+    return nodes + (f"; not sharded: with {place.nodes} senders owners would bring more bytes" if asked else "")
 
 
 def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:

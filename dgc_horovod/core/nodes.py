@@ -8,11 +8,11 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dgc_horovod import envvars
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, check_whole
 from dgc_horovod.config_check import Gatherer
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import loss_by_nodes
@@ -24,7 +24,17 @@ _UNDECLARED = (
 )
 LAST_STEP_SECONDS = 10.0  # that a rank which has ended waits for the others to end as well
 _log = logging.getLogger("dgc_horovod")
-_declared: dict[tuple[int, ...], Any] = {}  # by ranks
+
+
+@dataclass
+class _Declaration:
+    """What the script, or `dgcrun`, has said of nodes: G, 0 if nothing; and process sets, by their ranks."""
+
+    node_size: int = 0
+    sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+
+_declaration = _Declaration()
 
 
 def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Iterable[Any] = ()) -> list[Any]:
@@ -37,19 +47,25 @@ def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Ite
 
     Returns:
         The sets beside `theirs`; none where there is nothing to gain from nodes.
+
+    Raises:
+        ConfigError: G is no such number.
     """
+    if node_size is not None:
+        check_whole("node_size", node_size, 1)
     workers, node_size = envvars.launched_workers(), node_size or envvars.node_size()
+    _declaration.node_size = node_size
     if not (workers and node_size) or problem_of(Topology(0, workers, node_size)):
         return []
     given = {tuple(each.ranks): each for each in theirs if each.ranks}
     groups = [tuple(ranks) for ranks in Topology(0, workers, node_size).groups]
-    _declared.update({ranks: given.get(ranks) or make(list(ranks)) for ranks in groups})
-    return [_declared[ranks] for ranks in groups if ranks not in given]
+    _declaration.sets.update({ranks: given.get(ranks) or make(list(ranks)) for ranks in groups})
+    return [_declaration.sets[ranks] for ranks in groups if ranks not in given]
 
 
 def declared(ranks: Sequence[int]) -> Any:
     """The process set of these ranks that was declared; None if none was."""
-    return _declared.get(tuple(ranks))
+    return _declaration.sets.get(tuple(ranks))
 
 
 @dataclass(frozen=True)
@@ -106,10 +122,15 @@ def agree(
     """
     workers = collectives.workers
     flat = Topology(collectives.rank, workers)
-    if not config.may_use_nodes or workers == 1 or envvars.horovod_elastic():  # there nodes come and go
+    if not config.may_use_nodes or workers == 1:
         return flat
-    topology = Topology(collectives.rank, workers, config.node_size or launched.local_size)
     wanted = config.wants_nodes
+    if envvars.horovod_elastic():
+        if wanted and collectives.rank == 0:
+            _tell(logging.WARNING, "in an elastic job hosts come and go")
+        return flat
+    node_size = config.node_size or _declaration.node_size or launched.local_size
+    topology = Topology(collectives.rank, workers, node_size)
     problem = (
         _problem(topology, config, launched)
         or ("" if averages else "gradients are summed; a node averages")
@@ -125,9 +146,12 @@ def agree(
     if not problems:
         return topology
     if collectives.rank == 0 and (wanted or all(1 < size < workers for size in sizes)):
-        level = logging.WARNING if wanted else logging.INFO
-        _log.log(level, "dgc_horovod: no hierarchical exchange, every worker sends to every other: %s", problems[0])
+        _tell(logging.WARNING if wanted else logging.INFO, problems[0])
     return flat
+
+
+def _tell(level: int, problem: str) -> None:
+    _log.log(level, "dgc_horovod: no hierarchical exchange, every worker sends to every other: %s", problem)
 
 
 def _problem(topology: Topology, config: DGCConfig, launched: Launched) -> str:
@@ -137,11 +161,13 @@ def _problem(topology: Topology, config: DGCConfig, launched: Launched) -> str:
     if topology.workers != launched.size:
         return "the optimizer is not one of all ranks"
     expected = launched.cross_rank * launched.local_size + launched.local_rank
-    if config.node_size is None and launched.rank != expected:
+    if topology.node_size == launched.local_size and launched.rank != expected:
         return "ranks do not count node by node (mpirun --map-by slot makes them)"
-    if not (launched.has_group(topology.inside) and launched.has_group(topology.between)):
-        return _UNDECLARED
-    return ""
+    if launched.has_group(topology.inside) and launched.has_group(topology.between):
+        return ""
+    if _declaration.node_size not in (0, topology.node_size):
+        return f"process sets were declared for nodes of {_declaration.node_size}, and node_size={config.node_size}"
+    return _UNDECLARED
 
 
 def meet_at_exit(meet: Callable[[], object]) -> None:

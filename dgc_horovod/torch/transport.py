@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
@@ -14,6 +17,11 @@ WITHOUT_CUDA = (
     "Horovod was built without CUDA, and ends the process that gives it a CUDA tensor. All gradients of this optimizer "
     "go through host memory; call broadcast_parameters and Horovod's other operations before the model is on the GPU, "
     "or build Horovod with CUDA (docs/cuda.md)"
+)
+
+_ENDED = (
+    "Horovod has been shut down: another rank has ended, too early or by an error that its own output tells "
+    "(Horovod says: {})"
 )
 
 
@@ -49,14 +57,16 @@ class HorovodCollectives(Collectives):
         full_name = self._full_name(name)
         if self.workers == 1:
             return Pending(None, packet, full_name)
-        return Pending(hvd.allgather_async(packet, name=full_name, process_set=self.process_set), packet, full_name)
+        handle = self._start(hvd.allgather_async, packet, name=full_name, process_set=self.process_set)
+        return Pending(handle, packet, full_name)
 
     def alltoall(self, tensor: torch.Tensor, name: str) -> Pending:
         full_name = self._full_name(name)
         if self.workers == 1:
             return Pending(None, tensor, full_name)
         sent, home = _sendable(tensor)
-        return Pending(hvd.alltoall_async(sent, None, full_name, self.process_set), sent, full_name, home)
+        handle = self._start(hvd.alltoall_async, sent, None, full_name, self.process_set)
+        return Pending(handle, sent, full_name, home)
 
     def allreduce(
         self, tensor: torch.Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
@@ -65,7 +75,8 @@ class HorovodCollectives(Collectives):
         if self.workers == 1:
             return Pending(None, tensor, full_name)
         sent, home = _sendable(tensor)
-        handle = hvd.allreduce_async_(
+        handle = self._start(
+            hvd.allreduce_async_,
             sent,
             name=full_name,
             op=hvd.Average if averages else hvd.Sum,
@@ -81,7 +92,21 @@ class HorovodCollectives(Collectives):
             return Pending(None, tensor, full_name)
         sent, home = _sendable(tensor)
         ranks = list(self.process_set.ranks or range(self.workers))  # of the set, as Horovod numbers all
-        return Pending(hvd.broadcast_async_(sent, ranks[root], full_name, self.process_set), sent, full_name, home)
+        handle = self._start(hvd.broadcast_async_, sent, ranks[root], full_name, self.process_set)
+        return Pending(handle, sent, full_name, home)
+
+    def _start(self, operation: Callable[..., int], *arguments: Any, **settings: Any) -> int:
+        """Horovod's handle of a collective that is under way.
+
+        Raises:
+            HorovodInternalError: another rank has ended. Of the set of all ranks Horovod says so itself.
+        """
+        try:
+            return operation(*arguments, **settings)
+        except ValueError as error:
+            if "Process set provided does not exist" not in str(error):
+                raise
+            raise HorovodInternalError(_ENDED.format(error)) from error
 
     def _is_done(self, handle: int) -> bool:
         return bool(hvd.poll(handle))

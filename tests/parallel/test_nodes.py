@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["layout", "budget", "long_run", "stock", "clipping", "refused", "state"]
+CASES = ["layout", "budget", "long_run", "stock", "clipping", "refused", "state", "misdeclared"]
 SAME = 1e-5
 
 
@@ -55,7 +55,16 @@ def test_the_gradient_of_a_node_is_what_is_clipped(ranks):
 def test_a_script_that_clips_by_itself_is_refused_in_words(ranks):
     for found in (rank["nodes.refused"] for rank in ranks):
         assert "clip_norm" in found["error"] and found["norm"] > 0
-        assert found["small hosts"] == [], "workers that fill no nodes, or one alone, need no process sets"
+
+
+def test_a_number_of_workers_that_makes_no_nodes_is_named(ranks):
+    for rank, found in enumerate(each["nodes.misdeclared"] for each in ranks):
+        for error, wrong in zip(found["refused"], ("0", "'2'", "True"), strict=True):
+            assert error == f"ConfigError: node_size must be a whole number >= 1, got {wrong}"
+        assert found["sets of 3"] == found["sets of 4"] == []
+        assert len(found["nodes of 3"]) == len(found["nodes of 4"]) == (rank == 0)
+        assert rank or "4 workers do not fill nodes of 3" in found["nodes of 3"][0]
+        assert rank or "all workers are on one node" in found["nodes of 4"][0]
 
 
 def test_what_is_kept_is_saved_loaded_and_flushed(ranks):

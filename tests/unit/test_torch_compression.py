@@ -12,12 +12,14 @@ pytest.importorskip("horovod.torch", reason="Horovod is not built for torch here
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.compression import Compressor
 
 from dgc_horovod import DGCConfig, WarmupSchedule
 from dgc_horovod.compression import PRESETS, config_of
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch.transport import HorovodCollectives
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 
@@ -31,6 +33,20 @@ def test_presets():
     assert Compression.topk().config == DGCConfig(momentum_correction=False, factor_masking=False)
     assert Compression.dgc().config == DGCConfig() and Compression.dgc().config.density == 0.001
     assert Compression.threshold(0.5, max_density=0.2).config.final_density == 0.2
+
+
+def test_process_sets_that_are_gone_mean_that_another_rank_has_ended():
+    """Horovod says of those of nodes what would send one to look at one's own `hvd.init`."""
+
+    def start(text):
+        raise ValueError(text)
+
+    with pytest.raises(HorovodInternalError, match="another rank has ended"):
+        HorovodCollectives._start(
+            None, start, "Alltoall: Process set provided does not exist, or has not been registered."
+        )
+    with pytest.raises(ValueError, match="Horovod has not been initialized"):
+        HorovodCollectives._start(None, start, "Horovod has not been initialized; use hvd.init().")
 
 
 def test_the_guides_table_is_the_presets():

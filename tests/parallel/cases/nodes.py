@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dgc_horovod.torch import (
 )
 from dgc_horovod.torch.transport import HorovodCollectives
 from tests.helpers.errors import error_of
+from tests.helpers.logs import messages
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 
@@ -120,8 +122,21 @@ def refused() -> dict[str, Any]:
     return {
         "norm": norm,
         "error": error_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
-        "small hosts": [rank for sets in (node_process_sets(3), node_process_sets(4)) for rank in sets],
     }
+
+
+def misdeclared() -> dict[str, Any]:
+    """Nodes of a number that four ranks do not make, and of what is no number."""
+    hvd.init()
+    found: dict[str, Any] = {"refused": [error_of(partial(node_process_sets, wrong)) for wrong in (0, "2", True)]}
+    for number in (3, 4):
+        found[f"sets of {number}"] = [each.ranks for each in node_process_sets(number)]
+        with messages() as logged:
+            model = smooth_model()
+            optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
+            train(model, optimizer, 1)
+        found[f"nodes of {number}"] = [text for text in logged if "no hierarchical exchange" in text]
+    return found
 
 
 def clipping() -> dict[str, float]:
