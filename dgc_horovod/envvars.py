@@ -206,6 +206,9 @@ BACKEND = EnvironmentVariable(
     "DGC_BACKEND", "auto", "kernels",
     flag="--dgc-backend", choices=("auto", "native", "triton", "torch_eager", "reference"), acts=EVERYWHERE,
 )  # fmt: skip
+CUDA_GRAPHS = EnvironmentVariable(
+    "DGC_CUDA_GRAPHS", "on", "off: kernels of a GPU are launched one by one, not recorded", "switch", acts=EVERYWHERE
+)
 METRICS_FILE = EnvironmentVariable(
     "DGC_METRICS_FILE", "", "rank 0's counters: JSON lines, *.prom, */ for TensorBoard, mlflow:NAME", "path",
     flag="--dgc-metrics-file", acts=EVERYWHERE,
@@ -225,7 +228,7 @@ STATUS_KEY = EnvironmentVariable(
 )
 HOSTS = EnvironmentVariable("DGC_HOSTS", "", "the hosts, in rank order; set by dgcrun", "text", "set by dgcrun")
 SETTABLE = (COMPRESSION, *FIELDS, TIMEOUT, BACKEND, METRICS_FILE, ALLOW_INACTIVE)  # by flag and config file too
-ALL = (*SETTABLE, ENABLED, CONFIG_FILE, STATUS_SERVER, STATUS_KEY, HOSTS)
+ALL = (*SETTABLE, CUDA_GRAPHS, ENABLED, CONFIG_FILE, STATUS_SERVER, STATUS_KEY, HOSTS)
 
 
 def from_environment() -> dict[str, str]:
@@ -296,6 +299,11 @@ def node_size() -> int:
     """DGC_NODE_SIZE, which `dgcrun` sets where hosts have equally many ranks; 0 where it is not set."""
     text = NODE_SIZE.read()
     return int(text) if text.isdigit() else 0
+
+
+def cuda_graphs() -> bool:
+    """DGC_CUDA_GRAPHS: whether a step's kernels may be recorded."""
+    return bool(CUDA_GRAPHS.parse(CUDA_GRAPHS.read()))
 
 
 def dynamic_process_sets() -> bool:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from dgc_horovod.kernels import registry
+
 RANKS, STEPS, TIMEOUT = 2, 8, 120  # seconds
 SHAPES = ((300, 41), (1000,), (64, 3, 7, 7), (5,), (40_961,))
 SMALL_SHAPES = ((30, 41), (63,), (5,))
@@ -92,6 +94,7 @@ def main() -> None:
     folder, device = sys.argv[1:]
     hvd.init()
     interpreted = device == "cpu"
+    assert interpreted or registry.choose(device).name == "triton", "the log says why Triton does not run"
     backends = {"cpu": "native", device: "triton"} if not interpreted else {"cpu": "native", "interpreter": "triton"}
     found: dict[str, dict[str, str]] = {}
     for name, compression in _compressions().items():

@@ -105,6 +105,7 @@ def the_device_does_it(size: Size) -> None:
         by_device.append(type(engine._sent).__name__ == "DeviceSentRecord")
     # v grows from nothing at first, faster than thresholds follow
     assert sum(by_device[-8:]) >= 6, f"{sum(by_device[-8:])} of the last 8 steps"
+    assert size.device == "cpu" or engine._workspace.sender._recorded._graph is not None, "nothing was recorded"
 
 
 def sums(size: Size) -> None:

@@ -45,12 +45,13 @@ AFTER_PROJECT = """\
 set(standard 17)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14)
   set(standard 20) # GCC 14 refuses flatbuffers' own span; in C++20 <version> has it take the standard's
+  string(APPEND CMAKE_CXX_FLAGS " -include version")
 endif()
 foreach(asked 14 17)
   set(CMAKE_CXX${asked}_STANDARD_COMPILE_OPTION "-std=c++${standard}")
   set(CMAKE_CXX${asked}_EXTENSION_COMPILE_OPTION "-std=gnu++${standard}")
 endforeach()
-string(APPEND CMAKE_CXX_FLAGS " -include version -include string -include stdexcept -include cstdint") # forgotten
+string(APPEND CMAKE_CXX_FLAGS " -include string -include stdexcept -include cstdint") # forgotten
 # The wheel is used in other environments too: each must find its own pip-installed MPI, in lib/.
 set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")
 # XLA operations are off by default in Horovod; their one source no longer compiles.
@@ -242,7 +243,7 @@ def tail(log: Path) -> str:
     """What the compiler says is wrong; if it says nothing, the end of the log without what pip adds to it."""
     text = log.read_text(errors="replace").split("error: subprocess-exited-with-error")[0]
     before, found, _ = text.rpartition("Traceback (most recent call last)")
-    lines = (before if found else text).splitlines()  # what is compiled beside it warns last
+    lines = (before if found else text).splitlines()
     wrong = [line for line in lines if re.search(r"\b(FAILED|error|fatal error|CMake Error\b.*): ", line)]
     return "\n".join(wrong[:MOST_ERRORS] or lines[-LOG_TAIL_LINES:])
 
@@ -371,8 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
     frameworks = framework_versions()
     if not frameworks:
-        tell("build_horovod: neither torch nor tensorflow is installed in this environment; install one first, "
-             "e.g. pip install torch==2.13.0")  # fmt: skip
+        tell("build_horovod: neither torch nor tensorflow is installed here; first, e.g., pip install torch==2.13.0")
         return 2
     wanted = Build(frameworks, mpi=None if options.without_mpi else find_mpi(), cuda=find_cuda())
     names = ", ".join(f"{name} {version}" for name, version in frameworks.items())

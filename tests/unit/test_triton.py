@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from dgc_horovod.errors import BackendUnavailable
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.kernels.triton.kernels import TritonKernels
+from dgc_horovod.kernels.triton.memory import Recorded
 from tests.helpers.jobs import ROOT
 
 
@@ -77,6 +79,35 @@ def test_an_older_triton_is_refused(monkeypatch):
     monkeypatch.setattr("triton.__version__", "3.5.1")
     with pytest.raises(BackendUnavailable, match=r"Triton 3\.5\.1 rounds denormals away, 3\.6 or later"):
         registry.choose("cpu")
+
+
+class _Graph:
+    def __init__(self, kernels):
+        self.replay = kernels
+
+
+def test_kernels_are_recorded_once_they_are_launched_alike_for_the_second_time(monkeypatch):
+    """And again where something else lies elsewhere; replaying them is left to a GPU (`scripts/gpu_check`)."""
+    launched, recorded = [], []
+    monkeypatch.setattr(Recorded, "_record", lambda self, kernels: recorded.append(1) or _Graph(kernels))
+    steps = Recorded(torch.device("cuda"))
+    for key in (1, 1, 1, 2, 2, 1):
+        steps.launch(key, lambda key=key: launched.append(key))
+    assert launched == [1, 1, 1, 2, 2, 1] and len(recorded) == 2
+    monkeypatch.setenv("DGC_CUDA_GRAPHS", "off")
+    never = Recorded(torch.device("cuda"))
+    for _ in range(3):
+        never.launch(1, lambda: launched.append("off"))
+    assert launched[6:] == ["off"] * 3 and len(recorded) == 2
+
+
+def test_kernels_run_where_recording_them_fails(monkeypatch):
+    launched, tried = [], []
+    monkeypatch.setattr(Recorded, "_record", lambda self, kernels: tried.append(1))
+    steps = Recorded(torch.device("cuda"))
+    for _ in range(2):
+        steps.launch(1, lambda: launched.append(1))
+    assert len(launched) == 2 and tried == [1]
 
 
 def test_not_without_a_device():

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 
+from dgc_horovod import envvars
 from dgc_horovod.errors import BackendUnavailable
 from dgc_horovod.kernels.triton.accumulate import touch
 from dgc_horovod.kernels.triton.encode import HEADER_WORDS
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import PacketFormat
 
+_log = logging.getLogger(__name__)
 _ALIGNED, _WORD = 16, 4  # bytes
 _OLDEST = 3, 6  # before it div_rn and sqrt_rn become div.rn.ftz and sqrt.rn.ftz: not the CPU's bits
 
@@ -48,6 +53,15 @@ class Upload:
         self._device.copy_(self._host, non_blocking=True)
 
 
+_recording = threading.Lock()
+_spoiled: list[torch.cuda.CUDAGraph] = []  # kept: torch's allocator still knows them
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Recorded:
     """Kernels that are launched alike at every step: recorded once as a CUDA graph, then replayed by one launch.
 
@@ -59,6 +73,7 @@ class Recorded:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._key, self._graph = device, None, None  # type: tuple[torch.device, Hashable, Any]
+        self._may_record = device.type == "cuda" and envvars.cuda_graphs()
 
     def launch(self, key: Hashable, kernels: Callable[[], None]) -> None:
         """Have the kernels run on the current stream.
@@ -68,23 +83,36 @@ class Recorded:
                 None.
             kernels: launches them, and neither waits nor allocates.
         """
-        if key == self._key and self._graph is not None:
-            self._graph.replay()
-        elif key != self._key or self._device.type != "cuda":
-            kernels()  # Triton compiles here what it has not seen
-            self._key, self._graph = key, None
-        else:
+        if key == self._key and self._graph is None and self._may_record:
             self._graph = self._record(kernels)
+        elif key != self._key:  # Triton compiles what it has not seen: that is not recorded
+            self._key, self._graph = key, None
+        if self._graph is not None:
             self._graph.replay()
+        else:
+            kernels()
 
-    def _record(self, kernels: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads do with CUDA what they like
-            try:
-                kernels()
-            finally:
-                graph.capture_end()
+    def _record(self, kernels: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """The graph; None if another thread has done to the device meanwhile what no recording survives."""
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        stream, current = _recording_stream(self._device), torch.cuda.current_stream(self._device)
+        try:
+            with _recording:
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(pool, capture_error_mode="thread_local")
+                    try:
+                        kernels()
+                    finally:
+                        graph.capture_end()
+                current.wait_stream(stream)
+        except RuntimeError as error:  # a synchronize(), say: nothing has run, and launches do as well
+            _log.warning("dgc_horovod: kernels are launched one by one from now on, recording them failed: %s", error)
+            self._may_record = False
+            _spoiled.append(graph)
+            with suppress(Exception):  # what capture_end() does last, after the call that raised
+                torch._C._cuda_endAllocateToPool(current.device_index, pool)
+            return None
         return graph
 
 
