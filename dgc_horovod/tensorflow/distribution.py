@@ -109,12 +109,15 @@ class Distribution:
         """
         if self._topology is None:
             process_set, config = self.settings.process_set, self.settings.config
-            if config is None or envvars.horovod_elastic():
+            if config is None:
                 return Topology(process_set.rank(), process_set.size())
             specs = [TensorSpec(str(i), tuple(map(int, shape))) for i, shape in enumerate(shapes)]
             start, hindrance = Collectives(process_set, "start"), self._hindrance(config)
             launched, averages = Launched.of(hvd), self.settings.averages
-            self._topology = agree(start, config, launched, averages, specs, HOST_SPEED, hindrance)
+            found = agree(start, config, launched, averages, specs, HOST_SPEED, hindrance)
+            if envvars.horovod_elastic():
+                return found  # for now: hosts come and go
+            self._topology = found
         return self._topology
 
     def _hindrance(self, config: DGCConfig) -> str:
