@@ -161,7 +161,7 @@ def _problem(topology: Topology, config: DGCConfig, launched: Launched) -> str:
     if topology.workers != launched.size:
         return "the optimizer is not one of all ranks"
     expected = launched.cross_rank * launched.local_size + launched.local_rank
-    if topology.node_size == launched.local_size and launched.rank != expected:
+    if config.node_size is None and topology.node_size == launched.local_size and launched.rank != expected:
         return "ranks do not count node by node (mpirun --map-by slot makes them)"
     if launched.has_group(topology.inside) and launched.has_group(topology.between):
         return ""
