@@ -8,17 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.ranks import launch
 from dgc_horovod.kernels import registry
 
 RANKS, STEPS, TIMEOUT = 2, 8, 120  # seconds
@@ -61,19 +60,11 @@ def trained(compression: Any, device: str, shapes: tuple[tuple[int, ...], ...], 
 
 def study(device: str, say: Callable[[str], None]) -> dict[str, str]:
     """What is wrong with each kind of compression, or nothing; empty where there is no Horovod."""
-    launcher = shutil.which("horovodrun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if launcher is None:
+    if find_spec("horovod") is None:
         say("Horovod is not installed: its adapter is not run (scripts/build_horovod)")
         return {}
     with tempfile.TemporaryDirectory() as folder:
-        command = [launcher, "--gloo", "-np", str(RANKS), sys.executable, "-m", "benchmarks.gpu.adapter"]
-        with subprocess.Popen([*command, folder, device], start_new_session=True) as process:
-            try:
-                code = process.wait(TIMEOUT)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-        assert code == 0, f"horovodrun ended with exit code {code}; its ranks' errors stand above"
+        launch("benchmarks.gpu.adapter", [folder, device], RANKS, None, TIMEOUT)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
     verdicts = {name: _verdict([rank[name] for rank in found]) for name in found[0]}
     for name, wrong in verdicts.items():
@@ -95,15 +86,14 @@ def main() -> None:
     hvd.init()
     interpreted = device == "cpu"
     assert interpreted or registry.choose(device).name == "triton", "the log says why Triton does not run"
-    backends = {"cpu": "native", device: "triton"} if not interpreted else {"cpu": "native", "interpreter": "triton"}
-    found: dict[str, dict[str, str]] = {}
+    # under the interpreter both are on the CPU, and only the backend tells them apart
+    runs = [("cpu", "native"), ("cpu", "triton")] if interpreted else [("cpu", "auto"), (device, "auto")]
+    shapes = SMALL_SHAPES if interpreted else SHAPES
+    found: dict[str, dict[str, str]] = {name: {} for name in _compressions()}
     for name, compression in _compressions().items():
-        found[name] = {}
-        for where, backend in backends.items():
-            os.environ["DGC_BACKEND"] = backend if interpreted else "auto"
-            place = "cpu" if interpreted else where
-            shapes = SMALL_SHAPES if interpreted else SHAPES
-            found[name][where] = trained(compression, place, shapes, hvd.rank())
+        for place, backend in runs:
+            os.environ["DGC_BACKEND"] = backend
+            found[name][f"{place}, {backend}"] = trained(compression, place, shapes, hvd.rank())
     (Path(folder) / f"{hvd.rank()}.json").write_text(json.dumps(found))
     hvd.shutdown()
 

@@ -39,11 +39,6 @@ HEADER = np.dtype(
         ("checksum", "<u4"),
     ]
 )
-# The bytes of a header that are the same in every packet of a bucket
-_AGREED = np.repeat(
-    [name not in ("step", "flags", "count", "checksum") for name in HEADER.names or ()],
-    [HEADER[name].itemsize for name in HEADER.names or ()],
-)
 CHECKSUM_FACTOR = 0x9E3779B97F4A7C15
 CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
 # What device coders find in a packet
@@ -107,8 +102,13 @@ class PacketFormat:
         return header
 
     @cached_property
-    def _constant_bytes(self) -> np.ndarray:
-        return self.constants.view(np.uint8)
+    def _agreed(self) -> np.ndarray:
+        """Which bytes of a header are those of `constants`."""
+        agreed = np.zeros(HEADER.itemsize, bool)
+        for name in self.expected(0).keys() - {"step"}:
+            dtype, start = HEADER.fields[name][:2]  # type: ignore[index]
+            agreed[start : start + dtype.itemsize] = True
+        return agreed
 
     def expected(self, step: int) -> dict[str, int]:
         """The header fields in which all packets of one step must agree."""
@@ -171,7 +171,7 @@ class PacketFormat:
         damaged = (headers["magic"] != MAGIC) | (headers["checksum"] != sums)
         for rank in np.flatnonzero(damaged).tolist():
             raise self.corrupt(rank, "damaged (magic or checksum)")
-        different = ((packets[:, : HEADER.itemsize] != self._constant_bytes) & _AGREED).any(axis=1)
+        different = ((packets[:, : HEADER.itemsize] != self.constants.view(np.uint8)) & self._agreed).any(axis=1)
         for rank in np.flatnonzero(different | (headers["step"] != step % 2**32)).tolist():
             raise self._mismatch(rank, headers[rank], step)
         impossible = (headers["count"] > self.capacity) | ((headers["flags"] & ~_FLAGS) != 0)
