@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.ranks import launch
 from dgc_horovod.kernels import registry
 
 RANKS, STEPS, TIMEOUT = 2, 8, 120  # seconds
@@ -63,6 +62,8 @@ def study(device: str, say: Callable[[str], None]) -> dict[str, str]:
     if find_spec("horovod") is None:
         say("Horovod is not installed: its adapter is not run (scripts/build_horovod)")
         return {}
+    from benchmarks.ranks import launch  # needs psutil, which comes with Horovod
+
     with tempfile.TemporaryDirectory() as folder:
         launch("benchmarks.gpu.adapter", [folder, device], RANKS, None, TIMEOUT)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
