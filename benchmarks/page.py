@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks import clusters, plots, scaling
 from benchmarks.auto import tables as tables_of_auto
 from benchmarks.collectives import tables as tables_of_collectives
-from benchmarks.exchange import tables
-from benchmarks.exchange.registry import NOTHING
+from benchmarks.exchange import against, tables
+from benchmarks.exchange.registry import FLOORS
 from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
 from benchmarks.internet import tables as tables_of_internet
 from benchmarks.nodes import __main__ as tables_of_nodes
@@ -122,7 +122,7 @@ def losses(rows: Sequence[Row]) -> str:
     for model, workers, rate in places:
         mine = cell(rows, model, workers, rate)
         own = median(mine, "dgc", rate)
-        others = [row for row in mine if row["method"] != NOTHING and not row["method"].startswith("dgc")]
+        others = [row for row in mine if row["method"] not in FLOORS and not row["method"].startswith("dgc")]
         best = min(others, key=lambda row: row["ms"]["p50"], default=None)  # type: ignore[no-any-return]
         if own and best and own >= best["ms"]["p50"]:
             place = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}"
@@ -159,6 +159,7 @@ def texts() -> dict[tuple[Path, str], str]:
         (KERNELS, "alone"): alone(rows),
         (NETWORK, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
         (KERNELS, "phases"): tables.phases(ours, "1gbit"),
+        (KERNELS, "against"): against.table(read_results(against.FILE)),
         (NETWORK, "nodes"): nodes(),
         (DDP, "speed"): without_horovod(),
         (AUTO, "cells"): tables_of_auto.table(read_results(tables_of_auto.FILE)),

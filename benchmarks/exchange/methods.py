@@ -11,7 +11,8 @@ import torch
 
 from benchmarks import connections
 from benchmarks.exchange.published import PublishedExchange
-from benchmarks.shapes import Shapes
+from benchmarks.kernels.bench import Stream
+from benchmarks.shapes import Shapes, numel
 from dgc_horovod.torch import DistributedOptimizer
 from dgc_horovod.torch.clipping import calls
 
@@ -104,6 +105,23 @@ class Method:
     def phases(self) -> dict[str, float]:
         """Seconds of the method's own work so far, by what it was."""
         return {}
+
+
+class MemoryMethod(Method):
+    """What memory alone takes: u and v read and written, the gradient read, then zeroed for the update; 24 bytes a
+    parameter. Nothing is selected and nobody is talked to."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__(shapes)
+        self._loop = Stream(numel(shapes))
+
+    def finish(self) -> None:
+        start = 0
+        for gradient in self.gradients:
+            self._loop.run(gradient.numpy(), start)
+            start += gradient.numel()
+        for gradient in self.gradients:
+            gradient.zero_()
 
 
 class HorovodMethod(Method):

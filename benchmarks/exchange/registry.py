@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.exchange.methods import CompressedMethod, HorovodMethod, Method, PublishedMethod
+from benchmarks.exchange.methods import CompressedMethod, HorovodMethod, MemoryMethod, Method, PublishedMethod
 from benchmarks.exchange.process_groups import PROCESS_GROUP_METHODS
 from benchmarks.shapes import Shapes
 from dgc_horovod.torch import Compression
 
-NOTHING = "no exchange"
+NOTHING, MEMORY = FLOORS = "no exchange", "memory alone"  # of which nothing is an exchange
 
 
 def _compressed(**fields: Any) -> Callable[[Shapes, float], Method]:
@@ -19,6 +19,7 @@ def _compressed(**fields: Any) -> Callable[[Shapes, float], Method]:
 
 METHODS: dict[str, Callable[[Shapes, float], Method]] = {
     NOTHING: lambda shapes, _: Method(shapes),
+    MEMORY: lambda shapes, _: MemoryMethod(shapes),
     "dense": lambda shapes, _: HorovodMethod(shapes, Compression.none),
     "fp16": lambda shapes, _: HorovodMethod(shapes, Compression.fp16),
     "dgc": _compressed(),

@@ -136,6 +136,20 @@ class Model:
             self.gradients.advance()
 
 
+def compiled(source: str) -> ctypes.CDLL:
+    """A library of the C++ functions in `source`, for this very processor."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, library = Path(folder, "source.cpp"), Path(folder, "library.so")
+        file.write_text(source)
+        flags = ["-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
+        subprocess.run(["c++", *flags, file, "-o", library], check=True)
+        return ctypes.CDLL(str(library))
+
+
+def _pointers(*arrays: np.ndarray) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(x.ctypes.data) for x in arrays]
+
+
 class Stream:
     """The floor of an accumulating step: u and v read and written, g read, nothing selected; 20 bytes an element."""
 
@@ -145,15 +159,36 @@ class Stream:
     }"""
 
     def __init__(self, numel: int) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            source, library = Path(folder, "stream.cpp"), Path(folder, "stream.so")
-            source.write_text(self._SOURCE)
-            flags = ["-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
-            subprocess.run(["c++", *flags, source, "-o", library], check=True)
-            self._stream = ctypes.CDLL(str(library)).stream
+        self._stream = compiled(self._SOURCE).stream
         self._u, self._v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
 
-    def run(self, g: np.ndarray) -> None:
-        """Once over `g`."""
-        pointers = [ctypes.c_void_p(x.ctypes.data) for x in (self._u, self._v, g)]
-        self._stream(*pointers, ctypes.c_long(g.size))
+    def run(self, g: np.ndarray, start: int = 0) -> None:
+        """Once over `g`, which belongs to u and v from element `start` on."""
+        self._stream(*_pointers(self._u[start:], self._v[start:], g), ctypes.c_long(g.size))
+
+
+class Scatter:
+    """The floor of what is done to `count` elements of `numel`, at random places in their order, and nothing else."""
+
+    _SOURCE = """
+    extern "C" void settle(float* u, float* v, const int* at, const float* values, long k) {
+        for (long i = 0; i < k; i++) { v[at[i]] -= values[i]; u[at[i]] = 0; }
+    }
+    extern "C" void add(float* out, const int* at, const float* values, long k) {
+        for (long i = 0; i < k; i++) out[at[i]] += values[i];
+    }"""
+
+    def __init__(self, numel: int, count: int, seed: int = 0) -> None:
+        self._library, rng = compiled(self._SOURCE), np.random.default_rng(seed)
+        self.positions = np.sort(rng.choice(numel, count, replace=False).astype(np.int32))
+        self._values = np.ones(count, np.float32)
+
+    def settle(self, u: np.ndarray, v: np.ndarray) -> None:
+        """They leave `v`, and `u` is emptied there."""
+        arrays = _pointers(u, v, self.positions, self._values)
+        self._library.settle(*arrays, ctypes.c_long(self.positions.size))
+
+    def add_to(self, output: np.ndarray) -> None:
+        """They are added to `output`."""
+        arrays = _pointers(output, self.positions, self._values)
+        self._library.add(*arrays, ctypes.c_long(self.positions.size))

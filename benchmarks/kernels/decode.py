@@ -1,4 +1,7 @@
-"""Time to check, decode and add up what N workers sent: with N*k it grows, with n only by the zeroing."""
+"""Time to check, decode and add up what N workers sent: with N*k it grows, with n only by the zeroing.
+
+Beside it what the same number of additions in memory takes by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kernels.bench import Model, timed, torch_threads
+from benchmarks.kernels.bench import Model, Scatter, timed, torch_threads
 from benchmarks.report import markdown
 from dgc_horovod import DGCConfig
 from dgc_horovod.kernels.native.kernels import NativeKernels
@@ -32,31 +35,36 @@ def _row(numel: int, density: float, workers: int) -> dict[str, Any]:
         model.gradients.advance()
     received, output = np.concatenate(packets), np.empty(numel, np.float32)
     engine.outputs.put(0, output)
-    with torch_threads(1):
-        decode, add, zero = timed(
-            lambda: engine.receive(received), lambda: engine.aggregate_into(1 / workers), lambda: output.fill(0)
-        )
     k = int(density * numel)
-    return {"n": numel, "k": k, "workers": workers, "decode_ms": decode, "add_ms": add, "zeroing_ms": zero}
+    scatters = [Scatter(numel, k, seed) for seed in range(workers)]
+
+    def alone() -> None:
+        output.fill(0)
+        for scatter in scatters:
+            scatter.add_to(output)
+
+    with torch_threads(1):
+        decode, add, zero, scattered = timed(
+            lambda: engine.receive(received), lambda: engine.aggregate_into(1 / workers), lambda: output.fill(0), alone
+        )
+    times = {"decode_ms": decode, "add_ms": add, "zeroing_ms": zero, "scatter_ms": scattered}
+    return {"n": numel, "k": k, "workers": workers, **times}
 
 
-def nanoseconds_an_element(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
+def nanoseconds_an_element(rows: list[dict[str, Any]], row: dict[str, Any], *parts: str) -> float | None:
     """What each element costs that comes in beyond those of two workers, for which the zeroing is the same."""
     two = next(r for r in rows if (r["n"], r["k"], r["workers"]) == (row["n"], row["k"], 2))
     more = (row["workers"] - 2) * row["k"]
-    return 1e6 * (_milliseconds(row) - _milliseconds(two)) / more if more else None
-
-
-def _milliseconds(row: dict[str, Any]) -> float:
-    return float(row["decode_ms"] + row["add_ms"])
+    return 1e6 * sum(row[part] - two[part] for part in parts) / more if more else None
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: the parts, what NumPy takes to zero the update, and what each more element received costs."""
     lines = []
     for r in rows:
-        each = nanoseconds_an_element(rows, r)
+        each = nanoseconds_an_element(rows, r, "decode_ms", "add_ms"), nanoseconds_an_element(rows, r, "scatter_ms")
         name = f"n = {r['n'] // 10**6} M, k = {r['k']:,}, N = {r['workers']}"
         times = [f"{r[part]:.1f}" for part in ("decode_ms", "add_ms", "zeroing_ms")]
-        lines.append([name, *times, "" if each is None else f"{each:.1f}"])
-    return markdown(["", "check, decode ms", "zero, add ms", "zeroing by NumPy ms", "ns an element more"], lines)
+        lines.append([name, *times, *("" if ns is None else f"{ns:.1f}" for ns in each)])
+    more = "ns an element more", "of which memory alone"
+    return markdown(["", "check, decode ms", "zero, add ms", "zeroing by NumPy ms", *more], lines)

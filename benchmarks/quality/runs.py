@@ -30,6 +30,7 @@ from benchmarks.quality.variants import (
     FALLING,
     LOCAL,
     LOCAL_DENSER,
+    LONGER_DENSE,
     LOWER,
     LOWEST,
     OPTIMIZERS,
@@ -114,7 +115,11 @@ def _local(seeds: Sequence[int]) -> Iterator[Run]:
 
 def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
     """The larger model, a seed after the other: per step with four ranks, and local steps with four and eight."""
-    per_step = (*(f"AdamW, frozen after {steps}" for steps in ("200", "400", "100, density falls")), *OWN_GPT)
+    per_step = (
+        *(f"AdamW, frozen after {steps}" for steps in ("200", "400", "100, density falls")),
+        *LONGER_DENSE,
+        *OWN_GPT,
+    )
     for seed in seeds:
         yield from (Run("gpt", variant, 4, seed) for variant in ("AdamW, dense", "AdamW, dgc", *per_step))
         yield from (Run("gpt", variant, 4, seed, real=True) for variant in POWER_SGD)

@@ -174,14 +174,15 @@ SETTLED = {
 GPT_DENSE = 200
 
 
-def _coarse(density: float, **fields: Any) -> Variant:
-    warmup = WarmupSchedule(steps=GPT_DENSE, first_density=1.0, factor=1e-4)
+def _coarse(density: float, dense_steps: int = GPT_DENSE, **fields: Any) -> Variant:
+    warmup = WarmupSchedule(steps=dense_steps, first_density=1.0, factor=1e-4)
     return Variant(_dgc(density=density, values="2bit", warmup=warmup, **fields), warmup=0, optimizer="adamw")
 
 
 LOWER = {
     f"AdamW, frozen after {GPT_DENSE}, {density:.2%} in 2 bits": _coarse(density) for density in (3e-3, 1e-3, 5e-4)
 }
+LONGER_DENSE = {f"AdamW, frozen after {steps}, 0.30% in 2 bits": _coarse(3e-3, steps) for steps in (400,)}
 OWN_GPT = {
     f"AdamW, own after {GPT_DENSE}": _after_dense(GPT_DENSE, second_moment="own"),
     f"AdamW, own after {GPT_DENSE}, 0.30% in 2 bits": _coarse(3e-3, second_moment="own"),
@@ -256,6 +257,7 @@ VARIANTS = {
     **REFRESHED,
     **SETTLED,
     **LOWER,
+    **LONGER_DENSE,
     **OWN_GPT,
     **OWN_GPT_TIMED,
     **POWER_SGD,

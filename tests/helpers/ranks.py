@@ -85,8 +85,15 @@ def _kind(cases: list[str]) -> str:
     return "keras" if all(case.startswith("keras_") for case in cases) else "torch"
 
 
+# The program horovodrun, but it asks torch and not TensorFlow, which loads for seconds, how Horovod was built.
+_HOROVODRUN = (
+    "from horovod.common.util import EXTENSIONS; EXTENSIONS.sort(reverse=True); "
+    "from horovod.runner.launch import run_commandline; run_commandline()"
+)
+
+
 def _command(folder: str, workers: int, controller: str = "gloo", flags: tuple[str, ...] = ()) -> list[str]:
-    command = ["horovodrun", f"--{controller}", "-np", str(workers), *flags]
+    command = [sys.executable, "-c", _HOROVODRUN, f"--{controller}", "-np", str(workers), *flags]
     if controller == "mpi":
         command += ["--mpi-args=--oversubscribe --allow-run-as-root"]
     return [*command, sys.executable, "-m", "tests.helpers.rank_main", folder]

@@ -20,7 +20,7 @@ class GradientWatch:
     """Remembers the state in which each ``p.grad`` was last seen."""
 
     def __init__(self) -> None:
-        self._taken: dict[torch.Tensor, int] = {}
+        self._taken: dict[int, _Seen] = {}  # by id: a tensor's own hash is a call of Python's for each
         self._synchronized: list[_Seen] = []
         self._applied: list[_Seen] = []
         self._copies: list[
@@ -29,8 +29,9 @@ class GradientWatch:
 
     def taken(self, p: torch.Tensor) -> None:
         """A gradient has been handed to the exchange: a new step has begun."""
-        self._taken[p] = _version(p)
-        self._synchronized, self._copies = [], []
+        self._taken[id(p)] = p, _version(p)
+        if self._synchronized:
+            self._synchronized, self._copies = [], []
 
     def synchronized(self, parameters: Iterable[torch.Tensor]) -> None:
         """Every ``p.grad`` now holds its update."""
@@ -50,13 +51,13 @@ class GradientWatch:
 
     def look_again(self) -> None:
         """What has changed up to now was meant to, and is known of."""
-        self._taken = {p: _version(p) for p in self._taken}
+        self._taken = {key: (p, _version(p)) for key, (p, _) in self._taken.items()}
         self._synchronized = [(p, _version(p)) for p, _ in self._synchronized]
         self._copy()
 
     def changed_since_taken(self) -> bool:
         """Whether a gradient was changed after the exchange had taken it: the change has no effect."""
-        return any(_version(p) != seen for p, seen in self._taken.items())
+        return any(_version(p) != seen for p, seen in self._taken.values())
 
     def changed_since_synchronized(self, loss_scale: float = 1.0) -> bool:
         """Whether an update was changed since synchronize.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -93,16 +94,21 @@ class TakenMemory:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, list[tuple[int, int]]] = {}  # begin and end, by the memory that holds them
+        self._begins: list[int] = []  # of places that do not overlap, in their order
+        self._ends: list[int] = []
 
     def is_first_in(self, grad: torch.Tensor) -> bool:
-        """Whether nothing is in the place of `grad`, which is contiguous, yet; from now on `grad` is."""
-        taken = self._places.setdefault(grad.untyped_storage().data_ptr(), [])
-        begin, end = grad.data_ptr(), grad.data_ptr() + grad.nbytes
-        first = all(end <= others_begin or others_end <= begin for others_begin, others_end in taken)
-        taken.append((begin, end))
-        return first
+        """Whether nothing is in the place of `grad`, which is contiguous fp32, yet; if so, from now on `grad` is."""
+        begin = grad.data_ptr()
+        end = begin + 4 * grad.numel()
+        i = bisect_right(self._begins, begin)
+        if (i and self._ends[i - 1] > begin) or (i < len(self._begins) and self._begins[i] < end):
+            return False
+        self._begins.insert(i, begin)
+        self._ends.insert(i, end)
+        return True
 
     def clear(self) -> None:
         """Forget all of it."""
-        self._places.clear()
+        self._begins.clear()
+        self._ends.clear()

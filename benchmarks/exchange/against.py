@@ -1,0 +1,134 @@
+"""The exchange as it is beside that of an earlier commit, in turns within one hour; the benchmark is today's for both.
+
+python -m benchmarks.exchange.against 7b00759^ --models resnet50 --workers 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.exchange.registry import MEMORY
+from benchmarks.exchange.tables import milliseconds
+from benchmarks.report import RESULTS, ROOT, environment, markdown, read_results, write_results
+from benchmarks.shapes import SHAPES
+
+FILE = RESULTS / "against.json"
+PUBLISHED = "published DGC"
+METHODS = (MEMORY, "dgc", PUBLISHED)
+_SECONDS = 1_800  # that a cell, or the build of a commit, may take
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.exchange.against", description=__doc__)
+    add = made.add_argument
+    add("commit", help="git's name of the earlier one")
+    add("--models", nargs="+", choices=SHAPES, default=["resnet50"], metavar="M", help=f"of {', '.join(SHAPES)}")
+    add("--workers", nargs="+", type=int, default=[2, 4], metavar="N", help="hosts (default: 2 4)")
+    add("--rate", default="1gbit", metavar="R", help="of the links (default: %(default)s)")
+    add("--rounds", type=int, default=5, metavar="K", help="launches of each of the two (default: %(default)s)")
+    add("--file", type=Path, default=FILE, help=f"of results (default: benchmarks/results/{FILE.name})")
+    return made
+
+
+def check_out(commit: str, folder: Path) -> Path:
+    """The package of `commit`, built, with the benchmarks of today."""
+    folder.mkdir()
+    packed = folder.with_suffix(".tar")
+    _run(["git", "archive", "-o", str(packed), commit], ROOT)
+    shutil.unpack_archive(packed, folder, filter="data")
+    shutil.rmtree(folder / "benchmarks", ignore_errors=True)
+    shutil.copytree(ROOT / "benchmarks", folder / "benchmarks")
+    _run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], folder)
+    return folder
+
+
+def _run(command: Sequence[str], tree: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=variables, timeout=_SECONDS, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"benchmarks.exchange.against: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+def measure(tree: Path, model: str, workers: int, rate: str, file: Path) -> list[dict[str, Any]]:
+    """The rows of one launch of the package in `tree`."""
+    file.unlink(missing_ok=True)
+    words = ["--models", model, "--workers", str(workers), "--rates", rate, "--launches", "1", "--file", str(file)]
+    _run([sys.executable, "-m", "benchmarks.exchange", *words, "--methods", *METHODS], tree)
+    (cell,) = json.loads(file.read_text()).values()
+    return cell["rows"]  # type: ignore[no-any-return]
+
+
+def in_turns(trees: dict[str, Path], options: argparse.Namespace, model: str, workers: int) -> list[dict[str, Any]]:
+    """A row for each of `trees` and each method: medians over the rounds, and every round's own."""
+    from tqdm import tqdm
+
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in tqdm(range(options.rounds), desc=f"{model}, N = {workers}", unit="round"):
+            for name in sorted(trees, reverse=turn % 2 == 1):  # so that neither is always the first
+                for row in measure(trees[name], model, workers, options.rate, Path(folder, "one.json")):
+                    found.setdefault((name, row["method"]), []).append(row)
+    return [
+        {
+            "package": name,
+            "method": method,
+            "ms": statistics.median(row["ms"]["p50"] for row in rows),
+            "processor_ms": statistics.median(row["processor_ms"] for row in rows),
+            "compress_ms": statistics.median(row["phases_ms"].get("compress", 0) for row in rows),
+            "rounds_ms": [row["ms"]["p50"] for row in rows],
+        }
+        for (name, method), rows in sorted(found.items())
+    ]
+
+
+def table(kept: dict[str, Any]) -> str:
+    """Earlier and now, side by side, and beside what the package has no part in: of that all rounds count alike."""
+    lines = []
+    for key, cell in kept.items():
+        before, now = (next(row for row in _of(cell, "dgc") if row["package"] == name) for name in ("before", "now"))
+        parts = [
+            f"{milliseconds(before[part])} → {milliseconds(now[part])} ({before[part] / now[part]:.2f}×)"
+            for part in ("ms", "processor_ms", "compress_ms")
+        ]
+        memory, published = (
+            statistics.median(ms for row in _of(cell, method) for ms in row["rounds_ms"])
+            for method in (MEMORY, PUBLISHED)
+        )
+        beside = milliseconds(memory), f"{now['ms'] / memory:.2f}×", f"{published / now['ms']:.1f}×"
+        lines.append([key, *parts, *beside])
+    columns = ["step", "processor time of a rank", "compress", MEMORY, "a step of that", f"faster than {PUBLISHED}"]
+    return markdown(["dgc, before → now, ms", *columns], lines)
+
+
+def _of(cell: dict[str, Any], method: str) -> list[dict[str, Any]]:
+    return [row for row in cell["rows"] if row["method"] == method]
+
+
+def main() -> None:
+    """Do what the command line says."""
+    options = parser().parse_args()
+    kept = read_results(options.file) if options.file.exists() else {}
+    with tempfile.TemporaryDirectory() as top:
+        trees = {"before": check_out(options.commit, Path(top, "before")), "now": ROOT}
+        for model in options.models:
+            for workers in options.workers:
+                rows = in_turns(trees, options, model, workers)
+                key = f"{model}, N = {workers}, {options.rate}"
+                kept[key] = {"environment": environment(), "commit": options.commit, "rows": rows}
+                write_results(options.file, json.dumps(kept, indent=1) + "\n")
+    print(table(kept))
+
+
+if __name__ == "__main__":
+    main()
