@@ -5,6 +5,7 @@ Beside it what the same number of additions in memory takes by itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,12 @@ def _row(numel: int, density: float, workers: int) -> dict[str, Any]:
     return {"n": numel, "k": k, "workers": workers, **times}
 
 
-def nanoseconds_an_element(rows: list[dict[str, Any]], row: dict[str, Any], *parts: str) -> float | None:
+_OURS = ("decode_ms", "add_ms")
+
+
+def nanoseconds_an_element(
+    rows: list[dict[str, Any]], row: dict[str, Any], parts: Sequence[str] = _OURS
+) -> float | None:
     """What each element costs that comes in beyond those of two workers, for which the zeroing is the same."""
     two = next(r for r in rows if (r["n"], r["k"], r["workers"]) == (row["n"], row["k"], 2))
     more = (row["workers"] - 2) * row["k"]
@@ -62,9 +68,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: the parts, what NumPy takes to zero the update, and what each more element received costs."""
     lines = []
     for r in rows:
-        each = nanoseconds_an_element(rows, r, "decode_ms", "add_ms"), nanoseconds_an_element(rows, r, "scatter_ms")
+        each = nanoseconds_an_element(rows, r), nanoseconds_an_element(rows, r, ["scatter_ms"])
         name = f"n = {r['n'] // 10**6} M, k = {r['k']:,}, N = {r['workers']}"
-        times = [f"{r[part]:.1f}" for part in ("decode_ms", "add_ms", "zeroing_ms")]
+        times = [f"{r[part]:.1f}" for part in (*_OURS, "zeroing_ms")]
         lines.append([name, *times, *("" if ns is None else f"{ns:.1f}" for ns in each)])
     more = "ns an element more", "of which memory alone"
     return markdown(["", "check, decode ms", "zero, add ms", "zeroing by NumPy ms", *more], lines)

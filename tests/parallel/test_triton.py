@@ -8,7 +8,8 @@ pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+# The kernels' bits are checked one by one in tests/unit, and in the adapter on a GPU by scripts/gpu_check
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
 
 def test_training_is_the_same_bit_by_bit():
