@@ -66,19 +66,20 @@ def launch(module: str, arguments: Sequence[str], ranks: int, hosts: Lab | None,
         output_of(command, seconds, variables)
 
 
-def output_of(command: Sequence[str], seconds: float, variables: Mapping[str, str]) -> str:
-    """What `command` prints, in this checkout's folder.
+def output_of(command: Sequence[str], seconds: float, variables: Mapping[str, str], folder: Path = ROOT) -> str:
+    """What `command` prints.
 
     Args:
         command: program and words.
         seconds: then it is killed with all that it started.
         variables: of its environment, beside this one's.
+        folder: in which it runs; else this checkout's.
 
     Raises:
         LaunchError: it failed or took too long; nothing of it is left running.
     """
     with _within(command, seconds), subprocess.Popen(
-        command, env={**os.environ, **variables}, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        command, env={**os.environ, **variables}, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     ) as process:  # fmt: skip
         try:

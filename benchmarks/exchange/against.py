@@ -6,20 +6,21 @@ python -m benchmarks.exchange.against 7b00759^ --models resnet50 --workers 2
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.exchange import cells
 from benchmarks.exchange.registry import MEMORY
 from benchmarks.exchange.tables import milliseconds
-from benchmarks.report import RESULTS, ROOT, environment, markdown, read_results, write_results
+from benchmarks.ranks import LaunchError, exit_on_signals, output_of
+from benchmarks.report import RESULTS, ROOT, environment, markdown, write_results
 from benchmarks.shapes import SHAPES
 
 FILE = RESULTS / "against.json"
@@ -54,10 +55,7 @@ def check_out(commit: str, folder: Path) -> Path:
 
 
 def _run(command: Sequence[str], tree: Path) -> None:
-    variables = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=variables, timeout=_SECONDS, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"benchmarks.exchange.against: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    output_of(command, _SECONDS, {"PYTHONPATH": str(tree)}, tree)
 
 
 def measure(tree: Path, model: str, workers: int, rate: str, file: Path) -> list[dict[str, Any]]:
@@ -85,7 +83,9 @@ def in_turns(trees: dict[str, Path], options: argparse.Namespace, model: str, wo
             "method": method,
             "ms": statistics.median(row["ms"]["p50"] for row in rows),
             "processor_ms": statistics.median(row["processor_ms"] for row in rows),
-            "compress_ms": statistics.median(row["phases_ms"].get("compress", 0) for row in rows),
+            "phases_ms": {
+                phase: statistics.median(row["phases_ms"][phase] for row in rows) for phase in rows[0]["phases_ms"]
+            },
             "rounds_ms": [row["ms"]["p50"] for row in rows],
         }
         for (name, method), rows in sorted(found.items())
@@ -97,10 +97,8 @@ def table(kept: dict[str, Any]) -> str:
     lines = []
     for key, cell in kept.items():
         before, now = (next(row for row in _of(cell, "dgc") if row["package"] == name) for name in ("before", "now"))
-        parts = [
-            f"{milliseconds(before[part])} → {milliseconds(now[part])} ({before[part] / now[part]:.2f}×)"
-            for part in ("ms", "processor_ms", "compress_ms")
-        ]
+        times = [(row["ms"], row["processor_ms"], row["phases_ms"]["compress"]) for row in (before, now)]
+        parts = [f"{milliseconds(a)} → {milliseconds(b)} ({a / b:.2f}×)" for a, b in zip(*times, strict=True)]
         memory, published = (
             statistics.median(ms for row in _of(cell, method) for ms in row["rounds_ms"])
             for method in (MEMORY, PUBLISHED)
@@ -118,15 +116,18 @@ def _of(cell: dict[str, Any], method: str) -> list[dict[str, Any]]:
 def main() -> None:
     """Do what the command line says."""
     options = parser().parse_args()
-    kept = read_results(options.file) if options.file.exists() else {}
+    exit_on_signals()
+    kept = cells.read(options.file)
     with tempfile.TemporaryDirectory() as top:
-        trees = {"before": check_out(options.commit, Path(top, "before")), "now": ROOT}
-        for model in options.models:
-            for workers in options.workers:
+        try:
+            trees = {"before": check_out(options.commit, Path(top, "before")), "now": ROOT}
+            for model, workers in itertools.product(options.models, options.workers):
                 rows = in_turns(trees, options, model, workers)
                 key = f"{model}, N = {workers}, {options.rate}"
                 kept[key] = {"environment": environment(), "commit": options.commit, "rows": rows}
                 write_results(options.file, json.dumps(kept, indent=1) + "\n")
+        except LaunchError as error:
+            raise SystemExit(f"benchmarks.exchange.against: {error}") from None
     print(table(kept))
 
 

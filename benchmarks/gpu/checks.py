@@ -22,7 +22,7 @@ from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
-INTERPRETED = Size("cpu", (1, 63, 1025, 333, 700), steps=4, ranks=2, long_run=5)
+INTERPRETED = Size("cpu", (1, 63, 2049, 333, 1500), steps=4, ranks=2, long_run=5)
 ON_DEVICE = Size("cuda", (1, 63, 40_961, 333, 300_003, 4096, 700_000), steps=6, ranks=2, long_run=1000)
 SANITIZED = Size("cuda", (1, 63, 4097, 333, 9000), steps=3, ranks=2, long_run=3)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kernels.bench import RUNS, WARM_UP, Model, Scatter, Stream, timed, torch_threads
+from benchmarks.kernels.bench import WARM_UP, Model, Scatter, Stream, timed, torch_threads
 from benchmarks.kernels.compress import STEPS
 from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES
@@ -18,10 +18,15 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.kernels.native.library import load
 
-_STAGES = {"pass": "pass", "keep_largest": "select", "kth_largest": "select", "keep_at_least": "select"} | {
-    "encode": "encode",
-    "checksum": "encode",
-    "settle": "settle",
+MODELS = ("resnet50", "vgg16")
+_STAGES = {
+    "dgc_pass": "pass",
+    "dgc_keep_largest": "select",
+    "dgc_kth_largest": "select",
+    "dgc_keep_at_least": "select",
+    "dgc_encode": "encode",
+    "dgc_checksum": "encode",
+    "dgc_settle": "settle",
 }
 STAGES = tuple(dict.fromkeys(_STAGES.values()))
 
@@ -34,7 +39,7 @@ class TimedLibrary:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        function, stage = getattr(self._library, name), _STAGES.get(name.removeprefix("dgc_"))
+        function, stage = getattr(self._library, name), _STAGES.get(name)
 
         def called(*arguments: Any) -> Any:
             start = time.perf_counter()
@@ -50,7 +55,7 @@ class TimedLibrary:
 def study(quick: bool) -> list[dict[str, Any]]:
     """A row for each model and density, one thread, the widest instructions that there are."""
     with torch_threads(1):
-        return [_row(model, density) for model in list(SHAPES)[: 1 if quick else 2] for density in (0.001, 0.01)]
+        return [_row(model, density) for model in MODELS[: 1 if quick else None] for density in (0.001, 0.01)]
 
 
 def _row(name: str, density: float) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def _row(name: str, density: float) -> dict[str, Any]:
     floor, whole, alone = timed(
         lambda: stream.run(model.gradients.flat), compress, lambda: scatter.settle(u, v), before=model.gradients.advance
     )
-    stages = {stage: statistics.median(found[stage][WARM_UP : WARM_UP + RUNS]) for stage in STAGES}
+    stages = {stage: statistics.median(found[stage][WARM_UP:]) for stage in STAGES}
     what = {"model": name, "density": density, "instructions": kernels.instructions, "k": scatter.positions.size}
     return {**what, "floor_ms": floor, "whole_ms": whole, "scatter_ms": alone, "stages_ms": stages}
 

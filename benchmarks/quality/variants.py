@@ -182,7 +182,7 @@ def _coarse(density: float, dense_steps: int = GPT_DENSE, **fields: Any) -> Vari
 LOWER = {
     f"AdamW, frozen after {GPT_DENSE}, {density:.2%} in 2 bits": _coarse(density) for density in (3e-3, 1e-3, 5e-4)
 }
-LONGER_DENSE = {f"AdamW, frozen after {steps}, 0.30% in 2 bits": _coarse(3e-3, steps) for steps in (400,)}
+LONGER_DENSE = {"AdamW, frozen after 400, 0.30% in 2 bits": _coarse(3e-3, dense_steps=400)}
 OWN_GPT = {
     f"AdamW, own after {GPT_DENSE}": _after_dense(GPT_DENSE, second_moment="own"),
     f"AdamW, own after {GPT_DENSE}, 0.30% in 2 bits": _coarse(3e-3, second_moment="own"),

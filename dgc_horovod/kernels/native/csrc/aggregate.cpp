@@ -111,7 +111,7 @@ bool looks_zero(const float* x, int64_t numel) {
 }
 
 constexpr int64_t kFillBlock = 1 << 14;
-constexpr int64_t kFewAdditions = 24;  // elements for each that is added, from which zeroing past the cache pays (measured to 31)
+constexpr int64_t kFewAdditions = 24;  // elements for each that is added, from which zeroing past the cache pays
 
 }  // namespace
 
