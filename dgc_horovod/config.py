@@ -47,7 +47,7 @@ class DGCConfig:
             "frozen": all learn one in the dense steps that the warm-up begins with, and it stays; "auto": frozen where
             the warm-up begins with density 1, else own.
         factor_masking: whether momentum is cleared where an element was sent (DGC section 3.2). Meant for densities of
-            1% and less: where much is sent, it takes the momentum away.
+            2% and less: where much is sent, it takes the momentum away.
         clip_norm: L2 norm c at which the averaged whole-model gradient would be clipped, > 0; each rank
             clips its own to sqrt(N)*c before it enters the momentum. None: no clipping.
         warmup: schedule of the density warm-up; None: no warm-up.

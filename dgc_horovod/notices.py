@@ -14,11 +14,12 @@ _log = logging.getLogger("dgc_horovod")
 
 ADAM_DIRECTIONS = (
     "with Adam the mathematics changes: each rank's own Adam direction is compressed and averaged, not the gradient, "
-    "which costs quality; a warm-up that begins with density 1 loses less (docs/tuning.md)"
+    "which costs quality; a warm-up that begins with density 1, WarmupSchedule(steps=..., first_density=1.0), loses "
+    "less (docs/tuning.md#adam-and-adamw)"
 )
 ADAM_AFTER = (
-    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs more quality than method dgc "
-    "does; compare the result with dense training once (docs/algorithm.md)"
+    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs quality; method dgc with a "
+    "warm-up that begins with density 1 loses less (docs/tuning.md#adam-and-adamw)"
 )
 NOT_LEARNT = (
     "there is no second moment that could stay: the dense steps are over, and none was applied, or the optimizer's "
@@ -151,7 +152,13 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
         _log.warning(
             "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
         )
-    elif config.momentum_correction and config.warmup is None and config.density < 0.01 and not config.automatic:
+    elif (
+        config.momentum_correction
+        and config.warmup is None
+        and config.density < 0.01
+        and not config.automatic
+        and notice != ADAM_DIRECTIONS  # which recommends another
+    ):
         _log.warning(
             "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
             "warmup=WarmupSchedule(epochs=4, steps_per_epoch=...), or --dgc-warmup-steps N with dgcrun"

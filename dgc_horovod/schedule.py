@@ -19,16 +19,17 @@ class WarmupSchedule:
     ``WarmupSchedule(epochs=4)`` lowers the density once an epoch, as in the paper.
 
     Args:
-        steps: length in optimizer steps, >= 1. Give either this or `epochs`.
+        steps: length in optimizer steps (with local steps: exchanges), >= 1. Give either this or `epochs`.
         epochs: length in epochs, > 0. The epoch is computed from `steps_per_epoch` where that is given,
             otherwise observed (``DistributedSampler.set_epoch``, ``optimizer.set_epoch``).
-        steps_per_epoch: optimizer steps in an epoch, >= 1; only with `epochs`.
+        steps_per_epoch: optimizer steps (with local steps: exchanges) in an epoch, >= 1; only with `epochs`.
             Where the epoch is observed instead, the density changes at the start of an epoch only.
         first_density: density of the first stage, in (0, 1]; a final density at or above it needs no warm-up.
         factor: ratio of the densities of one stage and the stage before, in (0, 1).
         until_settled: change of Adam's second moment, > 0, at or below which it has settled: 0.25 is by a quarter in
-            ``1/(1-b2)`` steps. With a `first_density` of 1 the first stage ends then, and the others are as long as it
-            was; the length given is the longest. None: every stage has its length.
+            ``1/(1-b2)`` steps; not before twice as many, nor while the learning rate rises. With a `first_density` of 1
+            the first stage ends then, and the others are as long as it was; the length given is the longest. None:
+            every stage has its length.
     """
 
     steps: int | None = None

@@ -21,6 +21,7 @@ from benchmarks.quality.variants import (
     REFRESHED,
     REFRESHED_AFTER,
     REFRESHED_EVERY,
+    SETTLED,
 )
 from benchmarks.report import markdown, save_figure
 
@@ -50,6 +51,7 @@ def table(found: Sequence[Outcome]) -> str:
     named |= {f"AdamW, frozen after {steps}": f"frozen after {steps} dense" for steps in FROZEN_AFTER}
     falls = "frozen after {0} dense, then {0} each at 25%, 6%, 1.6%"
     named |= {f"AdamW, frozen after {steps}, density falls": falls.format(steps) for steps in FALLING_AFTER}
+    named |= {name: _settled(found, name) for name in SETTLED}
     beside = f"frozen after {REFRESHED_AFTER} dense, refreshed every "
     named |= {
         name: beside + ("step" if every == 1 else f"{every} steps")
@@ -62,6 +64,14 @@ def table(found: Sequence[Outcome]) -> str:
     ]
     head = [f"N = {workers}, {_run(TODAY, workers, length).steps:,} steps" for workers, length in places]
     return markdown(["second moment; loss less dense AdamW, nats", *head], [line for line in lines if any(line[1:])])
+
+
+def _settled(found: Sequence[Outcome], variant: str) -> str:
+    """In words, after how many dense steps it had settled."""
+    change, *falls = variant.removeprefix("AdamW, settled to ").split(", ")
+    ends = sorted(each.settled_at for each in found if each.run.variant == variant and each.settled_at)
+    when = f", after {ends[0]} to {ends[-1]}" if ends else ""
+    return f"frozen once it changes by {change} or less{when}" + ", then as many each at 25%, 6%, 1.6%" * len(falls)
 
 
 def larger(found: Sequence[Outcome]) -> str:

@@ -28,6 +28,7 @@ from benchmarks.quality.variants import (
     CHOICES,
     EXCHANGES,
     FALLING,
+    FROZEN_AFTER,
     LOCAL,
     LOCAL_DENSER,
     LONGER_DENSE,
@@ -38,6 +39,7 @@ from benchmarks.quality.variants import (
     OWN_GPT,
     POWER_SGD,
     REFRESHED,
+    REFRESHED_AFTER,
     RUN_LENGTHS,
     SETTLED,
     UNMASKED,
@@ -98,9 +100,11 @@ def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
 
 
 def _adam(seeds: Sequence[int]) -> Iterator[Run]:
+    long = [name for steps, name in zip(FROZEN_AFTER, ADAM, strict=True) if steps >= REFRESHED_AFTER]
+    further = {1.0: ADAM, 4.0: (*long, *FALLING, *OWN), 10.0: long}
     for i, workers in enumerate(WORKERS):
         for seed, length in itertools.product(seeds, LENGTHS):
-            for variant in ("AdamW, dense", "AdamW, dgc", *ADAM, *((*FALLING, *OWN) if length > 1 else ())):
+            for variant in ("AdamW, dense", "AdamW, dgc", *further[length]):
                 yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
     for seed, variant in itertools.product(seeds, (*SETTLED, *REFRESHED)):
         yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])

@@ -116,7 +116,7 @@ def train(
         run: which.
         make_ranks: who computes the steps.
         steps: stop after so many; None: all.
-        points: of the curve; None: as many as the task has.
+        points: of the curve; None: as many as the task has; 0: nothing is tested.
         watch: called after every step.
 
     Returns:
@@ -129,7 +129,8 @@ def train(
     optimizer = VARIANTS[run.variant].make_optimizer(task.model, task.settings)
     highest, ranks = optimizer.param_groups[0]["lr"], make_ranks(run, task, optimizer)
     draws = [Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.workers)]
-    curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // (points or task.points))
+    points = task.points if points is None else points
+    curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // points) if points else 0
     end = steps or run.steps
     for step in range(end):
         for group in ranks.optimizer.param_groups:
@@ -139,7 +140,7 @@ def train(
         watch(ranks, step + 1, loss)
         if not loss < HOPELESS:
             break
-        if (step + 1) % every == 0 or step + 1 == end:
+        if every and ((step + 1) % every == 0 or step + 1 == end):
             quality = task.quality()
             if not math.isfinite(quality.loss):
                 break

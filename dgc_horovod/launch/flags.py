@@ -16,6 +16,7 @@ from horovod.runner import gloo_run, launch
 from horovod.runner.common.util import config_parser
 
 from dgc_horovod import __version__, envvars
+from dgc_horovod.compression import PRESETS
 from dgc_horovod.envvars import EnvironmentVariable
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.launch import config_file
@@ -34,7 +35,7 @@ _REPORT = "a page (HTML) of what the job did, made of the metrics file"
 # What the doctor and the plan are told
 ESTIMATE = {"--model-size": "SIZE", "--step-ms": "MS", "--link-gbps": "GBPS"}
 PLAN = {"--model": "MODULE:FUNCTION", "--latency-ms": "MS", "--workers-per-node": "G", "--plot": "FILE"}
-_ESTIMATE = "with --doctor, -np: does it pay; --plan"
+_ESTIMATE = "with --doctor and -np: whether it pays; with --plan"
 _PLAN = "with --plan"
 _DESCRIPTION = "Everything that horovodrun does, with the gradients compressed on the way. Scripts stay as they are."
 _USAGE = "dgcrun -np N [-H HOST:SLOTS,...] [--dgc | --compression METHOD] [options] COMMAND"
@@ -179,14 +180,14 @@ def _add(group: Any, variable: EnvironmentVariable) -> None:
 def help_text(horovods: Sequence[str]) -> str:
     """What ``dgcrun --help`` prints: a line for each of our flags, and the names of `horovods`."""
     lines = [f"usage: {_USAGE}", "", _DESCRIPTION, "", envvars.SETTABLE[0].group]
-    lines += _row("--dgc", "Deep Gradient Compression: --compression dgc, or other settings alone")
+    lines += _row("--dgc", "Deep Gradient Compression: the same as --compression dgc")
     group = envvars.SETTABLE[0].group
     for variable in envvars.SETTABLE:
         if variable.group != group:
             group = variable.group
             lines += ["", group]
         value = "" if variable is envvars.ALLOW_INACTIVE else variable.metavar
-        lines += _row(f"{variable.flag} {value}", variable.explained, variable.default)
+        lines += _row(f"{variable.flag} {value}", variable.explained, _defaults(variable))
     lines += _row(f"{REPORT} PAGE", _REPORT)
     lines += _row("--config-file PATH", "Horovod's YAML file, which may have a section `compression:`")
     lines += ["", "instead of a job"]
@@ -199,6 +200,15 @@ def help_text(horovods: Sequence[str]) -> str:
         " ".join(horovods), _width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
     )
     return "\n".join(lines) + "\n"
+
+
+def _defaults(variable: EnvironmentVariable) -> str:
+    """Its default, and what it is for methods that have another."""
+    if variable.default in ("", envvars.OF_METHOD):
+        return variable.default
+    others = {name: preset[variable.field] for name, preset in PRESETS.items() if variable.field in preset}
+    texts = {name: {True: "on", False: "off"}.get(value, value) for name, value in others.items()}
+    return "; ".join([variable.default, *(f"{name}: {text}" for name, text in texts.items() if text != name)])
 
 
 def _width() -> int:

@@ -79,6 +79,10 @@ class ExchangeMethods(StateMethods):
         """Compare with the other ranks what is about to be done."""
         raise NotImplementedError
 
+    def _dgc_outer(self: Any) -> dict[str, torch.Tensor]:
+        """What is the same on all ranks beside weights and the optimizer's state, by name. Nothing here."""
+        return {}
+
     def _dgc_group_name(self: Any) -> str:
         """Name of the ranks that take part, the same on each of them."""
         raise NotImplementedError

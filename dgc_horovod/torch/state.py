@@ -141,9 +141,10 @@ def copied(optimizer: Any) -> ResidualState:
 def put_back(optimizer: Any, state: ResidualState) -> None:
     """`load_residuals`, whatever is under way."""
     exchange, update = optimizer._dgc, optimizer._dgc_update
-    state = update.take_own(optimizer, state)
+    state, own = update.split_own(optimizer, state)
     check_moments(state, update.keeps_second)
     exchange.load(state)
+    update.take_own(optimizer, own)
     optimizer._dgc_resume(state.mode)
     for p in exchange.compressed:
         name = exchange.names[p]

@@ -104,7 +104,7 @@ class StateMethods:
             self._dgc.buckets.epoch = epoch
 
     def compression_stats(self: Any) -> dict[str, Any]:
-        """What this rank has exchanged since it was wrapped.
+        """What this rank has exchanged since it was wrapped; under Horovod Elastic, since the ranks changed.
 
         Returns:
             ``steps``; ``elements`` and ``selected`` of the sparse path; ``bytes_sent`` and ``bytes_received``:

@@ -57,9 +57,10 @@ def together(workers: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fit(model: Any, optimizer: Any, epochs: int = 3, callbacks: Any = (), **compiled: Any) -> Any:
-    """``model.fit`` on this rank's shard; returns the model."""
+    """``model.fit`` on this rank's shard; returns the model. One that has the optimizer already just goes on."""
     x, y = shard(hvd.rank())
-    model.compile(optimizer, "mse", **compiled)
+    if compiled or getattr(model, "optimizer", None) is not optimizer:  # to compile again is to trace again
+        model.compile(optimizer, "mse", **compiled)
     model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
     return model
 

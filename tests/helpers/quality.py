@@ -19,11 +19,11 @@ def in_processes(function: Callable[..., Any], words: Iterable[Any]) -> list[Any
 
 
 def followed(run: Run, make_ranks: MakeRanks = simulated) -> dict[str, list[Any]]:
-    """The bits of all weights, and the loss, after each of the first steps of a run, warm-up and some more."""
+    """The bits of rank 0's (or a real rank's own) weights, and the loss, after each of the first steps of a run."""
     found: dict[str, list[Any]] = {"weights": [], "losses": []}
 
     def watch(ranks: Any, step: int, loss: float) -> None:
-        found["weights"].append(digest(p for group in ranks.optimizer.param_groups for p in group["params"]))
+        found["weights"].append(digest(ranks.optimizer.param_groups[0]["params"]))
         found["losses"].append(loss)
 
     train(run, make_ranks, steps=STEPS, points=1, watch=watch)

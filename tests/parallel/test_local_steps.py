@@ -75,7 +75,7 @@ def test_a_frozen_layer_stays_and_a_thawed_one_is_refused(ranks):
 def test_weights_that_differ_are_found_by_name_and_repaired(ranks):
     for found in (rank["local_steps_around.differing"] for rank in ranks):
         assert "'2.weight'" in found["stop"] and "more" not in found["stop"].split("differ")[0], found["stop"]
-        assert found["broadcast"] == "" and found["repaired"] == 0
+        assert found["broadcast"] == "" and found["repaired"] == [0, 0]  # weights, outer momentum
 
 
 def test_an_overflow_on_one_rank_is_over_with_the_round(ranks):

@@ -138,6 +138,13 @@ def test_the_clock_notices_a_checkpoint(seen, generations):
     assert clock.generation(seen[-1]) == generations[-1] + 1
 
 
+def test_the_clock_bears_with_an_exchange_right_after_a_resume():
+    """Local steps count the iterations before the last step, which was made before the resume."""
+    clock = Clock(stride=4, says=lambda: False)
+    generation = clock.resumed(47)
+    assert [clock.generation(iterations) for iterations in (46, 47, 50)] == [generation] * 3
+
+
 def test_which_optimizers_are_split():
     class Own(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):

@@ -169,7 +169,8 @@ class HostSteps:
         if self._generation_now(iterations) != generation:
             return
         keys = {str(i): key for i, (_, key) in enumerate(self._keys)}
-        rest = {n: self.update.take_own(keys[n], x) if n in keys else x for n, x in state.tensors.items()}
+        whole = state.tensors
+        rest = {n: self.update.without_own(keys[n], x) if n in keys else x for n, x in whole.items()}
         state = dataclasses.replace(state, tensors={n: arrays for n, arrays in rest.items() if arrays})
         check_moments(state, self.update.keeps_second)
         self._under_way, self._resumed = False, True
@@ -178,6 +179,8 @@ class HostSteps:
         runs = {names.get(number, number): run for number, run in state.runs.items()}
         state = dataclasses.replace(state, tensors=tensors, runs=runs)
         left = self.buckets.load(state)
+        for n in set(whole) & set(keys):
+            self.update.take_own(keys[n], whole[n])
         take_shared(self.buckets, state)
         if left and self.collectives.rank == 0:
             _log.warning(

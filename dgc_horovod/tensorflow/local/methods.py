@@ -68,7 +68,10 @@ class LocalMethods(DistributedMethods):
 
     def _dgc_exchange(self: Any) -> tf.Tensor:
         # iterations counted before the last step, as at an exchange of gradients
-        self._dgc_rounds.exchange(self._dgc_set.exchange, self.iterations - 1, self._dgc_slots(), passes_of(self))
+        seconds = [native(variable) for variable in getattr(self, "_velocities", ())]  # of Adam and its like
+        self._dgc_rounds.exchange(
+            self._dgc_set.exchange, self.iterations - 1, self._dgc_slots(), seconds, passes_of(self)
+        )
         return tf.constant(True)
 
     def _dgc_slots(self: Any) -> list[tf.Variable]:
@@ -92,7 +95,7 @@ class LocalMethods(DistributedMethods):
         return self._dgc_make_rounds().outer
 
     def _dgc_weights_loaded(self: Any) -> None:
-        self._dgc_make_rounds().fresh.assign(True)
+        self._dgc_make_rounds().begin_anew()
 
     def flush(self: Any) -> None:
         """Apply everything that the ranks have kept: the round under way ends, then `e` goes densely."""
@@ -111,6 +114,8 @@ class LocalMethods(DistributedMethods):
         """
         super().clear_residuals()
         self._dgc_restart()
+        if self._dgc_rounds is not None:
+            self._dgc_rounds.begin_anew()
 
     def _dgc_restart(self: Any) -> None:
         if self._dgc_rounds is not None:

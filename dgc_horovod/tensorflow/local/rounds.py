@@ -37,6 +37,7 @@ class LocalRounds:
         self.variables, self.weights = list(variables), [native(variable) for variable in variables]
         self._rate, self._momentum = config.outer_rate, config.outer_momentum
         self._frozen: set[int] = set()
+        self._means: list[tf.Variable] = []  # of second moments, at the last exchange
         with tf.init_scope():
             self.calls = tf.Variable(0, trainable=False, dtype=tf.int64)
             self.fresh = tf.Variable(True, trainable=False)
@@ -63,7 +64,9 @@ class LocalRounds:
 
         tf.cond(self.fresh, remember, lambda: tf.constant(True))
 
-    def exchange(self, exchange: GradientExchange, iterations: Any, slots: Sequence[Any], passes: int) -> None:
+    def exchange(
+        self, exchange: GradientExchange, iterations: Any, slots: Sequence[Any], seconds: Sequence[Any], passes: int
+    ) -> None:
         """Let the weights be the same on every rank; if a change was not finite, those of before the round.
 
         Args:
@@ -71,6 +74,8 @@ class LocalRounds:
             iterations: number of steps that the optimizer had made before the last one.
             slots: the inner optimizer's variables for those that are trained. Where one is not finite it would spoil
                 the weights again: all are emptied on that rank, as Adam's first moment is no good without the second.
+            seconds: those of them that are second moments. Empty ones would let Adam, whose steps are counted on, take
+                several times its step: each becomes what its mean was at the last exchange.
             passes: calls of the optimizer for one step.
         """
         self._remember()  # where weights were loaded and no step was made
@@ -87,12 +92,16 @@ class LocalRounds:
         def apply() -> tf.Tensor:
             for i, (anchor, mean) in enumerate(zip(self.anchors, found.gradients, strict=True)):
                 self._apply(i, anchor, tf.cast(mean, anchor.dtype))
+            for second, mean in zip(seconds, self._means_of(seconds), strict=True):
+                mean.assign(tf.reduce_mean(second))
             return tf.constant(True)
 
         def clean() -> tf.Tensor:
             sound = tf.reduce_all([tf.reduce_all(tf.math.is_finite(slot)) for slot in slots if slot.dtype.is_floating])
             for slot in slots:
                 slot.assign(tf.where(sound, slot, tf.zeros_like(slot)))
+            for second, mean in zip(seconds, self._means_of(seconds), strict=True):
+                second.assign(tf.where(sound, second, tf.fill(second.shape, mean)))
             return tf.constant(False)
 
         with tf.control_dependencies([*counted, tf.cond(found.finite, apply, clean)]):
@@ -103,6 +112,12 @@ class LocalRounds:
             self.fresh.assign(True)
             self.calls.assign(0)
 
+    def _means_of(self, seconds: Sequence[Any]) -> list[tf.Variable]:
+        if len(self._means) != len(seconds):
+            with tf.init_scope():
+                self._means = [tf.Variable(tf.zeros((), second.dtype), trainable=False) for second in seconds]
+        return self._means
+
     def _apply(self, i: int, anchor: tf.Variable, step: tf.Tensor) -> None:
         if self.outer:
             momentum = self.outer[i].assign(self._momentum * self.outer[i] + step)
@@ -112,6 +127,11 @@ class LocalRounds:
                 momentum.assign(tf.zeros_like(momentum))
         else:
             anchor.assign_sub(self._rate * step)
+
+    def begin_anew(self) -> None:
+        """All ranks have the weights of a checkpoint, or set them: no step of a round has been made."""
+        self.fresh.assign(True)
+        self.calls.assign(0)
 
     def restart(self) -> None:
         """The weights are others: the next step begins a round, without outer momentum."""

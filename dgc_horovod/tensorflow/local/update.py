@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays
 from dgc_horovod.tensorflow.updates.base import PlainUpdate, index_of
 from dgc_horovod.tensorflow.wrapping.variables import Key, native
@@ -33,12 +35,21 @@ class LocalUpdate(PlainUpdate):
         own = {part: native(slot).numpy().astype(np.float32).reshape(-1) for part, slot in self._slots(key).items()}
         return own if all(np.isfinite(x).all() for x in own.values()) else {}  # no file takes others
 
-    def take_own(self, key: Key, arrays: Arrays) -> Arrays:
-        own = {part: slot for part, slot in self._slots(key).items() if part in arrays}
+    def without_own(self, key: Key, arrays: Arrays) -> Arrays:
+        slots = self._slots(key)
+        for part, slot in slots.items():
+            if part in arrays and arrays[part].size != math.prod(slot.shape):
+                raise CheckpointError(
+                    f"the optimizer's slot {slot.name!r} has {arrays[part].size} elements in the record, and "
+                    f"{math.prod(slot.shape)} here; they must be of the same model"
+                )
+        return {part: x for part, x in arrays.items() if part not in slots}
+
+    def take_own(self, key: Key, arrays: Arrays) -> None:
         with tf.init_scope():  # the first step may be under construction
-            for part, slot in own.items():
-                native(slot).assign(tf.cast(arrays[part].reshape(slot.shape), native(slot).dtype))
-        return {part: x for part, x in arrays.items() if part not in own}
+            for part, slot in self._slots(key).items():
+                if part in arrays:
+                    native(slot).assign(tf.cast(arrays[part].reshape(slot.shape), native(slot).dtype))
 
     def _slots(self, key: Key) -> dict[str, Any]:
         """The slots of the variable `key`, by part of a rank's record."""

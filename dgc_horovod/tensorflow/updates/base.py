@@ -72,9 +72,16 @@ class PlainUpdate:
         """The slots of the variable `key` that are this rank's alone, for its record."""
         return {}
 
-    def take_own(self, key: Key, arrays: Arrays) -> Arrays:
-        """Put them back; returns the rest of `arrays`."""
+    def without_own(self, key: Key, arrays: Arrays) -> Arrays:
+        """The rest of a record's `arrays` of the variable `key`.
+
+        Raises:
+            CheckpointError: they are of another model.
+        """
         return arrays
+
+    def take_own(self, key: Key, arrays: Arrays) -> None:
+        """Put the slots in `arrays` back."""
 
     def hand_back(self, key: Key, variable: Any, left: Left, rate: Any, compressed: bool) -> Any:
         """Apply what all ranks together had kept of a variable, before a step of the user's own optimizer.

@@ -28,7 +28,8 @@ class Clock:
 
     def resumed(self, iterations: int) -> int:
         """Weights, optimizer and residuals have been loaded together, at `iterations`; the generation that they are."""
-        self._last, self._seen = iterations, self._generation
+        # as if their last step had been exchanged: local steps may exchange before the next one
+        self._last, self._seen = iterations - 1, self._generation
         return self._generation
 
     def generation(self, iterations: int) -> int:

@@ -79,6 +79,8 @@ class Replicas:
                 self._broadcast(state[key], f"{name}.{key}", root)
             for key in set(state) - set(there_is[name]):
                 del state[key]
+        for name, x in optimizer._dgc_outer().items():
+            self._broadcast(x, f"{name}.outer", root)
         optimizer._dgc.buckets.forget_shared()
 
     def fingerprint(self, optimizer: Any) -> int:

@@ -108,14 +108,16 @@ class LocalMethods:
     def _dgc_clean_state(self: Any) -> None:
         """A rank whose weights were not finite has an inner state that would spoil them again.
 
-        Of a parameter all of it: Adam's first moment is no good without the second.
+        Of a parameter all of it: Adam's first moment is no good without the second, nor are its steps, by which empty
+        moments would count as full ones.
         """
         for state in self.state.values():
-            own = [x for key, x in state.items() if key != "step" and isinstance(x, torch.Tensor)]
-            own = [x for x in own if x.is_floating_point()]
+            own = [x for x in state.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
             if not all(bool(torch.isfinite(x).all()) for x in own):
                 for x in own:
                     x.zero_()
+                if isinstance(state.get("step"), int):
+                    state["step"] = 0
 
     def synchronize(self: Any) -> None:
         """Nothing: each rank's gradients are its own."""
@@ -144,6 +146,10 @@ class LocalMethods:
             found[_OUTER] = {names[p]: x for p, x in self._dgc_rounds.momentum.items()}
         return found
 
+    def _dgc_outer(self: Any) -> dict[str, torch.Tensor]:
+        names = self._dgc.names if self._dgc_config.outer_momentum else {}
+        return {name: self._dgc_rounds.outer(p) for p, name in names.items()}
+
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """As torch's; what ranks have kept starts empty, and the round under way goes on.
 
@@ -162,6 +168,8 @@ class LocalMethods:
                 "it was saved"
             )
         self._dgc_below.load_state_dict(self, {key: x for key, x in state_dict.items() if key != _OUTER})
+        if not self._dgc_rounds.count:  # a step that has raised an error may have begun one
+            self._dgc_rounds.go_back()
         for name, x in outer.items():
             p = of_name[name]
             self._dgc_rounds.momentum[p] = self._dgc_rounds.held(x.to(p))

@@ -111,8 +111,13 @@ class LocalRounds:
         m = self._config.outer_momentum
         if not m:
             return mean
-        momentum = self.momentum.setdefault(p, torch.zeros_like(mean)).mul_(m).add_(mean)
-        return mean.add(momentum, alpha=m)
+        return mean.add(self.outer(p).mul_(m).add_(mean), alpha=m)
+
+    def outer(self, p: Parameter) -> torch.Tensor:
+        """Outer momentum of `p`, zeros to begin with."""
+        if p not in self.momentum:
+            self.momentum[p] = self.held(torch.zeros_like(p))
+        return self.momentum[p]
 
     @torch.no_grad()
     def forget(self) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, ResidualState
-from dgc_horovod.torch.updates.base import Compressed, Left, Parameter, PlainUpdate
+from dgc_horovod.errors import CheckpointError
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
+from dgc_horovod.torch.updates.base import Compressed, Left, Parameter, PlainUpdate, step_count
 
 # entries of an inner optimizer's state that go into a rank's record, by the kind of the optimizer
 _KEPT = {"sgd": {"momentum_buffer": MOMENTUM}, "adam": {"exp_avg": FIRST, "exp_avg_sq": SECOND}}
+_Own = tuple[Arrays, int | None]  # by key of the state, and Adam's steps
 
 
 class LocalUpdate(PlainUpdate):
@@ -39,20 +41,34 @@ class LocalUpdate(PlainUpdate):
             if "step" in own and name in state.tensors:
                 state.directions[name] = int(own["step"])
 
-    def take_own(self, optimizer: Any, state: ResidualState) -> ResidualState:
-        parts, tensors = _KEPT.get(self.kind, {}), {}
+    def split_own(self, optimizer: Any, state: ResidualState) -> tuple[ResidualState, dict[Parameter, _Own]]:
+        keys, found, tensors = _KEPT.get(self.kind, {}), {}, {}
         of_name = {name: p for p, name in optimizer._dgc.names.items()}
         for name, arrays in state.tensors.items():
-            p, own = of_name.get(name), {key: arrays[part] for key, part in parts.items() if part in arrays}
-            if p is not None:
-                for key, x in own.items():
-                    optimizer.state[p][key] = torch.from_numpy(x).view(p.shape).to(p.device, p.dtype, copy=True)
-                if name in state.directions:
-                    optimizer.state[p]["step"] = torch.tensor(float(state.directions[name]))
-            kept = {part: x for part, x in arrays.items() if part not in parts.values()}
+            own = {key: arrays[part] for key, part in keys.items() if part in arrays}
+            if name in of_name and own:
+                p = of_name[name]
+                if any(x.size != p.numel() for x in own.values()):
+                    sizes = sorted({x.size for x in own.values()})
+                    raise CheckpointError(
+                        f"the optimizer's state of {name!r} has {sizes} elements, the model's tensor has {p.numel()}; "
+                        "they must be of the same model"
+                    )
+                found[p] = own, state.directions.get(name)
+            kept = {part: x for part, x in arrays.items() if part not in keys.values()}
             if kept:
                 tensors[name] = kept
-        return dataclasses.replace(state, tensors=tensors, directions={})
+        return dataclasses.replace(state, tensors=tensors, directions={}), found
+
+    @torch.no_grad()
+    def take_own(self, optimizer: Any, own: dict[Parameter, _Own]) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                arrays, steps = own.get(p, ({}, None))
+                for key, x in arrays.items():  # in the memory format of p: fused optimizers walk both in memory order
+                    optimizer.state[p][key] = torch.empty_like(p).copy_(torch.from_numpy(x).view(p.shape))
+                if steps is not None:
+                    optimizer.state[p]["step"] = step_count(p, group, steps)
 
     @torch.no_grad()
     def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:

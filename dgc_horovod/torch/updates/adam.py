@@ -14,7 +14,7 @@ from dgc_horovod.notices import ADAM_DIRECTIONS, NEVER_LEARNT, NOT_LEARNT, tell_
 from dgc_horovod.state.residual_state import FIRST, RESIDUAL, SECOND
 from dgc_horovod.torch.gradients import moments
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.updates.base import Group, Left, Parameter, SplitUpdate, States, fill_state
+from dgc_horovod.torch.updates.base import Group, Left, Parameter, SplitUpdate, States, fill_state, step_count
 
 
 class AdamUpdate(SplitUpdate):
@@ -74,7 +74,7 @@ class AdamUpdate(SplitUpdate):
             return left[RESIDUAL]
         p.add_(left[RESIDUAL].to(p.dtype), alpha=-_sign(group) * float(group["lr"]))
         if FIRST in left:
-            step = torch.tensor(float(self.directions(p)))
+            step = step_count(p, group, self.directions(p))
             state.update(step=step, exp_avg=_sign(group) * left[FIRST], exp_avg_sq=left[SECOND])
         return None
 
@@ -132,6 +132,7 @@ class FrozenAdamUpdate(AdamUpdate):
         self._tell(exchange)
         learnt = state["exp_avg_sq"].float() / (1 - b2**step)
         second = torch.from_numpy(bounded(learnt.cpu().numpy())).to(p.device)
+        self._unknown.discard(p)
         if bool(second.isinf().all()):
             self._unknown.add(p)
             if exchange.collectives.rank == 0:

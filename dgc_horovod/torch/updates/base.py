@@ -86,9 +86,16 @@ class PlainUpdate:
     def add_own(self, optimizer: Any, state: ResidualState) -> None:
         """Add to a rank's record what of the optimizer's state is this rank's alone."""
 
-    def take_own(self, optimizer: Any, state: ResidualState) -> ResidualState:
-        """Put that back; returns the rest of the record."""
-        return state
+    def split_own(self, optimizer: Any, state: ResidualState) -> tuple[ResidualState, Any]:
+        """The record without that, and that, for `take_own`; nothing is changed.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        return state, None
+
+    def take_own(self, optimizer: Any, own: Any) -> None:
+        """Put back what `split_own` has found."""
 
     @torch.no_grad()
     def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
@@ -157,6 +164,12 @@ class SplitUpdate(PlainUpdate):
                     self.apply(p, update, group, optimizer.state[p])
 
 
+def step_count(p: Parameter, group: Group, steps: int = 0) -> torch.Tensor:
+    """Adam's ``step`` as stock has it: on the device where kernels read it there."""
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.full((), float(steps), device=p.device if on_device else None)
+
+
 def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
     """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
 
@@ -174,8 +187,7 @@ def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
                 state["momentum_buffer"] = torch.zeros_like(p)
             elif adam and not group["amsgrad"]:
                 if "step" not in state:
-                    on_device = group.get("capturable") or group.get("fused")
-                    state["step"] = torch.zeros((), device=p.device if on_device else None)
+                    state["step"] = step_count(p, group)
                 for moment in ("exp_avg", "exp_avg_sq"):
                     if moment not in state:
                         state[moment] = torch.zeros_like(p)

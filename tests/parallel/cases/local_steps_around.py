@@ -77,13 +77,16 @@ def differing() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for action in ("stop", "broadcast"):
         model = smooth_model()
-        optimizer = wrapped(model, on_mismatch=action, check_every=1)
+        optimizer = wrapped(model, on_mismatch=action, check_every=1, outer_momentum=0.5)
         train(model, optimizer, H)
+        outer = optimizer._dgc_rounds.outer(model[2].weight)
         with torch.no_grad():
             model[2].weight[0, 0] += 0.01 * hvd.rank()
+            outer[0, 0] += 0.01 * hvd.rank()
         found[action] = error_of(lambda model=model, optimizer=optimizer: train(model, optimizer, H))
         if action == "broadcast":
-            found["repaired"] = _spread(model)
+            every = hvd.allgather(outer[None], name="outer")
+            found["repaired"] = [_spread(model), float((every - every[:1]).abs().max())]
     return found
 
 

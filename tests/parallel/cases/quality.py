@@ -17,6 +17,7 @@ TWO = [
     Run("images", "top-k, no residual", 2),
     Run("images", "+ residual (TopK-SGD)", 2),
     Run("transformer", "AdamW, dgc", 2),
+    Run("transformer", "AdamW, local, 5 steps", 2),
 ]
 # With four, packets are still added in rank order.
 FOUR = [Run("images", "dgc, no warm-up", 4), Run("transformer", "dgc, values=2bit", 4)]
