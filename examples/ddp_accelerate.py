@@ -1,4 +1,4 @@
-"""The digits with Hugging Face's accelerate: what ``prepare`` returns is registered, in one line.
+"""The digits with Hugging Face's accelerate: the optimizer is registered before it is prepared, in one line.
 
     torchrun --nproc-per-node 2 examples/ddp_accelerate.py
 
@@ -29,8 +29,9 @@ def main() -> None:
     train, test = digits()
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(train, 32, shuffle=True))
-    register(model, optimizer.optimizer, Compression.dgc(density=0.01))  # the optimizer that prepare has wrapped
+    model, loader = accelerator.prepare(model, DataLoader(train, 32, shuffle=True))
+    register(model, optimizer, Compression.dgc(density=0.01))  # before prepare() takes what it is to call
+    optimizer = accelerator.prepare(optimizer)
 
     for _ in range(args.epochs):
         for images, labels in loader:

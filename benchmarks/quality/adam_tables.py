@@ -22,6 +22,7 @@ from benchmarks.quality.variants import (
     REFRESHED_AFTER,
     REFRESHED_EVERY,
     SETTLED,
+    VARIANTS,
 )
 from benchmarks.report import markdown, save_figure
 
@@ -82,11 +83,19 @@ def larger(found: Sequence[Outcome]) -> str:
         values = pairs(by_run, Run(LARGER, variant, workers), Run(LARGER, DENSE, workers))
         if values and variant != DENSE:
             traffic = statistics.mean(
-                each.traffic for run, each in by_run.items() if (run.variant, run.workers) == (variant, workers)
+                _traffic(each) for run, each in by_run.items() if (run.variant, run.workers) == (variant, workers)
             )
             name = f"{variant.removeprefix('AdamW, ')}, N = {workers}"
             lines.append([name, spread(values, "+.3f"), f"1/{1 / traffic:.1f}", len(values)])
     return markdown(["loss less dense AdamW, nats", "", "bytes sent, of dense", "seeds"], lines)
+
+
+def _traffic(each: Outcome) -> float:
+    """Bytes sent over the whole run, in those of dense: PowerSGD counts those after its dense steps alone."""
+    variant, steps = VARIANTS[each.run.variant], each.run.steps
+    if not variant.power_sgd:
+        return each.traffic
+    return (variant.dense_steps + (steps - variant.dense_steps) * each.traffic) / steps
 
 
 def blocks(found: Sequence[Outcome]) -> dict[str, str]:

@@ -29,6 +29,7 @@ class LocalRanks:
         workers: N.
         clip_norm: L2 norm at which the averaged gradient would be clipped, or None.
         config: the compression.
+        dense_steps: steps before the first round, of the averaged gradient.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class LocalRanks:
         workers: int,
         clip_norm: float | None,
         config: DGCConfig,
+        dense_steps: int = 0,
     ) -> None:
         self._model, self._board = model, Board()
         models = [model, *(copy.deepcopy(model) for _ in range(workers - 1))]
         self._weights = [[p.data for p in each.parameters()] for each in models]
         self._parameters = [list(each.parameters()) for each in models]
         self._inner = [make_optimizer(each) for each in models]
+        self._clip_norm, self._dense_left = clip_norm, dense_steps
         self._limit = None if clip_norm is None else clip_norm * math.sqrt(workers)
         self.optimizer: Any = SimpleNamespace(param_groups=[g for inner in self._inner for g in inner.param_groups])
         self._rounds = [
@@ -64,6 +67,8 @@ class LocalRanks:
 
     def step(self, loss_of: LossOf) -> float:
         """An inner step of all ranks, and the exchange where it is due; the mean of their losses."""
+        if self._dense_left:
+            return self._dense_step(loss_of)
         losses, is_full = [], False
         for rank, (rounds, inner) in enumerate(zip(self._rounds, self._inner, strict=True)):
             rounds.begin_step()
@@ -78,6 +83,21 @@ class LocalRanks:
                 rounds.send()
             for rounds in self._rounds:
                 rounds.receive()
+        self._lend(0)
+        return sum(losses) / len(losses)
+
+    def _dense_step(self, loss_of: LossOf) -> float:
+        self._dense_left -= 1
+        ranks = range(len(self._inner))
+        losses = [self._gradients(rank, loss_of) for rank in ranks]
+        gradients = [[p.grad for p in self._parameters[rank]] for rank in ranks]
+        means = [torch.stack(each).mean(0) for each in zip(*gradients, strict=True)]
+        for rank, inner in enumerate(self._inner):
+            for p, mean in zip(self._parameters[rank], means, strict=True):
+                p.grad = mean.clone()
+            if self._clip_norm is not None:
+                nn.utils.clip_grad_norm_(self._parameters[rank], self._clip_norm)
+            inner.step()
         self._lend(0)
         return sum(losses) / len(losses)
 

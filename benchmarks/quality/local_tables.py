@@ -11,7 +11,15 @@ from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import AVERAGED, LOCAL, LOCAL_DENSER, LOCAL_STEPS, VARIANTS
+from benchmarks.quality.variants import (
+    AVERAGED,
+    LATER_AVERAGED,
+    LATER_LOCAL,
+    LOCAL,
+    LOCAL_DENSER,
+    LOCAL_STEPS,
+    VARIANTS,
+)
 from benchmarks.report import markdown
 
 DENSE, FIRST_SEED = "AdamW, dense", 500  # of this study on the small model
@@ -21,6 +29,7 @@ BESIDE = {
     for names in (LOCAL, LOCAL_DENSER)
     for name, averaged, steps in zip(names, AVERAGED, LOCAL_STEPS, strict=True)
 }
+BESIDE |= {name: (averaged, 15) for name, averaged in zip(LATER_LOCAL, LATER_AVERAGED, strict=True)}
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -32,16 +41,16 @@ def table(found: Sequence[Outcome]) -> str:
             dense, whole, sparse = (Run(task, each, workers, length=length) for each in (DENSE, averaged, name))
             added = pairs(by_run, sparse, whole)
             if added:
-                config = VARIANTS[name].config(ALL_TASKS[task].settings)
+                config, later = VARIANTS[name].config(ALL_TASKS[task].settings), VARIANTS[name].dense_steps
                 assert config is not None
                 traffic = statistics.mean(each.traffic for run, each in by_run.items() if _same(run, sparse))
                 place = f"{ALL_TASKS[task].title}, N = {workers}, {sparse.steps:,} steps, H = {steps}"
                 losses = (pairs(by_run, whole, dense), pairs(by_run, sparse, dense), added)
                 lines.append(
                     [
-                        f"{place}, {config.density:.1%}",
+                        f"{place}, {config.density:.1%}" + f", after {later} dense steps" * bool(later),
                         *(spread(values, "+.3f") for values in losses),
-                        f"{config.density * sparse.steps / steps:.1f}",
+                        f"{config.density * (sparse.steps - later) / steps:.1f}",
                         f"{1 / steps / traffic:,.0f}×",
                         f"{1 / traffic:,.0f}×",
                     ]

@@ -29,6 +29,8 @@ from benchmarks.quality.variants import (
     EXCHANGES,
     FALLING,
     FROZEN_AFTER,
+    LATER_AVERAGED,
+    LATER_LOCAL,
     LOCAL,
     LOCAL_DENSER,
     LONGER_DENSE,
@@ -111,10 +113,9 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
 
 
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
-    for i, workers in enumerate(WORKERS):
-        for seed, length in itertools.product(seeds, LENGTHS[1:]):
-            for variant in ("AdamW, dense", *AVERAGED, *LOCAL, *LOCAL_DENSER):
-                yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
+    for seed in seeds:
+        for variant in ("AdamW, dense", *AVERAGED, *LOCAL, *LOCAL_DENSER, *LATER_AVERAGED, *LATER_LOCAL):
+            yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])
 
 
 def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
@@ -204,6 +205,7 @@ def settings(run: Run) -> str:
         others = (*others, variant.node_size, variant.shard_density)
     if config is not None and config.local_steps is not None:
         others = (*others, config.local_steps, config.local_decay, config.outer_rate, config.outer_momentum)
+        others = (*others, "after", variant.dense_steps) if variant.dense_steps else others
     if config is not None and config.freezes_second_moment and variant.optimizer == "adamw":
         others = (*others, "frozen")
     if run.task not in TASKS:

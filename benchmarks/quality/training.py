@@ -89,7 +89,7 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
         return DenseRanks(*basics)
     if config.local_steps is not None:
         make = functools.partial(variant.make_optimizer, settings=task.settings)
-        return LocalRanks(task.model, make, run.workers, task.settings.clip_norm, config)
+        return LocalRanks(task.model, make, run.workers, task.settings.clip_norm, config, variant.dense_steps)
     b2 = optimizer.param_groups[0].get("betas", (0.0, 0.0))[1]
     refresh = Refresh(variant.refresh_every, b2, task.settings.clip_norm) if variant.refresh_every else None
     return CompressedRanks(

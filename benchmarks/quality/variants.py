@@ -37,7 +37,7 @@ class Variant:
         node_size: workers of a node, which average densely and are one sender.
         shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
         power_sgd: rank of torch's PowerSGD, on real ranks only; 0: none.
-        dense_steps: steps before PowerSGD begins, >= 2.
+        dense_steps: steps before PowerSGD (>= 2) or local steps begin.
         refresh_every: steps between two refreshes of a frozen second moment, as a trial; 0: none.
         received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
@@ -55,7 +55,7 @@ class Variant:
     shard_density: float = 0.0
     received: Callable[[int], float] | None = None
     power_sgd: int = 0
-    dense_steps: int = 2
+    dense_steps: int = 0
     refresh_every: int = 0
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -198,8 +198,9 @@ POWER_SGD = {
 }
 
 
-def _local(steps: int, **fields: Any) -> Variant:
-    return Variant({**PRESETS["local"], "local_steps": steps, **fields}, clips=AFTERWARDS, warmup=0, optimizer="adamw")
+def _local(steps: int, dense_steps: int = 0, **fields: Any) -> Variant:
+    fields = {**PRESETS["local"], "local_steps": steps, **fields}
+    return Variant(fields, clips=AFTERWARDS, warmup=0, optimizer="adamw", dense_steps=dense_steps)
 
 
 _WHOLE = {"density": 1.0, "values": "fp32", "dense_values": "fp32", "local_decay": 1.0, "outer_momentum": 0.0}
@@ -208,6 +209,10 @@ LOCAL_STEPS = (5, 15, 30)
 AVERAGED = {f"AdamW, averaged every {steps}": _local(steps, **_WHOLE) for steps in LOCAL_STEPS}
 LOCAL = {f"AdamW, local, {steps} steps": _local(steps, outer_rate=1.5) for steps in LOCAL_STEPS}
 LOCAL_DENSER = {f"AdamW, local, {steps} steps, 6%": _local(steps, density=1 / 16) for steps in LOCAL_STEPS}
+# The same after some dense steps
+LOCAL_AFTER = 200
+LATER_AVERAGED = {f"AdamW, averaged every 15 after {LOCAL_AFTER}": _local(15, LOCAL_AFTER, **_WHOLE)}
+LATER_LOCAL = {f"AdamW, local, 15 steps, 6% after {LOCAL_AFTER}": _local(15, LOCAL_AFTER, density=1 / 16)}
 # What `auto` does in a run of so many steps: dense ones until it has chosen, then the density that fits
 # In one of 300 it stays dense; what compression would cost there, with momentum masked and without
 RUN_LENGTHS = (300, 1_000, 30_000)
@@ -264,6 +269,8 @@ VARIANTS = {
     **AVERAGED,
     **LOCAL,
     **LOCAL_DENSER,
+    **LATER_AVERAGED,
+    **LATER_LOCAL,
     **AUTOMATIC,
     **UNMASKED,
     **LOWEST,

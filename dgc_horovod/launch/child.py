@@ -55,7 +55,8 @@ class Child:
 
     def wait(self) -> int:
         """Wait for its end; returns its exit code, 128 + n if signal n was to end it. Signals are passed on."""
-        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
+        before = {number: signal.signal(number, self._pass_on) for number in heard}
         try:
             status = os.waitpid(self.pid, 0)[1]
         finally:

@@ -71,11 +71,12 @@ def save(given: str | os.PathLike[str], collectives: Gatherer, make: Callable[[]
     with together(collectives, "saving a checkpoint"):
         directory = _directory(given)
     try:
-        _save(directory, collectives, make, token)
+        lasts = _save(directory, collectives, make, token)
     except CheckpointError:
         _remove(directory, lambda found: found == token)  # a full disk would stay full
         raise
-    _remove(directory, lambda found: found != token)  # earlier saves, and what was left of interrupted ones
+    if lasts:
+        _remove(directory, lambda found: found != token)  # earlier saves, and what was left of interrupted ones
 
 
 def _directory(given: Any) -> Path:
@@ -85,7 +86,9 @@ def _directory(given: Any) -> Path:
     return Path(given)
 
 
-def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], token: str) -> None:
+def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], token: str) -> bool:
+    """Whether the new manifest is known to be on the disk; if not, the one before may still be there after a crash."""
+    lasts = True
     written: dict[str, File] = {}
     with together(collectives, f"saving to {directory}"):
         content = make()
@@ -115,9 +118,16 @@ def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], t
                 fields,
                 kept.settled_at,
                 kept.mode,
+                kept.clips,
                 dict(sorted(files.items())),
             )
-            _write(directory, MANIFEST, manifest.to_bytes())
+            _put(directory, MANIFEST, manifest.to_bytes())
+            try:
+                _see_to_disk(directory)
+            except OSError as error:  # too late to take it back
+                lasts = False
+                _log.warning("dgc_horovod: %s may not be on the disk yet: %s", directory / MANIFEST, error)
+    return shared_from(collectives, b"yes" if lasts else b"no", "lasts") == b"yes"
 
 
 def _as_texts(config: DGCConfig) -> dict[str, str]:
@@ -152,6 +162,12 @@ def _remove(directory: Path, which: Callable[[str], bool]) -> None:
 
 def _write(directory: Path, name: str, data: bytes) -> File:
     """Put a file in its place at once, and see that it is on the disk."""
+    _put(directory, name, data)
+    _see_to_disk(directory)  # the name too: files of the save before are removed after this
+    return File(name, len(data), digest(data))
+
+
+def _put(directory: Path, name: str, data: bytes) -> None:
     beside = directory / f"{_PREFIX}{secrets.token_hex(4)}.part"
     try:
         with beside.open("wb") as out:
@@ -159,10 +175,8 @@ def _write(directory: Path, name: str, data: bytes) -> File:
             out.flush()
             os.fsync(out.fileno())
         beside.replace(directory / name)
-        _see_to_disk(directory)  # the name too: files of the save before are removed after this
     finally:
         beside.unlink(missing_ok=True)
-    return File(name, len(data), digest(data))
 
 
 def _see_to_disk(directory: Path) -> None:
@@ -225,7 +239,7 @@ def load(
     topology = Topology(collectives.rank, collectives.workers, node_size)
     place = topology.rank, topology.workers
     empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
-    empty.settled_at = manifest.settled_at
+    empty.settled_at, empty.clips = manifest.settled_at, manifest.clips
     # stock Horovod's files know of no choice, nor do those from before the first step
     empty.mode = manifest.mode if manifest.config and manifest.workers else UNDECIDED
     if config is None or residuals == IGNORED or not manifest.workers:
@@ -243,7 +257,8 @@ def load(
                         'the directory. residuals="if sound" goes on without the file; what it held is lost'
                     ) from None
                 _log.warning("dgc_horovod: rank %d goes on without it: %s", collectives.rank, error)
-    return Checkpoint(manifest, model, handed_on(found, topology) if found else empty)
+    state = handed_on(found, topology) if found else empty
+    return Checkpoint(manifest, model, dataclasses.replace(state, clips=manifest.clips))
 
 
 def tell_if_empty(found: Checkpoint, directory: object) -> None:

@@ -36,7 +36,7 @@ class Manifest:
         averages: whether the ranks' gradients were averaged or summed.
         node_size: G >= 1, the workers of a node, each of which kept a part of its residual.
         config: compression settings as texts, by field; empty without compression.
-        settled_at, mode: see `ResidualState`.
+        settled_at, mode, clips: see `ResidualState`.
         files: file of "model" and of "rank 0", "rank 1", ..., by that key.
     """
 
@@ -49,6 +49,7 @@ class Manifest:
     config: dict[str, str]
     settled_at: int | None
     mode: str
+    clips: list[list[Any]]
     files: dict[str, File]
 
     def file(self, key: str) -> File:
@@ -76,7 +77,13 @@ class Manifest:
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{MANIFEST} has format {body['format']!r}; this version reads {FORMAT}")
             files = {key: File(**record) for key, record in body["files"].items()}
-            body = {"node_size": 1, "settled_at": None, "mode": "", **body}  # earlier versions knew none of them
+            body = {
+                "node_size": 1,
+                "settled_at": None,
+                "mode": "",
+                "clips": [],
+                **body,
+            }  # earlier versions knew none of them
             others = {field.name: body[field.name] for field in dataclasses.fields(cls) if field.name != "files"}
             return cls(**others, files=files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -53,6 +53,8 @@ class ResidualState:
         mode: name of the exchange that was at work, where a job chooses among several; else "".
         settled_at: step at which the dense steps ended since Adam's second moment had settled, or None.
         measured: what that is judged by, see `core.settling.Settling`.
+        clips: what the script clips, see `torch.clipping.local.records_of`; the same on every rank. In a checkpoint it
+            is in the manifest.
     """
 
     rank: int
@@ -68,6 +70,7 @@ class ResidualState:
     mode: str = ""
     settled_at: int | None = None
     measured: list[list[float]] = field(default_factory=list)
+    clips: list[list[Any]] = field(default_factory=list)
 
     @property
     def clock(self) -> dict[str, Any]:
@@ -232,7 +235,7 @@ _HEAD_FIELDS = (
 )  # fmt: skip
 _KINDS = {
     "rank": int, "workers": int, "averages": bool, "step": int, "node_size": int, "tensors": dict, "runs": dict,
-    "directions": dict, "thresholds": dict, "measured": list, "mode": str,
+    "directions": dict, "thresholds": dict, "measured": list, "mode": str, "clips": list,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ averaged), so that the combined residual stays the same; newcomers begin with no
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, going_back
 from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.torch.clipping.local import clips_of
 from dgc_horovod.torch.state import copied, kept_by, put_back
 from dgc_horovod.torch.transport import HorovodCollectives
 
@@ -85,6 +87,8 @@ class ResidualHandler(OptimizerStateHandler):
         optimizer: optimizer of ``DistributedOptimizer``.
     """
 
+    _saved_optimizer_state: Any  # Horovod's
+
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._saved: ResidualState = copied(optimizer)
@@ -118,7 +122,11 @@ class ResidualHandler(OptimizerStateHandler):
         """Go back to the last commit; a step under way is given up."""
         going_back(sys.exc_info()[1])
         self._flushed_at = None
+        committed: Any = copy.deepcopy(
+            self._saved_optimizer_state
+        )  # the optimizer goes on in the tensors that it loads
         super().restore()  # ends what is under way, and empties u and v
+        self._saved_optimizer_state = committed
         buckets = self.value._dgc.buckets
         put_back(self.value, self._saved.carried_on(buckets.rank, buckets.workers))
 
@@ -132,9 +140,11 @@ class ResidualHandler(OptimizerStateHandler):
         put_back(optimizer, own)  # and not what stands in their places
         renew(optimizer)
         buckets, settling = optimizer._dgc.buckets, optimizer._dgc.buckets.settling
-        own_place = buckets.steps, buckets.epoch, settling.settled_at, settling.measured
+        own_place = buckets.steps, buckets.epoch, settling.settled_at, settling.measured, own.clips
         place = hvd.broadcast_object(own_place, 0, name="dgc.elastic.step")
-        buckets.steps, buckets.epoch, settling.settled_at, settling.measured = place
+        buckets.steps, buckets.epoch, settling.settled_at, settling.measured, clips = place
+        if buckets.steps:  # a newcomer has made no step, but the others clip
+            optimizer._dgc.clipping.goes_on(clips_of(clips, optimizer._dgc.names))
 
 
 @contextmanager

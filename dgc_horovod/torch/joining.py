@@ -20,7 +20,7 @@ from horovod.torch import mpi_ops
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
-from dgc_horovod.notices import JOINED
+from dgc_horovod.notices import JOINED, OVERFLOW
 from dgc_horovod.torch import state
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.local.joining import RoundParticipant
@@ -61,9 +61,22 @@ def join(device: int = -1) -> int:
     for optimizer in owners.undecided():
         optimizer._dgc_choice.give_up(JOINED)  # the others see it at their next comparison
     last = _join(device)
-    for optimizer in owners.automatic():
-        optimizer._dgc_leave()
+    _even_out([optimizer for optimizer in owners.automatic() if optimizer.process_set.process_set_id == 0])
     return last
+
+
+def _even_out(optimizers: Sequence[Any]) -> None:
+    """Let what a rank has counted, or seen, in steps that others have not made, be the same on every rank."""
+    if not optimizers:
+        return
+    own = [[each._dgc.buckets.steps, each._dgc_choice.trial.mode] for each in optimizers]
+    collectives = HorovodCollectives(hvd.global_process_set, "join")
+    every = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "automatic")]
+    for optimizer, found in zip(optimizers, zip(*every, strict=True), strict=True):
+        optimizer._dgc.buckets.steps = max(steps for steps, _ in found)
+        if len({mode for _, mode in found}) > 1:  # of fp16, whose overflow one in join has not seen
+            optimizer._dgc_choice.give_up(OVERFLOW)
+        optimizer._dgc_leave()
 
 
 def _join(device: int) -> int:

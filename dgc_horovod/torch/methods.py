@@ -47,6 +47,7 @@ class ExchangeMethods(StateMethods):
 
     _dgc_stock = False  # whether the framework's own exchange carries the gradients of the present step
     _dgc_is_undecided = False  # whether that may change
+    _dgc_steps = False  # whether `step` is under way, and not another that somebody has taken from the class before
 
     def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
         """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
@@ -229,13 +230,20 @@ class ExchangeMethods(StateMethods):
         self._check_untouched()
         clip_calls.cut_late(self)
         clip_calls.end_step(self)
-        # torch's own wrapper runs the step hooks, once, around everything that the step does
-        torch.optim.Optimizer.profile_hook_step(self._apply)(self)
+        self._dgc_with_hooks(self._apply)
         self._dgc_watch.applied(self._dgc.names)
         if not self._dgc.buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
             self._dgc_replicas.begin(self._dgc.buckets.steps)
             settling.watch(self)
         return loss
+
+    def _dgc_with_hooks(self: Any, act: Callable[[Any], None]) -> None:
+        """Torch's own wrapper runs the step hooks, once, around everything that the step does."""
+        self._dgc_steps = True
+        try:
+            torch.optim.Optimizer.profile_hook_step(act)(self)
+        finally:
+            self._dgc_steps = False
 
     def _apply(self: Any, _: Any) -> None:
         self._dgc_update.step(self, self._dgc.compressed, self._dgc_own_step)

@@ -15,6 +15,7 @@ from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState, check_moments
+from dgc_horovod.torch.clipping.local import records_of
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -135,6 +136,7 @@ def copied(optimizer: Any) -> ResidualState:
     steps = {exchange.names[p]: update.directions(p) for p in exchange.compressed}
     state.directions = {name: count for name, count in steps.items() if count}
     state.mode = optimizer._dgc_mode()
+    state.clips = records_of(exchange.clipping.asked, exchange.names)
     return state
 
 

@@ -47,3 +47,18 @@ def fingerprint(model: nn.Module) -> str:
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """``|a - b| / |a|``."""
     return float((a - b).norm() / a.norm())
+
+
+class SharedGradients(nn.Module):
+    """Views of two parameters are added, so autograd gives both gradients one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(64, 32)) for _ in range(2))
+        self.c, self.d = (nn.Parameter(torch.randn(32)) for _ in range(2))
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.a.unsqueeze(0) + self.b.unsqueeze(0)
+        return torch.tanh(x @ both[0].T + 0.0) @ both[0] + (self.c.view(1, 32) + self.d.view(1, 32))

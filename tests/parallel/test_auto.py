@@ -33,7 +33,9 @@ def test_dense_steps_are_stock_horovods_bit_by_bit(ranks):
 
 def test_a_scripts_clipping_is_stocks_first_and_local_afterwards(ranks):
     one, other = _found(ranks, "script_clipping")
+    left = [found.pop("momentum") for found in (one, other)]
     assert one == other and one["same"] and one["told"]
+    assert min(left) > 0.4, "the first compressed step has scaled the momentum of the dense ones away"
 
 
 def test_a_switch_changes_nothing_at_density_1(ranks):

@@ -9,6 +9,7 @@ from tests.helpers.torch_ranks import run_torch_ranks
 pytestmark = pytest.mark.parallel
 SAME = 1e-5
 CASES = ["as_stock", "unused", "scaler", "without_ddp", "replicas", "schedulers_and_hooks", "registered_again"]
+CASES += ["shared_memory", "frozen_since", "step_of_before"]
 REFUSED = {
     "plain model": "ConfigError: model must be a DistributedDataParallel, got Sequential",
     "mixed_precision": "UnsupportedUse: this DistributedDataParallel has mixed_precision; use torch.autocast",
@@ -35,6 +36,23 @@ def test_density_1_is_stock_ddp(ranks):
     assert found.pop("wrong on purpose") > 1e-3, "a compressed run equals a dense one: it was silently dense"
     assert found.pop("bf16 autocast") < 5e-3  # a difference in the last bit may round another way
     assert {name: value for name, value in found.items() if not value <= SAME} == {}
+
+
+def test_gradients_that_share_memory_get_an_update_each(ranks):
+    for rank in ranks:
+        assert max(rank["ddp.shared_memory"].values()) <= SAME
+
+
+def test_a_step_that_was_taken_before_is_refused(ranks):
+    """As accelerate takes it under fp16: it had applied momentum a second time."""
+    for rank in ranks:
+        assert rank["ddp.step_of_before"].startswith("UnsupportedUse: this step() was taken")
+
+
+def test_layers_that_were_frozen_since_ddp_was_made_stay(ranks):
+    for rank in ranks:
+        stayed, trained = rank["ddp.frozen_since"]
+        assert stayed == 0 < trained
 
 
 def test_parameters_that_some_ranks_leave_out(ranks):

@@ -18,6 +18,7 @@ CASES = [
     "uneven_data",
     "loaded_on_one_rank",
     "measured_on_one_rank",
+    "resumed",
     "odd_orders",
 ]
 
@@ -39,6 +40,11 @@ def test_the_first_step_leaves_no_more_than_it_should(ranks):
         found = rank["script_clipping.first_step"]
         assert found.pop("sgd, none") > 1 and found.pop("adamw, none") > 1
         assert max(found.values()) < 1e-5, found
+
+
+def test_what_a_script_clips_is_part_of_the_state(ranks):
+    """The first gradient after a resume had entered u and v unclipped."""
+    assert [rank["script_clipping.resumed"] for rank in ranks] == 2 * [[True, True]]
 
 
 def test_a_script_is_told_once(ranks):

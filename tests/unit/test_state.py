@@ -128,6 +128,26 @@ def test_what_is_owed_does_not_change_with_the_nodes(nodes, size, new_nodes, new
         np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
 
 
+def test_a_manifest_that_may_not_be_on_the_disk_yet_takes_nothing_with_it(tmp_path, monkeypatch):
+    """The files that it names had been removed, as those of a save that had failed."""
+    save(tmp_path, 1, b"old", state_of(0, 1))
+    see, seen = checkpoint._see_to_disk, []
+
+    def fail_for_the_manifest(directory):
+        seen.append(directory)
+        if len(seen) == 3:  # behind the model and the rank's file
+            raise OSError(5, "Input/output error")
+        see(directory)
+
+    monkeypatch.setattr(checkpoint, "_see_to_disk", fail_for_the_manifest)
+    save(tmp_path, 2, b"new", state_of(0, 1))
+    found = load(tmp_path)
+    assert (found.model, found.state.step) == (b"new", 2)
+    assert len(list(tmp_path.glob("*.bin"))) == 2, "after a crash the manifest of before may be there again"
+    save(tmp_path, 3, b"newer", state_of(0, 1))
+    assert load(tmp_path).state.step == 3 and len(list(tmp_path.glob("*.bin"))) == 1
+
+
 def test_a_record_of_a_slice_survives_its_file_and_lies_about_nothing():
     state = of_node(1, 4, 2, averages=True)
     assert_equal(ResidualState.from_bytes(state.to_bytes()), state)
@@ -184,15 +204,15 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path):
 
 def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch):
     save(tmp_path, 7, b"model", state_of(0, 1))
-    write, written = checkpoint._write, []
+    put, written = checkpoint._put, []
 
     def fails_at_the_manifest(directory, name, data):
         if name == manifest.MANIFEST:
             raise OSError("disk full")
         written.append(name)
-        return write(directory, name, data)
+        put(directory, name, data)
 
-    monkeypatch.setattr(checkpoint, "_write", fails_at_the_manifest)
+    monkeypatch.setattr(checkpoint, "_put", fails_at_the_manifest)
     with pytest.raises(CheckpointError, match="rank 0: OSError: disk full"):
         save(tmp_path, 8, b"other", state_of(0, 1, seed=5))
     assert len(written) == 2 and not any((tmp_path / name).exists() for name in written), "a full disk stays full"

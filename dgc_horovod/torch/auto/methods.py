@@ -14,6 +14,7 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
 from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
 from dgc_horovod.torch import state
 from dgc_horovod.torch.auto.choice import OptimizerChoice
+from dgc_horovod.torch.clipping.local import clip_all
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.methods import ExchangeMethods
@@ -79,8 +80,7 @@ class AutomaticMethods:
         if self._dgc_halves and self._dgc.loss_scale() == 1.0:  # else a GradScaler looks, and skips the step
             self._dgc_overflowed = not all(bool(p.grad.isfinite().all()) for p in self._dgc.names if p.grad is not None)
         if self._dgc_config.clip_norm is not None:
-            limit = self._dgc_config.clip_norm * self._dgc.loss_scale()
-            torch.nn.utils.clip_grad_norm_(list(self._dgc.names), limit)
+            clip_all(self._dgc.names, self._dgc_config.clip_norm * self._dgc.loss_scale())
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronize unless that is done or skipped, then apply the optimizer; now and then, compare and choose."""
@@ -137,6 +137,7 @@ class AutomaticMethods:
             self._dgc_update.prepare(self)  # the engine takes over what stands in the optimizer's state
             self._dgc_watch = GradientWatch()
             self._dgc_may_apply = True
+            self._dgc.clipping.goes_on()
         self._dgc_stock, self._dgc.buckets.counts.mode = stock, mode
 
     @property
@@ -164,6 +165,10 @@ class AutomaticMethods:
     def _dgc_ranks_changed(self: Any) -> None:
         if self._dgc_choice.trial.ended:  # what was fastest for other ranks
             self._dgc_begin_anew()
+
+    def _dgc_check_between_steps(self: Any) -> None:
+        if self._handles or not self._dgc_stock:  # behind the uncompressed exchange u and v are empty
+            self._dgc_below._dgc_check_between_steps(self)
 
     def _dgc_finish_round(self: Any) -> None:
         """A checkpoint holds no half of a trial: that begins anew."""

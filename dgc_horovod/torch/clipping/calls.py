@@ -73,15 +73,22 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
     for optimizer in owners.undecided():
         if any(x in optimizer._dgc.names for x in parameters):
             optimizer._dgc_choice.script_clips = True
+    for optimizer in owners.automatic() if _is_known(limit, p) else ():
+        own = tuple(x for x in parameters if x in optimizer._dgc.names) if optimizer._dgc_stock else ()
+        if own:
+            optimizer._dgc.clipping.note_uncompressed(Clip(own, limit, p, optimizer._synchronized))
     for optimizer in owners.live():
         own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
-        known = own and 0 < limit < math.inf and (math.isnan(p) or p > 0)  # a norm of order p <= 0 is torch's affair
-        norm = _note(optimizer, Clip(own, limit, p)) if known else None
+        norm = _note(optimizer, Clip(own, limit, p)) if own and _is_known(limit, p) else None
         if norm is not None:
             norms.append(norm)
             taken = set(own)
             left = [x for x in left if x not in taken]
     return norms, left
+
+
+def _is_known(limit: float, p: float) -> bool:
+    return 0 < limit < math.inf and (math.isnan(p) or p > 0)  # a norm of order p <= 0 is torch's affair
 
 
 def _note(optimizer: Any, clip: Clip) -> float | None:

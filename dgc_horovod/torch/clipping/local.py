@@ -12,11 +12,12 @@ import enum
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dgc_horovod.core.optimizer_exchange import clip_limit
-from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 Parameter = torch.Tensor
@@ -43,6 +44,31 @@ class Clip:
     def key(self) -> tuple[object, ...]:
         """What stays the same from one call of a line in a script to the next."""
         return (math.isnan(self.p), *map(id, self.parameters))
+
+
+def records_of(clips: Iterable[Clip], names: Mapping[Parameter, str]) -> list[list[Any]]:
+    """`clips` as plain values: names of the parameters, limit, order of the norm or None, whether of updates."""
+    return [
+        [[names[p] for p in clip.parameters], clip.limit, None if math.isnan(clip.p) else clip.p, clip.updates]
+        for clip in clips
+    ]
+
+
+def clips_of(records: Iterable[Sequence[Any]], names: Mapping[Parameter, str]) -> list[Clip]:
+    """What `records_of` was given, but for parameters that are not there any more.
+
+    Raises:
+        CheckpointError: these are no such records.
+    """
+    of_name, found = {name: p for p, name in names.items()}, []
+    try:
+        for of, limit, p, updates in records:
+            parameters = tuple(of_name[name] for name in of if name in of_name)
+            if parameters and 0 < limit < math.inf:
+                found.append(Clip(parameters, float(limit), ELEMENTS if p is None else float(p), bool(updates)))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"what the script clips is not readable in the record ({error})") from None
+    return found
 
 
 class Change(enum.Enum):
@@ -75,6 +101,7 @@ class LocalClipping:
         self._cut: float | None = None  # norm of the updates that such a script has changed last
         self.norms: dict[tuple[object, ...], float] = {}  # by the key of a clip, before it; of the step under way
         self._noted: dict[tuple[object, ...], Clip] = {}
+        self._uncompressed: dict[tuple[object, ...], Clip] = {}  # the same of steps of the framework's own exchange
         self._factors: dict[Parameter, float] = {}
         self._bounds: dict[Parameter, float] = {}
         self._pending: tuple[list[tuple[object, ...]], Pending] | None = None  # norms on their way to all ranks
@@ -160,9 +187,29 @@ class LocalClipping:
         first = self.clips[0] if self.clips else None
         return first is not None and math.isinf(first.limit) and clip.p == 2 and clip.key in self.norms
 
-    def goes_on(self) -> None:
-        """u and v are of earlier steps too: there is no first one any more."""
-        self.clips = tuple(clip for clip in self.clips if clip.limit < math.inf)
+    def goes_on(self, asked: Iterable[Clip] = (), first: bool = False) -> None:
+        """u and v are of earlier steps too: there is no first one any more.
+
+        Args:
+            asked: limits that hold from now on, beside those that do and those of uncompressed steps.
+            first: whether no step was made after all, on any rank: the next one is the first, and nothing changes.
+        """
+        if first:
+            return
+        held = (*self.clips, *asked, *self._uncompressed.values())
+        self._uncompressed.clear()
+        if not self._refusal:
+            given = [clip for clip in held if self.given is None or clip is held[0] or math.isnan(clip.p)]
+            self.clips = tuple({clip.key: clip for clip in given if clip.limit < math.inf}.values())
+
+    @property
+    def asked(self) -> tuple[Clip, ...]:
+        """What the script has asked for, and holds in the next step."""
+        return tuple(clip for clip in self.clips[self.given is not None :] if clip.limit < math.inf)
+
+    def note_uncompressed(self, clip: Clip) -> None:
+        """The script clips what the framework's own exchange brings: so it will when compression begins."""
+        self._uncompressed[clip.key] = clip
 
     def take_late(self) -> list[Clip]:
         """The limits of calls that have clipped gradients of this step in vain, as they had been taken already."""
@@ -208,6 +255,8 @@ class LocalClipping:
     def of_all(self, squares: float, loss_scale: float) -> float:
         """Where `is_of_all`: the factor, in (0, 1], of all gradients, whose `squares` these are."""
         (whole,) = self.clips
+        self._factors.clear()
+        self._bounds.clear()
         norm = self._own_norm = self.norms[whole.key] = math.sqrt(squares) / loss_scale
         return self._factor(whole, norm)
 
@@ -220,6 +269,8 @@ class LocalClipping:
 
         Cost: a read of each gradient for each norm that it is part of.
         """
+        self._factors.clear()  # of a step that a GradScaler has skipped
+        self._bounds.clear()
         for clip in self.clips:
             there = [p for p in clip.parameters if p in gradients]
             if math.isnan(clip.p):
@@ -282,6 +333,17 @@ def norm_of(parameters: Iterable[Parameter]) -> float:
     grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
     parts = [torch.linalg.vector_norm(grad).float() for grad in grads]
     return float(torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))) if parts else 0.0
+
+
+def clip_all(parameters: Iterable[Parameter], limit: float) -> None:
+    """As torch's `clip_grad_norm_`, which has no norm of a sparse gradient."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not any(grad.is_sparse for grad in grads):
+        torch.nn.utils.clip_grad_norm_(list(parameters), limit)
+        return
+    norm = total_norm([_finite_norm(grad, 2.0) for grad in grads])
+    for grad in grads if norm > limit else []:
+        grad.mul_(limit / norm)
 
 
 def total_norm(norms: Sequence[float], p: float = 2.0) -> float:

@@ -42,6 +42,13 @@ NOT_EXCHANGED = (
 )
 
 
+ANOTHERS_STEP = (
+    "this step() was taken from the optimizer before register(), and knows nothing of the exchange; accelerate does so "
+    "under fp16. Register in between: model = accelerator.prepare(model); register(model, optimizer, ...); optimizer = "
+    "accelerator.prepare(optimizer)"
+)
+
+
 class ProcessGroupMethods(ExchangeMethods):
     """In the class of an optimizer of ``DistributedOptimizer``. Never instantiated itself."""
 
@@ -86,8 +93,9 @@ class ProcessGroupMethods(ExchangeMethods):
         for p in self._dgc_parameters.values():  # in one order on every rank
             if self._handles.get(p, (None,))[0] is None:
                 self._handles[p] = (self._dgc_hand_over(p), None)
+        taken: set[int] = set()
         for p, (result, _) in self._handles.items():
-            _put(p, result())
+            _put(p, result(), taken)
         self._dgc_reset_passes()
         self._synchronized = True
 
@@ -132,6 +140,8 @@ class DataParallelMethods(ProcessGroupMethods):
             raise UnsupportedUse(ACCUMULATED)
         views = bucket.gradients() if self._dgc_model().gradient_as_bucket_view else None
         for i, p in enumerate(bucket.parameters()):
+            if p not in self._dgc.names:  # frozen since DDP was made
+                continue
             if p.grad is None and views is not None:  # unused here
                 p.grad = views[i]
             self._handles[p] = (self._dgc_hand_over(p), None)
@@ -174,10 +184,14 @@ class DataParallelMethods(ProcessGroupMethods):
         return loss
 
 
-def _put(p: torch.Tensor, update: torch.Tensor) -> None:
-    """Give ``p.grad`` an update, in its own memory."""
+def _put(p: torch.Tensor, update: torch.Tensor, taken: set[int]) -> None:
+    """Give ``p.grad`` an update, in its own memory, unless that is in `taken`: autograd lets sums share a gradient."""
     assert p.grad is not None
     if p.grad.is_sparse:
         p.grad = update
     elif update is not p.grad:
+        if p.grad.data_ptr() in taken:
+            p.grad = torch.empty_like(p)
         p.grad.copy_(update)
+    if not p.grad.is_sparse and p.grad.numel():
+        taken.add(p.grad.data_ptr())

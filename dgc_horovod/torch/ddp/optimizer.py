@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from dgc_horovod.torch.ddp.auto import STOCK, AutomaticDataParallelMethods
 from dgc_horovod.torch.ddp.compression import Compression
 from dgc_horovod.torch.ddp.hook import leave_to_ddp
 from dgc_horovod.torch.ddp.local import LocalDataParallelMethods, LocalProcessGroupMethods
-from dgc_horovod.torch.ddp.methods import DataParallelMethods, ProcessGroupMethods
+from dgc_horovod.torch.ddp.methods import ANOTHERS_STEP, DataParallelMethods, ProcessGroupMethods
 from dgc_horovod.torch.ddp.models import COMPILED, check_same_parameters, data_parallel, named_parameters
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
@@ -110,9 +110,11 @@ def _compressed(
     methods: type = AutomaticDataParallelMethods if config.automatic else DataParallelMethods
     if config.local_steps is not None:
         methods = LocalDataParallelMethods
-    _adopt(optimizer, methods, named, group, ReduceSettings(averages=True), _dgc_model=weakref.ref(found))
-    scaler.belongs_to(optimizer)
-    optimizer._attach(config, update, scaler)  # type: ignore[attr-defined]
+    with _undone_on_error(optimizer):
+        _adopt(optimizer, methods, named, group, ReduceSettings(averages=True), _dgc_model=weakref.ref(found))
+        scaler.belongs_to(optimizer)
+        optimizer._attach(config, update, scaler)  # type: ignore[attr-defined]
+        optimizer.register_step_pre_hook(_only_ours)
     return optimizer
 
 
@@ -161,8 +163,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         update = _checked(optimizer, named, config, sparse_as_dense, average)
     methods = ProcessGroupMethods if config.local_steps is None else LocalProcessGroupMethods
     settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
-    _adopt(optimizer, methods, named, group, settings, passes=backward_passes_per_step)
-    optimizer._attach(config, update, grad_scaler)  # type: ignore[attr-defined]
+    with _undone_on_error(optimizer):
+        _adopt(optimizer, methods, named, group, settings, passes=backward_passes_per_step)
+        optimizer._attach(config, update, grad_scaler)  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -196,6 +199,24 @@ def _checked(
         return choose_update(optimizer, config)
     check_local_steps(averages)
     return LocalUpdate(kind_of(optimizer), config.outer_rate)
+
+
+def _only_ours(optimizer: Any, *_: Any) -> None:
+    if not (optimizer._dgc_steps or optimizer._dgc_stock):
+        raise UnsupportedUse(ANOTHERS_STEP)
+
+
+@contextmanager
+def _undone_on_error(optimizer: Any) -> Iterator[None]:
+    """Let `optimizer` be what it was, where it cannot be registered: the script may go on without compression."""
+    own, before = type(optimizer), dict(vars(optimizer))
+    try:
+        yield
+    except BaseException:
+        optimizer.__class__ = own
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+        raise
 
 
 def _adopt(

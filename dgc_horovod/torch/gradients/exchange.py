@@ -19,7 +19,7 @@ from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
-from dgc_horovod.torch.clipping.local import Change, LocalClipping, norm_of
+from dgc_horovod.torch.clipping.local import Change, LocalClipping, clips_of, norm_of
 from dgc_horovod.torch.gradients.bucket_run import BucketRun
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
@@ -162,7 +162,7 @@ class GradientExchange:
                     "others, or build the embedding with sparse=False"
                 )
             grad = grad.to_dense()
-        return grad.detach()
+        return grad.detach().resolve_neg()
 
     # -- exchange
 
@@ -302,9 +302,8 @@ class GradientExchange:
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
 
-        If a gradient was not finite on any rank, or an update is not (in its parameter's dtype), every rank
-        takes back what it had sent, and every ``p.grad`` is filled with NaN, so that a GradScaler skips the step
-        too (docs/algorithm.md, invariant 5).
+        If a gradient was not finite on any rank, or an update is not (in its parameter's dtype), every rank takes back
+        what it had sent, and every ``p.grad`` is filled with NaN: a GradScaler skips the step too (invariant 5).
         """
         self.clipping.take(self.collectives)
         finite = all(run.finite for run in self.runs) and self._dense_path.finite
@@ -382,9 +381,10 @@ class GradientExchange:
     def load(self, state: ResidualState) -> None:
         """Go on from what this rank has kept; see `OptimizerExchange.load`."""
         dense = {name: p for p, name in self._dense_path.names.items()}
+        left = self.buckets.load(state)
         self._dense_path.residuals.clear()
-        self.clipping.goes_on()
-        for name, v in self.buckets.load(state).items():
+        self.clipping.goes_on(clips_of(state.clips, self.names), first=not state.step)
+        for name, v in left.items():
             self._dense_path.residuals[dense[name]] = torch.from_numpy(v).view(dense[name].shape).to(dense[name].device)
 
     @property

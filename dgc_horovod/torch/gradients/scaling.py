@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,18 @@ _Scaler: Any = torch.amp.GradScaler
 _SEEN = ("scale", "unscale_", "step")  # its methods that are wrapped, and put back by `stop_watching`
 _last: weakref.ref[Any] | None = None  # the scaler that has scaled a loss last
 _drivers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # optimizer -> its scaler, None: none
+_ticks = itertools.count(1)
+_at: weakref.WeakKeyDictionary[Any, int] = (
+    weakref.WeakKeyDictionary()
+)  # when a scaler scaled, an optimizer stepped last
 
 
 class SeenScaler:
     """Stands for the GradScaler that drives an optimizer, whichever it is.
 
     It is known once that scaler has unscaled or stepped the optimizer, or once the optimizer has stepped without one.
-    Before that, during the first step, it is taken to be the one that has scaled a loss last.
+    Before that, during the first step, it is taken to be the one that has scaled a loss last. So it is where a script
+    makes a new one: each epoch, or after steps without.
     """
 
     def __init__(self) -> None:
@@ -46,14 +52,31 @@ class SeenScaler:
     @property
     def _scaler(self) -> Any:
         optimizer = self._optimizer() if self._optimizer is not None else None
-        if optimizer in _drivers:
-            driver = _drivers[optimizer]
-            return driver() if driver is not None else None
-        return _last() if _last is not None else None
+        newest = _last() if _last is not None else None
+        if optimizer not in _drivers:
+            return newest
+        reference = _drivers[optimizer]
+        driver = reference() if reference is not None else None
+        if newest is None or newest is driver or not _has_scaled_since_a_step_of(optimizer, newest):
+            return driver
+        if driver is not None and _has_scaled_since_a_step_of(optimizer, driver):
+            return driver
+        had_none_or_has_one = reference is None or driver is not None
+        return driver if had_none_or_has_one and _drives_others(newest, optimizer) else newest
+
+
+def _has_scaled_since_a_step_of(optimizer: Any, scaler: Any) -> bool:
+    return _at.get(scaler, 0) > _at.get(optimizer, 0)
+
+
+def _drives_others(scaler: Any, optimizer: Any) -> bool:
+    others = (reference for other, reference in _drivers.items() if other is not optimizer)
+    return any(reference is not None and reference() is scaler for reference in others)
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
     _drivers.setdefault(optimizer, None)
+    _at[optimizer] = next(_ticks)
 
 
 def watch_scalers() -> None:
@@ -77,7 +100,7 @@ def _noticed(method: Any) -> Any:
         if isinstance(what, torch.optim.Optimizer):
             _drivers[what] = weakref.ref(self)
         else:
-            _last = weakref.ref(self)
+            _last, _at[self] = weakref.ref(self), next(_ticks)
         return method(self, what, *args, **kwargs)
 
     return noticed

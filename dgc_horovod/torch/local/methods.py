@@ -58,7 +58,7 @@ class LocalMethods:
             owners.check(self)
             self._dgc_rounds.begin_step()
         if self._dgc_may_step():
-            torch.optim.Optimizer.profile_hook_step(lambda optimizer: optimizer._dgc_own_step())(self)
+            self._dgc_with_hooks(lambda optimizer: optimizer._dgc_own_step())
         self._dgc_loaded = False
         if takes_part:
             clip_calls.end_step(self)  # it was the gradient's own

@@ -92,15 +92,24 @@ def script_clipping() -> dict[str, Any]:
         with optimizer.skip_synchronize():
             optimizer.step()
     same = fingerprint(model) == fingerprint(stock(_nesterov, clip=0.5))
+    before = _norm_of([state["momentum_buffer"] for state in optimizer.state.values()])
     take(optimizer, COMPRESSED)
+    left = []
     for x, y in batches(4, hvd.rank(), seed=2):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
+        (30 * nn.functional.mse_loss(model(x), y)).backward()  # far beyond the limit
         optimizer.synchronize()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         with optimizer.skip_synchronize():
             optimizer.step()
-    return {"same": same, "told": "clipping" in optimizer._dgc_told or hvd.rank() > 0, "weights": fingerprint(model)}
+        kept = optimizer.residual_state_dict()["tensors"].values()
+        left.append(_norm_of([arrays["u"] for arrays in kept if "u" in arrays]) / before)
+    told = "clipping" in optimizer._dgc_told or hvd.rank() > 0
+    return {"same": same, "told": told, "weights": fingerprint(model), "momentum": left[0]}
+
+
+def _norm_of(tensors: list[torch.Tensor]) -> float:
+    return float(torch.cat([x.flatten() for x in tensors]).norm())
 
 
 _ORDER = (DENSE, COMPRESSED, DENSE, HALF, COMPRESSED, HALF, COMPRESSED, DENSE)
@@ -223,6 +232,7 @@ def uneven() -> dict[str, Any]:
         hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
         hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
         found[str(mode)] = [trial.ended, trial.mode]
+        found[f"{mode}, steps"] = optimizer._dgc.buckets.steps  # a checkpoint is of one step
         train(model, optimizer, 4)
         found[f"{mode}, weights"] = fingerprint(model)
     return found

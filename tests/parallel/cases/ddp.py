@@ -17,7 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
 from tests.helpers.errors import error_of
-from tests.helpers.regression import INPUTS, UNROUNDED, batches, distance, fingerprint, smooth_model, weights
+from tests.helpers.regression import (
+    INPUTS,
+    UNROUNDED,
+    SharedGradients,
+    batches,
+    distance,
+    fingerprint,
+    smooth_model,
+    weights,
+)
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -285,3 +294,56 @@ def registered_again() -> dict[str, Any]:
 
 def _echo(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
     raise NotImplementedError
+
+
+def shared_memory() -> dict[str, float]:
+    """Distances from averaging by hand where two gradients share memory: plain, and in DDP."""
+    ends = []
+    for way in ("by hand", "plain", "in DDP"):
+        model = SharedGradients()
+        inner: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if way == "in DDP" else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+        if way == "plain":
+            DistributedOptimizer(optimizer, model.named_parameters(), everything())
+        elif way == "in DDP":
+            register(inner, optimizer, everything())  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(5):
+            optimizer.zero_grad()
+            inner(torch.randn(8, 32, generator=generator)).pow(2).mean().backward()
+            if way == "by hand":
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                    dist.all_reduce(p.grad)
+                    p.grad /= dist.get_world_size()
+            optimizer.step()
+        ends.append(weights(model))
+    return {"plain": distance(ends[0], ends[1]), "in DDP": distance(ends[0], ends[2])}
+
+
+def step_of_before() -> str:
+    """The error of a step that a library has taken before the optimizer was registered."""
+    model = DistributedDataParallel(smooth_model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    taken = optimizer.step
+    register(model, optimizer, Compression.dgc(0.05))
+    _steps(model, optimizer, 2)
+    x, y = next(iter(batches(1, dist.get_rank())))
+    F.mse_loss(model(x), y).backward()
+    before = fingerprint(model)
+    error = error_of(taken)
+    assert fingerprint(model) == before
+    optimizer.step()
+    return error
+
+
+def frozen_since() -> list[float]:
+    """Layers that were frozen between DDP() and register(): they stay, and the others are trained."""
+    model = DistributedDataParallel(smooth_model(), find_unused_parameters=True)
+    first = model.module[0].weight
+    first.requires_grad_(False)
+    before = [first.detach().clone(), model.module[2].weight.detach().clone()]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, 0.9)
+    register(model, optimizer, Compression.dgc(0.05))
+    _steps(model, optimizer, 4)
+    return [float((a - b).abs().max()) for a, b in zip(before, (first, model.module[2].weight), strict=True)]

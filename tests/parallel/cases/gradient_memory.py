@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.gradients.memory import is_alone
 from tests.helpers.logs import messages
+from tests.helpers.regression import SharedGradients
 from tests.helpers.training import (
     UNROUNDED,
     batches,
@@ -62,28 +63,13 @@ def replaced_gradients() -> dict[str, Any]:
     return {"same": prints[0] == prints[1], "fingerprint": prints[1]}
 
 
-class _Sum(nn.Module):
-    """Views of two parameters are added, so autograd gives both gradients one memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = (nn.Parameter(torch.randn(64, 32)) for _ in range(2))
-        self.c, self.d = (nn.Parameter(torch.randn(32)) for _ in range(2))
-        self.nothing = nn.Parameter(torch.zeros(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.a.unsqueeze(0) + self.b.unsqueeze(0)
-        return torch.tanh(x @ both[0].T + 0.0) @ both[0] + (self.c.view(1, 32) + self.d.view(1, 32))
-
-
 def shared_gradient_memory() -> dict[str, Any]:
     """Distance from stock Horovod where gradients share memory, and a parameter has no elements."""
     hvd.init()
     results: dict[str, Any] = {}
     stock = None
     for way in ("stock", "fp32", "8bit", "two buckets"):
-        model = _Sum()
+        model = SharedGradients()
         if way == "stock":
             optimizer = hvd.DistributedOptimizer(momentum_sgd(model), model.named_parameters())
         else:

@@ -51,11 +51,11 @@ def going_back() -> dict[str, Any]:
             train(model, optimizer, committed_at)
             state.commit()
             at_commit, runs, rest = fingerprint(model), [], 3 * H - committed_at % H
-            for _ in range(2):
+            for _ in range(3):  # what the second goes on with is not to be what the commit is remembered by
                 train(model, optimizer, rest)
                 runs.append(_everything(model, optimizer))
                 state.restore()
-            found[f"{name} {committed_at}"] = [runs[0] == runs[1], fingerprint(model) == at_commit]
+            found[f"{name} {committed_at}"] = [runs[0] == runs[1] == runs[2], fingerprint(model) == at_commit]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -183,6 +184,42 @@ def _trained(
         with optimizer.skip_synchronize():
             optimizer.step()
     return model, optimizer
+
+
+def resumed() -> list[bool]:
+    """Gone on with in the middle, by a new optimizer: the weights of a run that was not, for either idiom."""
+    hvd.init()
+    same = []
+    for after in (True, False):
+        ends = []
+        for stops in (False, True):
+            model, optimizer = _made(0)
+            for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+                if stops and step == STEPS // 2:
+                    kept = [copy.deepcopy(each.state_dict()) for each in (model, optimizer)]
+                    residuals = optimizer.residual_state_dict()
+                    model, optimizer = _made(1)
+                    model.load_state_dict(kept[0])
+                    optimizer.load_state_dict(kept[1])
+                    optimizer.load_residual_state_dict(residuals)
+                optimizer.zero_grad()
+                (30 * F.mse_loss(model(x), y)).backward()
+                if not after:
+                    _norm(model)
+                optimizer.synchronize()
+                if after:
+                    _norm(model)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            ends.append(fingerprint(model))
+        same.append(ends[0] == ends[1])
+    return same
+
+
+def _made(seed: int) -> tuple[nn.Module, Any]:
+    model = smooth_model(seed)
+    sgd = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    return model, DistributedOptimizer(sgd, model.named_parameters(), Compression.dgc(0.05))
 
 
 def measured_on_one_rank() -> str:
