@@ -148,6 +148,8 @@ class ExchangeMethods(StateMethods):
         elif self._dgc_frozen_for:
             self._dgc_frozen_for.pop(p, None)
         self._dgc_watch.taken(p)
+        group = self.param_groups[self._dgc_group_of[p]]
+        self._dgc.clipping.adds_decay |= self._dgc_update.decay_before(group) != 0
         return self._dgc.add_gradient(p, self._accumulation_of)
 
     def _dgc_fade(self: Any, p: torch.Tensor) -> None:

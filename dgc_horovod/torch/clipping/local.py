@@ -95,6 +95,7 @@ class LocalClipping:
         first = Clip(self._all, math.inf)
         self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
         self._refusal = ""
+        self.adds_decay = False  # whether weight decay enters with some gradient: that is not clipped, as in stock
         self._own_norm = 0.0  # of this rank's gradients in the step under way
         self._late: list[Clip] = []  # first calls that came before the updates were there
         self.by_hand: float | None = None  # the limit of a script that clips without torch's functions
@@ -113,8 +114,8 @@ class LocalClipping:
 
     @property
     def is_of_all(self) -> bool:
-        """Whether the one limit there is, is of the L2 norm of all gradients together."""
-        return self._whole() is not None
+        """Whether the one limit there is, is of the L2 norm of all gradients together, and one factor will do."""
+        return self._whole() is not None and not self.adds_decay
 
     @property
     def is_of_updates(self) -> bool:
@@ -280,6 +281,8 @@ class LocalClipping:
                 continue
             parts = [self._factors.get(p, 1.0) * _finite_norm(gradients[p], clip.p) for p in there]
             norm = self.norms[clip.key] = total_norm(parts, clip.p) / loss_scale
+            if clip is self._whole():
+                self._own_norm = norm
             factor = self._factor(clip, norm)
             self._factors.update({p: factor * self._factors.get(p, 1.0) for p in there})
 

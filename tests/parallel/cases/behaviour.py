@@ -286,6 +286,26 @@ def larger_batch_identity() -> dict[str, float]:
     return {"distance": distance(weights(larger), weights(model))}
 
 
+def _clipped_with_decay() -> float:
+    """Distance from stock Adam that adds weight decay to gradients which are clipped before."""
+    ends = []
+    for compresses in (False, True):
+        model = smooth_model()
+        optimizer: Any = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=0.1)
+        if compresses:
+            fields: dict[str, Any] = {"second_moment": "own", "clip_norm": 0.3, "min_numel": 1, **UNROUNDED}
+            compression = Compression.dgc(1.0, factor_masking=False, **fields)
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
+        for x, y in batches(20, 0):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if not compresses:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+        ends.append(weights(model))
+    return distance(*ends)
+
+
 def single_process() -> dict[str, Any]:
     """With one rank: density 1 is plain torch SGD, a low density trains with momentum, nothing is communicated."""
     hvd.init()
@@ -300,6 +320,7 @@ def single_process() -> dict[str, Any]:
     return {
         "size": hvd.size(),
         "distance": distance(weights(plain), weights(model)),
+        "coupled decay, clipped": _clipped_with_decay(),
         "received": optimizer.compression_stats()["bytes_received"],
         "losses": [sum(losses[:5]), sum(losses[-5:])],
     }
