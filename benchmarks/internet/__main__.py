@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from benchmarks import ranks
 from benchmarks.internet import tables
+from benchmarks.internet.tables import DENSE
 from benchmarks.internet.worker import NO_OP
 from benchmarks.netlab import Lab, NetlabError, lab
-from benchmarks.quality.training import Run
-from benchmarks.quality.variants import AVERAGED, LOCAL, PER_STEP
+from benchmarks.quality.processes import pool
+from benchmarks.quality.training import Run, train
+from benchmarks.quality.variants import AVERAGED, LOCAL, LOCAL_DENSER, PER_STEP
 from benchmarks.ranks import LaunchError, exit_on_signals
 from benchmarks.report import environment, read_results, write_results
 
-HOSTS, DENSE, FROZEN = 2, tables.DENSE, tables.FROZEN
-FIRST_STEPS, NO_OP_STEPS = 12, 60  # of dense behind the link, whose run takes more than an hour; of no exchange
-ROUND_STEPS = 30  # of uncompressed local steps: whole rounds
+HOSTS, POINTS = 2, 20  # points of a curve: when a loss is reached is read from it
+TIMED_STEPS = 60  # of each run behind the link: whole rounds
+DENSE_STEPS = 12  # there, at 5 s each
 _SECONDS = 7200
+Results = dict[str, dict[str, Any]]  # by name of the variant
 EPILOG = """\
-What a run with dense steps learns is measured with both ranks on this machine; its seconds behind the link are its
-steps times the time of one there. It needs root, and takes an hour and a half a seed on 2 cores.
+What a run learns is the same behind any link: it is simulated, each run by a process. Its seconds are its steps times
+the time of one by real ranks behind the link. That needs root. It takes some five hours a seed on 2 cores; what is
+learnt is kept, so that a study that was stopped goes on.
 """
 
 
@@ -45,40 +54,37 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def learn(options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """The runs of a seed that learn the same behind any link, by name; both ranks are on this machine."""
-    names = (DENSE, FROZEN)
-    return dict(zip(names, _launch([_order(options, name, seed) for name in names], None), strict=True))
+def learn(options: argparse.Namespace, seed: int, kept: Results, keep: Callable[[], None]) -> None:
+    """Train what a study of a seed has not kept yet."""
+    left = [run for run in (_run(options, name, seed) for name in tables.TRAINED) if run.variant not in kept]
+    with tqdm(total=len(left), unit="run", ncols=100) as bar, pool(os.cpu_count() or 1) as processes:
+        futures = {processes.submit(train, run, steps=options.steps, points=POINTS): run for run in left}
+        for future in as_completed(futures):
+            kept[futures[future].variant] = future.result()
+            keep()
+            bar.update()
 
 
-def measure(options: argparse.Namespace, seed: int) -> tuple[float, dict[str, Any]]:
-    """What the link carries, and the runs of a seed behind it, by name."""
+def measure(options: argparse.Namespace, seed: int) -> tuple[float, Results]:
+    """What the link carries, and the first steps of the runs of a seed behind it, by name."""
+    names = (DENSE, PER_STEP, *AVERAGED, *LOCAL, *LOCAL_DENSER)
     with lab(HOSTS, options.rate, 1, options.delay, options.loss) as hosts:
         link = round(hosts.one_way(), 1)
-        orders = [
-            {**_order(options, DENSE, seed, NO_OP_STEPS), "exchanges": False},
-            _order(options, DENSE, seed, FIRST_STEPS),
-            _order(options, PER_STEP, seed, NO_OP_STEPS),
-            *(_order(options, name, seed) for name in LOCAL),
-            *(_order(options, name, seed, ROUND_STEPS) for name in AVERAGED),
-        ]
-        timed = _launch(orders, hosts)
-    return link, dict(zip([NO_OP, tables.BEHIND, PER_STEP, *LOCAL, *AVERAGED], timed, strict=True))
+        orders = [{**_order(options, DENSE, seed, TIMED_STEPS), "exchanges": False}]
+        orders += [_order(options, name, seed, DENSE_STEPS if name == DENSE else TIMED_STEPS) for name in names]
+        return link, dict(zip([NO_OP, *names], _launch(orders, hosts), strict=True))
 
 
-def _is_half_done(found: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Whether a study was broken off after what is learnt, which was as this command would do it here."""
-    same = found.get("environment") == environment() and found.get("steps") == options.steps
-    return same and "link" not in found
+def _run(options: argparse.Namespace, variant: str, seed: int) -> Run:
+    return Run(options.task, variant, HOSTS, seed)
 
 
-def _order(options: argparse.Namespace, variant: str, seed: int, most: int | None = None) -> dict[str, Any]:
-    run = Run(options.task, variant, HOSTS, seed, real=True)
-    whole = options.steps or run.steps
-    return {"run": asdict(run), "steps": min(whole, most or whole), "exchanges": True}
+def _order(options: argparse.Namespace, variant: str, seed: int, most: int) -> dict[str, Any]:
+    run = replace(_run(options, variant, seed), real=True)
+    return {"run": asdict(run), "steps": min(options.steps or run.steps, most), "exchanges": True}
 
 
-def _launch(orders: Sequence[dict[str, Any]], hosts: Lab | None) -> list[dict[str, Any]]:
+def _launch(orders: Sequence[dict[str, Any]], hosts: Lab) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         words = [str(file), *map(json.dumps, orders)]
@@ -92,18 +98,21 @@ def main() -> None:
     options = parser().parse_args()
     exit_on_signals()
     where = f"{options.task}, {options.rate}, {options.delay}, {options.loss}"
+    kept = read_results(options.file) if options.file.exists() else {}
+
+    def keep() -> None:
+        write_results(options.file, json.dumps(dict(sorted(kept.items()))) + "\n")
+
     try:
         for seed in options.seeds:
-            kept = read_results(options.file) if options.file.exists() else {}
-            key = f"{where}, seed {seed}"
-            if not _is_half_done(kept.get(key, {}), options):
-                kept[key] = {"environment": environment(), "steps": options.steps, "runs": learn(options, seed)}
-                write_results(options.file, json.dumps(dict(sorted(kept.items()))) + "\n")
+            key, began = f"{where}, seed {seed}", {"environment": environment(), "steps": options.steps}
+            if any(kept.get(key, {}).get(name) != value for name, value in began.items()):
+                kept[key] = {**began, "learnt": {}}
             found = kept[key]
-            found["link"], behind = measure(options, seed)
-            found["runs"] |= behind
-            write_results(options.file, json.dumps(dict(sorted(kept.items()))) + "\n")
-    except (NetlabError, LaunchError) as error:
+            learn(options, seed, found["learnt"], keep)
+            found["link"], found["timed"] = measure(options, seed)
+            keep()
+    except (NetlabError, LaunchError, BrokenProcessPool) as error:
         raise SystemExit(f"benchmarks.internet: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

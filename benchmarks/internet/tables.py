@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.internet.worker import NO_OP
-from benchmarks.quality.variants import AVERAGED, GPT_DENSE, LOCAL, LOWER, PER_STEP
+from benchmarks.quality.variants import AVERAGED, GPT_DENSE, LOCAL, LOCAL_DENSER, LOWER, PER_STEP
 from benchmarks.report import RESULTS, markdown
 
 FILE = RESULTS / "internet.json.xz"
 DENSE, FROZEN = "AdamW, dense", list(LOWER)[1]  # which sends as much a step as local steps of 15
-BEHIND = f"{DENSE}, behind the link"
+TRAINED = (DENSE, FROZEN, *LOCAL_DENSER, *LOCAL, *AVERAGED)
 TARGETS = (2.0, 1.8)  # nats a byte, beside what is so much worse than dense at its end
 MARGINS = (0.2, 0.1)
 Runs = Mapping[str, Mapping[str, Any]]
@@ -23,16 +23,11 @@ def step_ms(run: Mapping[str, Any]) -> float:
     return statistics.mean(run["milliseconds"][1:])
 
 
-def curve(runs: Runs, name: str) -> list[tuple[float, float]]:
+def curve(learnt: Runs, timed: Runs, name: str) -> list[tuple[float, float]]:
     """(seconds behind the link, loss on what is not trained on) of a whole run."""
-    dense = step_ms(runs[BEHIND])
-    if name == FROZEN:
-        later = step_ms(runs[PER_STEP])
-        times = [dense * min(step, GPT_DENSE) + later * max(0, step - GPT_DENSE) for step, *_ in runs[name]["curve"]]
-    else:
-        ms = dense if name == DENSE else step_ms(runs[name])
-        times = [step * ms for step, *_ in runs[name]["curve"]]
-    return [(ms / 1e3, loss) for ms, (_, loss, _) in zip(times, runs[name]["curve"], strict=True)]
+    first, then = (step_ms(timed[each]) for each in ((DENSE, PER_STEP) if name == FROZEN else (name, name)))
+    steps = [(min(step, GPT_DENSE), max(0, step - GPT_DENSE), loss) for step, loss, _ in learnt[name]["curve"]]
+    return [((first * before + then * after) / 1e3, loss) for before, after, loss in steps]
 
 
 def seconds_to(points: Sequence[tuple[float, float]], target: float) -> float | None:
@@ -47,36 +42,29 @@ def seconds_to(points: Sequence[tuple[float, float]], target: float) -> float | 
 
 
 def sooner(kept: Mapping[str, Any]) -> str:
-    """A table for each link and seed: bytes, time of a step, seconds to several losses beside dense."""
-    parts = []
-    for key, found in kept.items():
-        if "link" not in found:
-            continue  # broken off
-        runs, link = found["runs"], found["link"]
-        dense, behind = curve(runs, DENSE), runs[BEHIND]
-        last = runs[DENSE]["loss"]
-        targets = [*TARGETS, *(last + margin for margin in MARGINS)]
-        head = ["", "kB sent a step", "less", "ms a step", "of dense", "loss at the end"]
-        head += [f"min to {target:.2f} nats" for target in targets]
-        lines = [[NO_OP, "", "", f"{step_ms(runs[NO_OP]):.0f}", _times(behind, runs[NO_OP]), ""]]
-        lines[0] += [""] * len(targets)
-        for name in (DENSE, FROZEN, *AVERAGED, *LOCAL):
-            timed = {DENSE: behind, FROZEN: runs[PER_STEP]}.get(name, runs[name])
-            line = [
-                f"{name} (then)" if name == FROZEN else name,
-                f"{timed['sent'] / 1e3:,.1f}",
-                f"{behind['sent'] / timed['sent']:,.0f}×" if timed["sent"] else "",  # a run shorter than H
-            ]
-            line += [f"{step_ms(timed):,.0f}", _times(behind, timed)]
-            if name in AVERAGED:
-                lines.append([*line, "", *[""] * len(targets)])
-                continue
-            line.append(f"{runs[name]['loss']:.3f}")
-            for target in targets:
-                line.append(_to(curve(runs, name), dense, target))
-            lines.append(line)
-        parts.append(f"{key}; {link:.0f} Mbit/s one way\n\n{markdown(head, lines)}")
-    return "\n\n".join(parts)
+    """A table for each link and seed: bytes, time of a step, minutes to several losses beside dense."""
+    return "\n\n".join(
+        f"{key}; {found['link']:.0f} Mbit/s one way\n\n{_table(found['learnt'], found['timed'])}"
+        for key, found in kept.items()
+        if "link" in found  # not broken off
+    )
+
+
+def _table(learnt: Runs, timed: Runs) -> str:
+    behind, dense = timed[DENSE], curve(learnt, timed, DENSE)
+    targets = sorted([*TARGETS, *(learnt[DENSE]["loss"] + margin for margin in MARGINS)], reverse=True)
+    lines = [[NO_OP, "", "", f"{step_ms(timed[NO_OP]):.0f}", _times(behind, timed[NO_OP]), *[""] * (1 + len(targets))]]
+    for name in (DENSE, FROZEN, *AVERAGED, *LOCAL, *LOCAL_DENSER):
+        own = timed[PER_STEP if name == FROZEN else name]
+        less = f"{behind['sent'] / own['sent']:,.0f}×" if own["sent"] else ""  # a run shorter than H sends nothing
+        line = [f"{name} (after its dense steps)" if name == FROZEN else name, f"{own['sent'] / 1e3:,.1f}", less]
+        line += [f"{step_ms(own):,.0f}", _times(behind, own)]
+        if name in learnt:
+            points = curve(learnt, timed, name)
+            line += [f"{learnt[name]['loss']:.3f}", *(_to(points, dense, target) for target in targets)]
+        lines.append(line + [""] * (len(lines[0]) - len(line)))
+    head = ["", "kB sent a step", "less", "ms a step", "as fast as dense", "loss at the end"]
+    return markdown([*head, *(f"min to {target:.2f} nats" for target in targets)], lines)
 
 
 def _times(slower: Mapping[str, Any], faster: Mapping[str, Any]) -> str:

@@ -80,7 +80,8 @@ def larger(found: Sequence[Outcome]) -> str:
     by_run = {each.run: each for each in found if each.run.task == LARGER}
     lines = []
     for variant, workers in itertools.product(dict.fromkeys(run.variant for run in by_run), WORKERS):
-        values = pairs(by_run, Run(LARGER, variant, workers), Run(LARGER, DENSE, workers))
+        run = Run(LARGER, variant, workers, real=bool(VARIANTS[variant].power_sgd))
+        values = pairs(by_run, run, Run(LARGER, DENSE, workers))
         if values and variant != DENSE:
             traffic = statistics.mean(
                 _traffic(each) for run, each in by_run.items() if (run.variant, run.workers) == (variant, workers)

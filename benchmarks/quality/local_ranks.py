@@ -88,9 +88,10 @@ class LocalRanks:
 
     def _dense_step(self, loss_of: LossOf) -> float:
         self._dense_left -= 1
-        ranks = range(len(self._inner))
-        losses = [self._gradients(rank, loss_of) for rank in ranks]
-        gradients = [[p.grad for p in self._parameters[rank]] for rank in ranks]
+        losses, gradients = [], []
+        for rank in range(len(self._inner)):
+            losses.append(self._gradients(rank, loss_of))
+            gradients.append([p.grad for p in self._parameters[rank]])  # those of rank 0 are the next one's afterwards
         means = [torch.stack(each).mean(0) for each in zip(*gradients, strict=True)]
         for rank, inner in enumerate(self._inner):
             for p, mean in zip(self._parameters[rank], means, strict=True):

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.quality.large import ALL_TASKS
-from benchmarks.quality.variants import VARIANTS
+from benchmarks.quality.training import Run
+from benchmarks.quality.variants import LATER_LOCAL, VARIANTS
 from tests.helpers.quality import STEPS, followed, in_processes
 from tests.helpers.ranks import run_ranks
 from tests.parallel.cases.quality import FOUR, TWO
 
 pytestmark = pytest.mark.parallel
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
+
+
+def test_local_steps_that_begin_later_are_dense_before():
+    dense, later = in_processes(followed, [Run("transformer", name, 2) for name in ("AdamW, dense", *LATER_LOCAL)])
+    assert later["losses"] == pytest.approx(dense["losses"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
