@@ -122,9 +122,8 @@ class ResidualHandler(OptimizerStateHandler):
         """Go back to the last commit; a step under way is given up."""
         going_back(sys.exc_info()[1])
         self._flushed_at = None
-        committed: Any = copy.deepcopy(
-            self._saved_optimizer_state
-        )  # the optimizer goes on in the tensors that it loads
+        # the optimizer goes on in the tensors that it loads
+        committed = copy.deepcopy(self._saved_optimizer_state)
         super().restore()  # ends what is under way, and empties u and v
         self._saved_optimizer_state = committed
         buckets = self.value._dgc.buckets

@@ -70,12 +70,11 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
     """The norms of gradients whose ranks clip them already, and the parameters that are left to torch."""
     norms, left = [], parameters
-    for optimizer in owners.undecided():
-        if any(x in optimizer._dgc.names for x in parameters):
+    for optimizer in owners.automatic():
+        own = tuple(x for x in parameters if x in optimizer._dgc.names)
+        if own and optimizer._dgc_is_undecided:
             optimizer._dgc_choice.script_clips = True
-    for optimizer in owners.automatic() if _is_known(limit, p) else ():
-        own = tuple(x for x in parameters if x in optimizer._dgc.names) if optimizer._dgc_stock else ()
-        if own:
+        if own and optimizer._dgc_stock and _is_known(limit, p):
             optimizer._dgc.clipping.note_uncompressed(Clip(own, limit, p, optimizer._synchronized))
     for optimizer in owners.live():
         own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()

@@ -15,9 +15,8 @@ _SEEN = ("scale", "unscale_", "step")  # its methods that are wrapped, and put b
 _last: weakref.ref[Any] | None = None  # the scaler that has scaled a loss last
 _drivers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # optimizer -> its scaler, None: none
 _ticks = itertools.count(1)
-_at: weakref.WeakKeyDictionary[Any, int] = (
-    weakref.WeakKeyDictionary()
-)  # when a scaler scaled, an optimizer stepped last
+# When a scaler has scaled a loss, and an optimizer stepped, last
+_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class SeenScaler:
