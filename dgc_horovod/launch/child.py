@@ -55,7 +55,9 @@ class Child:
 
     def wait(self) -> int:
         """Wait for its end; returns its exit code, 128 + n if signal n was to end it. Signals are passed on."""
-        heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
+        heard = set(_PASSED_ON)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup; SIGINT is ignored behind any script's "&" too
+            heard.discard(signal.SIGHUP)
         before = {number: signal.signal(number, self._pass_on) for number in heard}
         try:
             status = os.waitpid(self.pid, 0)[1]

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers.jobs import ROOT
 
-NOHUP = """
-import os, signal, threading, time
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
+IGNORED = """
+import os, signal, sys, threading, time
+number = int(sys.argv[1])
+signal.signal(number, signal.SIG_IGN)
 from dgc_horovod.launch.child import Child
 child = Child(lambda told: time.sleep(1) or 7)
 child.tell("begin")
-threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP)).start()
+threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
 print(child.wait())
 """
 
 
-def test_under_nohup_a_hangup_ends_nothing():
-    ended = subprocess.run([sys.executable, "-c", NOHUP], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert ended.stdout == "7\n", ended
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGHUP, 7), (signal.SIGINT, 128 + signal.SIGINT)],
+    ids=["a hangup under nohup ends nothing", "an interrupt behind a script's & ends the job"],
+)
+def test_signals_that_were_ignored_before_it_began(number, code):
+    began = [sys.executable, "-c", IGNORED, str(int(number))]
+    ended = subprocess.run(began, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.stdout == f"{code}\n", ended
