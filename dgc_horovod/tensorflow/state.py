@@ -15,6 +15,7 @@ from dgc_horovod.config_check import together
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.residual_state import UNDECIDED
+from dgc_horovod.tensorflow.auto.agreed import those_of_any
 from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
@@ -83,6 +84,8 @@ def load_checkpoint(
     settings = distribution.settings
     node_size = distribution.topology_for([variable.shape for variable in model.trainable_variables]).node_size
     found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals, node_size)
+    if settings.config is not None and settings.config.automatic:
+        found.state.directions = those_of_any(found.state.directions, collectives)
     with together(collectives, f"loading {directory}"):
         extra = _assigned(variables, found.model)
         _inner(optimizer or model.optimizer)._dgc_weights_loaded()

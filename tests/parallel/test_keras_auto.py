@@ -71,6 +71,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_in_each_state():
         assert same and name.endswith(mode), name
 
 
+def test_a_rank_whose_file_is_lost_does_what_the_others_do():
+    one, other = _found("keras_auto_choice.lost")
+    assert one == other and len(one) == 3
+
+
 @pytest.mark.slow
 def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing():
     one, other = _found("keras_auto_choice.undecided")

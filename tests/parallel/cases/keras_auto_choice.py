@@ -90,6 +90,26 @@ def undecided() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def lost() -> dict[str, Any]:
+    """A rank's file is lost: it goes on without, and does what the others do."""
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        model, optimizer = made(make, mode=None, density=0.1)
+        train(model, optimizer, 4)
+        take(optimizer, COMPRESSED)
+        train(model, optimizer, 4, first=4)
+        choice_of(optimizer).trial.ended = False  # so that the choice is to be made again
+        folder = _shared_folder(f"auto-lost-{name}")
+        save_checkpoint(folder, model, optimizer)
+        if hvd.rank() == 1:
+            next(folder.glob("*rank1.npz")).unlink()
+        other, resumed = made(make, mode=None, density=0.1)
+        load_checkpoint(folder, other, resumed, residuals="if sound")
+        _remove(folder)
+        found[name] = train(other, resumed, 3, first=8)
+    return found
+
+
 def given_up() -> dict[str, Any]:
     """What ends a trial without a choice; stock Horovod's exchange stays."""
     found: dict[str, Any] = {}
