@@ -42,6 +42,10 @@ class Settling:
             return self._given
         return self._given.with_first_stage(self.settled_at, self._final_density)
 
+    def go_on_from(self, other: Settling) -> None:
+        """Have measured and decided what `other` has."""
+        self.settled_at, self.measured = other.settled_at, list(other.measured)
+
     def is_due(self, steps: int) -> bool:
         """Whether the second moment is to be measured after `steps` steps, the last of them dense; on every rank."""
         waits = self._given is not None and self._given.until_settled is not None and self.settled_at is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -11,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import envvars
@@ -31,6 +29,7 @@ from dgc_horovod.tensorflow.auto.agreed import for_a_choice
 from dgc_horovod.tensorflow.auto.exchange import AutomaticExchange
 from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.nodes import transports
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
@@ -160,7 +159,7 @@ class Distribution:
             self._sets[key] = self._make(sources, gradients, left_out, number)
             if self.what == "optimizer" and not self.broadcast_follows and not envvars.horovod_elastic():
                 shared = [variable for variable, own in zip(variables, left_out, strict=True) if not own]
-                _compare_weights(Collectives(self.settings.process_set, "start"), shared)
+                compare_weights(Collectives(self.settings.process_set, "start"), shared)
             for variable in filter(key_of, variables):
                 self._known[key_of(variable)] = variable
                 if self.what == "tape":  # nothing else would ever let go of what belongs to a model that is gone
@@ -257,14 +256,20 @@ class Distribution:
     def for_slots(self, rate: float) -> dict[int, Any]:
         """What belongs into the optimizer's slots when it is saved: id of the variable -> value."""
         values: dict[int, Any] = {}
+        if self.holds_loaded:
+            _log.warning(
+                "dgc_horovod: what load_checkpoint has brought of momentum is not in what is saved now: make a step "
+                "first, or call flush() on every rank"
+            )
         if self._topology is not None and self._topology.node_size > 1:
             return values  # a rank has slices only, and zeros in the place of the others would not be momentum
         keeping = {exchange.steps for exchange in self.exchanges if exchange.keeps_state}
+        factor = 1 if self.settings.averages else self.settings.process_set.size()  # a sum is shared out
         for key in self.compressed:
             home = self._homes.find(key)
             if home is not None and self._homes.holder(key) in keeping:
                 slots = self.update.slots(key)
-                for slot, value in zip(slots, self.update.for_slots(*home, rate, slots), strict=False):
+                for slot, value in zip(slots, self.update.for_slots(*home, factor * rate, slots), strict=False):
                     values[id(native(slot))] = value.reshape(slot.shape)
         return values
 
@@ -340,6 +345,14 @@ class Distribution:
     def clear(self) -> None:
         """Empty u, v and the moments of every exchange: the weights are about to be others."""
         self._each_bucket(lambda buckets: buckets.clear())
+        if self._loaded is not None:
+            state, iterations, generation = self._loaded
+            self._loaded = dataclasses.replace(state, tensors={}, runs={}, directions={}), iterations, generation
+
+    @property
+    def holds_loaded(self) -> bool:
+        """Whether something was loaded that waits for the first step."""
+        return self._loaded is not None and bool(self._loaded[0].tensors)
 
     def _each_bucket(self, act: Callable[[Any], None]) -> None:
         for exchange in self.exchanges:
@@ -354,7 +367,7 @@ class Distribution:
     @property
     def used(self) -> bool:
         """Whether a step has been made, or traced."""
-        return bool(self._sets)
+        return bool(self._sets) or self._agreeing is not None  # the first step may be one that overflows
 
     @property
     def compressed(self) -> set[Key]:
@@ -373,23 +386,3 @@ class Distribution:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""
         tallies = [exchange.steps.counts for exchange in self.exchanges]
         return {**total(tallies), **figures(tallies), "buckets": bucket_stats(tallies)}
-
-
-def _compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None:
-    """Warn if the ranks begin with different weights: nobody has broadcast them, or somebody will after this step."""
-    if collectives.alone:
-        return
-    digest = hashlib.blake2b(digest_size=8)
-    try:
-        with tf.init_scope():
-            for variable in variables:
-                digest.update(np.ascontiguousarray(native(variable).numpy()).tobytes())
-        own = digest.digest()
-    except Exception:  # made by the graph that is being traced: they have no values yet
-        own = b""
-    theirs = set(collectives.gather_bytes(own, "weights"))
-    if len(theirs) > 1 and b"" not in theirs and collectives.rank == 0:
-        _log.warning(
-            "dgc_horovod: the ranks begin with DIFFERENT WEIGHTS and would keep the difference: give fit() "
-            "callbacks.BroadcastGlobalVariablesCallback(0), or call broadcast_variables before the first step"
-        )

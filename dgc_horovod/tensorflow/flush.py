@@ -15,12 +15,15 @@ from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.watchdog import watched
-from dgc_horovod.tensorflow.wrapping.variables import key_of
+from dgc_horovod.tensorflow.wrapping.variables import is_frozen, key_of
 
 
 def flush(optimizer: Any, distribution: Distribution) -> None:
     """See ``flush`` of the optimizer."""
     distribution.residuals()  # errors that should come before anything is changed
+    if distribution.holds_loaded:  # before the first step
+        trained = [variable for variable in optimizer._trainable_variables if not is_frozen(variable)]
+        distribution.variable_set(trained, trained, optimizer._dgc_local)  # of the kind of dense gradients
     if not any(exchange.keeps_state for exchange in distribution.exchanges):
         return
     if distribution.update.flush_is_step and passes_of(optimizer) > 1:
@@ -34,6 +37,9 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
     numbers = list(variables)
     given = [(variables[i], {part: x.reshape(variables[i].shape) for part, x in left[i].items()}) for i in numbers]
     kept = distribution.update.flush(optimizer, given, distribution.compressed)
+    for variable in variables.values():
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(variable))
     share = 1 if distribution.settings.averages else exchange.collectives.workers
     for i, v in zip(numbers, kept, strict=True):
         if v is not None:

@@ -17,6 +17,10 @@ from dgc_horovod.tensorflow.distribution import Distribution, VariableSet
 from dgc_horovod.tensorflow.flush import flush
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, is_frozen, key_of, keys_of, native, scaled
 
+OWN_APPLY = (
+    "{name} steps in an apply() of its own, in which nothing is exchanged: the ranks would train apart. Use a "
+    "DistributedGradientTape, and give what it returns to {name}"
+)
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.
 not_converted: Any = tf.autograph.experimental.do_not_convert
 UsersClass: Any = object  # over which the methods are put
@@ -27,6 +31,7 @@ class Application:
 
     def __init__(self, variables: VariableSet, known: Sequence[Any]) -> None:
         self.variables, self.known = variables, known
+        self.exchanged = False  # whether Keras' ``apply`` has come to the exchange
         self.finite: tf.Tensor | None = None
         self.dense: tf.Tensor | None = None
         self.split = False  # whether compressed variables are stepped by what comes back alone
@@ -45,6 +50,7 @@ class DistributedMethods(UsersClass):
     _dgc_applying: Application | None = None
     _dgc_passes = 1  # Horovod's backward_passes_per_step
     _dgc_averaged = True  # over the passes, or summed
+    _dgc_clips = True  # whether what is applied is a gradient of one step
 
     @not_converted
     def apply(self: Any, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
@@ -60,13 +66,17 @@ class DistributedMethods(UsersClass):
             known, grads = [known[i] for i in here], [grads[i] for i in here]
             given = known
         variables = self._dgc.variable_set(known, grads, self._dgc_local)
-        with _during(self, Application(variables, known)):
+        application = Application(variables, known)
+        with _during(self, application):
             super().apply(variables.completed(grads), given)
+        if not (application.exchanged or self.gradient_accumulation_steps):
+            raise UnsupportedUse(OWN_APPLY.format(name=type(self).__name__))
 
     def _clip_gradients(self: Any, grads: Sequence[Gradient]) -> list[Gradient]:
         application = self._dgc_applying
         if application is None:
-            return super()._clip_gradients(grads)
+            return super()._clip_gradients(grads) if self._dgc_clips else list(grads)
+        application.exchanged = True
         settings, variables = self._dgc.settings, application.variables
         compresses = settings.config is not None
         automatic = settings.config is not None and settings.config.automatic
@@ -87,7 +97,12 @@ class DistributedMethods(UsersClass):
             application.finite, application.dense = exchanged.finite, exchanged.dense
             gradients.update(zip(variables.active, exchanged.gradients, strict=True))
         results = list(gradients.values())
-        return results if compresses else super()._clip_gradients(results)
+        return results if compresses else super()._clip_gradients(self._dgc_limited(results))
+
+    def _dgc_limited(self: Any, gradients: list[Gradient]) -> list[Gradient]:
+        """The averages of all ranks within the ``clip_norm`` of a choice that has ended in no compression."""
+        limit = self._dgc.settings.clip_norm
+        return gradients if limit is None else list(tf.clip_by_global_norm(gradients, limit)[0])
 
     def _dgc_shared(self: Any, variables: VariableSet) -> list[Any]:
         """The optimizer's variables that are the same on every rank; with local weights, only its iterations."""
@@ -169,7 +184,8 @@ class DistributedMethods(UsersClass):
             raise UnsupportedUse(
                 "a LossScaleOptimizer was put around this DistributedOptimizer (or its loss_scale_factor was taken "
                 "away): a rank whose gradient overflows would leave the others waiting. Put it inside: "
-                "DistributedOptimizer(LossScaleOptimizer(optimizer))"
+                "DistributedOptimizer(LossScaleOptimizer(optimizer)). A MultiOptimizer does so too: use a "
+                "DistributedGradientTape with it"
             )
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
@@ -247,6 +263,14 @@ class DistributedMethods(UsersClass):
     def _dgc_apply_as_stock(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """A step of the user's optimizer, without exchange."""
         super().apply(list(gradients), list(variables))
+
+    def _dgc_apply_whole(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """The same with gradients of many steps: nothing that is meant for one clips or scales them."""
+        object.__setattr__(self, "_dgc_clips", False)
+        try:
+            self._dgc_apply_as_stock([scaled(g, self.loss_scale_factor or 1) for g in gradients], variables)
+        finally:
+            object.__setattr__(self, "_dgc_clips", True)
 
     def compression_stats(self: Any) -> dict[str, Any]:
         """What this rank has exchanged since it was wrapped: fields as in ``dgc_horovod.torch``."""

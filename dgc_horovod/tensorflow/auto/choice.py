@@ -67,6 +67,7 @@ class GraphChoice:
     def follow(self, other: GraphChoice) -> None:
         """`other` may hold what waits of these variables: it is handed back here."""
         self.holds |= other.holds
+        self._seen = self._buckets.steps
         self._steps.follow(other._steps)
 
     def resume(self, state: ResidualState) -> None:

@@ -66,6 +66,7 @@ class AutomaticExchange(GradientExchange):
 
     def follow(self, other: GradientExchange) -> None:
         assert isinstance(other, AutomaticExchange)
+        super().follow(other)
         self.give_up(SEVERAL)
         self.auto.follow(other.auto)
 

@@ -144,7 +144,13 @@ def _check(optimizer: Any, grads: Sequence[Gradient], keys: set[Any]) -> None:
                 "compress them a second time; use one of the two"
             )
         return
-    changes = inner is not optimizer or inner.gradient_accumulation_steps or inner.loss_scale_factor
+    if marked and inner is not optimizer:
+        raise UnsupportedUse(
+            "gradients that a compressed tape has returned are given to a LossScaleOptimizer: what waits is in the "
+            "scale of its step, and the scale changes. Use DistributedOptimizer(LossScaleOptimizer(optimizer)) in "
+            "place of the tape, or mixed_bfloat16, which needs no scale"
+        )
+    changes = inner.gradient_accumulation_steps or inner.loss_scale_factor
     own = clipping_of(inner)
     if own is not None and (changed or (marked and changes)):
         raise UnsupportedUse(

@@ -97,5 +97,6 @@ class DensePath:
         values = tf.cast(values, gradient.dtype)
         if self._settings.averages:
             values = values / self._collectives.size(gradient.dtype)
-        indices = self._collectives.allgather(gradient.indices, f"indices.{i}")
+        # a rank that has none sends int64, and the width must be everybody's
+        indices = self._collectives.allgather(tf.cast(gradient.indices, tf.int64), f"indices.{i}")
         return combined(tf.IndexedSlices(values, indices, gradient.dense_shape))

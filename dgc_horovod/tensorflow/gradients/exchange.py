@@ -107,7 +107,12 @@ class GradientExchange:
         """What may choose its exchange, and has not, never will: this rank is about to call ``hvd.join()``."""
 
     def follow(self, other: GradientExchange) -> None:
-        """`other` had some of these variables before, and what waits of them."""
+        """`other` may have had some of these variables before, and what waits of them: their warm-up goes on."""
+        ours, theirs = self.steps.buckets, other.steps.buckets
+        shared = {source.key for source in self.sources} & {source.key for source in other.sources}
+        if ours is not None and theirs is not None and shared and theirs.steps > ours.steps:
+            ours.steps = theirs.steps
+            ours.settling.go_on_from(theirs.settling)
 
     def residuals(self, own: bool = True) -> ResidualState | None:
         """See `HostSteps.residuals`."""

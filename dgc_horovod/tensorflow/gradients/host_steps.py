@@ -22,12 +22,13 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import DGCError, NotFinite, UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import ErrorFeedback
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
 from dgc_horovod.notices import not_finite, round_not_finite
 from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moments
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, kernels_on
+from dgc_horovod.tensorflow.gradients.origins import Origins
 from dgc_horovod.tensorflow.gradients.second_moment import SecondMoment, add_shared, take_shared
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
@@ -36,7 +37,6 @@ from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
 
 _log = logging.getLogger("dgc_horovod")
-_ORIGIN = "origin"  # the optimizer's iterations when its moments were empty
 _FROM_SLOTS = -1  # for a generation: what belongs here is in the optimizer's slots
 
 
@@ -74,7 +74,7 @@ class HostSteps:
         self.part_due: Callable[[int], int] = lambda steps: -1  # of the weights, to be compared; see `Replicas.due`
         self._homes, self._keys = homes, [(number, source.key) for source in sources]
         self._generation_now, self._generation = generation, _FROM_SLOTS
-        self._iterations = self._origin = 0
+        self._iterations, self.origins = 0, Origins()
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._under_way = self._told = False
         self._second_moment = SecondMoment(update)
@@ -153,8 +153,8 @@ class HostSteps:
             if own and (slots := self.update.own(key)):
                 tensors[str(i)] = {**tensors.get(str(i), {}), **slots}
         runs = {_number(name): run for name, run in state.runs.items()}
-        # without an origin the optimizer's slots hold what is to be taken over at the next step
-        directions = {} if self._generation == _FROM_SLOTS else {_ORIGIN: self._origin}
+        # without origins the optimizer's slots hold what is to be taken over at the next step
+        directions = {} if self._generation == _FROM_SLOTS else self.origins.for_record(self._iterations)
         return dataclasses.replace(state, tensors=tensors, runs=runs, directions=directions)
 
     def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
@@ -186,8 +186,8 @@ class HostSteps:
             _log.warning(
                 "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
             )
-        self._origin = state.directions.get(_ORIGIN, iterations)
-        self._generation = generation if _ORIGIN in state.directions else _FROM_SLOTS
+        self.origins = Origins.from_record(state.directions, map(_number, self._names))
+        self._generation = generation if Origins.is_in(state.directions) else _FROM_SLOTS
         self._homes.adopt(generation)
 
     def renew(self) -> None:
@@ -268,18 +268,17 @@ class HostSteps:
         assert self.buckets is not None
         flat = [slot.reshape(-1) for slot in slots]
         if self.update.learns_second:
-            self._origin, step = 0, self.buckets.steps if self.collectives.rank == 0 else -1
+            step = self.buckets.steps if self.collectives.rank == 0 else -1
             names = (self._names[i].split(maxsplit=1)[1] for i, _ in counts)
             every = list(zip(names, (self.kept(i) for i, _ in counts), flat[::2], flat[1::2], strict=True))
             share = 1 if self.buckets.averages else self.buckets.workers
             return [self._second_moment.take(step, self._iterations, share, every)]
         rest, factor = flat, 1 if self.buckets.averages else self.buckets.workers
-        # moments that begin empty are corrected for it as at the first step, whatever the optimizer's iterations are
-        self._origin = 0 if any(np.any(slot) for slot in slots) else self._iterations
         for i, count in counts:
             mine, rest = rest[:count], rest[count:]
             kept = self.kept(i)
             if mine and kept is not None:
+                self.origins.take_slots(str(i), mine)
                 self.update.take_over(*kept, mine, float(rate) * factor)
         return [np.ones(len(counts), np.float32)]
 
@@ -301,16 +300,18 @@ class HostSteps:
 
     def _add_gradients(self, run: BucketRun, gradients: Sequence[Any], whole: bool = False) -> None:
         assert self.buckets is not None
-        accumulation = (
-            ErrorFeedback()
-            if run.engine.bucket.uncompressed
-            else self.update.accumulation(self._iterations - self._origin, self._dense)
-        )
+        segments, iterations = run.engine.bucket.segments, self._iterations
+        if run.engine.state.moments is None:  # whatever has emptied them
+            self.origins.forget(_number(segment.name) for segment in segments)
         if self.node_size > 1:
             gradients = run.of_slice(gradients, whole)
             received = 4 * run.engine.bucket.numel * (self.node_size - 1)
             self.counts.traffic.count_inside(2 * received if whole else received)
         for i, gradient in enumerate(gradients):
+            accumulation: Accumulation = ErrorFeedback()
+            if not run.engine.bucket.uncompressed:
+                origin = self.origins.of(_number(segments[i].name), iterations) if self.update.keeps_second else 0
+                accumulation = self.update.accumulation(iterations - origin, self._dense)
             run.engine.add_gradient(i, gradient, accumulation)
 
     def kept(self, i: int) -> tuple[BucketEngine, int] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,9 @@ from dgc_horovod.stats import replica_checks
 from dgc_horovod.tensorflow.broadcast import assign_from
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
+from dgc_horovod.tensorflow.wrapping.variables import Source, native, numel_of
+
+_log = logging.getLogger("dgc_horovod")
 
 
 class Replicas:
@@ -109,3 +113,23 @@ def _plain(variable: Any) -> tf.Tensor:
     """Its value, in a dtype that can be cut into bytes."""
     value = variable.read_value()
     return tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
+
+
+def compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None:
+    """Warn if the ranks begin with different weights: nobody has broadcast them, or somebody will after this step."""
+    if collectives.alone:
+        return
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        with tf.init_scope():
+            for variable in variables:
+                digest.update(np.ascontiguousarray(native(variable).numpy()).tobytes())
+        own = digest.digest()
+    except Exception:  # made by the graph that is being traced: they have no values yet
+        own = b""
+    theirs = set(collectives.gather_bytes(own, "weights"))
+    if len(theirs) > 1 and b"" not in theirs and collectives.rank == 0:
+        _log.warning(
+            "dgc_horovod: the ranks begin with DIFFERENT WEIGHTS and would keep the difference: give fit() "
+            "callbacks.BroadcastGlobalVariablesCallback(0), or call broadcast_variables before the first step"
+        )

@@ -78,7 +78,8 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
         self._done = False
-        if self.model.built:
+        ours = Collectives(hvd.global_process_set, "built").gather_bytes(b"built" if self.model.built else b"", "model")
+        if all(ours):  # else every rank waits for its first batch
             optimizer = self.model.optimizer
             if not optimizer.built:
                 with keras.name_scope(optimizer.name):
@@ -96,7 +97,9 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
                 clear()
 
     def _broadcast(self) -> None:
-        variables = [*self.model.weights, *shared_variables(self.model.optimizer)]
+        optimizer = self.model.optimizer
+        outer = optimizer._dgc_outer() if hasattr(optimizer, "_dgc_outer") else []
+        variables = [*self.model.weights, *shared_variables(optimizer), *outer]
         with tf.device(self.device):
             broadcast_variables([v for v in variables if key_of(v) not in self._local], self.root_rank)
         self._done = True
@@ -191,7 +194,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self._optimizer
         old, new = float(optimizer.learning_rate.numpy()), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
-        if self.momentum_correction and old and new != old and getattr(optimizer, "momentums", None):
+        has_rate = isinstance(optimizer, keras.optimizers.SGD)  # in its velocity
+        if self.momentum_correction and old and new != old and has_rate and optimizer.momentums:
             distribution = getattr(optimizer, "_dgc", None)
             ours = distribution.in_engines if distribution is not None and distribution.update.is_split else set()
             for variable, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):

@@ -140,12 +140,16 @@ class LocalRounds:
             momentum.assign(tf.zeros_like(momentum))
 
     def restart_of(self, keys: Collection[Key]) -> None:
-        """The same for the variables of these keys only, wherever in a round the others are."""
+        """The same for the variables of these keys only, wherever in a round the others are.
+
+        Outer momentum whose own key is among them has been set with its variable, and stays.
+        """
         for i, weight in enumerate(self.weights):
             if key_of(weight) in keys:
                 self.anchors[i].assign(weight)
                 for momentum in self.outer[i : i + 1]:
-                    momentum.assign(tf.zeros_like(momentum))
+                    if key_of(momentum) not in keys:
+                        momentum.assign(tf.zeros_like(momentum))
 
 
 _every: weakref.WeakSet[LocalRounds] = weakref.WeakSet()

@@ -123,7 +123,7 @@ class FrozenAdamUpdate(AdamUpdate):
     def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
         if i not in engine.state.begun:  # dense steps: the slots have everything
             return []
-        first = part_of(engine, i, engine.state.adam_moments()[0])
+        first = np.float32(self.share) * part_of(engine, i, engine.state.adam_moments()[0])
         velocity = slots[1].numpy()
         bias = self._bias(int(self._optimizer.iterations))
         return [first, velocity * np.float32(bias)] if np.any(first) else [first]

@@ -109,7 +109,7 @@ class PlainUpdate:
             For each variable what cannot be applied, and is to be kept on every rank; or None.
         """
         gradients = [tf.cast(parts[RESIDUAL], variable.dtype) for variable, parts in left]
-        optimizer._dgc_apply_as_stock(gradients, [variable for variable, _ in left])
+        optimizer._dgc_apply_whole(gradients, [variable for variable, _ in left])
         return [None] * len(left)
 
 

@@ -38,6 +38,7 @@ class Settings:
     device_dense: str = ""
     device_sparse: str = ""
     scale_local_gradients: bool = True
+    clip_norm: float | None = None  # of the averages, where a choice has ended in no compression
 
     @property
     def averages(self) -> bool:
@@ -60,8 +61,9 @@ class Settings:
         return 1 / self.process_set.size()
 
     def as_stock(self) -> Settings:
-        """The same without compression."""
-        return dataclasses.replace(self, compression=Compression.none, config=None)
+        """The same without compression; a `clip_norm` of it limits the averages."""
+        limit = None if self.config is None else self.config.clip_norm
+        return dataclasses.replace(self, compression=Compression.none, config=None, clip_norm=limit)
 
     def agreed_fields(self) -> dict[str, str]:
         """What must be the same on every rank, for `check_agreement`."""
@@ -102,11 +104,11 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
     config = config_of(compression)
     if config is not None and config.local_steps is not None:
         check_local_steps(fields["op"] == hvd.Average)
+    settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if config is not None and config.automatic and envvars.horovod_elastic():
         if hvd.rank() == 0:
             tell_stock("under Horovod Elastic the number of ranks changes, and auto measures one", STOCK)
-        compression, config = Compression.none, None
-    settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
+        settings, config = settings.as_stock(), None
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others have no form under Keras 3")
     check_predivide(settings.gradient_predivide_factor, settings.averages)

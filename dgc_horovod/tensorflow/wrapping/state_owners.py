@@ -66,3 +66,4 @@ def _move(to: HostSteps, i: int, source: HostSteps, j: int) -> None:
     here, there = to.kept(i), source.kept(j)
     if here is not None and there is not None:
         here[0].state.move_in(here[1], there[0].state, there[1])
+        to.origins.move_in(str(i), source.origins, str(j))
