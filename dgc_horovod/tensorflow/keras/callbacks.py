@@ -195,7 +195,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         old, new = float(optimizer.learning_rate.numpy()), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         has_rate = isinstance(optimizer, keras.optimizers.SGD)  # in its velocity
-        if self.momentum_correction and old and new != old and has_rate and optimizer.momentums:
+        if self.momentum_correction and old and new != old and has_rate and getattr(optimizer, "momentums", None):
             distribution = getattr(optimizer, "_dgc", None)
             ours = distribution.in_engines if distribution is not None and distribution.update.is_split else set()
             for variable, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
