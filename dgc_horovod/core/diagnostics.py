@@ -60,7 +60,8 @@ class Diagnostics:
         if senders * sent > _MOST_SENT * engine.bucket.numel:
             return
         with self._looking():
-            selections = [elements.positions for elements in engine.exchange.contributions]
+            contributions = engine.exchange.contributions  # zeros in them are what was not sent
+            selections = [elements.positions[elements.values != 0] for elements in contributions]
             if selections:
                 _, senders_of = np.unique(np.concatenate(selections), return_counts=True)
                 self._pairs += int((senders_of * (senders_of - 1)).sum())

@@ -344,6 +344,14 @@ class OptimizerExchange:
             kept = engine.bucket.segments[i]
             engine.state.write(i, {part: array[kept.offset - first :][: kept.numel] for part, array in arrays.items()})
 
+    def _keeps(self, name: str) -> tuple[int, int]:
+        """Index of the first element of a tensor of which this rank keeps something, and that behind the last."""
+        if name in self.place:
+            engine, i = self.place[name]
+            kept = engine.bucket.segments[i]
+            return kept.offset, kept.offset + kept.numel
+        return 0, self.numel[name] if name in self.layout.dense else 0
+
     def _check_fits(self, state: ResidualState) -> None:
         node_size = self.topology.node_size
         ours = self.workers, self.rank, self.averages, node_size
@@ -353,18 +361,8 @@ class OptimizerExchange:
                 f"{combining(state.averages)} gradients; this is rank {self.rank} of {self.workers} in nodes of "
                 f"{node_size}, {combining(self.averages)}; load_checkpoint hands them on"
             )
-        for name, arrays in state.tensors.items():
-            sizes = {array.size for array in arrays.values()}
-            start, numel = state.runs.get(name, [0, *sizes])[:2] if len(sizes) == 1 else (0, None)
-            engine, i = self.place.get(name, (None, 0))
-            kept = None if engine is None else engine.bucket.segments[i]
-            if numel != self.numel.get(name) or (
-                kept is not None and not start <= kept.offset <= kept.offset + kept.numel <= start + max(sizes)
-            ):
-                raise CheckpointError(
-                    f"the residual of {name!r} has {sorted(sizes)} elements, the model's tensor has "
-                    f"{self.numel.get(name, 'been removed')}; they must be of the same model"
-                )
+        for name in state.tensors:
+            state.check_fits(name, self.numel.get(name), *self._keeps(name))
         ours_to_keep = [name for name in self.compressed if name in self.place]
         missing = [name for name in ours_to_keep if RESIDUAL not in state.tensors.get(name, {})]
         if missing and state.tensors:

@@ -99,7 +99,7 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: To
     if density == 1 and config.freezes_second_moment and values in _COARSE:
         values = "bf16"  # a second moment is learnt: squares of what is rounded coarsely are too large
     wire = PacketFormat(bucket.index, slices[0].numel, capacity, values, indices)
-    exchange = choose(wire, topology.nodes, config.shards)
+    exchange = choose(wire, topology.nodes, config.shards, topology.node_size)
     rounds = rounds_of(exchange.rounds_of(wire, topology.nodes), topology.nodes, topology.node_size)
     return MessageSpec(parts[topology.local_rank], wire, exchange, rounds)
 

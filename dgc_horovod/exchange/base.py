@@ -32,7 +32,7 @@ class PacketWriter:
     Args:
         wire: packet format.
         coder: coder that is preferred.
-        keeps_zeros: whether values that are rounded to zero are sent too.
+        keeps_zeros: whether values that are rounded to zero count as sent.
 
     Memory: 4 bytes for each element of a packet.
     """
@@ -45,14 +45,17 @@ class PacketWriter:
     def write(
         self, elements: Elements, flags: int, step: int, draw: Draw, packet: np.ndarray
     ) -> tuple[Elements, np.ndarray]:
-        """Fill `packet`; what is in it, as it stood in the residual, and its values as receivers read them."""
-        while True:
-            decoded = self._values[: elements.values.size]
-            zeros = self.wire.encode(self.coder, *elements, step, flags, packet, decoded, draw)
-            if not zeros or self._keeps_zeros:
-                return elements, decoded
-            kept = decoded != 0  # what was rounded to zero is not sent, so it is not masked either
-            elements = Elements(elements.positions[kept], elements.values[kept])
+        """Fill `packet`; what it sends, as it stood in the residual, and the values as receivers read them.
+
+        What was rounded to zero is not sent, so it is not masked either. Its codes stay in the packet, where they add
+        nothing: encoded without them, blocks would be others, in which more elements are rounded to zero.
+        """
+        decoded = self._values[: elements.values.size]
+        zeros = self.wire.encode(self.coder, *elements, step, flags, packet, decoded, draw)
+        if not zeros or self._keeps_zeros:
+            return elements, decoded
+        kept = decoded != 0
+        return Elements(elements.positions[kept], elements.values[kept]), decoded[kept]
 
 
 class CodedExchange:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dgc_horovod.exchange.allgather import AllgatherExchange
-from dgc_horovod.exchange.contract import FlatExchange
+from dgc_horovod.exchange.contract import INSIDE, FlatExchange
 from dgc_horovod.exchange.densified import DensifiedExchange
+from dgc_horovod.exchange.hierarchical import rounds_of
 from dgc_horovod.exchange.sharded import ShardedExchange
 from dgc_horovod.wire.packet import PacketFormat
 
-_LONGEST = 2**31 - 1  # bytes of an allgather's output: its counts are C ints
+_LONGEST = 2**31 - 1  # elements of what a round brings: MPI's counts are C ints
 
 # A new exchange is one line here, and a case of `choose`.
 EXCHANGES: dict[str, type[FlatExchange]] = {
@@ -18,7 +19,7 @@ EXCHANGES: dict[str, type[FlatExchange]] = {
 }
 
 
-def choose(wire: PacketFormat, workers: int, shards: bool = False) -> type[FlatExchange]:
+def choose(wire: PacketFormat, workers: int, shards: bool = False, node_size: int = 1) -> type[FlatExchange]:
     """The exchange for messages of the form `wire` among N workers.
 
     An allgather brings N packets of coded elements to every rank, a ring allreduce of fp32 passes ``2 * 4 * numel``
@@ -26,14 +27,23 @@ def choose(wire: PacketFormat, workers: int, shards: bool = False) -> type[FlatE
 
     Args:
         wire: packet format of one rank's selection.
-        workers: N >= 1.
+        workers: N >= 1; of nodes of several, M.
         shards: whether elements may have owners, who keep some of what they are sent.
+        node_size: G >= 1, the workers of a node, in which everything goes round once more.
     """
-    gathered = workers * wire.body_bytes
-    whole = DensifiedExchange if gathered > min(8 * wire.numel, _LONGEST) else AllgatherExchange
+    is_cheap = workers * wire.body_bytes <= 8 * wire.numel
+    whole = AllgatherExchange if is_cheap and _fits(AllgatherExchange, wire, workers, node_size) else DensifiedExchange
     if not shards or wire.capacity >= wire.numel:  # who sends everything loses nothing
         return whole
+    if not _fits(ShardedExchange, wire, workers, node_size):
+        return whole
     return ShardedExchange if _received(ShardedExchange, wire, workers) < _received(whole, wire, workers) else whole
+
+
+def _fits(exchange: type[FlatExchange], wire: PacketFormat, workers: int, node_size: int) -> bool:
+    """Whether no round brings more than a collective can count."""
+    rounds = rounds_of(exchange.rounds_of(wire, workers), workers, node_size)
+    return all(each.brought(node_size if each.group == INSIDE else workers) <= _LONGEST for each in rounds)
 
 
 def _received(exchange: type[FlatExchange], wire: PacketFormat, workers: int) -> int:

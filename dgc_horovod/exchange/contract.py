@@ -42,6 +42,14 @@ class Round:
         """Bytes that a rank hands to the collective."""
         return np.dtype(self.dtype).itemsize * self.size
 
+    def brought(self, workers: int) -> int:
+        """Number of elements that a rank has after it.
+
+        Args:
+            workers: number of workers of its group, >= 1.
+        """
+        return self.size * workers if self.kind == ALLGATHER else self.size
+
     def received(self, workers: int) -> int:
         """Bytes that a rank receives, as in ring algorithms.
 

@@ -36,9 +36,7 @@ def rounds_of(between: Sequence[Round], nodes: int, node_size: int) -> tuple[Rou
     """
     if node_size == 1:
         return tuple(between)
-    last = between[-1]
-    brought = last.size * nodes if last.kind == ALLGATHER else last.size
-    around = Round("around", ALLGATHER, last.dtype, brought, INSIDE)
+    around = Round("around", ALLGATHER, between[-1].dtype, between[-1].brought(nodes), INSIDE)
     return (*(replace(each, group=BETWEEN) for each in between), around)
 
 

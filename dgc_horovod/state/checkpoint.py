@@ -212,8 +212,8 @@ def load(
     """Read a checkpoint; called on every rank.
 
     Manifest and model are read by rank 0 and sent to the others; residuals are read by the rank that goes on from them.
-    With another number of ranks than before they are handed on (`residual_state.handed_on`), for which the directory
-    must be on a file system that all ranks see.
+    With another number of ranks than before, or on nodes with other buckets, they are handed on
+    (`residual_state.handed_on`), for which the directory must be on a file system that all ranks see.
 
     Args:
         given: path of the directory of `save`.
@@ -247,17 +247,19 @@ def load(
     found: dict[int, ResidualState] = {}
     with together(collectives, f"loading {directory}"):
         _check_method(manifest, config, averages)
-        for old in needed(topology, manifest.workers, manifest.node_size):
+        cut_alike = _cut_alike(manifest, config)
+        for old in needed(topology, manifest.workers, manifest.node_size, cut_alike):
             try:
                 found[old] = _residuals(directory, manifest, old)
             except CheckpointError as error:
                 if residuals == REQUIRED:
                     raise CheckpointError(
-                        f"{error}. With another number of ranks than before ({manifest.workers}) every rank must see "
-                        'the directory. residuals="if sound" goes on without the file; what it held is lost'
+                        f"{error}. With another number of ranks than before ({manifest.workers}), or on nodes with "
+                        'other buckets, every rank must see the directory. residuals="if sound" goes on without the '
+                        "file; what it held is lost"
                     ) from None
                 _log.warning("dgc_horovod: rank %d goes on without it: %s", collectives.rank, error)
-    state = handed_on(found, topology) if found else empty
+    state = handed_on(found, topology, cut_alike) if found else empty
     return Checkpoint(manifest, model, dataclasses.replace(state, clips=manifest.clips))
 
 
@@ -290,6 +292,12 @@ def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None
             f"the residuals were kept {combining(manifest.averages)} gradients, now {combining(averages)}; give the "
             "same op, or call flush() before saving"
         )
+
+
+def _cut_alike(manifest: Manifest, config: DGCConfig) -> bool:
+    """Whether the buckets, of which each worker of a node keeps a slice, hold the same tensors as before."""
+    now = _as_texts(config)
+    return all(manifest.config.get(name, now[name]) == now[name] for name in ("bucket_bytes", "dense_values"))
 
 
 def _residuals(directory: Path, manifest: Manifest, rank: int) -> ResidualState:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -72,6 +73,10 @@ class ResidualState:
     measured: list[list[float]] = field(default_factory=list)
     clips: list[list[Any]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if self.epoch is not None:
+            self.epoch = math.floor(self.epoch)  # a script's may be a float, or NumPy's
+
     @property
     def clock(self) -> dict[str, Any]:
         """What is the same on every rank, and newcomers take over, by field: where the schedules are."""
@@ -93,7 +98,7 @@ class ResidualState:
             for name, kind in _KINDS.items():
                 _checked(getattr(state, name), kind)
             return state
-        except TypeError as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"this is no dict of residual_state_dict() ({error})") from None
 
     def to_bytes(self) -> bytes:
@@ -134,8 +139,8 @@ class ResidualState:
         except CheckpointError:
             raise
         except (
-            ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, RuntimeError, MemoryError, SyntaxError,
-            NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
+            ValueError, LookupError, TypeError, AttributeError, OSError, EOFError, RuntimeError, MemoryError,
+            SyntaxError, NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
         ) as error:  # fmt: skip
             raise CheckpointError(f"a residual file is damaged ({type(error).__name__}: {error})") from None
 
@@ -150,7 +155,7 @@ class ResidualState:
             _checked(head["workers"], int),
             _checked(head["averages"], bool),
             _checked(head["step"], int),
-            _optional(head["epoch"]),
+            head["epoch"],
             {name: {} for name in names},
             {_checked(name, str): _checked(steps, int) for name, steps in head["directions"].items()},
             node_size=_checked(head.get("node_size", 1), int),  # records of earlier versions know no nodes
@@ -164,7 +169,8 @@ class ResidualState:
             if part == _GUESS and array.dtype == np.float64 and array.ndim == 1 and not np.isnan(array).any():
                 state.thresholds[buckets[int(number)]] = array
                 continue
-            sound = not np.isnan(array).any() if part == SHARED else np.isfinite(array).all()  # infinite: never learnt
+            may_overflow = part in (SECOND, SHARED)  # squares may; of one that all have, infinite means never learnt
+            sound = not np.isnan(array).any() if may_overflow else np.isfinite(array).all()
             if part not in PARTS or array.dtype != np.float32 or array.ndim != 1 or not sound:
                 raise ValueError(f"array {key!r} is not a finite float32 vector of a known kind")
             state.tensors[names[int(number)]][part] = array
@@ -180,6 +186,29 @@ class ResidualState:
             sizes = {array.size for array in self.tensors[name].values()}
             if len(run) != 2 or any(not 0 <= run[0] <= run[0] + size <= run[1] for size in sizes):
                 raise ValueError(f"{name!r} keeps {sizes} elements of the run {run}")
+
+    def check_fits(self, name: str, numel: int | None, first: int, last: int) -> None:
+        """Raise CheckpointError unless the record has what a rank keeps of a tensor.
+
+        Args:
+            name: name of the tensor.
+            numel: number of its elements in the model; None: there is no such tensor.
+            first, last: index of the first element that is kept, and that behind the last; equal where none is.
+        """
+        sizes = {array.size for array in self.tensors[name].values()}
+        size = max(sizes, default=0)
+        start, whole = self.runs.get(name, (0, size))
+        if len(sizes) != 1 or whole != numel:
+            raise CheckpointError(
+                f"the residual of {name!r} has {sorted(sizes)} elements, the model's tensor has "
+                f"{'been removed' if numel is None else numel}; they must be of the same model"
+            )
+        if first < last and not start <= first < last <= start + size:
+            raise CheckpointError(
+                f"this rank keeps {last - first} elements of {name!r} from {first} on, and the residuals have {size} "
+                f"from {start} on: they were kept in other buckets. With another bucket_bytes or dense_values "
+                "load_checkpoint hands them on; parameter groups must be those of before"
+            )
 
     def as_one_of_all(self) -> ResidualState:
         """The same as a rank keeps it that has no node: zero where the other workers of its node keep something.
@@ -270,19 +299,25 @@ def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, fl
     return found
 
 
-def needed(topology: Topology, before: int, node_size: int) -> list[int]:
+def needed(topology: Topology, before: int, node_size: int, cut_alike: bool = True) -> list[int]:
     """The old ranks whose states a worker goes on from.
 
     Args:
         topology: place of the worker now.
         before, node_size: number of ranks before, and of those of a node.
+        cut_alike: whether the buckets are those of before, and with them what each worker of a node keeps.
     """
-    if (before, node_size) == (topology.workers, topology.node_size):
+    if _goes_on(topology, before, node_size, cut_alike):
         return [topology.rank]
     return list(shares(topology.node, topology.nodes, before, averages=True))
 
 
-def handed_on(states: Mapping[int, ResidualState], topology: Topology) -> ResidualState:
+def _goes_on(topology: Topology, before: int, node_size: int, cut_alike: bool) -> bool:
+    """Whether a worker goes on from its own state; what is kept whole fits into any buckets."""
+    return (before, node_size) == (topology.workers, topology.node_size) and (cut_alike or node_size == 1)
+
+
+def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike: bool = True) -> ResidualState:
     """The state of a worker, from those of the old ranks that `needed` names.
 
     Where it shares its node, it is that of all its workers together: each takes what it keeps of it.
@@ -290,9 +325,10 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology) -> Residu
     Args:
         states: states of old ranks, by rank, at least one; one that is lost is left out, and counts as zero.
         topology: place of the worker now.
+        cut_alike: see `needed`.
     """
     rank, workers, one = topology.rank, topology.workers, next(iter(states.values()))
-    if (one.workers, one.node_size) == (workers, topology.node_size) and rank in states:
+    if _goes_on(topology, one.workers, one.node_size, cut_alike) and rank in states:
         return states[rank]
     made = ResidualState(rank, workers, one.averages, one.step, one.epoch, node_size=topology.node_size)
     made.settled_at, made.measured, made.mode = one.settled_at, one.measured, one.mode

@@ -2,7 +2,7 @@
 
 ``header (36 bytes) | indices | values``, little-endian, each part padded to whole 32-bit words. The size
 is a pure function of (numel, capacity, codecs), so that Horovod's response cache always hits; the count
-of elements really sent stands in the header and the rest of the payload is zero.
+of elements that are in it, those rounded to zero too, stands in the header and the rest of the payload is zero.
 """
 
 from __future__ import annotations

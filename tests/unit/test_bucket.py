@@ -90,3 +90,15 @@ def test_densified_where_an_allgather_costs_more():
     assert [densifies(500_000, n) for n in (3, 4)] == [False, True]
     assert [densifies(250_000, n) for n in (7, 8)] == [False, True]
     assert densifies(2**25, 16, 2**30), "an allgather's output stays below 2**31 bytes"
+
+
+def test_no_round_brings_more_than_a_collective_can_count(monkeypatch):
+    """What goes round inside a node, whose workers bring a slice each, was not looked at; nor were headers."""
+    slices, counted = PacketFormat(0, 5 * 10**7, 3 * 10**7, "fp32"), 2**31 - 1
+    assert 3 * slices.nbytes < counted < 8 * 3 * slices.nbytes
+    assert [choose(slices, 3, False, size) for size in (1, 8)] == [EXCHANGES["allgather"], EXCHANGES["densified"]]
+    owned = PacketFormat(0, 2 * 10**8, 10**8, "fp32")
+    assert [choose(owned, 8, True, size) for size in (1, 8)] == [EXCHANGES["sharded"], EXCHANGES["densified"]]
+    for longest, expected in ((2 * slices.nbytes, "allgather"), (2 * slices.nbytes - 1, "densified")):
+        monkeypatch.setattr("dgc_horovod.exchange.choose._LONGEST", longest)
+        assert choose(slices, 2) is EXCHANGES[expected]

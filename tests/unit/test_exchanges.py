@@ -38,7 +38,7 @@ def engines_of(monkeypatch):
 
     def make(name, kernels=BACKENDS[0], values="fp32", numel=NUMEL, workers=None):
         kind, node_size = name
-        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n, shards=False: EXCHANGES[kind])
+        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda *form: EXCHANGES[kind])
         half = numel // 3
         segments = (Segment("a", 0, half), Segment("b", half, numel - half)) if half else (Segment("a", 0, numel),)
         config, workers = (
@@ -217,6 +217,31 @@ def test_a_damaged_buffer_is_an_error_on_every_rank_in_the_same_round(engines_of
         assert errors and set(errors) <= {CorruptPacket, RankMismatch}
 
 
+@each_exchange
+@each_backend
+def test_what_is_too_small_for_its_block_stays(engines_of, name, kernels):
+    """Of magnitudes over four decades 8 bits round some to zero: those are as if they had not been selected."""
+    engines = engines_of(name, kernels, "8bit")
+    applied, accumulated, held_back = np.zeros(NUMEL), np.zeros(NUMEL), 0
+    for step in range(4):
+        decades = np.random.default_rng(step).uniform(-80, 4, engines[0].bucket.numel)
+        sizes = (10 ** np.maximum(decades, -3)).astype(np.float32)
+        gradients = [gradient * sizes for gradient in gradients_of(engines, step)]
+        u = [0.9 * kept(engine, "u") + g for engine, g in zip(engines, gradients, strict=True)]
+        accumulated += together(engines, u)
+        updates = exchanged(engines, gradients, step)
+        assert len({update.tobytes() for update in updates}) == 1
+        applied += updates[0]
+        for engine in engines:
+            masked = np.flatnonzero(kept(engine, "u") == 0)
+            assert masked.size and (masked == engine.sent_positions).all()
+            held_back += masked.size < DENSITY * engine.bucket.numel
+            engine.commit()
+    assert held_back, "nothing was rounded to zero"
+    residual = together(engines, [kept(engine) for engine in engines])
+    assert np.allclose(applied + residual, accumulated, rtol=0, atol=1e-5 * np.abs(accumulated).max())
+
+
 def outcome_of(engine, received):
     """What the next round sends, or the kind of the error."""
     try:
@@ -230,7 +255,7 @@ def outcome_of(engine, received):
 def test_odd_sizes(name, numel, nodes, size, uncompressed):
     kind, node_size = name[0], size if name[1] > 1 else 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dgc_horovod.core.workspace.choose", lambda wire, n, shards=False: EXCHANGES[kind])
+        patch.setattr("dgc_horovod.core.workspace.choose", lambda *form: EXCHANGES[kind])
         config, workers = DGCConfig(density=DENSITY, values="8bit", exchange="sharded"), nodes * node_size
         bucket = Bucket(0, (Segment("a", 0, numel),), uncompressed, "8bit" if uncompressed else "")
         engines = [BucketEngine(bucket, config, BACKENDS[0], rank, workers, node_size) for rank in range(workers)]

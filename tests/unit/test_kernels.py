@@ -171,6 +171,12 @@ def test_the_pass(backend, sizes, adam, cuts, candidate_threshold, moments, scal
     assert ours[1][0] == (not where)
 
 
+def test_a_pass_of_several_threads_without_room_for_candidates():
+    """It copied no bytes between null pointers, which C++ leaves undefined; the sanitizers of `ci/sanitize` see it."""
+    arguments = [300_001], FEEDS[1:2], make_spans(300_001, [], np.inf), 0, False, 1.0, 0
+    assert run_pass(NativeKernels(2), *arguments) == run_pass(REFERENCE, *arguments)
+
+
 def aimed(kernels, bucket, arrays):
     outputs = kernels.outputs(bucket)
     for i, array in enumerate(arrays):
@@ -316,7 +322,22 @@ def test_a_stale_or_broken_library_is_named(tmp_path, monkeypatch):
             library.load(path)
     monkeypatch.setattr(library, "_INTERFACE", -1)
     with pytest.raises(BackendUnavailable, match="install dgc_horovod again"):
-        library.load(library.library_path())
+        library.load()
+
+
+def test_a_library_of_another_machine_is_passed_over(tmp_path, monkeypatch):
+    """The first by name was taken, and no other tried."""
+    (ours, *_) = library.library_paths()
+    (tmp_path / "_native.another.so").write_bytes(b"of another machine")
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    with pytest.raises(BackendUnavailable, match=r"another\.so"):
+        library.load()
+    for name in (ours.name, "_native.some.so"):
+        copied = tmp_path / name
+        copied.symlink_to(ours)
+        assert library.load().dgc_interface() == library._INTERFACE
+        assert (library.library_paths()[0] == copied) == (name == ours.name)
+        copied.unlink()
 
 
 def test_registry(monkeypatch):
@@ -335,7 +356,7 @@ def test_registry(monkeypatch):
 
 
 def test_without_the_library_it_works_and_says_once_that_it_is_slower(monkeypatch, caplog):
-    monkeypatch.setattr(library, "library_path", lambda: None)
+    monkeypatch.setattr(library, "library_paths", list)
     registry._say_once_that_it_is_slower.cache_clear()
     assert [registry.choose("cpu").name for _ in range(2)] == ["torch_eager"] * 2
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc_horovod.errors import CorruptPacket, RankMismatch
+from dgc_horovod.exchange.base import PacketWriter
 from dgc_horovod.exchange.densified import DensifiedExchange
-from dgc_horovod.kernels.contract import NO_ELEMENTS
+from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
-from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat, undrawn
 from tests.helpers.packets import CODERS, random_elements, read, seal, write
 
 NONE, NO_VALUES = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -45,6 +46,44 @@ def test_round_trip_and_the_same_bytes_from_every_coder(values, numel, data):
             assert got_values.tobytes() == sent.tobytes(), "the receiver decodes what the sender subtracts"
         packets.append(out.tobytes())
     assert packets[0] == packets[1]
+
+
+def written(wire, coder, values, keeps_zeros=False):
+    """What of `values`, at the first positions, `PacketWriter` sends; as it is read; the packet."""
+    packet, elements = np.empty(wire.nbytes, np.uint8), Elements(np.arange(values.size, dtype=np.int32), values)
+    sent, decoded = PacketWriter(wire, coder, keeps_zeros).write(elements, 0, 7, undrawn, packet)
+    return sent, decoded, packet
+
+
+@settings(deadline=None)
+@given(st.sampled_from(VALUES), st.integers(1, 2000), st.floats(0, 40), st.booleans(), st.integers(0, 99))
+def test_what_is_sent_is_what_adds_something(values, count, spread, keeps_zeros, seed):
+    """Whatever is rounded to zero: receivers read it as nothing, and everything else as the sender subtracts it."""
+    rng = np.random.default_rng(seed)
+    x = (rng.choice([-1, 1], count) * np.exp(rng.uniform(-spread, spread, count))).astype(np.float32)
+    packets = []
+    for coder in CODERS.values():
+        wire = PacketFormat(0, 5000, 2000, values)
+        sent, decoded, packet = written(wire, coder, x, keeps_zeros)
+        found = np.zeros((2, 5000), np.float32)
+        found[0, sent.positions] = decoded
+        positions, read_as, _ = read(coder, wire, packet)
+        found[1, positions] = read_as
+        assert (found[0] == found[1]).all() and (sent.values == x[sent.positions]).all()
+        assert (decoded != 0).all() or keeps_zeros
+        assert sent.values.size == np.count_nonzero(read_as) or keeps_zeros
+        packets.append(packet.tobytes())
+    assert packets[0] == packets[1]
+
+
+def test_nothing_is_encoded_twice(monkeypatch):
+    """Without what is rounded to zero, blocks were others, in which more was: packets were made a hundred times."""
+    wire, encode, made = PacketFormat(0, 200_000, 200_000, "8bit"), PacketFormat.encode, []
+    monkeypatch.setattr(PacketFormat, "encode", lambda *args, **named: made.append(1) or encode(*args, **named))
+    x = np.random.default_rng(0).standard_t(2, 200_000).astype(np.float32)
+    sent, _, _ = written(wire, CODERS["native"], x)
+    assert len(made) == 1
+    assert 0.9 < sent.values.size / x.size < 1, "hardly anything of it is too small for its block"
 
 
 @pytest.mark.parametrize("values", VALUES)

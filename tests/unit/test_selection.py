@@ -51,6 +51,15 @@ def test_bounds_of_k(rule, kernels, kind, numel):
         assert count > 0 or nonzero == 0, "nothing sent although there is something"
 
 
+def test_magnitudes_near_the_largest_float(kernels):
+    """The guess lay beyond float32, which no element reaches, and of no elements there is no quantile."""
+    signs = np.random.default_rng(0).choice([-1, 1], 10_000)
+    for largest in (1e38, 3.4e38):
+        x = (signs * np.linspace(1e38, largest, 10_000)).astype(np.float32)
+        for k in (1, 10, 1000):
+            assert 0.8 * k <= chosen("gaussian", kernels, x, k).size <= k
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_density_one_sends_everything(rule, kernels):
     x = DATA["ties"](1000, 0)

@@ -17,6 +17,7 @@ from dgc_horovod.core.selection.residual_view import ResidualView
 from dgc_horovod.kernels.contract import Elements
 
 _TRIES = 10
+_LARGEST = float(np.finfo(np.float32).max)
 _NORMAL = NormalDist()
 
 
@@ -39,7 +40,7 @@ def select(view: ResidualView, k: int, context: SelectionContext) -> Elements:
 
 
 def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
-    """A threshold that an accepted count of elements reaches, or None after ten counts.
+    """A threshold that an accepted count of elements reaches, or None after ten counts, or beyond float32.
 
     Between a threshold that too many reach and one that too few reach, the next is found by interpolation
     on log(count), every third time by halving; while nothing bounds it from above, by fitting a
@@ -50,14 +51,17 @@ def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
         points = two_sided_point(k / view.numel), two_sided_point(min(1.0, count / view.numel))
         return threshold * 1.01 * points[0] / max(points[1], 0.1)
 
-    if guess == 0:  # nothing was seen that could be followed
+    if not guess > 0:  # nothing was seen that could be followed
         return None
     least, most = accepted_counts(k)
     low, count = view.known_low(k)
     log_low = math.log(count)
     high, log_high = math.inf, 0.0
-    threshold = float(np.float32(guess if guess > low else beyond(low, count)))
+    threshold = guess if guess > low else beyond(low, count)
     for attempt in range(_TRIES):
+        if threshold > _LARGEST:  # no element reaches it, and no count says how far below it the k-th is
+            return None
+        threshold = float(np.float32(threshold))
         count = view.count_at_least(threshold)
         if least <= count <= most:
             return threshold
@@ -71,5 +75,4 @@ def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
             part = (log_low - math.log(k)) / max(log_low - log_high, 1e-9)
             part = 0.5 if attempt % 3 == 2 else min(max(part, 0.1), 0.9)
             threshold = low + part * (high - low)
-        threshold = float(np.float32(threshold))
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,32 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-def library_path() -> Path | None:
-    """Where the built library lies beside this file, or None."""
-    return next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
+def library_paths() -> list[Path]:
+    """The built libraries beside this file, that of this Python first: a folder may serve several machines."""
+    ours = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return sorted(Path(__file__).parent.glob("_native*.so"), key=lambda path: (path.name != ours, path.name))
 
 
 def load(path: Path | None = None) -> ctypes.CDLL:
-    """The library with its functions declared.
+    """The library with its functions declared: that at `path`, else the first of `library_paths` that loads.
 
     Raises:
         BackendUnavailable: it was not built, or does not load; or this machine orders bytes as packets do not.
     """
     if sys.byteorder != "little":
         raise BackendUnavailable("the native library writes packets as memory has them; this machine is big-endian")
-    path = path or library_path()
-    if path is None:
-        raise BackendUnavailable("the native library was not built (no C++ compiler when dgc_horovod was installed)")
+    problems = []
+    for each in [path] if path else library_paths():
+        try:
+            return _loaded(each)
+        except BackendUnavailable as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0]
+    raise BackendUnavailable("the native library was not built (no C++ compiler when dgc_horovod was installed)")
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():

@@ -97,6 +97,7 @@ void run_chunks(Pass& pass, int64_t first, int64_t last) {
 
 // Put what several threads found into ascending order.
 void order(Found& found, int64_t chunks) {
+    if (!found.count) return;  // there may be no memory then, and memcpy takes no null pointer, for no bytes either
     int64_t at = 0;
     for (int64_t i = 0; i < chunks; i++) {
         memcpy(found.positions + at, found.loose_positions + found.chunk_at[i], 4 * found.chunk_count[i]);
