@@ -61,6 +61,7 @@ def test_what_cannot_be_learnt_names_clip_norm(ranks):
         assert "exchange and compress them a second time" in found.pop("exchanged twice")
         assert found.pop("changed") == "" and found.pop("changed, clipped: said") == []
         assert len(found.pop("changed: said")) == (rank == 0), "one rank says it"
-        assert len(found) == 10
+        assert "gradients that a compressed tape has returned are given to a LossScaleOptimizer" in found.pop("scaled")
+        assert len(found) == 9
         for name, text in found.items():
             assert "UnsupportedUse" in text and "clip_norm=" in text, name
