@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.torch as hvd
@@ -19,12 +21,37 @@ def register() -> None:
 
     @functools.wraps(stock)
     def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
-        stock(optimizer, root_rank, model)
-        if hasattr(optimizer, "_dgc_update") and optimizer.process_set.included():
-            _follow(optimizer, root_rank)
+        if not hasattr(optimizer, "_dgc_update") or not optimizer.process_set.included():
+            stock(optimizer, root_rank, model)
+            return
+        if not (_is_stateless(optimizer) and optimizer.process_set.process_set_id == 0):
+            with unmoved(optimizer):  # a part of the ranks calls what the others call
+                stock(optimizer, root_rank, model)
+        _follow(optimizer, root_rank)
 
     broadcast_optimizer_state._dgc_stock = stock  # type: ignore[attr-defined]
     replace_everywhere(stock, broadcast_optimizer_state)
+
+
+def _is_stateless(optimizer: Any) -> bool:
+    """Whether there is nothing that stock would broadcast, nor the options then: SGD without momentum."""
+    return optimizer._dgc_update.kind == "sgd" and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+@contextmanager
+def unmoved(optimizer: Any) -> Iterator[None]:
+    """Weights stay: to fill an empty state, which some optimizers have before their first step, Horovod takes one."""
+    empty = not optimizer.state_dict()["state"]
+    before = [p.detach().clone() for p in optimizer._dgc.names] if empty else []
+    yield
+    with torch.no_grad():
+        for p, value in zip(optimizer._dgc.names, before, strict=False):
+            p.copy_(value)
+
+
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    """Learning rates and the like, of each group."""
+    return [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _follow(optimizer: Any, root_rank: int) -> None:
@@ -34,9 +61,11 @@ def _follow(optimizer: Any, root_rank: int) -> None:
     """
     ranks = optimizer.process_set.ranks
     if ranks is None or root_rank in ranks:
-        loaded = hvd.broadcast_object(
-            optimizer._dgc_loaded, root_rank, name="dgc.loaded", process_set=optimizer.process_set
-        )
+        own = optimizer._dgc_loaded, _options(optimizer) if _is_stateless(optimizer) else []
+        found = hvd.broadcast_object(own, root_rank, name="dgc.loaded", process_set=optimizer.process_set)
+        loaded, options = found
+        for group, theirs in zip(optimizer.param_groups, options, strict=False):
+            group.update(theirs)
         if loaded and not optimizer._dgc_loaded:
             optimizer._dgc_forget()
         if loaded:

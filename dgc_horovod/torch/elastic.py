@@ -10,12 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import horovod.torch as hvd
-import torch
 from horovod.torch.elastic import TorchState as HorovodTorchState
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
 
@@ -25,7 +22,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, going_back
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.clipping.local import clips_of
-from dgc_horovod.torch.state import copied, kept_by, put_back
+from dgc_horovod.torch.state import copied, follow, kept_by, put_back
 from dgc_horovod.torch.transport import HorovodCollectives
 
 _log = logging.getLogger("dgc_horovod")
@@ -115,8 +112,11 @@ class ResidualHandler(OptimizerStateHandler):
         self._saved = self._kept()
 
     def _kept(self) -> ResidualState:
-        """What a commit keeps of this rank."""
-        return kept_by(self.value)
+        """What a commit keeps of this rank; in an accumulation nothing has been handed to the exchange yet."""
+        if self.value._dgc_is_exchanging():
+            return kept_by(self.value)
+        follow(self.value)
+        return copied(self.value)
 
     def restore(self) -> None:
         """Go back to the last commit; a step under way is given up."""
@@ -134,8 +134,7 @@ class ResidualHandler(OptimizerStateHandler):
         optimizer, self._flushed_at = self.value, None
         own = copied(optimizer)
         optimizer._dgc_update.prepare(optimizer)  # newcomers and survivors must broadcast the same entries
-        with _unmoved(optimizer):
-            super().sync()
+        super().sync()
         put_back(optimizer, own)  # and not what stands in their places
         renew(optimizer)
         buckets, settling = optimizer._dgc.buckets, optimizer._dgc.buckets.settling
@@ -144,17 +143,6 @@ class ResidualHandler(OptimizerStateHandler):
         buckets.steps, buckets.epoch, settling.settled_at, settling.measured, clips = place
         if buckets.steps:  # a newcomer has made no step, but the others clip
             optimizer._dgc.clipping.goes_on(clips_of(clips, optimizer._dgc.names))
-
-
-@contextmanager
-def _unmoved(optimizer: Any) -> Iterator[None]:
-    """Weights stay: to fill an empty state, which some optimizers have before their first step, Horovod takes one."""
-    empty = not optimizer.state_dict()["state"]
-    before = [p.detach().clone() for p in optimizer._dgc.names] if empty else []
-    yield
-    with torch.no_grad():
-        for p, value in zip(optimizer._dgc.names, before, strict=False):
-            p.copy_(value)
 
 
 class TorchState(HorovodTorchState):

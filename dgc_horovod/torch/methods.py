@@ -26,6 +26,7 @@ from dgc_horovod.torch.state_methods import StateMethods
 from dgc_horovod.torch.updates.base import PlainUpdate
 from dgc_horovod.torch.wrapping import owners
 from dgc_horovod.torch.wrapping.notices import (
+    ADDED_LATER,
     CHANGED_UPDATE,
     LATE_CHANGE,
     SCALER_NOT_PASSED,
@@ -197,7 +198,7 @@ class ExchangeMethods(StateMethods):
     def _nothing_new(self: Any) -> bool:
         """Whether what stands in ``p.grad`` is an update already: to exchange it again would compress it twice."""
         if self._synchronized:
-            return all(p.grad is not None for p in self._dgc.names)
+            return all(p.grad is not None or not p.requires_grad for p in self._dgc.names)
         if self._dgc_watch.unchanged_since_applied():
             raise UnsupportedUse(
                 "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still "
@@ -222,16 +223,14 @@ class ExchangeMethods(StateMethods):
             if self._synchronized:
                 warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
             self.synchronize()
-        self._synchronized, self._dgc_loaded = False, False
+        self._dgc_loaded = False
         if not self._dgc_may_apply:
+            self._synchronized = False
             clip_calls.end_step(self)
             if self._dgc_config.on_nonfinite == "stop" and scale_of(self._dgc_scaler)() == 1.0:
                 raise NotFinite(self._dgc.not_finite)
             self._tell_once("not finite", self._dgc.not_finite)
             return loss
-        self._check_untouched()
-        clip_calls.cut_late(self)
-        clip_calls.end_step(self)
         self._dgc_with_hooks(self._apply)
         self._dgc_watch.applied(self._dgc.names)
         if not self._dgc.buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
@@ -248,9 +247,15 @@ class ExchangeMethods(StateMethods):
             self._dgc_steps = False
 
     def _apply(self: Any, _: Any) -> None:
+        """After the hooks before a step, which may clip as well."""
+        self._check_untouched()
+        clip_calls.cut_late(self)
+        clip_calls.end_step(self)
+        self._synchronized = False
         self._dgc_update.step(self, self._dgc.compressed, self._dgc_own_step)
 
     def _dgc_own_step(self: Any) -> None:
+        self._dgc_update.begin(self)
         own_step: Any = super(type(self), self).step.__func__  # type: ignore[misc]
         if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
             own_step = own_step.__wrapped__
@@ -263,6 +268,8 @@ class ExchangeMethods(StateMethods):
             late = [p for group in self.param_groups for p in group["params"] if p not in self._requires_update]
         for p in late:
             if p.requires_grad:
+                if p not in self._parameter_names:
+                    raise UnsupportedUse(ADDED_LATER.format(shape=tuple(p.shape)))
                 raise UnsupportedUse(
                     f"{self._parameter_names[p]!r} did not require a gradient when the optimizer was wrapped and "
                     "does now; wrap the optimizer while it does, and freeze it afterwards"
@@ -278,7 +285,7 @@ class ExchangeMethods(StateMethods):
 
     def _dgc_is_exchanging(self: Any) -> bool:
         """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
-        return self._synchronized or any(handle is not None for handle, _ in self._handles.values())
+        return self._synchronized or self._dgc_has_launched()
 
     def _tell_once(self: Any, key: str, text: str) -> None:
         if key not in self._dgc_told and self._dgc.collectives.rank == 0:

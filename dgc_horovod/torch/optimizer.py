@@ -21,6 +21,7 @@ from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.torch.auto.horovod_methods import STOCK, HorovodAutomaticMethods, check_automatic
+from dgc_horovod.torch.clipping.of_averages import limit_averages
 from dgc_horovod.torch.local.horovod_methods import HorovodLocalMethods
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.optimizer_mixin import CompressedMethods
@@ -113,7 +114,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     except NoChoice as refused:
         if hvd.rank() == 0:
             tell_stock(str(refused), STOCK)
-        return stock(HorovodCompression.none)
+        uncompressed = stock(HorovodCompression.none)
+        if config.clip_norm is not None:
+            limit_averages(uncompressed, config.clip_norm)
+        return uncompressed
 
 
 def _compressing(

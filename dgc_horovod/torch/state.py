@@ -44,10 +44,16 @@ def save(
     def content() -> checkpoint.Content:
         state = None if exchange is None else kept_by(optimizer)
         saved = _dumped(model, optimizer, extra) if collectives.rank == 0 else b""
-        holds = checkpoint.digest_of_names(optimizer._parameter_names.values(), group)
+        holds = checkpoint.digest_of_names(_own_names(optimizer), group)
         return checkpoint.Content(holds, saved, state, None if exchange is None else exchange.config)
 
     checkpoint.save(directory, collectives, content)
+
+
+def _own_names(optimizer: Any) -> list[str]:
+    """Names of what the optimizer has; it may have been given those of a whole model of which others have parts."""
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    return [name for p, name in optimizer._parameter_names.items() if p in own]
 
 
 def load(
@@ -146,6 +152,7 @@ def put_back(optimizer: Any, state: ResidualState) -> None:
     state, own = update.split_own(optimizer, state)
     check_moments(state, update.keeps_second)
     exchange.load(state)
+    update.forget()
     update.take_own(optimizer, own)
     optimizer._dgc_resume(state.mode)
     for p in exchange.compressed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.torch import state
+from dgc_horovod.torch import epochs, state
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.updates.base import PlainUpdate
@@ -31,7 +31,7 @@ class StateMethods:
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """As torch's; a stock checkpoint's momentum and moments are taken over, and u and v start empty."""
-        if self._handles and self._dgc_membership is None:
+        if self._dgc_has_launched() and self._dgc_membership is None:
             raise UnsupportedUse(
                 "load_state_dict() between backward() and step(): gradients are being exchanged; call it after step()"
             )
@@ -45,6 +45,7 @@ class StateMethods:
         """u, v and the step under way: the weights and the optimizer's state are about to be others."""
         self._dgc.abandon()
         self._dgc.buckets.clear()
+        self._dgc_update.forget()
         self._dgc_update.prepare(self)
         self._dgc_watch = GradientWatch()
 
@@ -99,9 +100,13 @@ class StateMethods:
         )
 
     def set_epoch(self: Any, epoch: int) -> None:
-        """Tell the warm-up which epoch (from 0) it is, where no DistributedSampler does."""
+        """Tell the warm-up which epoch (from 0) it is, where no DistributedSampler does.
+
+        Raises:
+            ConfigError: it is no whole number.
+        """
         if self._dgc_takes_part:
-            self._dgc.buckets.epoch = epoch
+            self._dgc.buckets.epoch = epochs.whole(epoch)
 
     def compression_stats(self: Any) -> dict[str, Any]:
         """What this rank has exchanged since it was wrapped; under Horovod Elastic, since the ranks changed.
@@ -117,6 +122,10 @@ class StateMethods:
         if not self._dgc_takes_part:
             return {}
         return self._dgc.buckets.stats()
+
+    def _dgc_has_launched(self: Any) -> bool:
+        """Whether a gradient has been handed to the exchange: not in the passes of an accumulation before the last."""
+        return any(handle is not None for handle, _ in self._handles.values())
 
     def _dgc_check_between_steps(self: Any) -> None:
         if self._handles or (self._synchronized and self._dgc_may_apply):

@@ -9,7 +9,7 @@ from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_that_differs", "bf16_model"]
-CASES += ["dropped", "copied"]
+CASES += ["dropped", "copied", "clipping_in_a_hook", "frozen_later", "limit_without_compression"]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,19 @@ def test_clipping_by_the_script_is_learned(ranks):
     first, second = (rank["ddp_around.clipping_by_the_script"] for rank in ranks)
     assert first["limits"] == second["limits"] == [0.5] and first["is"] == second["is"]
     assert first["norms"][-1] == second["norms"][-1]  # as with DDP alone, what the script sees is the same
+
+
+def test_clipping_in_a_hook_before_the_step_is_learned(ranks):
+    assert [rank["ddp_around.clipping_in_a_hook"] for rank in ranks] == [[0.5], [0.5]]
+
+
+def test_a_layer_that_is_frozen_stays_as_with_ddp_alone(ranks):
+    for rank in ranks:
+        assert rank["ddp_around.frozen_later"] == {"dgc": 0, "topk": 0}
+
+
+def test_a_limit_holds_where_ddp_exchanges(ranks):
+    assert [rank["ddp_around.limit_without_compression"] for rank in ranks] == pytest.approx([0.01, 0.01], rel=1e-3)
 
 
 def test_a_whole_model_can_be_saved_and_copied(ranks):

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["layout", "budget", "long_run", "stock", "clipping", "refused", "state", "misdeclared"]
+CASES = ["layout", "budget", "long_run", "stock", "clipping", "refused", "cut", "state", "misdeclared"]
 SAME = 1e-5
 
 
@@ -55,6 +55,11 @@ def test_the_gradient_of_a_node_is_what_is_clipped(ranks):
 def test_a_script_that_clips_by_itself_is_refused_in_words(ranks):
     for found in (rank["nodes.refused"] for rank in ranks):
         assert "clip_norm" in found["error"] and found["norm"] > 0
+
+
+def test_gradients_of_another_size_are_refused_before_they_are_averaged(ranks):
+    for rank in ranks:
+        assert "when the optimizer was wrapped the parameter had" in rank["nodes.cut"]
 
 
 def test_a_number_of_workers_that_makes_no_nodes_is_named(ranks):

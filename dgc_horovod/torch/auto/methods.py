@@ -101,6 +101,7 @@ class AutomaticMethods:
 
     def _dgc_stock_step(self: Any) -> None:
         """The framework's own, but for what half precision has made infinite: that is skipped, and fp16 is over."""
+        self._dgc_update.begin(self)
         self._dgc_step_as_stock()
         overflowed, self._dgc_overflowed = self._dgc_overflowed, False
         self._dgc_choice.count(self._dgc_halves, skipped=overflowed)
@@ -157,6 +158,13 @@ class AutomaticMethods:
             self._dgc_choice.trial.stay(mode or COMPRESSED)
             self._dgc_enter(mode or COMPRESSED)
 
+    def _dgc_forget(self: Any) -> None:
+        """A state that has made no step has learnt no second moment: dense steps come first, as at the beginning."""
+        self._dgc_below._dgc_forget(self)
+        if self._dgc_update.learns_second and not self._dgc_stock and not _has_stepped(self):
+            self._dgc_enter(DENSE)
+            self._dgc_choice.begin()
+
     def _dgc_begin_anew(self: Any) -> None:
         """Choose again, as every rank does; what is kept is applied."""
         self._dgc_switch(DENSE)
@@ -174,6 +182,10 @@ class AutomaticMethods:
         """A checkpoint holds no half of a trial: that begins anew."""
         if self._dgc_takes_part and not self._dgc_stock and not self._dgc_choice.trial.ended:
             self._dgc_begin_anew()
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    return any(int(state.get("step", 0)) for state in optimizer.state.values())
 
 
 def _left_of_whole(exchange: GradientExchange) -> dict[torch.Tensor, torch.Tensor]:

@@ -230,25 +230,28 @@ class LocalClipping:
         for kept in (self._noted, self.norms, self._factors, self._bounds, self._late):
             kept.clear()
 
-    def judge(self, before: float, after: float) -> Change:
+    def judge(self, before: Sequence[float], after: Sequence[float]) -> Change:
         """The script has changed the updates by its own hands.
 
         A norm that comes out the same twice, and has been larger, is a clipping that the script does itself: from the
-        next step on each rank clips to it.
+        next step on each rank clips to it. Clipping multiplies all of them by one factor: masks do not.
 
         Args:
-            before, after: L2 norm of all updates, before and after the change; `before` is 0 if it is not known.
+            before, after: L2 norm of each update, before and after the change; NaN of one that the script has taken
+                away. `before` is empty if it is not known.
         """
-        limit = self.given or self.by_hand
-        nothing = math.isclose(after, before, rel_tol=1e-6)
-        if nothing or (limit is not None and math.isclose(after, limit, rel_tol=1e-3)):
+        whole, limit = total_norm(after), self.given or self.by_hand
+        nothing = len(before) > 0 and all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(before, after, strict=True))
+        clips = nothing or _is_one_factor(before, after)
+        if nothing or (clips and limit is not None and math.isclose(whole, limit, rel_tol=1e-3)):
             if self.by_hand is not None:
                 self.note(Clip(self._all, self.by_hand))
             return Change.NOTHING if nothing else Change.CLIPPING
-        if self._cut is not None and 0 < after < before and math.isclose(after, self._cut, rel_tol=1e-4):
-            self.by_hand = after
-            self.note(Clip(self._all, after))
-        self._cut = after
+        twice = self._cut is not None and math.isclose(whole, self._cut, rel_tol=1e-4)
+        self.by_hand = whole if clips and twice and 0 < whole < total_norm(before) else None
+        if self.by_hand is not None:
+            self.note(Clip(self._all, whole))
+        self._cut = whole
         return Change.OTHER
 
     # -- one step
@@ -331,11 +334,29 @@ class LocalClipping:
         return limit / norm if norm > limit else 1.0
 
 
-def norm_of(parameters: Iterable[Parameter]) -> float:
-    """L2 norm of every dense ``p.grad`` together."""
-    grads = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
-    parts = [torch.linalg.vector_norm(grad).float() for grad in grads]
-    return float(torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))) if parts else 0.0
+def norms_of(parameters: Iterable[Parameter]) -> list[float]:
+    """L2 norm of each ``p.grad``, 0 of a sparse one, NaN where there is none. Cost: a read of each."""
+    found: list[float] = []
+    dense: dict[int, torch.Tensor] = {}
+    for i, p in enumerate(parameters):
+        found.append(0.0 if p.grad is not None else math.nan)
+        if p.grad is not None and not p.grad.is_sparse:
+            dense[i] = torch.linalg.vector_norm(p.grad).float()
+    if dense:
+        device = next(iter(dense.values())).device
+        norms = torch.stack([norm.to(device) for norm in dense.values()]).tolist()  # one wait for a GPU
+        for i, norm in zip(dense, norms, strict=True):
+            found[i] = norm
+    return found
+
+
+def _is_one_factor(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether every norm has been multiplied by the same number, but for the rounding of short numbers."""
+    whole = total_norm(before)
+    if not whole or any(map(math.isnan, after)):
+        return False
+    factor = total_norm(after) / whole
+    return all(math.isclose(factor * x, y, rel_tol=1e-2) for x, y in zip(before, after, strict=True))
 
 
 def clip_all(parameters: Iterable[Parameter], limit: float) -> None:

@@ -11,7 +11,7 @@ from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
-from dgc_horovod.torch.ddp.models import bare
+from dgc_horovod.torch.ddp.models import bare, bare_optimizer
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 
 
@@ -32,6 +32,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
+    optimizer = bare_optimizer(optimizer)
     state.save(directory, _patient(optimizer), bare(model), optimizer, extra, _group_number(optimizer))
 
 
@@ -55,6 +56,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
+    optimizer = bare_optimizer(optimizer)
     averages = optimizer._dgc_settings.averages if hasattr(optimizer, "_dgc_settings") else True
     return state.load(directory, _patient(optimizer), bare(model), optimizer, averages, residuals)
 

@@ -40,8 +40,10 @@ NOT_EXCHANGED = (
     "step() without gradients that have been exchanged: since the last step there was no backward pass outside of "
     "model.no_sync(), or optimizer.zero_grad() came after it"
 )
-
-
+LOADED_TWICE = (
+    "a second load_state_dict() without a step after the first has emptied what load_checkpoint() had brought of u and "
+    "v. accelerator.prepare(optimizer) does so: call load_checkpoint() after it"
+)
 ANOTHERS_STEP = (
     "this step() was taken from the optimizer before register(), and knows nothing of the exchange; accelerate does so "
     "under fp16. Register in between: model = accelerator.prepare(model); register(model, optimizer, ...); optimizer = "
@@ -149,11 +151,25 @@ class DataParallelMethods(ProcessGroupMethods):
             after_ddp(self._dgc_end_backward)
         return as_it_is(bucket)
 
+    def _dgc_finish_exchange(self: Any) -> None:
+        """See `ProcessGroupMethods`; what is frozen stays where it is, as with DDP alone."""
+        ProcessGroupMethods._dgc_finish_exchange(self)
+        for p in self._dgc_parameters.values():
+            if not p.requires_grad:
+                p.grad = None
+
     def _dgc_end_backward(self: Any) -> None:
         """The backward pass is over, and every ``p.grad`` is where DDP has it."""
         self._dgc_watch.look_again()
         self.synchronize()
         self._dgc_offered = False
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """See `ExchangeMethods`."""
+        kept = self._dgc.buckets.state_arrays().values() if self._dgc_loaded else ()
+        if any(x.any() for arrays in kept for x in arrays.values()):
+            self._tell_once("loaded twice", LOADED_TWICE)
+        ExchangeMethods.load_state_dict(self, state_dict)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """As torch's; what ``backward`` has brought is given up, if it was not applied."""

@@ -17,6 +17,8 @@ _OPTIONS = (
     (lambda model: model.mixed_precision is not None, "mixed_precision; use torch.autocast"),
     (lambda model: model._use_python_reducer, 'optimize_ddp = "python_reducer" of torch._dynamo; leave it at True'),
     (lambda model: bool(model._delay_all_reduce_params), "delay_all_reduce_named_params; leave it out"),
+    (lambda model: getattr(model, "skip_all_reduce_unused_params", False),
+     "skip_all_reduce_unused_params=True; ranks would exchange different buckets; leave it out"),
     (lambda model: any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()),
      "an optimizer in the backward pass; momentum correction is part of the optimizer's step"),
 )  # fmt: skip
@@ -52,6 +54,11 @@ def data_parallel(model: Any) -> DistributedDataParallel:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UnsupportedUse(f"{name!r} has sparse gradients, which DDP gives to no hook; use sparse=False")
     return found
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer that accelerate has wrapped, and steps; any other as it is."""
+    return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
 
 
 def named_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:

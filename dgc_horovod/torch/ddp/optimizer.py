@@ -18,12 +18,19 @@ from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
+from dgc_horovod.torch.clipping.of_averages import limit_averages
 from dgc_horovod.torch.ddp.auto import STOCK, AutomaticDataParallelMethods
 from dgc_horovod.torch.ddp.compression import Compression
 from dgc_horovod.torch.ddp.hook import leave_to_ddp
 from dgc_horovod.torch.ddp.local import LocalDataParallelMethods, LocalProcessGroupMethods
 from dgc_horovod.torch.ddp.methods import ANOTHERS_STEP, DataParallelMethods, ProcessGroupMethods
-from dgc_horovod.torch.ddp.models import COMPILED, check_same_parameters, data_parallel, named_parameters
+from dgc_horovod.torch.ddp.models import (
+    COMPILED,
+    bare_optimizer,
+    check_same_parameters,
+    data_parallel,
+    named_parameters,
+)
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
@@ -67,6 +74,7 @@ def register(
         UnsupportedUse: a combination that would train wrongly.
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
+    optimizer = bare_optimizer(optimizer)
     compression = Compression.dgc() if compression is None else compression
     config, bare = config_of(compression), getattr(model, COMPILED, model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
@@ -79,6 +87,8 @@ def register(
     except NoChoice as refused:
         if dist.get_rank(group) == 0:
             tell_stock(str(refused), STOCK)
+        if config.clip_norm is not None:
+            limit_averages(optimizer, config.clip_norm)
         return _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
 
 

@@ -24,6 +24,10 @@ class BucketRun:
     narrow: bool = False  # whether an update goes into another dtype than fp32
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which its gradients have been made
 
+    def __post_init__(self) -> None:
+        self.sizes = [segment.numel for segment in self.engine.whole.segments]
+        self.device = self.parameters[0].device  # of all of them, at wrapping
+
     @property
     def complete(self) -> bool:
         """Whether every gradient is there."""

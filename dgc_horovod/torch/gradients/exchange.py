@@ -13,16 +13,16 @@ import torch
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
-from dgc_horovod.torch.clipping.local import Change, LocalClipping, clips_of, norm_of
+from dgc_horovod.torch.clipping.local import Change, LocalClipping, clips_of, norms_of
 from dgc_horovod.torch.gradients.bucket_run import BucketRun
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
+from dgc_horovod.torch.gradients.given import given, given_as_wrapped, made_dense
 from dgc_horovod.torch.gradients.memory import (
     TakenMemory,
     handed,
@@ -32,6 +32,7 @@ from dgc_horovod.torch.gradients.memory import (
     squares_of,
     wait_for_streams,
 )
+from dgc_horovod.torch.gradients.scaling import StepScale
 
 Parameter = torch.Tensor
 _NARROW = (torch.float16, torch.bfloat16)
@@ -65,7 +66,7 @@ class GradientExchange:
         self.config, self.collectives, self.settings = config, collectives, settings
         self._transports, self._host = transports or {ALL: collectives}, torch.device("cpu") if config.offload else None
         self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
-        self._scale: float | None = None  # of the step under way
+        self._scale_now = StepScale(loss_scale)  # no method: what others hold of it must not hold this exchange
         self._taken = TakenMemory()  # into which something of this step will be written
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
         specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
@@ -89,8 +90,9 @@ class GradientExchange:
         self._dense_path = DensePath(dense, collectives, settings, self._scale_now, half=config.dense_values == "fp16")
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self._untaken = deque(self.runs)  # in this step, where they leave in one order
-        self._engine_scale = self._scale_now  # factor of the gradients that engines are given
-        self.not_finite, self._norm = "", 0.0  # of the finished step: what is to be said of it; norm of all updates
+        self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines are given
+        self.not_finite = ""  # what is to be said of the finished step
+        self._norms: list[float] = []  # of its updates, one by one
         self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
@@ -128,7 +130,7 @@ class GradientExchange:
         place = self.place.get(p)
         with self._lock:
             if place is None:
-                self._dense_path.gradients[p] = self._gradient(p)
+                self._dense_path.gradients[p] = self._gradient(p, given(p, self.names))
             else:
                 place[0].arrived += 1
                 if p.is_cuda:
@@ -144,33 +146,14 @@ class GradientExchange:
                 self._take_bucket(place[0], accumulation_of)
         return partial(self._dense_result, p) if place is None else partial(self._result, p, *place)
 
-    def _grad(self, p: Parameter) -> torch.Tensor:
-        """``p.grad``, which must be there from its hook to the end of the step."""
-        if p.grad is None:
-            raise UnsupportedUse(
-                f"the gradient of {self.names[p]!r} was removed between backward() and step() (model.zero_grad()?); "
-                "its exchange was under way. Clear gradients after step(), or before backward()"
-            )
-        return p.grad
+    def _given(self, run: BucketRun, i: int) -> torch.Tensor:
+        """``p.grad`` of the bucket's i-th parameter."""
+        return given_as_wrapped(run.parameters[i], self.names, run.sizes[i], run.device, self._host is not None)
 
-    def _gradient(self, p: Parameter) -> torch.Tensor:
-        grad = self._grad(p)
-        if grad.is_sparse:
-            if not self.settings.sparse_as_dense:
-                raise UnsupportedUse(
-                    f"the gradient of {self.names[p]!r} is sparse; pass sparse_as_dense=True to compress it like the "
-                    "others, or build the embedding with sparse=False"
-                )
-            grad = grad.to_dense()
-        return grad.detach().resolve_neg()
+    def _gradient(self, p: Parameter, grad: torch.Tensor) -> torch.Tensor:
+        return made_dense(p, grad, self.names, self.settings.sparse_as_dense)
 
     # -- exchange
-
-    def _scale_now(self) -> float:
-        """The loss scale of this step, asked once: a GradScaler's lies on the device, behind the backward pass."""
-        if self._scale is None:
-            self._scale = self.loss_scale()
-        return self._scale
 
     def _add_gradients(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
         """Give the engine every gradient of a bucket."""
@@ -179,13 +162,14 @@ class GradientExchange:
         run.outputs.clear()
         run.versions.clear()
         for i, p in enumerate(run.parameters):
+            grad = self._given(run, i)
             accumulation, decay = (ErrorFeedback(), 0.0) if run.engine.bucket.uncompressed else accumulation_of(p)
-            zeroes = not self.config.keep_gradients and kernels.takes_tensors and not decay and is_alone(self._grad(p))
-            output, fits = self._output_for(run, p)
+            zeroes = not self.config.keep_gradients and kernels.takes_tensors and not decay and is_alone(grad)
+            output, fits = self._output_for(run, i, grad)
             if zeroes and fits:
                 run.engine.add_gradient(i, output, accumulation, in_place=True)
                 continue
-            gradient = output if fits else self._gradient(p).contiguous().to(self._host or p.device, torch.float32)
+            gradient = output if fits else self._gradient(p, grad).contiguous().to(output)
             gradient = self.clipping.clipped(p, gradient)
             if decay:
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
@@ -236,12 +220,15 @@ class GradientExchange:
             squares = squares_of(dense.values(), self._kernels_of)
             clip = self.clipping.of_all(self.buckets.squares(squares), self._scale_now())
         else:
-            bucketed = {p: self._gradient(p) for run in self.runs for p in run.parameters}
-            self.clipping.measure({**bucketed, **dense}, self._scale_now())
+            self.clipping.measure({**self._bucketed(), **dense}, self._scale_now())
             for run in self.runs:
                 self._add_gradients(run, accumulation_of)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
         self._launch_all(clip)
+
+    def _bucketed(self) -> dict[Parameter, torch.Tensor]:
+        """The gradient of every parameter that is in a bucket."""
+        return {p: self._gradient(p, self._given(run, i)) for p, (run, i) in self.place.items()}
 
     def _launch_all(self, clip: float) -> None:
         all_clip = self.buckets.all_clip  # as the last step's messages said
@@ -260,7 +247,7 @@ class GradientExchange:
         if run.finite is None:
             self._decode_launched()
         assert run.finite is not None
-        grad, output = self._grad(p), run.outputs[i]
+        grad, output = given(p, self.names), run.outputs[i]
         return grad if is_in(output, grad) else laid_out_as(output.view(p.shape).to(p.device), grad)
 
     def _decode_launched(self) -> None:
@@ -283,18 +270,18 @@ class GradientExchange:
         pending = [run.pending for run in self._launched] + self._dense_path.pending
         return all(self.collectives.done(each) for each in pending if each is not None)
 
-    def _output_for(self, run: BucketRun, p: Parameter) -> tuple[torch.Tensor, bool]:
-        """The next of the bucket's targets: the memory of ``p.grad``, or some beside it if that does not do.
+    def _output_for(self, run: BucketRun, i: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """The i-th and next of the bucket's targets: the memory of `grad`, of `_given`, or some beside it.
 
         Returns:
-            The target; whether it lies where ``p.grad`` does.
+            The target; whether it lies where `grad` does.
         """
-        grad = self._grad(p)
         plain = is_plain(grad)
         run.narrow |= not plain
         fits = plain and self._host is None and self._taken.is_first_in(grad)
         # detached, it keeps the memory, should the script give p.grad another
-        output = grad.detach() if fits else torch.empty(p.numel(), dtype=torch.float32, device=self._host or p.device)
+        beside = self._host or run.device
+        output = grad.detach() if fits else torch.empty(run.sizes[i], dtype=torch.float32, device=beside)
         run.outputs.append(output)
         run.versions.append(output._version)
         return output, fits
@@ -318,7 +305,7 @@ class GradientExchange:
                 elif p.grad is not None:
                     p.grad = torch.full_like(p, math.nan)
         elif self.clipping.undoes:
-            self._norm = norm_of(self.names)
+            self._norms = norms_of(self.names)
             self._dense_path.keep(1 / self._scale_now())
         self._forget_step(finite)
         return finite
@@ -331,7 +318,7 @@ class GradientExchange:
         self._launched.clear()
         self._untaken = deque(self.runs)
         self._taken.clear()
-        self._scale = None
+        self._scale_now.forget()
         self._dense_path.clear(finite)
 
     def abandon(self) -> None:
@@ -353,11 +340,13 @@ class GradientExchange:
         Returns:
             Whether the change was such a clipping, or changed nothing; if not, it is honoured.
         """
-        found = self.clipping.judge(self._norm / self.loss_scale(), norm_of(self.names))
+        before = [norm / self.loss_scale() for norm in self._norms]
+        found = self.clipping.judge(before, norms_of(self.names))
         if found is Change.CLIPPING:
             for run in self.runs:
-                for i, p in enumerate(run.parameters):
-                    run.engine.outputs.put(i, handed(self._output_for(run, p)[0], run.engine.kernels))
+                for i in range(len(run.parameters)):
+                    output, _ = self._output_for(run, i, self._given(run, i))
+                    run.engine.outputs.put(i, handed(output, run.engine.kernels))
                 run.engine.aggregate_into(self.buckets.mean_scale)
                 for p, output in zip(run.parameters, run.outputs, strict=True):
                     if p.grad is not None and not p.grad.is_sparse and not is_in(output, p.grad):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 
 _Seen = tuple[torch.Tensor, int]
+_Applied = tuple[torch.Tensor, weakref.ref[torch.Tensor] | None, int]  # parameter, its gradient, version of that
 _SAMPLE, _SMALL = 4, 4096  # so many tensors, of at most so many elements, are compared by their content
 
 
@@ -16,13 +18,19 @@ def _version(p: torch.Tensor) -> int:
     return grad._version if grad is not None else 0
 
 
+def _applied(p: torch.Tensor) -> _Applied:
+    """Which tensor ``p.grad`` is, without keeping it alive: a script may give p another one of the same version."""
+    grad = p.grad
+    return (p, weakref.ref(grad), grad._version) if grad is not None else (p, None, 0)
+
+
 class GradientWatch:
     """Remembers the state in which each ``p.grad`` was last seen."""
 
     def __init__(self) -> None:
         self._taken: dict[int, _Seen] = {}  # by id: a tensor's own hash is a call of Python's for each
         self._synchronized: list[_Seen] = []
-        self._applied: list[_Seen] = []
+        self._applied: list[_Applied] = []
         self._copies: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # of small updates: what goes by way of ``.data`` counts no version
@@ -47,7 +55,7 @@ class GradientWatch:
     def applied(self, parameters: Iterable[torch.Tensor]) -> None:
         """The optimizer has applied the updates."""
         self._synchronized, self._copies = [], []
-        self._applied = [(p, _version(p)) for p in parameters]
+        self._applied = list(map(_applied, parameters))
 
     def look_again(self) -> None:
         """What has changed up to now was meant to, and is known of."""
@@ -71,7 +79,9 @@ class GradientWatch:
 
     def unchanged_since_applied(self) -> bool:
         """Whether every ``p.grad`` is still the update that has been applied."""
-        return bool(self._applied) and all(p.grad is not None and _version(p) == seen for p, seen in self._applied)
+        return bool(self._applied) and all(
+            ref is not None and p.grad is ref() is not None and _version(p) == seen for p, ref, seen in self._applied
+        )
 
 
 def _is_same(grad: torch.Tensor, copy: torch.Tensor, loss_scale: float) -> bool:

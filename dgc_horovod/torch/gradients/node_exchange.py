@@ -88,7 +88,7 @@ class NodeGradientExchange(GradientExchange):
         bucket, run.arrived = run.engine.whole, 0
         wait_for_streams(run.streams)
         accumulations = [_WHOLE if bucket.uncompressed else accumulation_of(p) for p in run.parameters]
-        gradients = map(self._gradient, run.parameters)
+        gradients = (self._gradient(p, self._given(run, i)) for i, p in enumerate(run.parameters))
         averaging = self._node.start(bucket.name, gradients, bucket.numel, whole, 1 / self._scale_now())
         self._averaged.append(_Bucket(run, averaging, accumulations))
 
@@ -140,8 +140,9 @@ class NodeGradientExchange(GradientExchange):
         engine, kernels = run.engine, run.engine.kernels
         run.outputs.clear()
         run.versions.clear()
-        for i, p in enumerate(run.parameters):
-            engine.outputs.put(i, handed(self._output_for(run, p)[0], kernels))
+        for i in range(len(run.parameters)):
+            output, _ = self._output_for(run, i, self._given(run, i))
+            engine.outputs.put(i, handed(output, kernels))
         for j, segment in enumerate(engine.bucket.segments):
             gradient = gradients[segment.place]
             accumulation: Accumulation = ErrorFeedback()

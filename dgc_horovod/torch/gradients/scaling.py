@@ -112,6 +112,28 @@ def already_unscaled(scaler: Any, optimizer: Any) -> bool:
     return getattr(stage, "name", "") == "UNSCALED"
 
 
+class StepScale:
+    """The loss scale of the step under way, asked once: a GradScaler's lies on the device, behind the backward pass.
+
+    Args:
+        ask: function that gives the present one, > 0.
+    """
+
+    def __init__(self, ask: Callable[[], float]) -> None:
+        self._ask = ask
+        self._known: float | None = None
+
+    def __call__(self) -> float:
+        """That of this step."""
+        if self._known is None:
+            self._known = self._ask()
+        return self._known
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._known = None
+
+
 def scale_of(grad_scaler: Any) -> Callable[[], float]:
     """A function that gives the present factor of the gradients, 1 without a scaler."""
     if grad_scaler is None:

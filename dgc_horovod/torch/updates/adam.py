@@ -54,6 +54,9 @@ class AdamUpdate(SplitUpdate):
             moments.load(exchange, p, first=_sign(group) * state["exp_avg"], second=state["exp_avg_sq"])
         state.clear()
 
+    def forget(self) -> None:
+        self._steps.clear()
+
     def directions(self, p: Parameter) -> int:
         return self._steps.get(p, 0)
 

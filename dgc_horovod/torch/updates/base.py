@@ -23,6 +23,7 @@ Parameter = torch.Tensor
 Left = Mapping[str, torch.Tensor]  # of a tensor, by part
 Compressed = Callable[[Parameter], bool]
 States = Mapping[Parameter, dict[str, Any]]  # of an optimizer
+_STEP, _MOMENTS = "step", ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # in it
 
 
 class PlainUpdate:
@@ -39,6 +40,7 @@ class PlainUpdate:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.dense = False  # whether everything is sent at the step under way; told where the second moment is learnt
+        self._prepared = False  # since the last step
         self.notice = ADAM_AFTER if kind == "adam" else ""  # for the user, once
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -47,6 +49,13 @@ class PlainUpdate:
         Called after wrapping, after loading a state, and whenever somebody asks for it.
         """
         fill_state(optimizer, self.kind)
+        self._prepared = True
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's own step comes: the zeros of `prepare` become what the parameters have become since."""
+        if self._prepared:
+            self._prepared = False
+            refit_state(optimizer)
 
     def accumulation(self, p: Parameter, group: Group) -> Accumulation:
         """How this step's gradient of `p` enters the residual."""
@@ -69,6 +78,9 @@ class PlainUpdate:
 
     def end_dense_steps(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         """The optimizer has stepped alone, the same on every rank; from now on it does with what was exchanged."""
+
+    def forget(self) -> None:
+        """The engine keeps nothing any more."""
 
     def directions(self, p: Parameter) -> int:
         """Steps of which the engine's moments of `p` are made, if it has any."""
@@ -174,20 +186,39 @@ def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
     """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
 
     With an empty state Horovod's ``broadcast_optimizer_state`` takes a real step; and where one rank alone
-    has loaded a checkpoint, the ranks would broadcast different entries and never meet.
+    has loaded a checkpoint, the ranks would broadcast different entries and never meet. An entry with nothing in it
+    goes: ranks outside the optimizer's process set, which call that function too, have none.
     """
-    sgd, adam = kind == "sgd", kind == "adam"
     known = set(getattr(optimizer, "_dgc_parameters", {}).values())  # one of them may have been frozen since
-    for group in optimizer.param_groups if sgd or adam else []:
+    # the first buffer of SGD with dampening is the gradient itself, not a part of it: its state stays as it comes
+    dampens = kind == "sgd" and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups)
+    for group in optimizer.param_groups if kind in ("sgd", "adam") and not dampens else []:
         for p in group["params"]:
             if not p.requires_grad and p not in known:
                 continue
-            state = optimizer.state[p]
-            if sgd and group["momentum"] and not group["dampening"] and state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            elif adam and not group["amsgrad"]:
-                if "step" not in state:
-                    state["step"] = step_count(p, group)
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    if moment not in state:
-                        state[moment] = torch.zeros_like(p)
+            state = optimizer.state.get(p, {})
+            for key in _entries(kind, group):
+                if state.get(key) is None:
+                    state[key] = step_count(p, group) if key == _STEP else torch.zeros_like(p)
+            if state:
+                optimizer.state[p] = state
+            else:
+                optimizer.state.pop(p, None)
+
+
+def _entries(kind: str, group: Group) -> tuple[str, ...]:
+    """What stock has of a tensor of SGD or Adam, in its order: it is broadcast in that."""
+    if kind == "sgd":
+        return _MOMENTS[:1] if group["momentum"] else ()
+    return (_STEP, *_MOMENTS[1:4]) if group["amsgrad"] else (_STEP, *_MOMENTS[1:3])
+
+
+def refit_state(optimizer: torch.optim.Optimizer) -> None:
+    """Zeros of another dtype or device than their parameter's: a script has moved or cast the model since wrapping."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            for key in _MOMENTS:
+                x = state.get(key)
+                if x is not None and (x.dtype != p.dtype or x.device != p.device) and not x.any():
+                    state[key] = torch.zeros_like(p)

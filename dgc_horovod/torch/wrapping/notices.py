@@ -18,6 +18,10 @@ CHANGED_UPDATE = (
     "p.grad was changed between synchronize() and step(). After compression it is an update that arrives in bursts, "
     "and what is clipped off it is lost; pass clip_norm=c to the compression instead (dgcrun: --dgc-clip-norm c)"
 )
+ADDED_LATER = (
+    "a parameter of shape {shape} was added to the torch optimizer after it had been wrapped: the ranks have already "
+    "agreed on names and buckets. Add the group first, then wrap"
+)
 SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). The second "
     "synchronization does nothing; put step() inside `with optimizer.skip_synchronize():`"

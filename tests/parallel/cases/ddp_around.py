@@ -65,6 +65,39 @@ def clipping_by_the_script() -> dict[str, Any]:
     return {"norms": norms, "limits": [clip.limit for clip in optimizer._dgc.clipping.clips], "is": fingerprint(model)}
 
 
+def clipping_in_a_hook() -> list[float]:
+    """A hook before the step clips: that is learned, too."""
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.5) and None)
+    _steps(model, optimizer, 3)
+    return [clip.limit for clip in optimizer._dgc.clipping.clips]
+
+
+def frozen_later() -> dict[str, float]:
+    """How far a layer goes that is frozen after a few steps, in weight decay and momentum of many more."""
+    found = {}
+    for name, compression in {"dgc": Compression.dgc(0.02), "topk": Compression.topk(0.02)}.items():
+        model = DistributedDataParallel(smooth_model(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        register(model, optimizer, compression)
+        _steps(model, optimizer, 3)
+        frozen = model.module[0].weight.requires_grad_(False)
+        before = frozen.detach().clone()
+        _steps(model, optimizer, 10)
+        found[name] = float((frozen - before).abs().max())
+    return found
+
+
+def limit_without_compression() -> float:
+    """Length of a step at rate 1 of an optimizer that ``auto`` leaves to DDP, with a limit."""
+    model = DistributedDataParallel(smooth_model())
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, dampening=0.1)
+    optimizer = register(model, sgd, Compression.auto(clip_norm=0.01))
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    _steps(model, optimizer, 1)
+    return float((nn.utils.parameters_to_vector(model.parameters()) - before).norm())
+
+
 def copied() -> dict[str, Any]:
     """A whole DDP, saved and loaded or copied, can be registered, and trains as one that begins with its weights."""
     compression = Compression.dgc(0.02, min_numel=64)

@@ -125,6 +125,16 @@ def refused() -> dict[str, Any]:
     }
 
 
+def cut() -> str:
+    """What a script is told that cuts tensors to a part after wrapping."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
+    model[4].weight.data, model[4].bias.data = model[4].weight.data[:8].clone(), model[4].bias.data[:8].clone()
+    model[6].weight.data = model[6].weight.data[:, :8].clone()
+    return error_of(lambda: train(model, optimizer, 1))
+
+
 def misdeclared() -> dict[str, Any]:
     """Nodes of a number that four ranks do not make, and of what is no number."""
     hvd.init()
