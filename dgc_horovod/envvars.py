@@ -160,6 +160,8 @@ COMPRESSION = EnvironmentVariable(
     "DGC_COMPRESSION", "", "how", "text", _WHAT, "--compression",
     choices=METHODS,
 )  # fmt: skip
+OF_METHODS = (_WHAT, _WHEN)  # the groups of what is chosen for a method; the others are a matter of the cluster
+LOCAL_STEPS = _field("local_steps", "", "steps on each rank alone, then weights' changes are sent", "whole", _WHEN)
 NODE_SIZE = _field("node_size", "", "workers that average densely first; if not given, those of a host", "whole", _WIRE)
 FIELDS = (
     _field("density", "0.001", "fraction of elements sent, in (0, 1]", "number", _WHAT),
@@ -179,7 +181,7 @@ FIELDS = (
     _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WHEN),
     _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WHEN),
     _field("warmup.until_settled", "", "dense until Adam's 2nd moment changes by so little, > 0", "number", _WHEN),
-    _field("local_steps", "", "steps on each rank alone, then weights' changes are sent", "whole", _WHEN),
+    LOCAL_STEPS,
     _field("local_decay", "0.95", "what waits is multiplied by, in (0, 1]", "number", _WHEN),
     _field("outer_rate", "1.0", "the mean change is multiplied by, > 0", "number", _WHEN),
     _field("outer_momentum", "0.0", "Nesterov momentum of the mean change, in [0, 1)", "number", _WHEN),
@@ -234,6 +236,16 @@ ALL = (*SETTABLE, CUDA_GRAPHS, ENABLED, CONFIG_FILE, STATUS_SERVER, STATUS_KEY, 
 def from_environment() -> dict[str, str]:
     """What is set of `ALL`, by name; an empty text counts as not set."""
     return {variable.name: os.environ[variable.name] for variable in ALL if os.environ.get(variable.name)}
+
+
+def is_off(given: Mapping[str, str]) -> bool:
+    """Whether ``DGC_ENABLED`` among these texts says so, before which nothing else is looked at.
+
+    Raises:
+        ConfigError: it is neither on nor off.
+    """
+    text = given.get(ENABLED.name, "")
+    return bool(text) and not ENABLED.parse(text)
 
 
 def unknown() -> dict[str, str]:

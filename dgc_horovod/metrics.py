@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -62,7 +64,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str) -> None:
-        self._path, self._next = Path(path), 0.0
+        self._path, self._next = Path(path).absolute(), 0.0  # a script may change its folder
 
     def write(self, record: Record) -> None:
         """Add a line, with the time if the record has none."""
@@ -70,11 +72,23 @@ class JsonLines:
         if seconds < self._next and not record.get("final"):
             return
         self._next = seconds * (1 + 1 / _OFTEN)
-        with self._path.open("a") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
+        line = json.dumps({"time": round(time.time(), 3), **record}) + "\n"
+        data = (b"\n" if _ends_within_a_line(self._path) else b"") + line.encode()
+        with self._path.open("ab", buffering=0) as file:  # in one piece: another job may write to the same file
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """See `Writer`."""
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether the last line of a file was cut off: a job was killed, or the disk was full."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 class Prometheus:
@@ -85,7 +99,7 @@ class Prometheus:
             import prometheus_client
         except ImportError:
             raise ConfigError(f"{path!r} needs prometheus_client: pip install dgc-horovod[prometheus]") from None
-        self._client, self._path = prometheus_client, path
+        self._client, self._path = prometheus_client, str(Path(path).absolute())
 
     def write(self, record: Record) -> None:
         """Replace the file."""

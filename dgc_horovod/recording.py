@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -69,7 +70,8 @@ class Recording:
     Args:
         path: path of the metrics, see `metrics.writer_for`.
         method: name of the compression method, for the records.
-        run: description of the job, as JSON, for the first record.
+        run: description of the job, as JSON, for the first record; its ``id`` stands in every one, by which a reader
+            tells it from other jobs that write to the same file.
         ranks_of: function that gives what every rank last told of itself.
 
     Raises:
@@ -78,6 +80,7 @@ class Recording:
 
     def __init__(self, path: str, method: str, run: Mapping[str, Any], ranks_of: RanksOf) -> None:
         self._path, self._method, self._ranks_of = path, method, ranks_of
+        self._id = run.get("id") or secrets.token_hex(8)
         self._start, self._process = time.monotonic(), os.getpid()
         self._writing, self._ended = threading.Lock(), threading.Event()
         self._told = False
@@ -112,6 +115,7 @@ class Recording:
     def _write(self, final: bool, more: Mapping[str, Any]) -> None:
         tallies = list(all_exchanges)
         record = {
+            "id": self._id,
             "seconds": round(time.monotonic() - self._start, 3),
             "version": __version__,
             "method": self._method,

@@ -51,7 +51,8 @@ class WarmupSchedule:
             value: Any = getattr(self, name)
             if value is not None and not (isinstance(value, kind) and not isinstance(value, bool) and value > 0):
                 raise ConfigError(
-                    f"WarmupSchedule: {name} must be {what} above 0, got {value!r}; for no warm-up pass warmup=None"
+                    f"WarmupSchedule: {name} must be {what} above 0, got {value!r}; for no warm-up pass warmup=None "
+                    "(dgcrun: --dgc-warmup-steps none)"
                 )
         if self.steps_per_epoch is not None and self.epochs is None:
             raise ConfigError(

@@ -74,8 +74,7 @@ def _from_environment() -> Replacements:
     """The settings of this job; from now on children of this process know nothing of it."""
     _clean_path()
     given = envvars.from_environment()
-    path = given.get(envvars.CONFIG_FILE.name)
-    job = resolve({}, given, [(path, config_file.load(path, for_everyone=True))] if path else [])
+    job = resolve({}, given, config_file.for_everyone(given))
     if job.active:
         envvars.put_into_environment(job.variables())  # what stands in a file is read from the environment elsewhere
     replacements = Replacements(job)

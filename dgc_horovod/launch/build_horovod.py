@@ -4,8 +4,7 @@ Horovod 0.28.1 does not build against today's torch and TensorFlow as published:
 C++14 (torch >= 2.1 needs 17, later ones 20), its headers forget some that GCC 13 wants, and one source file includes
 XLA headers that moved after TF 2.17. A CMake toolchain file cures it from outside; not a byte of its source is touched.
 
-This file uses the standard library only and is run by path (``scripts/build_horovod``), because it
-must work before anything of ours, or Horovod itself, can be imported.
+It uses the standard library only and is run by path (``scripts/build_horovod``): nothing else can be imported before.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -67,10 +67,9 @@ TORCH_HEADER = Path("torch", "include", "torch", "csrc", "api", "include", "torc
 
 # Horovod's setup.py passes `VERBOSE=1`, which only make understands, and -j8 whatever the machine.
 CMAKE_WRAPPER = """\
-#!{python}
-import os, sys
-arguments = [a for a in sys.argv[1:] if a not in ("VERBOSE=1", "-j8")]
-os.execv({cmake!r}, [{cmake!r}, *arguments])
+#!/bin/sh
+for word do shift; case $word in VERBOSE=1 | -j8) ;; *) set -- "$@" "$word" ;; esac; done
+exec {cmake} "$@"
 """
 
 # torch takes any nvcc on PATH, or /usr/local/cuda, for a reason to build CUDA code, GPU or not.
@@ -161,9 +160,8 @@ def mpi_version(mpicxx: str | None) -> str:
 
 def find_cuda() -> bool:
     """Whether CUDA code can be built and run here: an NVIDIA GPU and nvcc, or HOROVOD_GPU* in the environment."""
-    if any(name.startswith("HOROVOD_GPU") for name in os.environ):
-        return True
-    return Path("/dev/nvidiactl").exists() and bool(shutil.which("nvcc", path=cuda_search_path()))
+    asked_for = any(name.startswith("HOROVOD_GPU") for name in os.environ)
+    return asked_for or (Path("/dev/nvidiactl").exists() and bool(shutil.which("nvcc", path=cuda_search_path())))
 
 
 def cuda_search_path() -> str:
@@ -187,7 +185,10 @@ def after_project() -> str:
 
 def cache_folder() -> Path:
     """Where built wheels are kept, across environments of the same user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgc_horovod" / "wheels"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dgc_horovod", "wheels")
+    if not folder.is_absolute():
+        raise BuildFailed("this user has no home folder for the wheels; name a folder with --cache")
+    return folder
 
 
 def build_environment(work: Path, build: Build) -> dict[str, str]:
@@ -198,7 +199,7 @@ def build_environment(work: Path, build: Build) -> dict[str, str]:
     cmake = shutil.which("cmake")
     if cmake is None:
         raise BuildFailed("cmake was not found; install it with: pip install " + BUILD_TOOLS[0])
-    wrapper.write_text(CMAKE_WRAPPER.format(python=sys.executable, cmake=cmake))
+    wrapper.write_text(CMAKE_WRAPPER.format(cmake=shlex.quote(cmake)))
     wrapper.chmod(0o755)
     defaults = {
         "CMAKE_TOOLCHAIN_FILE": str(toolchain),
@@ -362,7 +363,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="build_horovod", description=description)
     parser.add_argument("--force", action="store_true", help="build and install even if a working Horovod is there")
     parser.add_argument("--without-mpi", action="store_true", help="Gloo only, even where an MPI is found")
-    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder of wheels (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, help="folder of wheels (default: ~/.cache/dgc_horovod/wheels)")
     return parser.parse_args(arguments)
 
 
@@ -379,15 +380,15 @@ def main(arguments: list[str] | None = None) -> int:
     if not wanted.cuda and Path("/dev/nvidiactl").exists():
         tell("there is a GPU here and no nvcc: Horovod is built without CUDA, and ends a process that gives it a CUDA "
              "tensor; docs/cuda.md says how to build it with CUDA from pip's packages alone")  # fmt: skip
-    if options.force:
-        for build in builds_from(wanted):
-            shutil.rmtree(options.cache / build.key(), ignore_errors=True)
-    elif already_right(buildable(wanted, options.cache)):
-        tell(f"Horovod {HOROVOD_VERSION} is already built for {names}")
-        return 0
     try:
+        cache = options.cache or cache_folder()
+        for build in builds_from(wanted if options.force else None):
+            shutil.rmtree(cache / build.key(), ignore_errors=True)
+        if not options.force and already_right(buildable(wanted, cache)):
+            tell(f"Horovod {HOROVOD_VERSION} is already built for {names}")
+            return 0
         pip("install", "-q", *BUILD_TOOLS, *RUN_NEEDS)
-        install(build_with_fallback(wanted, options.cache), wanted)
+        install(build_with_fallback(wanted, cache), wanted)
     except BuildFailed as error:
         tell(f"build_horovod: {error}")
         return 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,10 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dgc_horovod.launch import commands
 
     try:
-        return commands.run(words)
+        try:
+            return commands.run(words)
+        finally:
+            sys.stdout.flush()
     except DGCError as error:
         print(f"dgcrun: {error}", file=sys.stderr)
         return _EXIT_USAGE
+    except BrokenPipeError:  # whoever reads, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python itself would fail at its end
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

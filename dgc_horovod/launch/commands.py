@@ -49,7 +49,9 @@ def run(words: Sequence[str]) -> int:
     late = [word for word in args.command if word == "--dgc" or word.startswith("--dgc-")]
     if late:
         print(f"dgcrun: {late[0]} stands after the command, so the script gets it and dgcrun does not", file=sys.stderr)
-    if args.report:
+    if args.report and job.switched_off:
+        print(f"dgcrun: {envvars.ENABLED.name} is off, so there will be no {flags.REPORT}", file=sys.stderr)
+    elif args.report:
         job = job_report.with_metrics(job, args.report)
     return run_job(args, job, ssh)
 
@@ -68,10 +70,7 @@ def job_of(args: Any, given: dict[str, str]) -> Job:
     for name, nearest in envvars.unknown().items():
         print(f"dgcrun: {name} is set and means nothing{nearest and f'; did you mean {nearest}?'}", file=sys.stderr)
     files = [(args.config_file, args.compression_section)] if args.config_file else []
-    everyones = environment.get(envvars.CONFIG_FILE.name)
-    if everyones:
-        files.append((everyones, config_file.load(everyones, for_everyone=True)))
-    return settings.resolve(given, environment, files)
+    return settings.resolve(given, environment, [*files, *config_file.for_everyone(environment)])
 
 
 def _exports(job: Job) -> str:

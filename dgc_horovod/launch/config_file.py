@@ -40,6 +40,7 @@ HOROVOD_KEYS: dict[str, dict[str, str]] = {
     },
     "logging": {"level": _LEVEL, "with_timestamp": _SWITCH},
 }  # fmt: skip
+_OFF = "none"  # the method that `compression: off` stands for
 _CONTROLLER = "controller"  # of Horovod too, and no section
 _MOST_CHARACTERS, _MOST_WHOLE = 2**20, 2**63
 _VARIABLES = {variable.key: variable for variable in envvars.SETTABLE}
@@ -61,6 +62,16 @@ def load(path: str, for_everyone: bool = False) -> dict[str, str]:
     return section_of(path, read(path), for_everyone)
 
 
+def for_everyone(environment: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
+    """Path and texts of the file that ``DGC_CONFIG_FILE`` names; nothing without one, or where ``DGC_ENABLED`` is off.
+
+    Raises:
+        ConfigError: see `load`.
+    """
+    path = environment.get(envvars.CONFIG_FILE.name)
+    return [(path, load(path, for_everyone=True))] if path and not envvars.is_off(environment) else []
+
+
 def section_of(path: str, content: Mapping[str, Any], for_everyone: bool = False) -> dict[str, str]:
     """`load` of a file whose `content` has been read."""
     _check_keys(path, "", content, [_CONTROLLER, *HOROVOD_KEYS, SECTION])
@@ -72,11 +83,12 @@ def section_of(path: str, content: Mapping[str, Any], for_everyone: bool = False
             )
     _check_kind(path, _CONTROLLER, content.get(_CONTROLLER), _TEXT)
     for section, kinds in HOROVOD_KEYS.items():
-        values = _mapping(path, section, content.get(section) or {})
+        values = _section(path, section, content)
         _check_keys(path, section, values, kinds)
         for key, value in values.items():
             _check_kind(path, f"{section}.{key}", value, kinds[key])
-    given = _mapping(path, SECTION, content.get(SECTION) or {})
+    off = content.get(SECTION) is False  # YAML's off, no and false
+    given = {envvars.COMPRESSION.key: _OFF} if off else _section(path, SECTION, content)
     _check_keys(path, SECTION, given, _VARIABLES)
     texts = {key: _text(path, key, value) for key, value in given.items() if value is not None}
     return {_VARIABLES[key].name: text for key, text in texts.items()}
@@ -115,9 +127,15 @@ def read(path: str) -> Mapping[str, Any]:
     return _mapping(path, "the file", content)
 
 
+def _section(path: str, name: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A section of a file; one that is not there, or has nothing behind its name, is empty."""
+    found = content.get(name)
+    return {} if found is None else _mapping(path, name, found)
+
+
 def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        hint = "; e.g. compression: {method: dgc}" if name == SECTION else ""
+        hint = "; e.g. compression: {method: dgc}, or compression: off" if name == SECTION else ""
         raise ConfigError(f"{path}: {name} must be a mapping of keys to values, got {_shown(value)}{hint}")
     return value
 

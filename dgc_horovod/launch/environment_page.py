@@ -14,7 +14,8 @@ Every setting has three names. A flag of `dgcrun` goes before the environment va
 `compression:` section of a config file (`--config-file`, then the file that `DGC_CONFIG_FILE` names), that before the
 default. On and off may be written 1/0, true/false, yes/no. Where other settings are given and no method, it is `local`
 if `local_steps` is one of them, else `dgc`. Methods have [defaults of their own](guide.md#choices); the table has those
-of `dgc`.
+of `dgc`. What is sent, and over the run, was chosen for the method that stands beside it: with another method from a
+place that goes before, it [is not used](clusters.md#for-everyone).
 `dgcrun --show-config` prints what a job would get and where each value comes from.
 
 ```yaml

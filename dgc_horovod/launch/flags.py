@@ -79,7 +79,11 @@ def _horovods_settings(
     args: Any, config: Any, overridden: Any, take_over: Any = config_parser.set_args_from_config
 ) -> None:
     # before Horovod, which takes every section for what it should be
-    args.compression_section = config_file.section_of(args.config_file, config)
+    off = envvars.is_off(envvars.from_environment())
+    ours = {config_file.SECTION} if off else set()  # then nobody looks at what stands there
+    args.compression_section = config_file.section_of(
+        args.config_file, {key: value for key, value in config.items() if key not in ours}
+    )
     take_over(args, config, overridden)
 
 

@@ -32,10 +32,14 @@ _SSH_FAILED, _NOT_FOUND = 255, 127  # ssh's own exit code, and a shell's
 _MARK = "DGC_HOST "
 _PYTHON = re.compile(r"python[\d.]*t?")
 _WRAPPERS = ("env", "nice", "ionice", "timeout", "numactl", "taskset", "nohup", "stdbuf", "setsid")
-# Run by the job's own interpreter, with the job's environment and folder, on every host.
-_PROBE = f"""
+# Before anything else is imported: a script does not find its modules in the current folder, where any name may stand.
+# What Python puts in front of its path for -c is not there under -P and PYTHONSAFEPATH.
+OUTSIDE_FOLDER = """
 import sys
-sys.path.pop(0)  # the current folder, which is not where a script finds its modules
+if not getattr(sys.flags, "safe_path", False): sys.path.pop(0)
+"""
+# Run by the job's own interpreter, with the job's environment and folder, on every host.
+_PROBE = f"""{OUTSIDE_FOLDER}
 import importlib.metadata, json, os, platform, socket
 found = dict(hostname=socket.gethostname(), python=sys.executable, folder=os.getcwd())
 found["python_version"] = platform.python_version()
@@ -49,6 +53,11 @@ except Exception as error:
     found["error"] = type(error).__name__ + ": " + str(error)
 print({_MARK!r} + json.dumps(found))
 """
+# A line of standard input has the environment; what follows in it is for the command.
+_NEWLINE, _SHELLS_NAME = "DGC_NEWLINE", re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WITH_ENVIRONMENT = (
+    f'{_NEWLINE}=$(printf "\\nx"); {_NEWLINE}=${{{_NEWLINE}%x}}; IFS= read -r DGC_LINE; eval "$DGC_LINE"; exec "$@"'
+)
 
 
 @dataclass(frozen=True)
@@ -126,10 +135,13 @@ def run_on(
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` on `host` in this folder and with this environment, as Horovod starts a rank.
 
+    Nothing of the environment stands on a command line, which ``ps`` shows to every user: for another host it goes to
+    ssh's standard input.
+
     Args:
         host, command, ssh: name of the host, command line to run there, and way in which the host is reached.
         seconds: seconds within which it must have ended.
-        secret: text that it reads from its standard input, where ``ps`` does not show it; without spaces.
+        secret: text that it reads from its standard input.
 
     Raises:
         subprocess.TimeoutExpired: it did not end within `seconds`.
@@ -139,22 +151,36 @@ def run_on(
         for name, text in envvars.environment().items()
         if horovod_env.is_exportable(name) and name != envvars.STATUS_KEY.name
     }
-    words = [*_way_to(host, ssh), _line(command, environment)] if is_remote(host) else list(command)
-    if secret and is_remote(host) and horovod_env.is_kubeflow_mpi():  # which hands no input on
-        words[-1] = f"echo {shlex.quote(secret)} | ( {words[-1]} )"
+    if is_remote(host):
+        words, handed = [*_way_to(host, ssh), _line(command)], f"{_exports(environment)}\n{secret}"
+        if horovod_env.is_kubeflow_mpi():  # which hands no input on
+            words[-1] = f"printf %s {shlex.quote(handed)} | ( {words[-1]} )"
+    else:
+        words, handed = list(command), secret
     try:
-        return subprocess.run(
-            words, input=secret, capture_output=True, text=True, errors="replace", timeout=seconds,
-            env=environment,
+        ended = subprocess.run(
+            words, input=os.fsencode(handed), capture_output=True, timeout=seconds, env=environment
         )  # fmt: skip
     except (OSError, ValueError) as error:
         return subprocess.CompletedProcess(words, _NOT_FOUND, "", str(error))
+    said = (output.decode(errors="replace") for output in (ended.stdout, ended.stderr))
+    return subprocess.CompletedProcess(words, ended.returncode, *said)
 
 
-def _line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """For the shell of another host, every part quoted."""
-    values = (f"{name}={text}" for name, text in environment.items())
-    return f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; {shlex.join(['env', *values, *command])}"
+def _line(command: Sequence[str]) -> str:
+    """For the shell of another host, every part quoted: `command`, with the environment that it reads first."""
+    words = shlex.join(["exec", "sh", "-c", _WITH_ENVIRONMENT, "sh", *command])
+    return f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; {words}"
+
+
+def _exports(environment: Mapping[str, str]) -> str:
+    """One line that a shell takes for that environment; a name that no shell can set is left out."""
+    words = []
+    for name, text in environment.items():
+        if _SHELLS_NAME.fullmatch(name) and name != _NEWLINE:
+            quoted = shlex.quote(text).replace("\n", f"'\"${_NEWLINE}\"'")
+            words.append(f"command export {name}={quoted} 2> /dev/null")  # bash does not let go of its UID, say
+    return "; ".join(words)
 
 
 def _way_to(host: str, ssh: Ssh) -> list[str]:

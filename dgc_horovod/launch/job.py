@@ -19,11 +19,12 @@ from dgc_horovod.launch import hosts, inputs, job_report, settings
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.private import key_on_no_command_line
-from dgc_horovod.launch.rank import activation_check, summary
+from dgc_horovod.launch.rank import activation_check, reports, summary
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusServer
 
 _QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
+_MISSED_REPORTS = 3.0  # intervals without a word of rank 0, after which it is taken to have been out of reach
 
 
 def run_job(args: Any, job: Job, ssh: Ssh) -> int:
@@ -65,7 +66,7 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
         job_report.write(job, args.report, description)
     if code and status.get(activation_check.verdict(0)):
         _say("dgcrun: compression was not active on every rank, so every rank was stopped: see NotActivated above")
-    return code or _look_at_the_end(status, job)
+    return code or _look_at_the_end(status, job, args.num_proc or 1)
 
 
 def _nodes(job: Job, slots: str, workers: int | None) -> dict[str, str]:
@@ -97,8 +98,11 @@ def _say_if_quiet(status: StatusServer) -> None:
         )
 
 
-def _look_at_the_end(status: StatusServer, job: Job) -> int:
-    """The exit code of a job that has ended without an error: was it compressed?"""
+def _look_at_the_end(status: StatusServer, job: Job, workers: int) -> int:
+    """The exit code of a job that has ended without an error: was it compressed?
+
+    A rank 0 that cannot reach us ends with an error by itself where nothing was compressed: its silence proves nothing.
+    """
     if job.method == "none":
         return 0
     end = status.get(summary.END)
@@ -109,15 +113,32 @@ def _look_at_the_end(status: StatusServer, job: Job) -> int:
             "no rank has called hvd.init() of horovod.torch or horovod.tensorflow in a Python that ran dgc_horovod's "
             f"sitecustomize (or none can reach port {status.port} of this machine)"
         )
-    else:
-        reason = "" if status.get(summary.WRAPPED) else summary.NOTHING_WRAPPED
-    if end is None:
+    elif _has_wrapped(status):
+        reason = ""
+        _say("dgc_horovod: no summary: rank 0 has ended without Python's exit handlers (os._exit)")
+    elif (silent := _silence_of_rank_0(status)) > _MISSED_REPORTS * reports.interval(workers):
+        reason = ""
         _say(
-            f"dgc_horovod: {summary.not_active(job, reason)}"
-            if reason
-            else "dgc_horovod: no summary: rank 0 has ended without Python's exit handlers (os._exit)"
+            f"dgcrun: rank 0 was out of reach for the last {silent:.0f} s, so whether the job was compressed is not "
+            "known here; its own last line says it"
         )
+    else:
+        reason = summary.NOTHING_WRAPPED
+    if end is None and reason:
+        _say(f"dgc_horovod: {summary.not_active(job, reason)}")
     return summary.EXIT_INACTIVE if reason and not job.get(envvars.ALLOW_INACTIVE) else 0
+
+
+def _has_wrapped(status: StatusServer) -> bool:
+    """Whether rank 0 has told of an optimizer of ours, or any rank of steps that one has made."""
+    told = status.get_all(reports.PREFIX).values()
+    return bool(status.get(summary.WRAPPED)) or any(figures.get("timed_steps") for figures in told)
+
+
+def _silence_of_rank_0(status: StatusServer) -> float:
+    """Seconds since it has last told something; while it can, it does so at each interval of the reports."""
+    keys = (activation_check.present(0, 0), summary.WRAPPED, reports.figures_of(0))
+    return min(map(status.silent_for, keys))
 
 
 def _say(text: str) -> None:

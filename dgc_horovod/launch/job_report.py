@@ -18,6 +18,7 @@ from dgc_horovod.launch import settings
 from dgc_horovod.launch.flags import REPORT
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.metrics import is_json_lines
+from dgc_horovod.report import output
 from dgc_horovod.report.page import page
 from dgc_horovod.report.records import Run, number, read
 
@@ -25,30 +26,32 @@ _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy
 
 
 def with_metrics(job: Job, path: str) -> Job:
-    """`job` with the metrics file that a report is made of: PAGE.jsonl beside PAGE.html, if it has none.
+    """`job` with the metrics file that a report is made of: one beside the page, if it has none.
 
     Args:
         job: resolved settings of the job.
         path: path of the page.
 
     Raises:
-        ConfigError: nothing is compressed, or its metrics go into another form.
+        ConfigError: nothing is compressed, its metrics go into another form, or the page cannot be written.
     """
     if not job.active:
         raise ConfigError(
             f"{REPORT} shows what compression did, and none was asked for; e.g. dgcrun --dgc {REPORT} ..."
         )
-    given = job.get(envvars.METRICS_FILE)
-    if given and not is_json_lines(given):
+    given = next(setting for setting in job.settings if setting.variable is envvars.METRICS_FILE)
+    if given.value and not is_json_lines(given.value):
         raise ConfigError(
-            f"{REPORT} is made of JSON lines, and the metrics file is {given!r}; give it another name, or "
-            "leave --dgc-metrics-file out"
+            f"{REPORT} is made of JSON lines, and the metrics file is {given.text!r} ({given.source}); give it another "
+            "name, or none"
         )
-    if not Path(path).resolve().parent.is_dir():
-        raise ConfigError(f"{REPORT} {path}: there is no such folder")
-    if given:
+    try:
+        output.check(path, given.value or "")
+    except ConfigError as error:
+        raise ConfigError(f"{REPORT}: {error}") from None
+    if given.value:
         return job
-    return job.with_setting(envvars.METRICS_FILE, str(Path(path).resolve().with_suffix(".jsonl")), f"flag {REPORT}")
+    return job.with_setting(envvars.METRICS_FILE, output.metrics_beside(path), f"flag {REPORT}")
 
 
 def describe(args: Any, job: Job, slots: str) -> dict[str, Any]:
@@ -86,10 +89,10 @@ def write(job: Job, path: str, description: dict[str, Any]) -> None:
     """Write the page of a job that has ended, however it has; what goes wrong here changes no exit code."""
     metrics = job.get(envvars.METRICS_FILE)
     try:
-        parts = [run for run in read(metrics) if run.description.get("id") == description["id"]]
+        parts = [run for run in read(metrics) if run.job == description["id"]]
         if not parts:
             raise ConfigError(f"{metrics!r} holds nothing of this job")
-        Path(path).write_text(page(parts[-1]), errors="replace")
+        output.write(path, page(parts[-1]))
     except Exception as error:  # whatever matplotlib or an odd record may raise: the job's exit code is to be told
         said = error if isinstance(error, (ConfigError, OSError)) else f"{type(error).__name__}: {error}"
         _say(

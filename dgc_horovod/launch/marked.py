@@ -1,4 +1,4 @@
-"""A JSON answer on a line of its own, among whatever else a child process prints."""
+"""A JSON answer at the end of a line, among whatever else a child process prints."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 
 def marked(output: str, mark: str) -> Any | None:
-    """What stands behind `mark` in the last line that begins with it; None if there is none, or it is no JSON."""
-    lines = [line for line in output.splitlines() if line.startswith(mark)]
+    """What stands behind `mark` in the last line that has it; None if there is none, or it is no JSON.
+
+    What others print without an end of the line stands in front of it.
+    """
+    answers = [line.partition(mark)[2] for line in output.splitlines() if mark in line]
     try:
-        return json.loads(lines[-1].removeprefix(mark)) if lines else None
+        return json.loads(answers[-1]) if answers else None
     except (ValueError, RecursionError):
         return None

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 from dgc_horovod import envvars
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.envvars import OF_METHOD, EnvironmentVariable
+from dgc_horovod.envvars import EVERYWHERE, OF_METHOD, EnvironmentVariable
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import layers
+from dgc_horovod.launch.layers import Layer
 from dgc_horovod.schedule import WarmupSchedule
 
-UNCOMPRESSED = ("none", "fp16")  # methods of Horovod's own
-_OF_THRESHOLD = ("threshold", "max_density")
-_LENGTHS = ("warmup.steps", "warmup.epochs")
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 
 
@@ -25,7 +24,7 @@ class Setting(NamedTuple):
     variable: EnvironmentVariable
     text: str
     source: str
-    layer: int = 0  # of the source: the lower goes before the higher
+    unused: str = ""  # the text and source of a stronger one that does not go with the rest of the job; "" for none
 
     @property
     def given(self) -> bool:
@@ -73,17 +72,22 @@ class Job:
         return replace(self, settings=tuple(changed))
 
     def variables(self) -> dict[str, str]:
-        """The environment that carries these settings to the ranks; "" where a variable is not to be set."""
+        """The environment that carries these settings to the ranks; "" where a variable is not to be set.
+
+        Where nothing is to be replaced, a script may still compress by itself: what acts in it goes there all the same.
+        """
+        given = {s.variable: s.text if s.given else "" for s in self.settings}
         if not self.active:
-            return {envvars.ENABLED.name: "0"}
-        given = {s.variable.name: s.text if s.given and _is_used(s, self) else "" for s in self.settings}
-        return {**given, envvars.COMPRESSION.name: self.method, envvars.CONFIG_FILE.name: ""}
+            acting = {variable.name: text for variable, text in given.items() if text and variable.acts == EVERYWHERE}
+            return {envvars.ENABLED.name: "0", **acting}
+        texts = {variable.name: text for variable, text in given.items()}
+        return {**texts, envvars.COMPRESSION.name: self.method, envvars.CONFIG_FILE.name: ""}
 
 
 def resolve(
     flags: Mapping[str, str], environment: Mapping[str, str], files: Sequence[tuple[str, Mapping[str, str]]] = ()
 ) -> Job:
-    """Put the layers over one another.
+    """Put the layers over one another; `layers` says what of a weaker one goes with the choices of a stronger one.
 
     Args:
         flags: texts given on the command line, by name of the variable.
@@ -93,66 +97,71 @@ def resolve(
     Raises:
         ConfigError: a value is not allowed, or some do not go together; names value and source.
     """
-    settings = tuple(_find(variable, flags, environment, files) for variable in envvars.SETTABLE)
-    enabled = environment.get(envvars.ENABLED.name, "")
-    off = bool(enabled) and not envvars.ENABLED.parse(enabled)
-    if off:
-        return Job("", None, settings, switched_off=True)
-    method, fields = _method(settings)
-    _ = [setting.value for setting in settings]  # what is never used should not be wrong either
-    if method in (*UNCOMPRESSED, ""):
-        _refuse_useless_flags(method, fields)
-        return Job(method, None, settings)
-    return Job(method, _config(method, fields), settings)
+    given = _layers(flags, environment, files)
+    strongest = [_find(variable, given) for variable in envvars.SETTABLE]
+    if envvars.is_off(environment):
+        return Job("", None, tuple(strongest), switched_off=True)
+    _ = [setting.value for setting in strongest]  # what is never used should not be wrong either
+    place = next((i for i, layer in enumerate(given) if layer.method), None)
+    chosen = _chosen(given, place)
+    fitting = layers.with_one_length(given if place is None else layers.of_method(given, place))
+    settings = (chosen, *(_find(variable, fitting) for variable in envvars.SETTABLE[1:]))
+    settings = tuple(map(_beside, settings, strongest))
+    if chosen.text in (*layers.UNCOMPRESSED, ""):
+        _refuse_useless_flags(chosen.text, strongest)
+        return Job(chosen.text, None, settings)
+    return Job(chosen.text, _config(chosen.text, settings), settings)
 
 
-def _find(
-    variable: EnvironmentVariable,
-    flags: Mapping[str, str],
-    environment: Mapping[str, str],
-    files: Sequence[tuple[str, Mapping[str, str]]],
-) -> Setting:
-    name = variable.name
-    if name in flags:
-        return Setting(variable, flags[name], f"{FROM_FLAG} {variable.flag}")
-    if environment.get(name):
-        return Setting(variable, environment[name], f"environment {name}", 1)
-    for layer, (path, values) in enumerate(files, 2):
-        if name in values:
-            return Setting(variable, values[name], path, layer)
-    return Setting(variable, variable.default, FROM_DEFAULT, len(files) + 2)
+def _layers(
+    flags: Mapping[str, str], environment: Mapping[str, str], files: Sequence[tuple[str, Mapping[str, str]]]
+) -> list[Layer]:
+    """All layers, the strongest first."""
+    set_here = {name: text for name, text in environment.items() if text}
+    return [
+        Layer(flags, lambda variable: f"{FROM_FLAG} {variable.flag}"),
+        Layer(set_here, lambda variable: f"environment {variable.name}"),
+        *(Layer(texts, lambda variable, path=path: path) for path, texts in files),  # type: ignore[misc]
+    ]
 
 
-def _method(settings: Sequence[Setting]) -> tuple[str, list[Setting]]:
-    """The method, and the settings of DGCConfig that somebody has given."""
-    fields = [setting for setting in settings if setting.given and setting.variable.field]
-    chosen = next(setting for setting in settings if setting.variable is envvars.COMPRESSION)
-    is_local = any(setting.variable.field == "local_steps" for setting in fields)
-    method = chosen.value if chosen.given else "local" if is_local else "dgc" if fields else ""
-    return method, [setting for setting in fields if not _is_beaten(setting, fields, chosen, method)]
+def _find(variable: EnvironmentVariable, given: Sequence[Layer]) -> Setting:
+    """The setting of the strongest layer that has it."""
+    for layer in given:
+        if variable.name in layer.texts:
+            return Setting(variable, layer.texts[variable.name], layer.source(variable))
+    return Setting(variable, variable.default, FROM_DEFAULT)
 
 
-def _is_beaten(setting: Setting, fields: Sequence[Setting], chosen: Setting, method: str) -> bool:
-    """Whether a setting does not go with another one that goes before it: a cluster's default is for its own choice."""
-    field = setting.variable.field
-    if field in _OF_THRESHOLD:
-        return method != "threshold" and chosen.layer < setting.layer
-    if field in _LENGTHS:
-        return any(other.variable.field in _LENGTHS and other.layer < setting.layer for other in fields)
-    return False
+def _chosen(given: Sequence[Layer], place: int | None) -> Setting:
+    """The method: that of the layer at `place`; if none names one, dgc where any setting of a method is there."""
+    if place is not None:
+        namer = given[place].namer
+        assert namer is not None
+        return Setting(envvars.COMPRESSION, given[place].method, given[place].source(namer))
+    is_asked_for = any(variable.name in layer.texts for layer in given for variable in envvars.FIELDS)
+    return Setting(envvars.COMPRESSION, "dgc" if is_asked_for else "", FROM_DEFAULT)
 
 
-def _refuse_useless_flags(method: str, fields: Sequence[Setting]) -> None:
-    for setting in fields:
-        if setting.source.startswith(FROM_FLAG):
+def _beside(setting: Setting, strongest: Setting) -> Setting:
+    """A setting, with the stronger one that does not go with the rest of the job."""
+    if not strongest.given or setting[:3] == strongest[:3]:
+        return setting
+    return setting._replace(unused=f"{strongest.text} of {strongest.source}")
+
+
+def _refuse_useless_flags(method: str, strongest: Sequence[Setting]) -> None:
+    for setting in strongest:
+        if setting.variable.field and setting.source.startswith(FROM_FLAG):
             raise ConfigError(
                 f"{setting.variable.flag} has no meaning with compression {method}, which is Horovod's own; drop it "
                 "or choose --compression dgc"
             )
 
 
-def _config(method: str, fields: Sequence[Setting]) -> DGCConfig:
+def _config(method: str, settings: Sequence[Setting]) -> DGCConfig:
     """`method`'s preset with what was given over it."""
+    fields = [setting for setting in settings if setting.given and setting.variable.field]
     given = {setting.variable.field: setting.value for setting in fields if setting.value is not None}
     warm = {name.removeprefix("warmup."): value for name, value in given.items() if name.startswith("warmup.")}
     plain = {name: value for name, value in given.items() if not name.startswith("warmup.")}
@@ -192,19 +201,9 @@ def rows(job: Job) -> list[tuple[str, str, str]]:
             text = job.method
         elif job.config is not None and not setting.given and setting.variable.field in PRESETS[job.method]:
             text = _as_text(getattr(job.config, setting.variable.field))
-        unused = setting.given and not _is_used(setting, job)
-        found.append((setting.variable.key, text or "-", setting.source + (" (not used)" if unused else "")))
+        unused = f" ({setting.unused} is not used)" if setting.unused else ""
+        found.append((setting.variable.key, text or "-", setting.source + unused))
     return found
-
-
-def _is_used(setting: Setting, job: Job) -> bool:
-    """Whether a setting has come into the config, where it is one of those."""
-    field = setting.variable.field
-    if job.config is None or not field:
-        return not field
-    if field in _LENGTHS:
-        return getattr(job.config.warmup, field.removeprefix("warmup."), None) == setting.value
-    return field not in _OF_THRESHOLD or getattr(job.config, field) == setting.value
 
 
 def _as_text(value: Any) -> str:

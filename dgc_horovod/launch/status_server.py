@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import re
 import secrets
 import socket
@@ -23,6 +24,7 @@ from dgc_horovod.errors import ConfigError
 
 _REQUEST_SECONDS, _SECONDS_WHEN_FULL = 5.0, 0.5  # in which a request must be complete
 _PAUSES = (0.2, 1.0)  # seconds, before another try
+_GIVEN_UP_SECONDS = 30.0  # for which a store that could not be reached is not asked again
 _MOST_BYTES, _MOST_BYTES_OF_A_REQUEST = 4096, 16384  # of an entry, and with the request around it
 _MOST_CONNECTIONS = 512  # at once; each has a thread
 _MOST_ENTRIES = 2**15  # a rank makes one at each hvd.init()
@@ -31,11 +33,15 @@ _NAME = re.compile(r"[\w.-]{1,64}\*?")
 
 
 class StatusServer:
-    """The store in `dgcrun`; a key that nobody guesses keeps strangers out."""
+    """The store in `dgcrun`; a key that nobody guesses keeps strangers out.
 
-    def __init__(self) -> None:
+    Args:
+        port: port to listen on; 0: one that the system chooses.
+    """
+
+    def __init__(self, port: int = 0) -> None:
         self.key = f"dgc-{secrets.token_hex(16)}"
-        self._server = _Server(("", 0), _Handler)
+        self._server = _Server(("", port), _Handler)
         self._server.key = self.key
         self._own: set[str] = set()  # keys of what dgcrun itself has put here
         threading.Thread(target=self._server.serve_forever, name="dgc-status", daemon=True).start()
@@ -59,6 +65,15 @@ class StatusServer:
         data = self._server.entries.get(key)
         return None if data is None else json.loads(data)
 
+    def get_all(self, prefix: str) -> dict[str, Any]:
+        """The entries whose keys begin with `prefix`."""
+        found: dict[str, Any] = json.loads(self._server.beginning_with(prefix))
+        return found
+
+    def silent_for(self, key: str) -> float:
+        """Seconds since a rank last put something under `key`; infinity if none has."""
+        return time.monotonic() - self._server.times.get(key, -math.inf)
+
     def put(self, key: str, entry: Any) -> None:
         """Keep `entry`, of any size, under `key`, for ranks to read."""
         self._own.add(key)
@@ -79,6 +94,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, *args: Any) -> None:
         self.entries: dict[str, bytes] = {}
+        self.times: dict[str, float] = {}  # when each was put there last
         self._open: dict[socket.socket, float] = {}  # since when, the oldest first
         self._changed = threading.Condition()
         super().__init__(*args)
@@ -113,7 +129,7 @@ class _Server(ThreadingHTTPServer):
         with self._changed:
             if name not in self.entries and len(self.entries) >= _MOST_ENTRIES:
                 return False
-            self.entries[name] = data
+            self.entries[name], self.times[name] = data, time.monotonic()
             return True
 
     def beginning_with(self, prefix: str) -> bytes:
@@ -249,12 +265,13 @@ class _Store:
         self._bases = [f"http://{name}:{port}" for name in names.split(",") if name]
         # a proxy of the cluster is for the world outside
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._dead: OSError | None = None
+        self._failed: OSError | None = None  # when it was asked last
+        self._again = 0.0  # the time from which on it is asked again
 
     def request(self, key: str, data: bytes | None) -> bytes | None:
-        """GET, or PUT of `data`; None for what is not there. Raises OSError; once it has, it does so at once."""
-        if self._dead is not None:
-            raise self._dead
+        """GET, or PUT of `data`; None for what is not there. Raises OSError, and for a while then does so at once."""
+        if self._failed is not None and time.monotonic() < self._again:
+            raise self._failed
         for pause in (*_PAUSES, None):
             for base in list(self._bases):
                 try:
@@ -262,11 +279,11 @@ class _Store:
                 except (OSError, http.client.HTTPException) as error:
                     failed = OSError(str(error) or type(error).__name__)
                     continue
-                self._bases = [base]  # the one that works
+                self._bases, self._failed = [base], None  # the one that works
                 return answer
             if pause is not None:
                 time.sleep(pause)
-        self._dead = failed
+        self._failed, self._again = failed, time.monotonic() + _GIVEN_UP_SECONDS
         raise failed
 
     def _ask(self, base: str, key: str, data: bytes | None) -> bytes | None:

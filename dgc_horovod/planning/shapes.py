@@ -11,7 +11,7 @@ from dgc_horovod.errors import ConfigError
 
 _SMALL = 0.002  # of the elements are biases and norms: ResNet-50's share
 _LARGEST_TENSOR = 2**30
-_MOST_ELEMENTS, _MOST_TENSORS = 10**12, 1000  # each tensor is priced by every method and number of workers
+MOST_ELEMENTS, _MOST_TENSORS = 10**12, 1000  # each tensor is priced by every method and number of workers
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 
 
@@ -23,9 +23,9 @@ def parse_size(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGB]?)", text.strip().upper())
     size = Decimal(found[1]) * _SIZES[found[2]] if found else Decimal(0)
-    if not 1 <= size <= _MOST_ELEMENTS or size != int(size):
+    if not 1 <= size <= MOST_ELEMENTS or size != int(size):
         raise ConfigError(
-            f"--model-size must be a whole number of elements, from 1 to {_MOST_ELEMENTS // 10**9}B, such as 25.6M, "
+            f"--model-size must be a whole number of elements, from 1 to {MOST_ELEMENTS // 10**9}B, such as 25.6M, "
             f"350K, 1.3B or 25557032, got {text!r}"
         )
     return int(size)

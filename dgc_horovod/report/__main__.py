@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.report import output
 from dgc_horovod.report.page import page
 from dgc_horovod.report.records import read
 
@@ -18,8 +18,9 @@ def main() -> int:
     parser.add_argument("-o", "--output", default="report.html", metavar="PATH", help="default: %(default)s")
     given = parser.parse_args()
     try:
+        output.check(given.output, given.metrics)
         runs = read(given.metrics)
-        Path(given.output).write_text(page(runs[-1]), errors="replace")
+        output.write(given.output, page(runs[-1]))
     except (ConfigError, OSError) as error:
         print(f"dgc_horovod.report: {error}", file=sys.stderr)
         return 2

@@ -42,6 +42,11 @@ class Run:
         return found if isinstance(found, dict) else {}
 
     @property
+    def job(self) -> str:
+        """The id of the job; "" where no version of dgc_horovod has given it one."""
+        return str(self.last.get("id") or self.description.get("id", ""))
+
+    @property
     def ranks(self) -> list[Record]:
         """What each rank told last, of those that are kept."""
         return ranks_of(self.last)
@@ -67,7 +72,9 @@ def ranks_of(record: Record) -> list[Record]:
 
 
 def read(path: str) -> list[Run]:
-    """The runs of a metrics file, the last one last: later runs are appended.
+    """The runs of a metrics file in the order in which they began: later ones are appended, some at the same time.
+
+    Records have the id of their job; those of older versions have none, and are taken for one run after another.
 
     Args:
         path: path of a file of JSON lines, see `metrics.writer_for`.
@@ -76,15 +83,18 @@ def read(path: str) -> list[Run]:
         ConfigError: it cannot be read, or holds no record.
     """
     try:
-        lines = Path(path).read_text(errors="replace").splitlines()
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(f"the metrics file {path!r} cannot be read: {error}") from None
     runs: list[Run] = []
+    latest: dict[str, Run] = {}  # of each job
     for record in _records(lines):
-        begins = not runs or runs[-1].ended or "run" in record
-        if begins or number(record, "seconds") < number(runs[-1].last, "seconds"):
-            runs.append(Run([]))
-        runs[-1].records.append(record)
+        job = str(record.get("id", ""))
+        run = latest.get(job)
+        if run is None or _begins(record, run):
+            run = latest[job] = Run([])
+            runs.append(run)
+        run.records.append(record)
     if not runs:
         raise ConfigError(
             f"{path!r} holds no record of dgc_horovod; it must be the JSON lines of --dgc-metrics-file, not a "
@@ -93,11 +103,16 @@ def read(path: str) -> list[Run]:
     return runs
 
 
+def _begins(record: Record, run: Run) -> bool:
+    """Whether a record is the first of another process than the one that has written `run`."""
+    return run.ended or "run" in record or number(record, "seconds") < number(run.last, "seconds")
+
+
 def _records(lines: list[str]) -> Iterator[Record]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # of a job that was killed while it wrote, perhaps
+        except (ValueError, RecursionError):  # of a job that was killed while it wrote, perhaps
             continue
         if isinstance(record, dict) and "steps" in record:
             yield record

@@ -177,6 +177,14 @@ def test_a_file_for_everyone(tmp_path):
     assert python(code, **settings) == ["gaussian 0.02 7.0"]
 
 
+def test_switched_off_no_file_is_read():
+    """It had been decided after the file for everyone was read."""
+    code = (
+        f"import horovod.torch as hvd; from dgc_horovod.launch import activate; activate.activate(); print({IS_OURS})"
+    )
+    assert python(code, DGC_ENABLED="off", DGC_CONFIG_FILE="/nowhere.yaml", PYTHONPATH=None) == ["False"]
+
+
 @pytest.mark.parametrize("module", ["torch", "tensorflow", "tensorflow.keras"])
 def test_a_script_that_imports_our_adapter_first(module):
     code = f"import dgc_horovod.{module}, horovod.{module} as hvd; print({IS_OURS})"

@@ -303,6 +303,19 @@ def test_errors_before_anything_is_started(words, said):
     )
 
 
+def test_whoever_reads_its_output_may_stop():
+    """`dgcrun --show-config | head -1` had ended in a traceback."""
+    finished = run(["bash", "-c", "dgcrun --dgc --show-config | exec true; exit ${PIPESTATUS[0]}"], 60)
+    assert finished == (128 + signal.SIGPIPE, ""), finished
+
+
+def test_switched_off_nothing_of_ours_is_in_the_way():
+    """A config file, or --report, had stopped the job."""
+    words = ["--dgc", "--density", "7", "--report", "/", sys.executable, "-c", NO_OPTIMIZER]
+    code, output = dgcrun(*words, workers=1, DGC_ENABLED="0", DGC_CONFIG_FILE="/nowhere.yaml")
+    assert code == 0 and "rank 0" in output and "DGC_ENABLED is off, so there will be no --report" in output, output
+
+
 def test_show_config_tells_every_source(tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text("compression: {density: 0.02, clip_norm: 3}\n")

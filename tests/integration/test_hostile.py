@@ -211,6 +211,23 @@ def test_the_line_for_another_host_is_quoted_in_every_part(canary, tmp_path, mon
             hosts.run_on(FAR, [attack, "-c", ""], inputs.Ssh())
 
 
+def test_nothing_of_the_environment_is_on_the_line_for_another_host(canary, tmp_path, monkeypatch):
+    """Every user of both hosts could have read it in ps; what no shell takes is left out."""
+    odd = {"UID": "77", "DGC_NEWLINE": "x", "ODD.NAME": "of mine"}
+    values = {"SECRET": "of mine", "LINES": "a\n'b'\n\n$c\n", "BYTES": "\udcff\udc80", "PATH": os.environ["PATH"]}
+    for name, text in {**odd, **values}.items():
+        monkeypatch.setenv(name, text)
+    script = (
+        "import json, os, sys; line = open('/proc/self/cmdline').read(); "
+        "print(json.dumps([dict(os.environ), line, sys.stdin.read()]))"
+    )
+    monkeypatch.setattr(hosts, "_way_to", lambda host, ssh: ["env", "-i", "sh", "-c"])  # a host where nothing is set
+    answer = hosts.run_on(FAR, [sys.executable, "-c", script], inputs.Ssh(), secret="token\nmore")
+    found, line, read = json.loads(answer.stdout)
+    assert read == "token\nmore" and "of mine" not in line and "of mine" not in " ".join(answer.args)
+    assert {name: found.get(name) for name in values} == values
+
+
 def test_names_of_variables_do_not_reach_a_shell(canary, monkeypatch, capsys):
     names = [name.replace("=", "") for attack in ATTACKS for name in (attack, f"DGC_{attack}")]
     for name in names:

@@ -12,10 +12,12 @@ import pytest
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import NotActivated
-from dgc_horovod.launch import hosts
+from dgc_horovod.launch import hosts, job
 from dgc_horovod.launch import status_server as desk_module
 from dgc_horovod.launch.rank import activation_check
+from dgc_horovod.launch.rank import reports as reports_module
 from dgc_horovod.launch.rank.reports import Reports
+from dgc_horovod.launch.settings import resolve
 from dgc_horovod.launch.status_server import StatusBoard, StatusServer
 
 
@@ -88,6 +90,83 @@ def test_a_dead_address_and_a_dead_store_do_not_hide_a_live_one(server):
     view = StatusBoard(["key@127.0.0.1:9", live])
     view.put("key", [1])
     assert view.get("key") == [1] == server.get("key") and view.get("other") is None
+
+
+def a_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def answer_at(port: int) -> StatusServer:
+    """A server that comes back, where nobody has answered."""
+    back = StatusServer(port)
+    back._server.key = back.key = "key"
+    return back
+
+
+def test_a_store_that_was_out_of_reach_is_asked_again(monkeypatch):
+    """A rank had given it up for the rest of the job."""
+    monkeypatch.setattr(desk_module, "_GIVEN_UP_SECONDS", 0.5)
+    monkeypatch.setattr(desk_module, "_PAUSES", (0.1,))
+    port = a_free_port()
+    view = StatusBoard([f"key@127.0.0.1:{port}"])
+    for least, most in ((0.1, 5), (0, 0.1)):  # the second time without a try
+        begin = time.monotonic()
+        with pytest.raises(OSError, match="refused"):
+            view.put("a", 1)
+        assert least <= time.monotonic() - begin < most
+    back = answer_at(port)
+    try:
+        time.sleep(0.5)
+        view.put("a", 1)
+        assert back.get("a") == 1
+    finally:
+        back.close()
+
+
+def test_reports_go_on_after_an_outage(monkeypatch):
+    """They had ended with the first that did not arrive."""
+    for module, name, value in (
+        (reports_module, "EVERY", 0.1), (desk_module, "_GIVEN_UP_SECONDS", 0.1), (desk_module, "_PAUSES", ()),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    port = a_free_port()
+    reports = Reports(f"key@127.0.0.1:{port}")
+    reports.go_on_as(0, 1)
+    time.sleep(0.5)
+    back = answer_at(port)
+    try:
+        deadline = time.monotonic() + 20
+        while not back.heard_of and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert back.get("figures.0")["rank"] == 0 and back.silent_for("figures.0") < 20
+        reports.end()
+    finally:
+        back.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "silent", "code", "said"),
+    [
+        ({}, 0, 3, "no rank has called hvd.init()"),
+        ({"0.rank0": "here"}, 0, 3, "has made no DistributedOptimizer"),
+        ({"0.rank0": "here"}, 100, 0, "rank 0 was out of reach for the last 100 s"),
+        ({"0.rank0": "here", "figures.1": {"timed_steps": 5}}, 100, 0, "no summary"),
+        ({"0.rank0": "here", "figures.1": {"timed_steps": 0}}, 0, 3, "has made no DistributedOptimizer"),
+        ({"0.rank0": "here", "wrapped": True}, 0, 0, "no summary"),
+        ({"0.rank0": "here", "end": {"inactive": "a reason"}}, 100, 3, ""),
+        ({"0.rank0": "here", "end": {"inactive": ""}}, 0, 0, ""),
+    ],
+    ids=["nobody", "nothing wrapped", "out of reach", "steps of another", "no steps", "wrapped", "inactive", "active"],
+)
+def test_a_word_that_is_missing_is_no_proof(server, told, silent, code, said, capsys):
+    """A job that was compressed had failed because rank 0 could not reach dgcrun at its end."""
+    view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
+    for key, entry in told.items():
+        view.put(key, entry)
+        server._server.times[key] -= silent
+    assert job._look_at_the_end(server, resolve({"DGC_COMPRESSION": "dgc"}, {}), 2) == code
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from dgc_horovod.launch import build_horovod
@@ -38,3 +40,31 @@ def test_of_a_log_what_the_compiler_refuses_is_shown(tmp_path):
     assert build_horovod.tail(log).splitlines() == wrong
     log.write_text("\n".join(["a line", *warnings, "Traceback (most recent call last)", "  of pip"]))
     assert build_horovod.tail(log).splitlines() == warnings[-build_horovod.LOG_TAIL_LINES :]
+
+
+def test_without_a_home_folder_only_the_cache_is_missing(tmp_path, monkeypatch, capsys):
+    """Not even --help had worked."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build_horovod.os.path, "expanduser", lambda path: path)
+    with pytest.raises(SystemExit) as ended:
+        build_horovod.main(["--help"])
+    assert ended.value.code == 0 and "~/.cache/dgc_horovod/wheels" in capsys.readouterr().out
+    assert build_horovod.parse(["--cache", str(tmp_path)]).cache == tmp_path
+    assert build_horovod.main([]) == 1 and "name a folder with --cache" in capsys.readouterr().err
+
+
+def test_cmake_is_run_from_folders_with_spaces_and_without_what_it_does_not_know(tmp_path, monkeypatch):
+    """The path of Python in a first line had ended at its first space."""
+    folder = tmp_path / "sp ace'd"
+    folder.mkdir()
+    cmake = folder / "cmake"
+    cmake.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n")
+    cmake.chmod(0o755)
+    monkeypatch.setattr(build_horovod.shutil, "which", lambda name: str(cmake))
+    build = build_horovod.Build({"torch": "2.0"}, mpi=None, cuda=False)
+    (tmp_path / "work").mkdir()
+    wrapper = build_horovod.build_environment(tmp_path / "work", build)["HOROVOD_CMAKE"]
+    assert wrapper != str(cmake)
+    words = ["--build", "a b", "VERBOSE=1", "-j8", "-j", "2", "$x", ""]
+    said = subprocess.run([wrapper, *words], capture_output=True, text=True, check=True).stdout
+    assert said == "--build|a b|-j|2|$x||"

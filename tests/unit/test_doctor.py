@@ -12,6 +12,7 @@ import pytest
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import hosts
 from dgc_horovod.launch.doctor import diagnoses, estimate, link
 from dgc_horovod.launch.doctor import report as doctor
 from dgc_horovod.launch.doctor.diagnoses import BAD, NOTE, OK, Facts
@@ -226,6 +227,30 @@ def test_an_interpreter_that_does_not_work_is_a_finding(tmp_path, capsys, script
     )
 
 
+def test_a_run_of_known_length_is_priced_at_its_density(capsys):
+    job = resolve({"DGC_COMPRESSION": "auto", "DGC_TOTAL_STEPS": "5000"}, {})
+    doctor._say_whether_it_pays(Estimate(100_000, 0.1, 2, GIGABIT), job)
+    assert "auto, density 0.004 " in capsys.readouterr().out
+
+
+def test_the_current_folder_is_not_where_its_modules_come_from(tmp_path, monkeypatch):
+    """A json.py, or a folder horovod/, had been run."""
+    for name in ("json.py", "runpy.py", "subprocess.py", "horovod/__init__.py", "torch.py", "dgc_horovod.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("open('canary', 'w'); raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    for safe in ("", "1"):
+        monkeypatch.setenv("PYTHONSAFEPATH", safe)
+        found = doctor._child(sys.executable, doctor._PACKAGES)
+        assert found["horovod"] and found["kernels"] and "error" not in found
+        command = [sys.executable, "-c", doctor._LINK, "127.0.0.1", "1"]
+        ended = subprocess.run(command, input="token", capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 1 and "127.0.0.1:1: " in ended.stderr, ended
+        (report,) = hosts.ask(["localhost"], sys.executable, Ssh())
+        assert report.problem == ""
+    assert not (tmp_path / "canary").exists()
+
+
 def test_a_plan_needs_a_link():
     with pytest.raises(ConfigError, match="--link-gbps"):
         doctor.diagnose("localhost:2", sys.executable, Ssh(), resolve({}, {}), Estimate(1000, 0.1, 2, None))
@@ -236,7 +261,7 @@ def test_a_plan_needs_a_link():
 
 def run_here(arguments, token):
     assert token not in arguments, "ps would show it"
-    command = [sys.executable, "-m", "dgc_horovod.launch.doctor.link", *arguments]
+    command = [sys.executable, "-c", doctor._LINK, *arguments]
     return subprocess.run(command, input=token, capture_output=True, text=True, timeout=60)
 
 

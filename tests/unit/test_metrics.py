@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +161,35 @@ def test_json_lines(tmp_path):
     first, second = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
     assert first["buckets"] == STATS["buckets"] and first["time"] > 1e9
     assert (second["steps"], second["time"]) == (4, 1.0)
+
+
+def test_a_script_that_changes_its_folder_has_one_metrics_file(tmp_path, monkeypatch):
+    """A relative path had gone with it, and the report missed the rest."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    writer = metrics.writer_for("run.jsonl")
+    writer.write(STATS)
+    monkeypatch.chdir("other")
+    writer.write(STATS)
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2 and not list(Path().iterdir())
+
+
+def test_a_line_after_one_that_was_cut_off_stands_by_itself(tmp_path):
+    """It had been lost with the rest of that one, and the job's report with it."""
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"steps": 3, "seco')
+    for _ in range(2):
+        metrics.writer_for(str(path)).write(STATS)
+    cut, *whole = path.read_text().splitlines()
+    assert cut == '{"steps": 3, "seco' and [json.loads(line)["steps"] for line in whole] == [3, 3]
+
+
+def test_every_record_names_its_run(tmp_path):
+    """Two jobs may write to one file."""
+    for run in ({"id": "this", "command": "x"}, {}, {}):
+        Recording(str(tmp_path / "m.jsonl"), "dgc", run, list).end()
+    found = [json.loads(line)["id"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert found[:2] == ["this", "this"] and found[2] == found[3] != found[4] == found[5]
 
 
 def test_a_week_of_json_lines_is_bounded(tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import commands
 from dgc_horovod.launch.plan import show
+from dgc_horovod.launch.plan.model_shapes import shapes_of
 from dgc_horovod.planning.cost_model import Cost
 
 PLAN = ["--plan", "--model-size", "300K", "--step-ms", "5", "--link-gbps", "0.1"]
@@ -57,13 +59,40 @@ def test_the_gain_of_a_range_is_the_least_and_the_most_of_it(gains, said):
     assert show.verdicts(found) == [line]
 
 
-def test_a_plan_is_drawn(tmp_path):
+def test_a_plan_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plan.svg"
     assert commands.run([*PLAN, "--plot", str(file)]) == 0
-    assert "<svg" in file.read_text()
+    assert "<svg" in file.read_text() and f"drawn: {file}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--plot .*: "):
         commands.run([*PLAN, "--plot", str(tmp_path / "plan.nothing")])
+    assert capsys.readouterr().out == "", "it is refused before anything is measured"
+
+
+def test_a_run_of_known_length_is_priced_at_its_density(capsys):
+    """Not at the one of a run of any length."""
+    assert commands.run([*PLAN, "--compression", "auto", "--dgc-total-steps", "5000"]) == 0
+    assert "density 0.004," in capsys.readouterr().out
+
+
+def model(tmp_path, text: str, **files: str) -> str:
+    """The target of a function `make` in a file in a folder of its own."""
+    for name, content in {"train": text, **files}.items():
+        path = tmp_path / "sub" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return f"{tmp_path / 'sub' / 'train.py'}:make"
+
+
+def test_a_model_finds_what_lies_beside_its_file_and_may_print(tmp_path):
+    text = "import beside\ndef make():\n    print('building', end='')\n    return [('w', beside.SHAPE)]"
+    assert shapes_of(model(tmp_path, text, beside="SHAPE = (30, 10)")) == [TensorSpec("w", (30, 10))]
+
+
+@pytest.mark.parametrize("shape", ["(2**62, 2**62)", "(10**4000, 10**4000)", "(10**12, 2)", "(0, 5)", "(10**9999,)"])
+def test_a_model_that_cannot_be_is_refused(tmp_path, shape):
+    with pytest.raises(ConfigError, match=r"(from 1 to 1000B elements|must return)"):
+        shapes_of(model(tmp_path, f"def make():\n    return [('w', {shape})]"))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +111,14 @@ def test_a_plan_is_drawn(tmp_path):
         ([*PLAN, "--workers-per-node", "0"], "--workers-per-node must be a whole number >= 1"),
         ([*PLAN, "--workers-per-node", "513"], "two nodes of 513 are beyond; --workers-per-node may be at most 512"),
         ([*PLAN, "-H", "a:2,b:4"], "nodes of different sizes"),
-        ([*PLAN, "--dgc-local-steps", "15"], "leave --dgc-local-steps out"),
+        (
+            [*PLAN, "--workers-per-node", "9" * 5000],
+            r"--workers-per-node must be a whole number >= 1, got '9{40}\.\.\.'",
+        ),
+        ([*PLAN, "--dgc-local-steps", "15"], "--plan prices .* local steps make one every 15; leave local steps out"),
+        (["--doctor", *PLAN[1:], "-np", "4", "--compression", "local"], "--doctor prices an exchange at every step"),
+        ([*PLAN, "--plot", "plan"], r"--plot plan: the ending decides on the form, .* svg,"),
+        ([*PLAN, "--plot", "/no/such/plan.svg"], "no such folder"),
         (["-np", "2", "--plot", "x.svg", "true"], "--plot goes with --plan"),
         (["-np", "2", "--step-ms", "1", "true"], "--step-ms goes with --doctor and --plan"),
     ],

@@ -230,8 +230,8 @@ def test_shapes_of_a_function(tmp_path):
     assert shapes_of(f"{file}:make") == [TensorSpec("w", (3, 4)), TensorSpec("b", (3,))]
     for target, said in (
         (f"{file}:absent", "absent"),
-        (f"{file}:none", "nothing to train"),
-        (f"{file}:empty", "nothing to train"),
+        (f"{file}:none", "there must be from 1 to 1000B elements to train in it, got 0"),
+        (f"{file}:empty", "there must be from 1 to 1000B elements to train in it, got 0"),
         (f"{file}:less", r"the shape of 'w' is \(-3, 4\); sizes must be at least 0"),
         ("mine", "module:function"),
     ):

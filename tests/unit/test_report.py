@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from dgc_horovod import envvars
 from dgc_horovod.advice import MOST_LOST, Straggler, on_ranks
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import job_report
@@ -59,6 +61,22 @@ def test_a_file_may_hold_several_runs_and_a_line_that_was_cut_off(tmp_path):
         read(str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         read(str(tmp_path / "none"))
+
+
+def test_a_file_of_jobs_that_ran_at_the_same_time(tmp_path):
+    """Their records come in turns, and had been taken for those of one run."""
+    jobs = {name: [{**record, "id": name} for record in records(SLOW, count)] for name, count in (("a", 4), ("b", 3))}
+    old = records(SLOW, 2)
+    mixed = [*old, *itertools.chain(*itertools.zip_longest(*jobs.values(), fillvalue={}))]
+    runs = read(write(tmp_path / "m.jsonl", mixed, jobs["a"]))
+    assert [run.records for run in runs] == [old, jobs["a"], jobs["b"], jobs["a"]]
+
+
+def test_a_line_that_is_too_deep_for_a_parser_is_left_out(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"steps": ' + "[" * 10**5 + "\n")
+    with pytest.raises(ConfigError, match="holds no record"):
+        read(str(path))
 
 
 def test_the_straggler_is_the_rank_that_waits_least():
@@ -241,10 +259,54 @@ def test_without_matplotlib_the_tables_are_there(tmp_path):
     assert text.count("<table>") == 6
 
 
+@pytest.mark.parametrize(
+    ("page", "metrics"),
+    [("a/report.html", "report.jsonl"), ("x.htm", "x.jsonl"), ("lr0.1", "lr0.1.jsonl"), ("lr0.2", "lr0.2.jsonl")],
+)
+def test_every_page_has_a_metrics_file_of_its_own(page, metrics, tmp_path):
+    """--report lr0.1 and --report lr0.2 had shared lr0.jsonl."""
+    path = tmp_path / page
+    path.parent.mkdir(exist_ok=True)
+    job = job_report.with_metrics(resolve({"DGC_COMPRESSION": "dgc"}, {}), str(path))
+    assert job.get(envvars.METRICS_FILE) == str(path.with_name(metrics))
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_start(tmp_path, monkeypatch):
+    """It had taken the place of the metrics file, or been missed after the job."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.html").symlink_to("m")
+    for path, metrics, said in (
+        ("m", "m", "in whose place"), (f"{tmp_path}/m", "./m", "in whose place"), ("link.html", "m", "in whose place"),
+        ("x.jsonl", "none", "in whose place"), (".", "none", "is a folder"), ("/", "none", "is a folder"),
+        ("no/x.html", "none", "no such folder"), ("x" * 999, "none", "too long"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"--report: .*{said}"):
+            job_report.with_metrics(job_with(metrics), path)
+    for variable, source in (({}, r"flag --dgc-metrics-file"), ({"DGC_METRICS_FILE": "m.prom"}, "environment")):
+        flags = {"DGC_COMPRESSION": "dgc", **({} if variable else {"DGC_METRICS_FILE": "m.prom"})}
+        with pytest.raises(ConfigError, match=rf"'m.prom' \({source}.*\); give it another name, or none"):
+            job_report.with_metrics(resolve(flags, variable), "x.html")
+
+
+def test_a_page_is_in_the_encoding_that_it_names(tmp_path):
+    """Whatever the machine's own is."""
+    path, out = write(tmp_path / "m.jsonl", records(SLOW, host="höst")), tmp_path / "page.html"
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from dgc_horovod.report.__main__ import main; sys.exit(main())"
+    )
+    latin = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-c", code, path, "-o", str(out)], check=True, env=latin)
+    assert "höst2" in out.read_text(encoding="utf-8")
+
+
 def test_the_command_says_what_is_wrong(tmp_path):
     command = [sys.executable, "-m", "dgc_horovod.report"]
     finished = subprocess.run([*command, str(tmp_path / "none")], capture_output=True, text=True, check=False)
     assert finished.returncode == 2 and "cannot be read" in finished.stderr and "Traceback" not in finished.stderr
     path = write(tmp_path / "m.jsonl", records(SLOW), records(SLOW))
+    before = (tmp_path / "m.jsonl").read_bytes()
+    refused = subprocess.run([*command, path, "-o", path], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "in whose place" in refused.stderr
+    assert (tmp_path / "m.jsonl").read_bytes() == before
     done = subprocess.run([*command, path, "-o", f"{tmp_path}/p.html"], capture_output=True, text=True, check=True)
     assert f"{5 * STEPS_A_RECORD} steps; 1 earlier ones" in done.stdout

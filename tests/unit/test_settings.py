@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from dgc_horovod import envvars
+from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import commands, config_file, flags
@@ -54,13 +55,21 @@ def test_precedence(flags, environment, file, admin, density, source):
     job = resolve(flags, environment, files)
     assert job.method == "dgc" and job.config is not None and job.config.density == density
     assert source_of(job, "DGC_DENSITY") == source
-    shown = [line for line in show(job).splitlines() if line.split()[0] == "density"]
-    assert len(shown) == 1 and shown[0].endswith(source) and str(density) in shown[0]
+    said = shown(job, "density")
+    assert said.endswith(source) and str(density) in said
 
 
 def test_nothing_asked_for_is_stock_horovod():
-    job = resolve({}, {"DGC_TIMEOUT": "60"})
+    job = resolve({}, {"DGC_ALLOW_INACTIVE": "on"})
     assert not job.active and job.config is None and job.variables() == {"DGC_ENABLED": "0"}
+
+
+def test_what_acts_everywhere_goes_to_a_script_that_compresses_by_itself():
+    """It had been dropped where dgcrun was to replace nothing."""
+    flags, file = {"DGC_METRICS_FILE": "m.jsonl", "DGC_TIMEOUT": "60"}, {"DGC_BACKEND": "reference"}
+    carried = {"DGC_ENABLED": "0", **flags, **file}
+    assert resolve(flags, {}, [("job.yaml", file)]).variables() == carried
+    assert resolve(flags, {"DGC_ENABLED": "0"}, [("job.yaml", file)]).variables() == carried
 
 
 @pytest.mark.parametrize("text", ["0", "off", "False", "no"])
@@ -105,8 +114,7 @@ def test_a_warmup_in_steps_takes_the_place_of_the_files_epochs(source):
     job = resolve(own if source == "flag" else {}, own if source == "environment" else {}, [("all.yaml", file)])
     assert job.config.warmup == WarmupSchedule(steps=10, factor=0.5)
     assert job.variables()["DGC_WARMUP_EPOCHS"] == "" and job.variables()["DGC_WARMUP_STEPS"] == "10"
-    (line,) = [line for line in show(job).splitlines() if line.split()[0] == "warmup_epochs"]
-    assert line.endswith("(not used)")
+    assert shown(job, "warmup_epochs") == "- default (4 of all.yaml is not used)"
 
 
 def test_a_variable_that_means_nothing_is_noticed(monkeypatch):
@@ -118,9 +126,74 @@ def test_another_method_leaves_the_threshold_of_the_file_behind():
     file = {"DGC_COMPRESSION": "threshold", "DGC_THRESHOLD": "0.01", "DGC_DENSITY": "0.02"}
     assert resolve({}, {}, [("all.yaml", file)]).config.threshold == 0.01
     job = resolve({"DGC_COMPRESSION": "dgc"}, {}, [("all.yaml", file)])
-    assert job.config == DGCConfig(density=0.02)
-    (line,) = [line for line in show(job).splitlines() if line.split()[0] == "threshold"]
-    assert line.endswith("(not used)")
+    assert job.config == DGCConfig()
+    assert shown(job, "threshold") == "- default (0.01 of all.yaml is not used)"
+    assert resolve({"DGC_COMPRESSION": "dgc"}, {"DGC_THRESHOLD": "0.01"}).config == DGCConfig(), "it is for one method"
+
+
+# A cluster's file, as docs/clusters.md has it, and one with all that may go wrong beside another method
+EVERYONES = {"DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.001", "DGC_WARMUP_STEPS": "2000", "DGC_ALLOW_INACTIVE": "on"}
+FULL = {
+    "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.001", "DGC_WARMUP_EPOCHS": "4", "DGC_WARMUP_STEPS_PER_EPOCH": "390",
+    "DGC_WARMUP_FIRST_DENSITY": "1", "DGC_SECOND_MOMENT": "frozen", "DGC_CLIP_NORM": "1", "DGC_MOMENTUM_DTYPE": "bf16",
+    "DGC_EXCHANGE": "auto", "DGC_CHECK_EVERY": "10",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", [EVERYONES, FULL], ids=["as recommended", "full"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        *({"DGC_COMPRESSION": name} for name in PRESETS if name not in ("dgc", "threshold")),
+        {"DGC_COMPRESSION": "threshold", "DGC_THRESHOLD": "0.01"},
+        {"DGC_COMPRESSION": "auto", "DGC_TOTAL_STEPS": "4000"},
+        {"DGC_LOCAL_STEPS": "20"},
+    ],
+    ids=lambda own: " ".join(own.values()),
+)
+def test_what_a_file_has_chosen_for_its_method_is_not_for_another(own, file):
+    """The cluster's density and warm-up had stopped other methods with an error, or distorted them."""
+    flagged, asked = resolve(own, {}, [("all.yaml", file)]), resolve({}, own, [("all.yaml", file)])
+    alone = resolve(own, {})
+    of_cluster = {"check_every": 10} if file is FULL else {}
+    if file is FULL and alone.method != "local":  # which has no nodes
+        of_cluster["exchange"] = "auto"
+    for job in (flagged, asked):
+        assert (job.method, job.config) == (alone.method, alone.config.replace(**of_cluster))
+    assert shown(flagged, "density").endswith("(0.001 of all.yaml is not used)")
+    assert shown(flagged, "method").startswith(f"{alone.method} flag --")
+    again = resolve({}, {name: text for name, text in flagged.variables().items() if text})
+    assert (again.method, again.config) == (flagged.method, flagged.config)
+
+
+def test_of_several_files_the_one_for_the_same_method_is_used():
+    """A stronger one for another method had hidden it."""
+    chosen = {"job.yaml": ("dgc", "0.1"), "all.yaml": ("topk", "0.02")}
+    files = [(path, {"DGC_COMPRESSION": method, "DGC_DENSITY": text}) for path, (method, text) in chosen.items()]
+    job = resolve({"DGC_COMPRESSION": "topk"}, {}, files)
+    assert job.config.density == 0.02 and shown(job, "density") == "0.02 all.yaml (0.1 of job.yaml is not used)"
+
+
+@pytest.mark.parametrize(
+    ("own", "warmup"),
+    [
+        ({"DGC_WARMUP_STEPS": "100"}, WarmupSchedule(steps=100, first_density=0.5)),
+        ({"DGC_WARMUP_EPOCHS": "2"}, WarmupSchedule(epochs=2, steps_per_epoch=390, first_density=0.5)),
+        ({"DGC_WARMUP_EPOCHS": "none"}, None),
+        ({"DGC_WARMUP_STEPS": "none"}, None),
+    ],
+    ids=str,
+)
+def test_a_length_goes_before_all_of_a_weaker_warmup_that_it_does_not_go_with(own, warmup):
+    file = {"DGC_COMPRESSION": "dgc", "DGC_WARMUP_EPOCHS": "4", "DGC_WARMUP_STEPS_PER_EPOCH": "390"}
+    job = resolve(own, {}, [("all.yaml", {**file, "DGC_WARMUP_FIRST_DENSITY": "0.5"})])
+    assert job.config == DGCConfig(warmup=warmup)
+
+
+def shown(job, key):
+    """What is shown of a setting, a space between its parts."""
+    (found,) = [line.split() for line in show(job).splitlines() if line.split()[0] == key]
+    return " ".join(found[1:])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +205,7 @@ def test_another_method_leaves_the_threshold_of_the_file_behind():
         ({}, {"DGC_MIN_NUMEL": "1.5"}, "min_numel must be a whole number"),
         ({}, {"DGC_COMPRESS_1D": "maybe"}, "compress_1d must be on or off"),
         ({"DGC_WARMUP_FACTOR": "0.5"}, {}, "warmup_steps or warmup_epochs"),
+        ({"DGC_WARMUP_STEPS": "0"}, {}, "dgcrun: --dgc-warmup-steps none"),
         ({"DGC_WARMUP_STEPS": "5", "DGC_WARMUP_EPOCHS": "5"}, {}, "either steps or epochs"),
         ({"DGC_COMPRESSION": "threshold"}, {}, "threshold"),
         ({"DGC_COMPRESSION": "dgc"}, {"DGC_BACKEND": "cuda"}, "environment DGC_BACKEND"),
@@ -182,6 +256,10 @@ def test_a_file_with_horovods_sections_and_ours(tmp_path):
         ("compression: {density: [1, 2]}", "compression.density must be a single value"),
         ("- a\n- b", "must be a mapping"),
         ("params: 5\ncompression: {}", "params must be a mapping"),
+        ("params: off", "params must be a mapping"),
+        ("compression: 0", "compression must be a mapping .* or compression: off"),
+        ("compression: []", "compression must be a mapping"),
+        ("compression: ''", "compression must be a mapping"),
         ("compression: {density: 0.1, density: 0.2}", "the key 'density' stands twice"),
         ("compression: {density: 0.1}\ncompression: {}", "the key 'compression' stands twice"),
         ("compression: {metrics_file: yes}", "compression.metrics_file must be a single value"),
@@ -221,6 +299,27 @@ def test_whole_numbers_may_be_written_as_floats(tmp_path):
     path = write(tmp_path, "compression: {min_numel: 1e3, bucket_bytes: 1000.0}")
     config = resolve({}, {}, [(path, config_file.load(path))]).config
     assert (config.min_numel, config.bucket_bytes) == (1000, 1000)
+
+
+@pytest.mark.parametrize("word", ["off", "no", "false"])
+def test_a_file_that_switches_compression_off(tmp_path, word):
+    """It had been taken for a file without the section, and a weaker layer's compression stayed on."""
+    path = write(tmp_path, f"compression: {word}")
+    job = resolve({}, {}, [(path, config_file.load(path)), ("all.yaml", EVERYONES)])
+    assert job.method == "none" and job.config is None and shown(job, "method") == f"none {path}"
+    assert config_file.load(write(tmp_path, "compression:")) == {}
+
+
+def test_enabled_off_is_decided_before_any_file_of_ours_is_read(tmp_path, monkeypatch):
+    path = write(tmp_path, "compression: {densty: 1}\nparams: {cycle_time_ms: 3}")
+    words = ["-np", "1", "--config-file", path, "true"]
+    for name, text in {"DGC_ENABLED": "0", "DGC_CONFIG_FILE": "/nowhere.yaml"}.items():
+        monkeypatch.setenv(name, text)
+    args, given = flags.parse(words)
+    assert commands.job_of(args, given).switched_off and args.cycle_time_ms == 3
+    monkeypatch.setenv("DGC_ENABLED", "1")
+    with pytest.raises(ConfigError, match="unknown key 'densty'"):
+        flags.parse(words)
 
 
 def test_the_file_for_everyone_goes_last_and_has_our_section_only(tmp_path, monkeypatch):

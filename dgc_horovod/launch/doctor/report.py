@@ -16,8 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from dgc_horovod import envvars
-from dgc_horovod.compression import PRESETS
-from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch.doctor import link
@@ -35,6 +33,7 @@ from dgc_horovod.launch.doctor.estimate import Estimate, price, show
 from dgc_horovod.launch.doctor.link import Link
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.marked import marked
+from dgc_horovod.launch.plan.command import to_price
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import PAYLOAD
 from dgc_horovod.planning.machine import Machine
@@ -43,9 +42,9 @@ from dgc_horovod.planning.measure import measured
 _COLUMNS = 100
 _CHILD_SECONDS, _LINK_SECONDS = 120, 60
 _MARK = "DGC_FOUND "
-_BEGIN = """
+_BEGIN = f"""{hosts.OUTSIDE_FOLDER}
 import json
-found = {}
+found = {{}}
 def version(*names):
     from importlib import metadata
     for name in names:
@@ -58,6 +57,8 @@ except Exception as error:
     found["error"] = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
 print({_MARK!r} + json.dumps(found))
 """
+# As python -m does it, but for modules of the current folder
+_LINK = f"{hosts.OUTSIDE_FOLDER}\nimport runpy\nrunpy.run_module({link.__name__!r}, run_name='__main__')"
 _PACKAGES = """
     import importlib.util, pathlib
     found.update(horovod=version("horovod"), torch=version("torch"), triton=version("triton"))
@@ -102,8 +103,10 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | 
         plan: model and step for which to say whether compression pays; None: not asked.
 
     Raises:
-        ConfigError: the plan needs a link, and none was given or measured.
+        ConfigError: the plan needs a link, and none was given or measured; or the job cannot be priced.
     """
+    if plan is not None:
+        to_price(job, "--doctor")  # refused before anything is looked at
     names = hosts.names_of(slots) or ["localhost"]
     remote = [name for name in names if hosts.is_remote(name)]
     if plan is not None and plan.link_bits is None and not remote:
@@ -143,8 +146,7 @@ def _wrapped(text: str, first: str) -> str:
 
 
 def _say_whether_it_pays(plan: Estimate, job: Job) -> None:
-    method = job.method if job.config is not None else "dgc"
-    config = job.config or DGCConfig(**PRESETS[method])
+    method, config = job.method if job.config is not None else "dgc", to_price(job, "--doctor")
     rows = price(plan, config, method, measured(Machine(plan.step_seconds), plan.elements, config))
     print(f"\ndoes it pay? an estimate\n{textwrap.indent(show(plan, rows), '  ')}")
 
@@ -192,7 +194,7 @@ def _child(interpreter: str, code: str) -> dict[str, Any]:
 
 def _measure(host: str, interpreter: str, ssh: Ssh) -> Link:
     def run(arguments: Sequence[str], token: str) -> subprocess.CompletedProcess[str]:
-        return hosts.run_on(host, [interpreter, "-m", link.__name__, *arguments], ssh, _LINK_SECONDS, token)
+        return hosts.run_on(host, [interpreter, "-c", _LINK, *arguments], ssh, _LINK_SECONDS, token)
 
     try:
         return link.measure(host, hosts.own_address_towards(host), run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from dgc_horovod.launch.plan import show
 from dgc_horovod.launch.plan.model_shapes import shapes_of
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.density import fitted
 from dgc_horovod.planning.machine import Machine
 from dgc_horovod.planning.measure import measured
 from dgc_horovod.planning.shapes import parse_size, tensors
@@ -25,6 +27,7 @@ from dgc_horovod.planning.table import MOST_WORKERS, table
 
 _EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
 _LEAST, _MOST = 1e-9, 1e9
+_SHOWN = 40  # characters
 
 
 def run(args: Any, job: Job) -> int:
@@ -39,9 +42,9 @@ def run(args: Any, job: Job) -> int:
     """
     if not (args.step_ms and args.link_gbps and bool(args.model_size) != bool(args.model)):
         raise ConfigError(f"--plan needs --step-ms, --link-gbps, and --model-size or --model, e.g. {_EXAMPLE}")
-    config = job.config or DGCConfig(**PRESETS["dgc"])
-    if config.local_steps is not None:
-        raise ConfigError("--plan prices an exchange at every step; leave --dgc-local-steps out of it")
+    if args.plot:
+        show.check_file(Path(args.plot))
+    config = to_price(job, "--plan")
     envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
     computing, cluster = number("--step-ms", args.step_ms) / 1e3, _cluster(args)
     specs = _specs(args, config)
@@ -60,6 +63,25 @@ def run(args: Any, job: Job) -> int:
         show.draw(found, title, Path(args.plot))
         print(f"drawn: {args.plot}")
     return 0
+
+
+def to_price(job: Job, command: str) -> DGCConfig:
+    """The settings of a job whose steps are priced, those of dgc without compression; of auto the density of its run.
+
+    Args:
+        job: resolved settings of the job.
+        command: flag of the command that prices them.
+
+    Raises:
+        ConfigError: it has local steps.
+    """
+    config = job.config or DGCConfig(**PRESETS["dgc"])
+    if config.local_steps is not None:
+        raise ConfigError(
+            f"{command} prices an exchange at every step, and local steps make one every {config.local_steps}; leave "
+            "local steps out of it"
+        )
+    return fitted(config)
 
 
 def number(flag: str, text: str, least: float = _LEAST) -> float:
@@ -93,13 +115,20 @@ def _cluster(args: Any) -> Cluster:
 def _node_size(args: Any) -> int:
     """Of --workers-per-node; else that of -H, the same on every host; else 1."""
     if args.workers_per_node:
-        if not (args.workers_per_node.isdecimal() and int(args.workers_per_node) >= 1):
-            raise ConfigError(f"--workers-per-node must be a whole number >= 1, got {args.workers_per_node!r}")
+        if not re.fullmatch(r"0*[1-9]\d{0,8}", args.workers_per_node, re.ASCII):
+            raise ConfigError(
+                f"--workers-per-node must be a whole number >= 1, got {_shortened(args.workers_per_node)}"
+            )
         return int(args.workers_per_node)
     slots = [part.rpartition(":")[2] for part in (args.hosts or "").split(",") if part]
     if len(set(slots)) > 1:
         raise ConfigError(f"-H {args.hosts} has nodes of different sizes; say --workers-per-node")
     return int(slots[0]) if slots and slots[0].isdecimal() else 1
+
+
+def _shortened(text: str) -> str:
+    """As a user gave it, but for what fills screens."""
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
 def _described(cluster: Cluster) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,14 +10,16 @@ from collections.abc import Sequence
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.marked import marked
+from dgc_horovod.planning.shapes import MOST_ELEMENTS
 
 _SECONDS = 300
 _MARK = "DGC_SHAPES "
 _CODE = f"""
-import importlib, importlib.util, json, sys
+import importlib, importlib.util, json, os, sys
 module, name = sys.argv[1].rsplit(":", 1)
-sys.path.insert(0, "")
-if module.endswith(".py"):
+is_file = module.endswith(".py")
+sys.path.insert(0, os.path.dirname(os.path.abspath(module)) if is_file else "")  # as python FILE and python -m have it
+if is_file:
     spec = importlib.util.spec_from_file_location("planned_model", module)
     loaded = importlib.util.module_from_spec(spec)
     sys.modules["planned_model"] = loaded
@@ -63,7 +66,10 @@ def shapes_of(target: str, interpreter: str = sys.executable) -> Sequence[Tensor
     for name, shape in found:
         if min(shape, default=0) < 0:
             raise ConfigError(f"--model {target}: the shape of {name!r} is {tuple(shape)}; sizes must be at least 0")
-    specs = [TensorSpec(name, tuple(shape)) for name, shape in found]
-    if not sum(spec.numel for spec in specs):
-        raise ConfigError(f"--model {target}: there is nothing to train in it; it must have an element at least")
-    return specs
+    elements = sum(math.prod(shape) for _, shape in found)
+    if not 1 <= elements <= MOST_ELEMENTS:
+        raise ConfigError(
+            f"--model {target}: there must be from 1 to {MOST_ELEMENTS // 10**9}B elements to train in it, got "
+            f"{elements if elements < 10**99 else 'more than 1e99'}"
+        )
+    return [TensorSpec(name, tuple(shape)) for name, shape in found]

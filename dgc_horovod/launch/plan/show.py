@@ -69,6 +69,32 @@ def _cell(cost: Cost | None, value: Callable[[Cost], float], chosen: bool) -> st
     return f"{shown:>14}{'*' if chosen else ' '}"
 
 
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'dgc-horovod[plots]'") from None
+    return pyplot
+
+
+def check_file(file: Path) -> None:
+    """Whether a plan can be drawn there, before it is made.
+
+    Raises:
+        ConfigError: there is no matplotlib, no form of that ending, or no such folder.
+    """
+    figure = _pyplot().figure()
+    forms = figure.canvas.get_supported_filetypes()
+    _pyplot().close(figure)
+    if file.suffix.removeprefix(".").lower() not in forms:
+        raise ConfigError(f"--plot {file}: the ending decides on the form, one of {', '.join(forms)}; e.g. plan.svg")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {file}: there is no such folder")
+
+
 def draw(found: Table, title: str, file: Path) -> None:
     """Efficiency, step and bytes over N.
 
@@ -80,13 +106,7 @@ def draw(found: Table, title: str, file: Path) -> None:
     Raises:
         ConfigError: there is no matplotlib, or the file cannot be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'dgc-horovod[plots]'") from None
+    pyplot = _pyplot()
     panels = [_BLOCKS[1], ("time of a step, ms", _BLOCKS[0][1]), _BLOCKS[2]]
     figure, axes = pyplot.subplots(1, 3, figsize=(12.6, 4.2), layout="constrained")
     for (name, value), axis in zip(panels, axes, strict=True):

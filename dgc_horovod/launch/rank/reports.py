@@ -16,9 +16,19 @@ from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.recording import EVERY, rank_figures
 from dgc_horovod.stats import COUNTERS
 
-_PREFIX = "figures."
+PREFIX = "figures."
 _MOST_A_SECOND = 20  # reports of all ranks together
 _LAST_SECONDS, _LOOK_EVERY = 2.0, 0.05  # that rank 0 waits for the last reports of the others
+
+
+def interval(workers: int) -> float:
+    """Seconds from one report of a rank to its next."""
+    return max(EVERY, workers / _MOST_A_SECOND)
+
+
+def figures_of(rank: int) -> str:
+    """The key under which a rank reports its figures."""
+    return f"{PREFIX}{rank}"
 
 
 class Reports:
@@ -58,14 +68,12 @@ class Reports:
                 time.sleep(_LOOK_EVERY)
 
     def _report_on(self) -> None:
-        while not self._ended.wait(max(EVERY, self._workers / _MOST_A_SECOND)):
-            try:
+        while not self._ended.wait(interval(self._workers)):
+            with contextlib.suppress(OSError):  # dgcrun is out of reach; it may be back the next time
                 self._report(last=False)
                 if self._rank == 0:
                     self._read()
                     self._judge(self.of_all())
-            except OSError:
-                return
 
     def _judge(self, ranks: list[dict[str, Any]]) -> None:
         """Tell what is to be said of the steps since the last time.
@@ -83,11 +91,11 @@ class Reports:
         self._judged |= {figures["rank"]: figures for figures in ranks if figures["rank"] in known}
 
     def _report(self, last: bool) -> None:
-        self._board.put(f"{_PREFIX}{self._rank}", {**rank_figures(self._rank), "last": last})
+        self._board.put(figures_of(self._rank), {**rank_figures(self._rank), "last": last})
 
     def _read(self) -> int:
         """Read what all have reported; returns how many will report again."""
-        found = self._board.get_all(_PREFIX).values()
+        found = self._board.get_all(PREFIX).values()
         self._all = [figures for figures in found if figures["rank"] < self._workers]  # elastic ones may have left
         return self._workers - sum(figures.pop("last") for figures in self._all)
 
