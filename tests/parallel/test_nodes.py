@@ -83,6 +83,7 @@ def test_what_is_kept_is_saved_loaded_and_flushed(ranks):
 def test_under_keras_each_worker_keeps_half_and_flush_leaves_nothing(keras_ranks):
     found = [rank["keras_nodes.layout"] for rank in keras_ranks]
     assert len({each["fingerprint"] for each in found}) == 1
+    assert len({each["adam"] for each in found}) == 1
     for each in found:
         assert each["kept"] == -(-each["all"] // 2) and each["inside"] > 24 * each["all"] * 4 / 2
         assert each["moved"] > 1e-4 and each["left"] == 0

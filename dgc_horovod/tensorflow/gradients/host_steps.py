@@ -301,7 +301,7 @@ class HostSteps:
     def _add_gradients(self, run: BucketRun, gradients: Sequence[Any], whole: bool = False) -> None:
         assert self.buckets is not None
         segments, iterations = run.engine.bucket.segments, self._iterations
-        if run.engine.state.moments is None:  # whatever has emptied them
+        if self.update.keeps_second and run.engine.state.moments is None:  # whatever has emptied them
             self.origins.forget(_number(segment.name) for segment in segments)
         if self.node_size > 1:
             gradients = run.of_slice(gradients, whole)
@@ -396,4 +396,4 @@ class HostSteps:
 
 
 def _number(name: str) -> str:
-    return name.split()[0]
+    return name.partition(" ")[0]  # padding has neither

@@ -36,7 +36,10 @@ def layout() -> dict[str, Any]:
     sparse = [engine for engine in engines if not engine.bucket.uncompressed]
     before = weights(model)
     optimizer.flush()
+    own = Compression.dgc(density=0.02, min_numel=16, exchange="hierarchical", second_moment="own")
+    adam = fit(smooth_model(), DistributedOptimizer(keras.optimizers.Adam(0.003), compression=own), 1)
     return {
+        "adam": fingerprint(adam),
         "kept": sum(engine.state.v.size for engine in sparse),
         "all": sum(engine.whole.numel for engine in sparse),
         "fingerprint": fingerprint(model),
