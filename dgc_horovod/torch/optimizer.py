@@ -115,8 +115,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         if hvd.rank() == 0:
             tell_stock(str(refused), STOCK)
         uncompressed = stock(HorovodCompression.none)
-        if config.clip_norm is not None:
-            limit_averages(uncompressed, config.clip_norm)
+        limit_averages(uncompressed, config.clip_norm)
         return uncompressed
 
 

@@ -10,14 +10,15 @@ import torch
 from dgc_horovod.torch.clipping.local import clip_all
 
 
-def limit_averages(optimizer: torch.optim.Optimizer, limit: float) -> None:
+def limit_averages(optimizer: torch.optim.Optimizer, limit: float | None) -> None:
     """Clip what stock Horovod or DDP brings.
 
     Args:
         optimizer: optimizer of stock Horovod, or one whose gradients DDP exchanges.
-        limit: limit of the L2 norm of all gradients, > 0.
+        limit: limit of the L2 norm of all gradients, > 0; None: there is none.
     """
-    optimizer.register_step_pre_hook(partial(_clip, limit))
+    if limit is not None:
+        optimizer.register_step_pre_hook(partial(_clip, limit))
 
 
 def _clip(limit: float, optimizer: Any, *_: Any) -> None:

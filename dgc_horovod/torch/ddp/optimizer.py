@@ -87,8 +87,7 @@ def register(
     except NoChoice as refused:
         if dist.get_rank(group) == 0:
             tell_stock(str(refused), STOCK)
-        if config.clip_norm is not None:
-            limit_averages(optimizer, config.clip_norm)
+        limit_averages(optimizer, config.clip_norm)
         return _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.parallel.cases.state import _shared_folder
 
 _CAST = (torch.float64, torch.bfloat16)
 _ALL = {"factor_masking": False, "min_numel": 1, **UNROUNDED}
@@ -181,10 +181,9 @@ def loaded_by_one_rank() -> dict[str, Any]:
     return found
 
 
-def parts_and_additions(folder: str = "") -> dict[str, Any]:
+def parts_and_additions() -> dict[str, Any]:
     """Two optimizers over parts of one model in one directory; a group that is added to the inner optimizer."""
     hvd.init()
-    folder = hvd.broadcast_object(folder or f"/tmp/dgc-parts-{np.random.default_rng().integers(1 << 60)}")
     model = smooth_model()
     named = list(model.named_parameters())
     halves = [torch.optim.SGD([p for _, p in part], 0.1, 0.9) for part in (named[:4], named[4:])]
@@ -194,21 +193,17 @@ def parts_and_additions(folder: str = "") -> dict[str, Any]:
         for optimizer in (first, second):
             optimizer.step()
             optimizer.zero_grad()
-    save_checkpoint(folder, model, first)
-    save_checkpoint(folder, model, first)
-    errors = [error_of(lambda: save_checkpoint(folder, model, second))]
-    load_checkpoint(folder, model, first)
-    hvd.barrier()
+    with _shared_folder() as folder:
+        save_checkpoint(folder, model, first)
+        save_checkpoint(folder, model, first)
+        errors = [error_of(lambda: save_checkpoint(folder, model, second))]
+        load_checkpoint(folder, model, first)
     inner = torch.optim.SGD([p for _, p in named[:4]], 0.1)
     optimizer = DistributedOptimizer(inner, named[:4], Compression.dgc(0.1))
     inner.add_param_group({"params": [p for _, p in named[4:]]})
     x, y = next(iter(batches(1, hvd.rank())))
     F.mse_loss(model(x), y).backward()
     errors.append(error_of(optimizer.step))
-    if hvd.rank() == 0:
-        for file in Path(folder).glob("*"):
-            file.unlink()
-        Path(folder).rmdir()
     return {"errors": errors}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,6 +16,7 @@ from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load
 from dgc_horovod.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
 from tests.helpers.errors import error_told
 from tests.helpers.keras_training import fit, momentum_sgd, smooth_model, weights
+from tests.parallel.cases.keras_state import _remove, _shared_folder
 
 SIZE = (64, 64)
 
@@ -101,7 +100,7 @@ def flushed() -> dict[str, Any]:
 def loaded() -> dict[str, Any]:
     """Between load_checkpoint and the first step: a flush applies what was loaded, clear_residuals empties it."""
     hvd.init()
-    folder = Path(tempfile.gettempdir(), f"dgc-keras-kept-{hvd.broadcast_object(np.random.randint(1 << 30))}")
+    folder = _shared_folder("kept")
 
     def compressed() -> Any:
         return DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(density=0.01, min_numel=16))
@@ -116,6 +115,7 @@ def loaded() -> dict[str, Any]:
     cleared = smooth_model(2)
     emptied = compressed()
     load_checkpoint(folder, cleared, emptied)
+    _remove(folder)
     emptied.clear_residuals()
     zeros = [tf.zeros(v.shape) for v in cleared.trainable_variables]
     emptied.apply(zeros, cleared.trainable_variables)
@@ -132,12 +132,13 @@ def loaded() -> dict[str, Any]:
 def outer_momentum() -> dict[str, Any]:
     """Local steps: what load_checkpoint has brought is there behind the Broadcast callback of fit."""
     hvd.init()
-    folder = Path(tempfile.gettempdir(), f"dgc-keras-outer-{hvd.broadcast_object(np.random.randint(1 << 30))}")
+    folder = _shared_folder("outer")
     model, optimizer = smooth_model(), DistributedOptimizer(momentum_sgd(), compression=Compression.local(steps=2))
     fit(model, optimizer, 1, [BroadcastGlobalVariablesCallback(0)])
     save_checkpoint(folder, model, optimizer)
     other, resumed = smooth_model(1), DistributedOptimizer(momentum_sgd(), compression=Compression.local(steps=2))
     load_checkpoint(folder, other, resumed)
+    _remove(folder)
     for each, its in ((model, optimizer), (other, resumed)):
         fit(each, its, 1, [BroadcastGlobalVariablesCallback(0)] if each is other else [])
     return {"distance": float(np.abs(weights(other) - weights(model)).max())}
