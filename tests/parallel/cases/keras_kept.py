@@ -14,7 +14,7 @@ from dgc_horovod import WarmupSchedule
 from dgc_horovod.tensorflow import DistributedGradientTape
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from dgc_horovod.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
-from tests.helpers.errors import error_told
+from tests.helpers.errors import error_of
 from tests.helpers.keras_training import fit, momentum_sgd, smooth_model, weights
 from tests.parallel.cases.keras_state import _remove, _shared_folder
 
@@ -168,8 +168,8 @@ def refused() -> dict[str, Any]:
         scaler.apply(tape.gradient(loss, [variable]), [variable])
 
     return {
-        "own apply": error_told(lambda: own.apply(gradients, [variable])),
-        "scaled tape": error_told(scaled_tape),
+        "own apply": error_of(lambda: own.apply(gradients, [variable])),
+        "scaled tape": error_of(scaled_tape),
     }
 
 
