@@ -161,43 +161,43 @@ COMPRESSION = EnvironmentVariable(
     choices=METHODS,
 )  # fmt: skip
 OF_METHODS = (_WHAT, _WHEN)  # the groups of what is chosen for a method; the others are a matter of the cluster
-LOCAL_STEPS = _field("local_steps", "", "steps on each rank alone, then weights' changes are sent", "whole", _WHEN)
-NODE_SIZE = _field("node_size", "", "workers that average densely first; if not given, those of a host", "whole", _WIRE)
+LOCAL_STEPS = _field("local_steps", "", "local steps: steps of each rank between two exchanges", "whole", _WHEN)
+NODE_SIZE = _field("node_size", "", "workers of a node, averaged densely; not given: those of a host", "whole", _WIRE)
 FIELDS = (
     _field("density", "0.001", "fraction of elements sent, in (0, 1]", "number", _WHAT),
-    _field("rule", OF_METHOD, "selection", "text", _WHAT, choices=tuple(RULES)),
-    _field("scope", "bucket", "what they are selected from together", "text", _WHAT, choices=SCOPES),
+    _field("rule", OF_METHOD, "selection rule", "text", _WHAT, choices=tuple(RULES)),
+    _field("scope", "bucket", "the largest of each bucket, or of each tensor", "text", _WHAT, choices=SCOPES),
     _field("momentum_correction", OF_METHOD, "momentum goes before selection (DGC 3.1)", "switch", _WHAT),
-    _field("momentum_dtype", "fp32", "in which SGD's momentum is kept", "text", _WHAT, choices=MOMENTUM_DTYPES),
-    _field("second_moment", "auto", "Adam's: own, or frozen after dense steps", "text", _WHAT, choices=SECOND_MOMENTS),
+    _field("momentum_dtype", "fp32", "number format of SGD's momentum", "text", _WHAT, choices=MOMENTUM_DTYPES),
+    _field("second_moment", "auto", "Adam's: each rank's, or shared and fixed", "text", _WHAT, choices=SECOND_MOMENTS),
     _field("factor_masking", OF_METHOD, "momentum is cleared where an element was sent (DGC 3.2)", "switch", _WHAT),
     _field("clip_norm", "", "L2 norm to clip the averaged gradient at, > 0", "number", _WHAT),
     _field("threshold", "", "least magnitude sent, for method threshold, > 0", "number", _WHAT),
     _field("max_density", "0.01", "most that method threshold may send, in (0, 1]", "number", _WHAT),
     _field("total_steps", "", "steps of the run: method auto takes the density from it", "whole", _WHEN),
-    _field("warmup.steps", "", "length in optimizer steps (local steps: exchanges), >= 1", "whole", _WHEN),
-    _field("warmup.epochs", "", "or length in epochs, > 0 (4 in the paper)", "number", _WHEN),
+    _field("warmup.steps", "", "length of the warm-up in steps (local steps: exchanges), >= 1", "whole", _WHEN),
+    _field("warmup.epochs", "", "the same in epochs, > 0 (4 in the paper)", "number", _WHEN),
     _field("warmup.steps_per_epoch", "", "steps in an epoch, where nothing tells the epoch", "whole", _WHEN),
-    _field("warmup.first_density", "0.25", "density it begins with, in (0, 1]", "number", _WHEN),
-    _field("warmup.factor", "0.25", "from one stage to the next, in (0, 1)", "number", _WHEN),
-    _field("warmup.until_settled", "", "dense until Adam's 2nd moment changes by so little, > 0", "number", _WHEN),
+    _field("warmup.first_density", "0.25", "density that the warm-up begins with, in (0, 1]", "number", _WHEN),
+    _field("warmup.factor", "0.25", "density of a warm-up stage over the one before, in (0, 1)", "number", _WHEN),
+    _field("warmup.until_settled", "", "dense steps end once Adam's v changes by so little, > 0", "number", _WHEN),
     LOCAL_STEPS,
-    _field("local_decay", "0.95", "what waits is multiplied by, in (0, 1]", "number", _WHEN),
-    _field("outer_rate", "1.0", "the mean change is multiplied by, > 0", "number", _WHEN),
-    _field("outer_momentum", "0.0", "Nesterov momentum of the mean change, in [0, 1)", "number", _WHEN),
-    _field("offload", "off", "PyTorch: what waits and the last weights lie in host memory", "switch", _WHEN),
+    _field("local_decay", "0.95", "local steps: factor of the residual at each exchange, in (0, 1]", "number", _WHEN),
+    _field("outer_rate", "1.0", "local steps: factor of the mean change, > 0", "number", _WHEN),
+    _field("outer_momentum", "0.0", "local steps: Nesterov momentum, in [0, 1)", "number", _WHEN),
+    _field("offload", "off", "local steps, PyTorch: residual and last weights lie in host memory", "switch", _WHEN),
     _field("values", "bf16", "number format sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
-    _field("dense_values", "auto", "and of the small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
-    _field("exchange", "flat", "of packets", "text", _WIRE, choices=EXCHANGES),
+    _field("dense_values", "auto", "of small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
+    _field("exchange", "flat", "algorithm", "text", _WIRE, choices=EXCHANGES),
     NODE_SIZE,
-    _field("max_bytes_per_step", "", "most that a card is to receive: lowers the density", "size", _WIRE),
+    _field("max_bytes_per_step", "", "most that a network card receives a step: lowers the density", "size", _WIRE),
     _field("min_numel", "1024", "tensors of fewer elements are sent whole, >= 1", "whole", _WIRE),
     _field("compress_1d", "off", "compress biases and norms too", "switch", _WIRE),
-    _field("bucket_bytes", "67108864", "bytes of gradient that share a message, >= 1", "whole", _WIRE),
-    _field("seed", "0", "of the rules that draw at random, >= 0", "whole", _WIRE),
+    _field("bucket_bytes", "67108864", "bytes of gradient that are exchanged together, >= 1", "whole", _WIRE),
+    _field("seed", "0", "seed of rules that draw at random, >= 0", "whole", _WIRE),
     _field("check_every", "100", "steps between comparisons of the ranks' weights, 0: never", "whole", _RUN),
-    _field("on_mismatch", "stop", "where the ranks' weights differ", "text", _RUN, choices=ON_MISMATCH),
-    _field("on_nonfinite", "skip", "a step of which a gradient is not finite", "text", _RUN, choices=ON_NONFINITE),
+    _field("on_mismatch", "stop", "if the ranks' weights differ", "text", _RUN, choices=ON_MISMATCH),
+    _field("on_nonfinite", "skip", "if a gradient is NaN or infinite", "text", _RUN, choices=ON_NONFINITE),
     _field("keep_gradients", "on", "PyTorch: p.grad holds the gradient until synchronize()", "switch", _RUN),
 )
 TIMEOUT = EnvironmentVariable(
@@ -205,7 +205,7 @@ TIMEOUT = EnvironmentVariable(
     acts=EVERYWHERE,
 )  # fmt: skip
 BACKEND = EnvironmentVariable(
-    "DGC_BACKEND", "auto", "kernels",
+    "DGC_BACKEND", "auto", "kernel backend",
     flag="--dgc-backend", choices=("auto", "native", "triton", "torch_eager", "reference"), acts=EVERYWHERE,
 )  # fmt: skip
 CUDA_GRAPHS = EnvironmentVariable(
@@ -218,7 +218,9 @@ METRICS_FILE = EnvironmentVariable(
 ALLOW_INACTIVE = EnvironmentVariable(
     "DGC_ALLOW_INACTIVE", "off", "exit code 0 although nothing was compressed", "switch", flag="--allow-inactive"
 )
-ENABLED = EnvironmentVariable("DGC_ENABLED", "on", "off beats everything: stock Horovod", "switch")
+ENABLED = EnvironmentVariable(
+    "DGC_ENABLED", "on", "off: nothing is activated; scripts that compress by themselves still do", "switch"
+)
 CONFIG_FILE = EnvironmentVariable(
     "DGC_CONFIG_FILE", "", "a config file for everyone; what a job sets itself goes before it", "path"
 )

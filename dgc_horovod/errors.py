@@ -30,6 +30,10 @@ class CollectiveTimeout(DGCError, RuntimeError):
     """A collective did not finish within DGC_TIMEOUT seconds: another rank is gone or did not join it."""
 
 
+class LostRank(CollectiveTimeout):
+    """A collective of torch.distributed has failed at once, since another rank has ended."""
+
+
 class UnsupportedUse(DGCError, RuntimeError):
     """A combination that would train wrongly, or silently uncompressed, if it were let through."""
 

@@ -98,7 +98,7 @@ class Prometheus:
         try:
             import prometheus_client
         except ImportError:
-            raise ConfigError(f"{path!r} needs prometheus_client: pip install dgc-horovod[prometheus]") from None
+            raise ConfigError(f"{path!r} needs prometheus_client: pip install prometheus_client") from None
         self._client, self._path = prometheus_client, str(Path(path).absolute())
 
     def write(self, record: Record) -> None:
@@ -125,7 +125,7 @@ class TensorBoard:
         try:
             import tensorboardX
         except ImportError:
-            raise ConfigError(f"{path!r} needs tensorboardX: pip install dgc-horovod[tensorboard]") from None
+            raise ConfigError(f"{path!r} needs tensorboardX: pip install tensorboardX") from None
         self._writer = tensorboardX.SummaryWriter(path)
 
     def write(self, record: Record) -> None:

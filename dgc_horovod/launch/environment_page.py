@@ -23,7 +23,7 @@ place that goes before, it [is not used](clusters.md#for-everyone).
 compression:
   method: dgc
   density: 0.001
-  warmup_epochs: 4
+  warmup_steps: 2000
 ```
 
 Where it acts: a script is *activated* if `dgcrun` starts it, if it runs with what `dgcrun --print-env` prints, or if it

@@ -12,7 +12,7 @@ from dgc_horovod.report import figures
 from dgc_horovod.report.html import tag
 from dgc_horovod.report.records import Run, number
 
-MISSING = "There are no plots: matplotlib is not installed here (pip install dgc-horovod[plots])."
+MISSING = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
 _INCHES = 4.6, 2.7
 _INK = "#010203"  # replaced by the colour of the page's text
 _COLOURS = {"compute": "#4c8dd6", "compress": "#d98a2b", "decode": "#9a78d6", "wait": "#8d949c"}

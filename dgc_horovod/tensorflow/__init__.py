@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "dgc_horovod.tensorflow needs Horovod built for this TensorFlow (horovod.tensorflow does not import: "
-        f"{error}); scripts/build_horovod of dgc_horovod builds it for the TensorFlow that is installed"
+        f"{error}); dgcrun --build-horovod builds it for the TensorFlow that is installed"
     ) from error
 import keras as _keras  # under its own name it would hide our submodule
 

@@ -5,7 +5,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "dgc_horovod.torch needs Horovod built for this PyTorch (horovod.torch does not import: "
-        f"{error}); scripts/build_horovod of dgc_horovod builds it for the torch that is installed"
+        f"{error}); dgcrun --build-horovod builds it for the torch that is installed"
     ) from error
 from horovod.torch.optimizer import _DistributedOptimizer
 

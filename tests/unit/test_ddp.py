@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dgc_horovod.compression import config_of
-from dgc_horovod.errors import CollectiveTimeout, ConfigError, UnsupportedUse
+from dgc_horovod.errors import CollectiveTimeout, ConfigError, LostRank, UnsupportedUse
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
 from dgc_horovod.torch.ddp.models import bare
-from dgc_horovod.torch.ddp.transport import LostRank, ProcessGroupCollectives
+from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives
 from dgc_horovod.torch.gradients.memory import TakenMemory
 
 

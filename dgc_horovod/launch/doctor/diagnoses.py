@@ -64,7 +64,7 @@ def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
             text = f"HOROVOD_CYCLE_TIME={cycle}: a message waits for the next cycle, by default one every 1 ms"
             findings.append(Finding(NOTE, text, "unset it"))
     if (enabled := environment.get(envvars.ENABLED.name)) and not envvars.ENABLED.parse(enabled):
-        text = f"{envvars.ENABLED.name}={enabled}: nothing is compressed, whatever else is set"
+        text = f"{envvars.ENABLED.name}={enabled}: no job is activated, whatever else is set"
         findings.append(Finding(NOTE, text, "unset it to compress"))
     if path := environment.get(envvars.CONFIG_FILE.name):
         findings.append(Finding(OK, f"{envvars.CONFIG_FILE.name}: every job takes settings from {path}"))

@@ -76,7 +76,7 @@ def _pyplot() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'dgc-horovod[plots]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
     return pyplot
 
 

@@ -11,15 +11,11 @@ import torch
 import torch.distributed as dist
 
 from dgc_horovod.config_check import cut
-from dgc_horovod.errors import CollectiveTimeout, DGCError
+from dgc_horovod.errors import DGCError, LostRank
 from dgc_horovod.notices import lost, timed_out
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 _allgather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-
-
-class LostRank(CollectiveTimeout):
-    """A collective has failed, since another rank has ended."""
 
 
 class _Started(NamedTuple):
