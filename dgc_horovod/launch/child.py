@@ -13,6 +13,7 @@ from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+_LOOK_EVERY = 0.1  # seconds
 _KILLED_AFTER = 30.0  # seconds; Horovod gives its ranks 5 to end
 
 
@@ -60,7 +61,9 @@ class Child:
             heard.discard(signal.SIGHUP)
         before = {number: signal.signal(number, self._pass_on) for number in heard}
         try:
-            status = os.waitpid(self.pid, 0)[1]
+            while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+                time.sleep(_LOOK_EVERY)  # one long wait would go on where the system gives a signal to another thread
+            status = ended[1]
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

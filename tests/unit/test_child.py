@@ -31,3 +31,22 @@ def test_signals_that_were_ignored_before_it_began(number, code):
     began = [sys.executable, "-c", IGNORED, str(int(number))]
     ended = subprocess.run(began, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ended.stdout == f"{code}\n", ended
+
+
+OTHER_THREAD = """
+import signal, threading, time
+from dgc_horovod.launch.child import Child
+child = Child(lambda told: time.sleep(30) or 7)
+child.tell("begin")
+def signalled():
+    time.sleep(0.5)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+threading.Thread(target=signalled).start()
+print(child.wait())
+"""
+
+
+def test_a_signal_that_another_thread_gets_ends_the_job():
+    """The status server has threads of its own, and the system may choose any of them."""
+    ended = subprocess.run([sys.executable, "-c", OTHER_THREAD], capture_output=True, text=True, cwd=ROOT, timeout=20)
+    assert ended.stdout == f"{128 + signal.SIGTERM}\n", ended
