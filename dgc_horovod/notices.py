@@ -32,6 +32,11 @@ NEVER_LEARNT = (
 MID_ROUND = (
     "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
 )
+WEIGHTS_SET = (
+    "weights were set within a round of local steps: they count as what this rank has changed, of which little is "
+    "sent at once. Set them right after optimizer.exchange(), or call optimizer.clear_residuals() on every rank once "
+    "all have set the same"
+)
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
 
@@ -78,6 +83,11 @@ def tell_unknown(name: str) -> None:
 def not_finite(step: int, where: str) -> str:
     """What is said of a step that is not applied: its number from 0, and `OptimizerExchange.where_not_finite`."""
     return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
+
+
+def step_not_made(rank: int) -> str:
+    """What a rank says with local steps whose own gradient was not finite."""
+    return f"a gradient was not finite on rank {rank}; it makes no step with it, which counts as one of its local steps"
 
 
 def round_not_finite(exchange: int, where: str) -> str:

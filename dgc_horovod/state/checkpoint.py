@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +240,8 @@ def load(
     place = topology.rank, topology.workers
     empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
     empty.settled_at, empty.clips = manifest.settled_at, manifest.clips
+    if config is not None and manifest.config and _differ_in_local_steps(manifest.config, _as_texts(config)):
+        empty.step, empty.settled_at = 0, None  # exchanges are counted there, and steps here
     # stock Horovod's files know of no choice, nor do those from before the first step
     empty.mode = manifest.mode if manifest.config and manifest.workers else UNDECIDED
     if config is None or residuals == IGNORED or not manifest.workers:
@@ -281,17 +283,20 @@ def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None
                 f"the residuals were kept with {name}={manifest.config.get(name)}, and it is {now[name]} now; call "
                 'flush() before saving to change it, or pass residuals="ignored": what was not sent is lost then'
             )
-    local = [fields.get("local_steps", "None") == "None" for fields in (manifest.config, now)]
-    if local[0] != local[1]:
+    if _differ_in_local_steps(manifest.config, now):
         raise CheckpointError(
-            f"the residuals were kept {'without' if local[0] else 'with'} local steps: of gradients or of weights; "
-            'pass residuals="ignored" to go on without what was not sent'
+            f"the residuals were kept {'with' if now['local_steps'] == 'None' else 'without'} local steps: of "
+            'gradients, or of weights; pass residuals="ignored" to go on without what was not sent'
         )
     if manifest.averages != averages:
         raise CheckpointError(
             f"the residuals were kept {combining(manifest.averages)} gradients, now {combining(averages)}; give the "
             "same op, or call flush() before saving"
         )
+
+
+def _differ_in_local_steps(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return len({fields.get("local_steps", "None") == "None" for fields in (one, other)}) == 2
 
 
 def _cut_alike(manifest: Manifest, config: DGCConfig) -> bool:

@@ -1,4 +1,4 @@
-"""``hvd.broadcast_optimizer_state`` for compressed optimizers, as stock leaves things behind."""
+"""Horovod's broadcasts where there are compressed optimizers, as stock leaves things behind."""
 
 from __future__ import annotations
 
@@ -11,14 +11,31 @@ import horovod.torch as hvd
 import torch
 
 from dgc_horovod.names import replace_everywhere
+from dgc_horovod.torch.wrapping import owners
 
 
 def register() -> None:
-    """From now on Horovod's function, wherever it has been imported, knows compressed optimizers."""
-    stock = hvd.broadcast_optimizer_state
-    if hasattr(stock, "_dgc_stock"):
-        return
+    """From now on Horovod's functions, wherever they have been imported, know compressed optimizers."""
+    if not hasattr(hvd.broadcast_optimizer_state, "_dgc_stock"):
+        _register_optimizer_state(hvd.broadcast_optimizer_state)
+        _register_parameters(hvd.broadcast_parameters)
 
+
+def _register_parameters(stock: Any) -> None:
+    @functools.wraps(stock)
+    def broadcast_parameters(params: Any, *place: Any, **named_place: Any) -> None:
+        named = params if isinstance(params, dict) else list(params)
+        stock(named, *place, **named_place)
+        values = [x for _, x in (named.items() if isinstance(named, dict) else named) if isinstance(x, torch.Tensor)]
+        for optimizer in owners.live():
+            if optimizer._dgc_in_round:  # of local steps
+                optimizer._dgc_rounds.restart_of(values)
+
+    broadcast_parameters._dgc_stock = stock  # type: ignore[attr-defined]
+    replace_everywhere(stock, broadcast_parameters)
+
+
+def _register_optimizer_state(stock: Any) -> None:
     @functools.wraps(stock)
     def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
         if not hasattr(optimizer, "_dgc_update") or not optimizer.process_set.included():

@@ -143,8 +143,16 @@ class StateMethods:
     def _dgc_ranks_changed(self: Any) -> None:
         """A checkpoint of another number of ranks is loaded, on every rank."""
 
+    @property
+    def _dgc_in_round(self) -> bool:
+        """Whether the ranks' weights may differ, since what spans several steps is under way: nothing does here."""
+        return False
+
     def _dgc_finish_round(self: Any) -> None:
         """End what spans several steps: nothing does here."""
+
+    def _dgc_end_for_another(self: Any) -> None:
+        """Another optimizer has the parameters from now on: leave them the same on every rank, as they are here."""
 
     def _dgc_reset(self: Any) -> None:
         """Forget what backward passes have begun: another state is loaded."""

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.parallel
 H = 4
 CASES = [
     "accumulating", "beginning", "loading", "freezing", "overflowing", "options", "repairing", "own", "refused",
+    "spoiled_gradient", "exported",
 ]  # fmt: skip
 
 
@@ -50,6 +51,14 @@ def test_an_overflow_on_one_rank_is_over_with_the_round(ranks):
     """Adam's first moment had stayed where the second was emptied: steps of 1e24."""
     for found in _found(ranks, "overflowing"):
         assert found["apart"] == 0 and found["largest"] < 2
+
+
+def test_one_gradient_that_is_not_finite_costs_one_step_of_one_rank(ranks):
+    assert _found(ranks, "spoiled_gradient") == [{"sound": True, "apart": 0, "skipped": 0}] * 2
+
+
+def test_what_was_loaded_is_flushed_before_the_first_step_with_a_layer_frozen_since(ranks):
+    assert _found(ranks, "exported") == [{"flushed": ""}] * 2
 
 
 def test_what_is_the_inner_optimizers_acts_as_in_keras(ranks):

@@ -8,14 +8,16 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = ["averaging", "learning", "conservation", "faults", "misuse", "scaled"]
-AROUND = ["loading", "freezing", "differing", "counting", "overflowing", "offloaded"]
+AROUND = ["loading", "freezing", "differing", "counting", "overflowing", "offloaded", "spoiled_gradient", "set_within",
+          "handed_over", "counted_anew"]  # fmt: skip
 H = 5
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(tmp_path_factory):
     around = [f"local_steps_around.{case}" for case in AROUND]
-    return run_ranks(2, [*(f"local_steps.{case}" for case in CASES), *around], timeout=300)
+    cases = [*(f"local_steps.{case}" for case in CASES), *around]
+    return run_ranks(2, cases, folder=tmp_path_factory.mktemp("ranks"), timeout=300)
 
 
 def _found(ranks, case):
@@ -93,7 +95,30 @@ def test_rounds_that_end_early_count_as_they_are(ranks):
     for found in (rank["local_steps_around.counting"] for rank in ranks):
         assert found["dense"] == 1
         assert "wrapped again" in found["superseded"] or "UnsupportedUse" in found["superseded"], found
-        assert "a whole number" in found["steps"]
+        assert "a whole number" in found["steps"] and not found["moved"]
+
+
+def test_one_gradient_that_is_not_finite_costs_one_step_of_one_rank(ranks):
+    """The weights of that rank had been NaN for a round, and its running statistics for ever."""
+    for found in (rank["local_steps_around.spoiled_gradient"] for rank in ranks):
+        assert found == {"spread": 0, "statistics": True, "skipped": 0, "moved": True}
+
+
+def test_weights_that_a_script_sets_within_a_round(ranks):
+    one, other = (rank["local_steps_around.set_within"] for rank in ranks)
+    for found in (one, other):
+        assert found["plain"] > 0.01 and found["broadcast"] < 0.5 * found["plain"] and found["cleared"] == 0, found
+    assert [one[f"{name}: said"] for name in ("plain", "broadcast", "cleared")] == [1, 0, 0]
+
+
+def test_a_second_optimizer_begins_with_the_same_weights_on_every_rank(ranks):
+    for found in (rank["local_steps_around.handed_over"] for rank in ranks):
+        assert found == {"begun": 0, "ended": 0}
+
+
+def test_steps_of_another_kind_of_run_are_not_counted_as_exchanges(ranks):
+    for found in (rank["local_steps_around.counted_anew"] for rank in ranks):
+        assert found == {"exchanges": 1, "step": 1, "spread": 0}
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):

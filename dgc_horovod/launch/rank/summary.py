@@ -120,6 +120,8 @@ class Outcome:
             return ""
         stats = self.stats()
         if not stats["steps"]:
+            if pending := _pending():
+                return f"its optimizer has made {pending} local steps, fewer than come before an exchange (local_steps)"
             return "its optimizer has made no step"
         if not stats["elements"] and self.job.method != AUTO:
             assert self.job.config is not None
@@ -139,7 +141,7 @@ class Outcome:
             taken = "fp16" if halves else "dense exchange"
             return f"auto: stock Horovod's {taken} was taken; {stats['steps']:,} steps"
         final = min((counts.density for counts in all_exchanges), default=1.0)
-        return _line(self.job.method, final, stats, "fp16" in self.asked)
+        return _line(self.job.method, final, stats, "fp16" in self.asked) + _not_exchanged(_pending())
 
     def end(self) -> int:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
@@ -164,6 +166,20 @@ def not_active(job: Job, reason: str) -> str:
     """What a user is told of a job that was not compressed."""
     hint = "" if job.get(envvars.ALLOW_INACTIVE) else ". --allow-inactive makes this no error"
     return f"NOT ACTIVE: compression {job.method} was asked for, but {reason}{hint}"
+
+
+def _pending() -> int:
+    """Local steps that no exchange has followed."""
+    return max((counts.pending for counts in all_exchanges), default=0)
+
+
+def _not_exchanged(steps: int) -> str:
+    if not steps:
+        return ""
+    return (
+        f"; local steps at the end that were not exchanged: {steps}. The ranks' weights differ: call "
+        "optimizer.exchange() before evaluating or saving"
+    )
 
 
 def _line(method: str, final_density: float, stats: dict[str, Any], asked_fp16: bool) -> str:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import MID_ROUND
+from dgc_horovod.notices import MID_ROUND, step_not_made
 from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.distribution import VariableSet
 from dgc_horovod.tensorflow.flush import passes_of
+from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.local.rounds import LocalRounds
 from dgc_horovod.tensorflow.optimizer_mixin import DistributedMethods, not_converted
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, key_of, native
 
+_log = logging.getLogger("dgc_horovod")
+_told: list[bool] = []  # that a gradient was not finite, once
 NO_SCALER = "local steps with a LossScaleOptimizer: use mixed_bfloat16, which needs none"
 
 
@@ -46,16 +51,22 @@ class LocalMethods(DistributedMethods):
         rounds = self._dgc_make_rounds()
         if not rounds.variables:  # all are this rank's own
             return self._dgc_apply_as_stock(grads, known)
-        if self._dgc_set is None:
-            agreed = self._dgc.variable_set(rounds.variables, rounds.weights)
-            object.__setattr__(self, "_dgc_set", agreed)  # Keras need not know
+        self._dgc_make_set(rounds)
         trained = {key_of(variable) for variable in known}
         self._dgc.let_go_of_frozen(trained)
         rounds.begin(trained)
+        if self._dgc.settings.config.on_nonfinite == "skip":
+            grads = _finite_or_zero(grads)
         self._dgc_apply_as_stock(grads, known)
         every = self._dgc.settings.config.local_steps * passes_of(self)
         tf.cond(tf.equal(native(self._iterations) % every, 0), self._dgc_exchange, lambda: tf.constant(False))
         return None
+
+    def _dgc_make_set(self: Any, rounds: LocalRounds) -> None:
+        """The exchange of all variables of the rounds, agreed on by all ranks."""
+        if self._dgc_set is None:
+            agreed = self._dgc.variable_set(rounds.variables, rounds.weights)
+            object.__setattr__(self, "_dgc_set", agreed)  # Keras need not know
 
     def _dgc_make_rounds(self: Any) -> LocalRounds:
         """The rounds of all variables that Keras has built it with, whichever of them a step changes."""
@@ -99,6 +110,8 @@ class LocalMethods(DistributedMethods):
 
     def flush(self: Any) -> None:
         """Apply everything that the ranks have kept: the round under way ends, then `e` goes densely."""
+        if self._dgc.holds_loaded:  # of all variables, frozen ones too
+            self._dgc_make_set(self._dgc_make_rounds())
         self.exchange()
         super().flush()
 
@@ -140,3 +153,34 @@ class LocalMethods(DistributedMethods):
     def _dgc_check_between_rounds(self: Any) -> None:
         if self._dgc_rounds is not None and int(self._dgc_rounds.calls):
             raise UnsupportedUse(MID_ROUND)
+
+
+def _finite_or_zero(grads: list[Gradient]) -> list[Gradient]:
+    """These gradients, or zeros where any element of any is not finite: such a step still counts.
+
+    Weights that are not finite would spoil what the model computes until the round is undone, and a running statistic
+    for ever. Costs a read of every gradient.
+    """
+    given = [tf.convert_to_tensor(_elements(grad)) for grad in grads if grad is not None]
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(elements)) for elements in given])
+    tf.cond(finite, lambda: tf.constant(True), lambda: host_call(_tell, [finite], [tf.bool])[0])
+    return [None if grad is None else _or_zeros(grad, finite) for grad in grads]
+
+
+def _elements(grad: Any) -> Any:
+    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
+
+
+def _or_zeros(grad: Any, finite: tf.Tensor) -> Gradient:
+    elements = tf.convert_to_tensor(_elements(grad))
+    elements = tf.where(finite, elements, tf.zeros_like(elements))
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(elements, grad.indices, grad.dense_shape)
+    return elements
+
+
+def _tell(finite: Any) -> list[Any]:
+    if not _told:
+        _told.append(True)
+        _log.warning("dgc_horovod: %s", step_not_made(hvd.rank()))
+    return [finite]

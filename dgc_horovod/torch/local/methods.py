@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,16 @@ import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
-from dgc_horovod.notices import MID_ROUND, round_not_finite
+from dgc_horovod.notices import MID_ROUND, WEIGHTS_SET, round_not_finite, step_not_made
 from dgc_horovod.torch.clipping import calls as clip_calls
+from dgc_horovod.torch.gradients.dense_path import all_finite
 from dgc_horovod.torch.local.rounds import LocalRounds
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.methods import ExchangeMethods
 from dgc_horovod.torch.wrapping import owners
 
 _OUTER = "outer_momentum"  # in a state
+_log = logging.getLogger("dgc_horovod")
 
 
 class LocalMethods:
@@ -56,7 +59,8 @@ class LocalMethods:
         takes_part = self._dgc_takes_part
         if takes_part:
             owners.check(self)
-            self._dgc_rounds.begin_step()
+            if not self._dgc_rounds.begin_step():
+                self._tell_once("weights set", WEIGHTS_SET)
         if self._dgc_may_step():
             self._dgc_with_hooks(lambda optimizer: optimizer._dgc_own_step())
         self._dgc_loaded = False
@@ -67,7 +71,11 @@ class LocalMethods:
         return loss
 
     def _dgc_may_step(self: Any) -> bool:
-        """Whether a GradScaler lets the step be; gradients are unscaled then."""
+        """Whether a GradScaler lets the step be, and gradients are finite; they are unscaled then.
+
+        Weights that are not finite would spoil what the model computes until the round is undone, and a running
+        statistic for ever. Costs a read of every gradient.
+        """
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found is not None and float(found):
             return False
@@ -78,14 +86,22 @@ class LocalMethods:
                         p.grad.div_(scale.to(p.grad.device))
         if found is not None:
             self.grad_scale = self.found_inf = None  # for an optimizer that would unscale by itself
+        elif self._dgc_takes_part and self._dgc_config.on_nonfinite == "skip":
+            grads = (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
+            if not all_finite(grad._values() if grad.is_sparse else grad for grad in grads):
+                if "step not made" not in self._dgc_told:
+                    self._dgc_told.add("step not made")
+                    _log.warning("dgc_horovod: %s", step_not_made(self._dgc.collectives.rank))
+                return False
         return True
 
     def exchange(self: Any) -> None:
         """Exchange what the weights have changed by since the last time; every rank must call it, between two steps.
 
-        Afterwards the weights are the same on every rank. ``step`` does it every ``local_steps`` steps.
+        Afterwards the weights are the same on every rank. ``step`` does it every ``local_steps`` steps. Right after an
+        exchange there is nothing to do.
         """
-        if not self._dgc_takes_part:
+        if not self._dgc_takes_part or not self._dgc_rounds.count:
             return
         self._check_nothing_unfrozen()
         if self._dgc_membership is not None:
@@ -135,8 +151,26 @@ class LocalMethods:
             raise UnsupportedUse(MID_ROUND)
 
     def _dgc_finish_round(self: Any) -> None:
-        if self._dgc_rounds.count:
-            self.exchange()
+        self.exchange()
+
+    @property
+    def _dgc_in_round(self: Any) -> bool:
+        return self._dgc_takes_part and self._dgc_rounds.count > 0
+
+    def _dgc_end_for_another(self: Any) -> None:
+        if self._dgc_in_round:  # each rank would begin anew with weights of its own
+            self._dgc_rounds.send()
+            self._dgc_end_exchange()
+
+    def clear_residuals(self: Any) -> None:
+        """Empty `e` and outer momentum, and begin a round with the weights that a script has set.
+
+        Every rank calls it, between two steps, and has set them to the same.
+        """
+        if self._dgc_takes_part:
+            self._dgc.buckets.clear()
+            self._dgc_rounds.go_back()
+            self._dgc_rounds.momentum.clear()
 
     def state_dict(self: Any) -> dict[str, Any]:
         """As torch's: the inner optimizer's state on this rank, and the outer momentum."""

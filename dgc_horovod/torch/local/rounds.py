@@ -5,7 +5,7 @@ The change takes the place of a gradient: buckets, selection, codecs, exchanges 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,7 @@ class LocalRounds:
         self.count = 0
         self.momentum: dict[Parameter, torch.Tensor] = {}
         self._anchor: dict[Parameter, torch.Tensor] = {}
+        self._versions: dict[Parameter, int] = {}  # torch's counts of writes, after the last inner step
         self._held: dict[Parameter, torch.Tensor | None] = {}  # gradients, while changes are in their places
         self._results: dict[Parameter, Callable[[], torch.Tensor]] = {}
 
@@ -65,15 +66,34 @@ class LocalRounds:
         return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
     @torch.no_grad()
-    def begin_step(self) -> None:
-        """An inner step comes; before the first of a round the weights, the same on every rank, are remembered."""
+    def begin_step(self) -> bool:
+        """An inner step comes; before the first of a round the weights, the same on every rank, are remembered.
+
+        Returns:
+            Whether the weights are those that the last step of this round has left: not others, which a script has set.
+        """
         if not self._anchor:
             self._anchor = {p: self.held(p.detach()) for p in self.exchange.names}
+        return all(p._version == version for p, version in self._versions.items())
 
     def end_step(self) -> bool:
         """An inner step is made, or skipped; returns whether the round is full."""
         self.count += 1
+        self.exchange.buckets.counts.alone(self.count)
+        self._versions = {p: p._version for p in self._anchor}
         return self.count >= self._steps
+
+    @torch.no_grad()
+    def restart_of(self, sent: Collection[torch.Tensor]) -> None:
+        """All ranks have the same values in `sent`, of which some may be parameters: those begin a round with them.
+
+        The others go on with theirs. There is no outer momentum of what was set.
+        """
+        places = {(x.data_ptr(), x.numel()) for x in sent}
+        for p in [p for p in self._anchor if (p.data_ptr(), p.numel()) in places]:
+            self._anchor[p] = self.held(p.detach())
+            self._versions[p] = p._version
+            self.momentum.pop(p, None)
 
     @torch.no_grad()
     def send(self) -> None:
@@ -97,11 +117,12 @@ class LocalRounds:
         for p, result in self._results.items():
             p.grad = result()
         finite = self.exchange.finish()
-        self.exchange.buckets.counts.steps_alone += self.count - 1
+        self.exchange.buckets.counts.together(self.count)
         for p, anchor in self._anchor.items():
             if finite:
                 assert p.grad is not None
-                p.copy_(anchor.sub_(self._step_of(p, p.grad.to(anchor.device)), alpha=self._config.outer_rate))
+                # two operations: a fused one rounds otherwise on other processors, and replicas would differ
+                p.copy_(anchor.sub_(self._step_of(p, p.grad.to(anchor.device)).mul(self._config.outer_rate)))
             else:
                 p.copy_(anchor)
         self._end()
@@ -111,7 +132,7 @@ class LocalRounds:
         m = self._config.outer_momentum
         if not m:
             return mean
-        return mean.add(self.outer(p).mul_(m).add_(mean), alpha=m)
+        return self.outer(p).mul_(m).add_(mean).mul(m).add_(mean)
 
     def outer(self, p: Parameter) -> torch.Tensor:
         """Outer momentum of `p`, zeros to begin with."""
@@ -143,6 +164,7 @@ class LocalRounds:
         self._end()
         if to is not None:
             self.count, self._anchor = to.count, {p: anchor.clone() for p, anchor in to.anchor.items()}
+        self.exchange.buckets.counts.pending = self.count
 
     def _end(self) -> None:
         for p, grad in self._held.items():
@@ -150,4 +172,5 @@ class LocalRounds:
         self._held.clear()
         self._results.clear()
         self._anchor.clear()
+        self._versions.clear()
         self.count = 0

@@ -75,5 +75,5 @@ class LocalUpdate(PlainUpdate):
         """Apply what all ranks together had kept: it is a change of weights, of which nothing is left."""
         for p, parts in left.items():
             if RESIDUAL in parts:
-                p.sub_(parts[RESIDUAL].to(p.dtype), alpha=self._rate)
+                p.sub_(parts[RESIDUAL].to(p.dtype).mul(self._rate))  # not fused: see `LocalRounds.receive`
         return {}

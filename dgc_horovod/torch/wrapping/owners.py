@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -17,8 +18,11 @@ def claim(optimizer: Any) -> None:
     model again drops the old optimizer when it has the new one.
     """
     parameters = set(optimizer._requires_update)
+    if any(other._dgc_in_round for other in _owning()):
+        gc.collect()  # one that is garbage here may be gone already on other ranks: none takes part then
     for other in _owning():
         if not parameters.isdisjoint(other._requires_update):
+            other._dgc_end_for_another()
             other._dgc_superseded = True
             for hook in other._grad_accs:
                 hook.remove()

@@ -22,6 +22,7 @@ from dgc_horovod.tensorflow.keras import (
 )
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import BATCH, BATCHES, fingerprint, fit, shard, smooth_model, weights
+from tests.parallel.cases.keras_state import _remove, _shared_folder
 
 H = 4
 
@@ -141,10 +142,46 @@ def overflowing() -> dict[str, Any]:
     for i in range(H):
         gradient = np.ones((40, 50), np.float32)
         if hvd.rank() == 1:
-            gradient[0, 0], gradient[0, 1] = 1e25, np.nan if i else 1.0
+            gradient[0, 0] = 1e25
         optimizer.apply([tf.constant(gradient)], [variable])
+        if hvd.rank() == 1 and i == 1:
+            variable.assign(variable + np.nan * (np.arange(50) == 1))
     _apply(optimizer, variable, H)
     return {"apart": _apart(variable), "largest": float(np.abs(variable.numpy()).max())}
+
+
+def spoiled_gradient() -> dict[str, Any]:
+    """One gradient of one rank is not finite: a step with zeros on that rank, and the round is exchanged."""
+    hvd.init()
+    variable, optimizer = _variable(), _wrapped()
+    for step in range(2 * H):
+        gradient = np.ones((40, 50), np.float32)
+        if hvd.rank() == 1 and step == H + 1:
+            gradient[0, 0] = np.nan
+        optimizer.apply([tf.constant(gradient)], [variable])
+        sound = bool(np.isfinite(variable.numpy()).all())
+    return {"sound": sound, "apart": _apart(variable), "skipped": optimizer.compression_stats()["skipped"]}
+
+
+def exported() -> dict[str, str]:
+    """A layer was frozen since the checkpoint was begun; it is loaded to be flushed and saved."""
+    hvd.init()
+    folder = _shared_folder("keras-exported")
+    model = smooth_model()
+    model.compile(_wrapped(), "mse")
+    _train(model, H)
+    model.layers[0].trainable = False
+    model.compile(model.optimizer, "mse")
+    _train(model, H)
+    save_checkpoint(folder, model)
+    other = smooth_model(1)
+    other.layers[0].trainable = False
+    other.compile(_wrapped(), "mse")
+    other.optimizer.build(other.weights)
+    load_checkpoint(folder, other)
+    found = {"flushed": error_of(other.optimizer.flush)}
+    _remove(folder)
+    return found
 
 
 def options() -> dict[str, Any]:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from dgc_horovod.torch import Compression
+from dgc_horovod.torch import (
+    Compression,
+    DistributedOptimizer,
+    WarmupSchedule,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.helpers.errors import error_of
-from tests.helpers.training import smooth_model, train, weights
+from tests.helpers.logs import messages
+from tests.helpers.training import distance, smooth_model, train, weights
 from tests.parallel.cases.local_steps import H, wrapped
 
 
@@ -127,8 +135,10 @@ def overflowing() -> dict[str, Any]:
     for step in range(3 * H):
         model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
         if hvd.rank() == 1 and step // H == 1:
-            model.weight.grad[0, 0], model.bias.grad[0] = 1e25, float("nan")
+            model.weight.grad[0, 0] = 1e25
         optimizer.step()
+        if hvd.rank() == 1 and step == H + 1:
+            model.bias.data[0] = float("nan")
     return {"apart": _spread(model), "largest": float(model.weight.detach().abs().max())}
 
 
@@ -144,7 +154,83 @@ def counting() -> dict[str, Any]:
     dense = 10 * 4 * sum(p.numel() for p in model.parameters())
     stats = optimizer.compression_stats()
     wrapped(model)
+    before = weights(model)
+    optimizer.exchange()  # nothing to do
+    wrapped(model)
     return {
         "dense": stats["bytes_dense"] / dense, "superseded": error_of(lambda: train(model, optimizer, 1)),
-        "steps": error_of(lambda: Compression.local(steps=None)),
+        "steps": error_of(lambda: Compression.local(steps=None)), "moved": not torch.equal(before, weights(model)),
     }  # fmt: skip
+
+
+def spoiled_gradient() -> dict[str, Any]:
+    """One gradient of one rank is not finite: that rank leaves one step out, and its running statistics stay sound."""
+    hvd.init()
+    model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 3))
+    optimizer = wrapped(model)
+    before = weights(model)
+    for step in range(2 * H):
+        optimizer.zero_grad()
+        model(torch.randn(16, 20)).square().mean().backward()
+        if hvd.rank() == 1 and step == H + 2:
+            model[0].weight.grad[0, 0] = float("nan")
+        optimizer.step()
+    return {
+        "spread": _spread(model), "statistics": bool(torch.isfinite(model[1].running_var).all()),
+        "skipped": optimizer.compression_stats()["skipped"], "moved": not torch.equal(before, weights(model)),
+    }  # fmt: skip
+
+
+def set_within() -> dict[str, float]:
+    """Weights that a script goes back to in the middle of a round: said once, and three ways to do it."""
+    hvd.init()
+    found = {}
+    for name in ("plain", "broadcast", "cleared"):
+        model = smooth_model()
+        optimizer = wrapped(model, density=1.0, values="fp32", dense_values="fp32", outer_momentum=0.5)
+        best = {key: x.clone() for key, x in model.state_dict().items()}
+        train(model, optimizer, 3 * H + 2)
+        with messages() as said:
+            model.load_state_dict(best)
+            if name == "broadcast":
+                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            if name == "cleared":
+                optimizer.clear_residuals()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            train(model, optimizer, 4 * H)
+        target = torch.cat([x.flatten() for x in best.values()])
+        found[name] = distance(target, weights(model))
+        found[f"{name}: said"] = sum("within a round" in text for text in said)
+    return found
+
+
+def handed_over() -> dict[str, Any]:
+    """A second optimizer for the model, made in the middle of a round of the first: the ranks begin alike."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = wrapped(model, check_every=1)
+    train(model, optimizer, 2 * H + 2)
+    compression = Compression.local(steps=H, min_numel=64, check_every=1)
+    named = list(model.named_parameters())
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), named, compression=compression)
+    begun = _spread(model)
+    train(model, optimizer, 2 * H)
+    return {"begun": begun, "ended": _spread(model)}
+
+
+def counted_anew() -> dict[str, Any]:
+    """A run with packets at every step goes on with local steps: their warm-up counts exchanges, from none."""
+    hvd.init()
+    folder = os.path.join(os.environ["DGC_TEST_FOLDER"], "per-step")
+    model = smooth_model()
+    named = list(model.named_parameters())
+    inner = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, named, compression=Compression.dgc(density=0.1, min_numel=64))
+    train(model, optimizer, 30)
+    save_checkpoint(folder, model, optimizer)
+    other = smooth_model(1)
+    made = wrapped(other, torch.optim.SGD(other.parameters(), 0.01, momentum=0.9), warmup=WarmupSchedule(steps=20))
+    load_checkpoint(folder, other, made, residuals="ignored")
+    train(other, made, H)
+    return {"exchanges": made.compression_stats()["steps"], "step": made._dgc.buckets.steps, "spread": _spread(other)}
