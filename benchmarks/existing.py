@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.quality.tables import spread
 from benchmarks.ranks import found_in, output_of
 from benchmarks.report import RESULTS, ROOT, markdown, remembered, write_into_page
 
@@ -97,13 +98,16 @@ def main() -> None:
                 for kind, launcher in (("dense", script.dense), ("dgc", script.compressed)):
                     found[kind].append(run(launcher, controller, script.command, seed))
                     bar.update()
-            means = {kind: 100 * statistics.mean(run["accuracy"] for run in each) for kind, each in found.items()}
+            dense, dgc = ([100 * run["accuracy"] for run in each] for each in found.values())
+            gaps = [round(b - a, 6) for a, b in zip(dense, dgc, strict=True)]
             less = statistics.mean(run["ratio"] for run in found["dgc"])
-            gap = f"{means['dgc'] - means['dense']:+.2f}"
-            shown = [f"{mean:.2f} %" for mean in means.values()]
-            rows.append([f"{script.name}, {controller}", *shown, gap, f"{less:.0f}×"])
-    text = markdown(["", "dense", f"dgc at density {DENSITY}", "points", "less sent than fp32"], rows)
-    text += f"\n\n2 ranks, mean of {len(seeds)} seeds; the two replicas of every run have the same bits."
+            shown = [spread(dense, ".2f"), spread(dgc, ".2f"), spread(gaps, "+.2f")]
+            rows.append([f"{script.name}, {controller}", *shown, f"{less:.0f}×"])
+    text = markdown(["accuracy, %", "dense", f"dgc at density {DENSITY}", "points", "less sent than fp32"], rows)
+    text += (
+        f"\n\n2 ranks, mean ± sd of {len(seeds)} seeds (of the points: of pairs of the same seed); the two replicas of "
+    )
+    text += "every run have the same bits."
     print(text)
     write_into_page(ROOT / "examples/README.md", "existing", f"{text} Made by `python -m benchmarks.existing`.")
 

@@ -9,10 +9,10 @@ a table and puts it into docs/tensorflow.md. About 20 minutes on 2 cores. Every 
 from __future__ import annotations
 
 import argparse
-import statistics
 from typing import NamedTuple
 
 from benchmarks.existing import train
+from benchmarks.quality.tables import spread
 from benchmarks.ranks import exit_on_signals
 from benchmarks.report import RESULTS, ROOT, markdown, remembered, write_into_page
 
@@ -63,18 +63,21 @@ def main() -> None:
     with tqdm(total=3 * len(ROWS) * len(seeds), unit="run") as bar:
         for row in ROWS:
             dgc = ("dgcrun", "--dgc", "--density", DENSITY)
-            means = []
+            columns: list[list[float]] = []
             for launcher in (("dgcrun", "--compression", "none"), dgc, (*dgc, "--dgc-clip-norm", row.limit)):
                 found = []
                 for seed in seeds:
                     found.append(accuracy(launcher, (*row.options, "--limit", row.limit), seed))
                     bar.update()
-                means.append(statistics.mean(found))
-            shown = [f"{mean:.2f} %" for mean in means]
-            rows.append([row.name, *shown, f"{means[1] - means[2]:+.2f}"])
-    text = markdown(["", "dense", "as it is", "with `--dgc-clip-norm`", "points between the two"], rows)
-    text += f"\n\nUnder `dgcrun --dgc --density {DENSITY}`, 2 ranks, mean of {len(seeds)} seeds; the replicas of every "
-    text += "run have the same bits. Made by `python -m benchmarks.keras_clipping`."
+                columns.append(found)
+            between = [round(own - given, 6) for own, given in zip(*columns[1:], strict=True)]
+            rows.append([row.name, *(spread(column, ".2f") for column in columns), spread(between, "+.2f")])
+    text = markdown(["accuracy, %", "dense", "as it is", "with `--dgc-clip-norm`", "points between the two"], rows)
+    text += (
+        f"\n\nUnder `dgcrun --dgc --density {DENSITY}`, 2 ranks, mean ± sd of {len(seeds)} seeds (between the two: of "
+    )
+    text += "pairs of the same seed); the replicas of every run have the same bits. Made by "
+    text += "`python -m benchmarks.keras_clipping`."
     print(text)
     write_into_page(ROOT / "docs/tensorflow.md", "keras-clipping", text)
 

@@ -21,6 +21,7 @@ from benchmarks.nodes import __main__ as tables_of_nodes
 from benchmarks.planning import tables as tables_of_planning
 from benchmarks.planning import validation
 from benchmarks.plots import IMAGES, TITLES
+from benchmarks.quality import health
 from benchmarks.quality import page as page_of_quality
 from benchmarks.report import RESULTS, ROOT, markdown, read_results, write_into_page
 from benchmarks.training import analysis, runs
@@ -178,6 +179,7 @@ def texts() -> dict[tuple[Path, str], str]:
         (README, "benchmarks"): readme_table(rows),
         (NETWORK, "sooner"): sooner(analysis.rows(study["runs"])),
         **page_of_quality.texts(),
+        **health.texts(),
     }
 
 

@@ -138,7 +138,11 @@ def table(study: Study, rows: dict[str, list[dict[str, Any]]]) -> str:
         )
         lines.append(f"| {name} | {quality} | {statistics.mean(r['ratio'] for r in results):.0f}× |")
     seeds = len(next(iter(rows.values())))
-    return "\n".join([*lines, "", f"{study.caption}; mean ± sd over {seeds} seeds."])
+    text = f"{study.caption}; mean ± sd over {seeds} seeds."
+    places = {(r["environment"].get("processor"), r["environment"]["torch"]) for each in rows.values() for r in each}
+    if len(places) > 1:
+        text += f" Rows are of {len(places)} machines or versions."
+    return "\n".join([*lines, "", text])
 
 
 def main() -> None:

@@ -115,7 +115,8 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> f
     """The share of the test images that the model gets right; each rank looks at a part of them."""
     for name, buffer in model.named_buffers():  # each rank's batch norm has seen its own images only
         if buffer.is_floating_point():
-            buffer.copy_(hvd.allreduce(buffer, name=f"buffer.{name}"))
+            # by way of the host, which works with a Horovod without CUDA too
+            buffer.copy_(hvd.allreduce(buffer.cpu(), name=f"buffer.{name}"))
     model.eval()
     own = slice(hvd.rank(), None, hvd.size())
     parts = zip(images[own].split(TEST_BATCH), labels[own].split(TEST_BATCH), strict=True)
@@ -140,7 +141,9 @@ def main() -> None:
     device = f"cuda:{hvd.local_rank()}" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         torch.set_num_threads(1)
-    model = resnet(args.depth).to(device)
+    model = resnet(args.depth)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # from the host: a Horovod without CUDA can do that too
+    model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
 
     compression = getattr(Compression, args.compression)
@@ -149,7 +152,6 @@ def main() -> None:
         compression = compression(**common.fields(args), warmup=warmup)
     optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     sampler = DistributedSampler(labels, hvd.size(), hvd.rank(), seed=args.seed)
     draw = torch.Generator().manual_seed(1000 * args.seed + hvd.rank())
     progress, start, step = common.Progress(args.epochs, hvd.rank()), time.perf_counter(), 0

@@ -68,7 +68,7 @@ def main() -> None:
     ).parse_args()
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    keras.utils.set_random_seed(args.seed + hvd.rank())
+    keras.utils.set_random_seed(1000 * args.seed + hvd.rank())
     train, test = digits()
     images, labels = shard(train)
     steps = -(-len(images) // args.batch_size)

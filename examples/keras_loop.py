@@ -57,7 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    keras.utils.set_random_seed(args.seed + hvd.rank())
+    keras.utils.set_random_seed(1000 * args.seed + hvd.rank())
     train, test = digits()
     images, labels = shard(train)
     model, optimizer = make_model(), keras.optimizers.SGD(args.lr, momentum=0.9)

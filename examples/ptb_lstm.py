@@ -119,7 +119,9 @@ def main() -> None:
     device = f"cuda:{hvd.local_rank()}" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         torch.set_num_threads(1)
-    model = LanguageModel(vocabulary, args.width).to(device)
+    model = LanguageModel(vocabulary, args.width)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # from the host: a Horovod without CUDA can do that too
+    model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 
     own = slice(hvd.rank() * args.batch_size, (hvd.rank() + 1) * args.batch_size)
@@ -134,7 +136,6 @@ def main() -> None:
         compression = compression(**common.fields(args), clip_norm=args.clip_norm, warmup=warmup)
     optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     torch.manual_seed(1000 * args.seed + hvd.rank())  # each rank drops other units
     progress, start = common.Progress(args.epochs, hvd.rank()), time.perf_counter()
     best, kept = math.inf, model.state_dict()  # on the validation text

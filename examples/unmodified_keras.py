@@ -99,7 +99,7 @@ def main():
     args = parser.parse_args()
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.keras.utils.set_random_seed(args.seed + hvd.rank())
+    tf.keras.utils.set_random_seed(1000 * args.seed + hvd.rank())
     (images, labels), test = digits()
     each = len(images) // hvd.size()
     mine = slice(hvd.rank() * each, (hvd.rank() + 1) * each)

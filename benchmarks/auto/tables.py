@@ -12,18 +12,25 @@ from benchmarks.exchange.tables import NAMES
 from benchmarks.report import RESULTS, markdown, save_figure
 
 FILE = RESULTS / "auto.json.xz"
-RUN = 1000  # steps of the run that choosing is a part of; shorter ones stay dense
+RUN = 2000  # steps of the run that choosing is a part of; shorter ones stay dense
 _BY_HAND = (DENSE, FP16, DGC)
 Cell = Mapping[str, Any]
 
 
 def medians(cell: Cell) -> dict[str, float]:
     """Milliseconds of a step by method: the median over all steps, of the slower rank of each."""
-    ranks = cell["ranks"]
-    return {
-        method: statistics.median(max(times) for times in zip(*(rank["ms"][method] for rank in ranks), strict=True))
-        for method in METHODS
-    }
+    return {method: statistics.median(_slower(cell, method)) for method in METHODS}
+
+
+def _slower(cell: Cell, method: str) -> list[float]:
+    return [max(times) for times in zip(*(rank["ms"][method] for rank in cell["ranks"]), strict=True)]
+
+
+def of_the_best(cell: Cell, best: str) -> tuple[float, float, float]:
+    """Time of a step of auto in that of `best` of the same turn: the median of pairs, and the deciles around it."""
+    pairs = [one / other for one, other in zip(_slower(cell, AUTO), _slower(cell, best), strict=True)]
+    deciles = statistics.quantiles(pairs, n=10)
+    return statistics.median(pairs), deciles[0], deciles[-1]
 
 
 def whole_run(cell: Cell) -> float:
@@ -39,17 +46,28 @@ def table(kept: Mapping[str, Cell]) -> str:
     for cell in kept.values():
         found = medians(cell)
         best = min(_BY_HAND, key=found.__getitem__)
+        ratio, low, high = of_the_best(cell, best)
         lines.append(
             [
                 f"{cell['model']}, {NAMES[cell['rate']]}",
                 *(f"{found[method]:,.1f}" for method in (NOTHING, *_BY_HAND)),
                 f"{found[AUTO]:,.1f}",
                 str(cell["ranks"][0]["mode"]),
-                f"{found[AUTO] / found[best]:.2f}× {best}",
+                f"{ratio:.2f}× {best}",
+                f"{low:.2f}–{high:.2f}",
                 f"{whole_run(cell):.2f}×",
             ]
         )
-    head = ["ms a step", NOTHING, *_BY_HAND, AUTO, "it takes", "of the best by hand", f"{RUN} steps, of dense"]
+    head = [
+        "ms a step",
+        NOTHING,
+        *_BY_HAND,
+        AUTO,
+        "it takes",
+        "of the best by hand",
+        "80% of pairs",
+        f"{RUN} steps, of dense",
+    ]
     return markdown(head, lines)
 
 

@@ -93,24 +93,32 @@ def in_turns(trees: dict[str, Path], options: argparse.Namespace, model: str, wo
 
 
 def table(kept: dict[str, Any]) -> str:
-    """Earlier and now, side by side, and beside what the package has no part in: of that all rounds count alike."""
+    """Earlier and now, side by side, and now beside what the package has no part in.
+
+    Ratios are medians over the rounds, each of that round's own launches.
+    """
     lines = []
     for key, cell in kept.items():
-        before, now = (next(row for row in _of(cell, "dgc") if row["package"] == name) for name in ("before", "now"))
+        before, now = (_of(cell, name, "dgc") for name in ("before", "now"))
+        memory, published = (_of(cell, "now", method) for method in (MEMORY, PUBLISHED))
         times = [(row["ms"], row["processor_ms"], row["phases_ms"]["compress"]) for row in (before, now)]
-        parts = [f"{milliseconds(a)} → {milliseconds(b)} ({a / b:.2f}×)" for a, b in zip(*times, strict=True)]
-        memory, published = (
-            statistics.median(ms for row in _of(cell, method) for ms in row["rounds_ms"])
-            for method in (MEMORY, PUBLISHED)
-        )
-        beside = milliseconds(memory), f"{now['ms'] / memory:.2f}×", f"{published / now['ms']:.1f}×"
+        parts = [f"{milliseconds(a)} → {milliseconds(b)}" for a, b in zip(*times, strict=True)]
+        parts[0] += f", {_times(before, now)}"
+        beside = milliseconds(memory["ms"]), _times(now, memory), _times(published, now)
         lines.append([key, *parts, *beside])
     columns = ["step", "processor time of a rank", "compress", MEMORY, "a step of that", f"faster than {PUBLISHED}"]
     return markdown(["dgc, before → now, ms", *columns], lines)
 
 
-def _of(cell: dict[str, Any], method: str) -> list[dict[str, Any]]:
-    return [row for row in cell["rows"] if row["method"] == method]
+def _times(slower: dict[str, Any], faster: dict[str, Any]) -> str:
+    """The median of the rounds' ratios, and their range."""
+    ratios = [a / b for a, b in zip(slower["rounds_ms"], faster["rounds_ms"], strict=True)]
+    return f"{statistics.median(ratios):.2f}× ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def _of(cell: dict[str, Any], package: str, method: str) -> dict[str, Any]:
+    (row,) = (row for row in cell["rows"] if (row["package"], row["method"]) == (package, method))
+    return row  # type: ignore[no-any-return]
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.internet.worker import NO_OP
-from benchmarks.quality.variants import AVERAGED, GPT_DENSE, LOCAL, LOCAL_DENSER, LOWER, PER_STEP
+from benchmarks.quality.variants import AVERAGED, GPT_DENSE, LOCAL, LOCAL_DENSER, LOCAL_STEPS, LOWER, PER_STEP
 from benchmarks.report import RESULTS, markdown
 
 FILE = RESULTS / "internet.json.xz"
@@ -15,6 +15,7 @@ DENSE, FROZEN = "AdamW, dense", list(LOWER)[1]  # which sends as much a step as 
 TRAINED = (DENSE, FROZEN, *LOCAL_DENSER, *LOCAL, *AVERAGED)
 TARGETS = (2.0, 1.8)  # nats a byte, beside what is so much worse than dense at its end
 MARGINS = (0.2, 0.1)
+LONG_ROUND = 15  # steps, of which nearly all exchange nothing
 Runs = Mapping[str, Mapping[str, Any]]
 
 
@@ -64,7 +65,24 @@ def _table(learnt: Runs, timed: Runs) -> str:
             line += [f"{learnt[name]['loss']:.3f}", *(_to(points, dense, target) for target in targets)]
         lines.append(line + [""] * (len(lines[0]) - len(line)))
     head = ["", "kB sent a step", "less", "ms a step", "as fast as dense", "loss at the end"]
-    return markdown([*head, *(f"min to {target:.2f} nats" for target in targets)], lines)
+    text = markdown([*head, *(f"min to {target:.2f} nats" for target in targets)], lines)
+    return f"{text}\n\n{_between(timed)}"
+
+
+def _between(timed: Runs) -> str:
+    """What the steps take that exchange nothing, in rounds of several: a second answer beside NO_OP, in words."""
+    found = []
+    for names in (AVERAGED, LOCAL, LOCAL_DENSER):
+        for name, steps in zip(names, LOCAL_STEPS, strict=True):
+            own = [ms for step, ms in enumerate(timed[name]["milliseconds"], start=1) if step % steps and step > 1]
+            found += [statistics.median(own)] if own and steps >= LONG_ROUND else []
+    if not found:
+        return ""
+    times = [step_ms(timed[DENSE]) / ms for ms in (max(found), min(found))]
+    return (
+        f"In rounds of {LONG_ROUND} and more, steps that exchange nothing take {min(found):.0f} to {max(found):.0f} ms "
+        f"in the median: {times[0]:.1f} to {times[1]:.1f} times as fast as dense."
+    )
 
 
 def _times(slower: Mapping[str, Any], faster: Mapping[str, Any]) -> str:

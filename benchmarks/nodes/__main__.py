@@ -79,13 +79,15 @@ def _row(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown, each exchange beside flat."""
+    """The rows as Markdown, each exchange beside flat: time by time of the same launch, their median and range."""
     lines = []
     for row in rows:
         flat = next((r for r in rows if r["method"] == FLAT and r["hosts"] == row["hosts"]), None)
         ratios = ["", ""]
         if row["method"] not in (NOTHING, DENSE, FLAT) and flat is not None:
-            ratios = [f"{row[key] / flat[key]:.2f}×" for key in ("ms", "card_bytes")]
+            times = [a / b for a, b in zip(row["launch_medians_ms"], flat["launch_medians_ms"], strict=True)]
+            ratios = [f"{statistics.median(times):.2f}× ({min(times):.2f}–{max(times):.2f})"]
+            ratios.append(f"{row['card_bytes'] / flat['card_bytes']:.2f}×")
         lines.append(
             [
                 f"{row['hosts']} hosts of {row['ranks']}: {row['method']}",
@@ -97,7 +99,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             ]
         )
     head = ["", "ms a step", "of flat", "kB a step out of a card", "of flat", "MB of u, v and remainder a rank"]
-    return markdown(head, lines)
+    return f"{markdown(head, lines)}\n\n{len(rows[0]['launch_medians_ms'])} launches of each."
 
 
 def main() -> None:

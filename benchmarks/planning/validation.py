@@ -13,13 +13,14 @@ machine knows), or those of that other cell, by elements ("nothing of its own").
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.exchange.tables import NAMES, Row
-from benchmarks.report import markdown
+from benchmarks.report import RESULTS, markdown, read_results
 from benchmarks.scaling import BITS, specs
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT
@@ -40,7 +41,6 @@ METHODS = {
     "dgc, gaussian": FLAT,
 }
 KNOWN = ("resnet50", 2, "none")
-_UNSHAPED = 10.89e9 / PAYLOAD  # bits a second: the link of that cell, measured one way, as its nominal rate would be
 _RANK = 2
 _ALONE = Machine(1e-9, overlap=0.0, compress=0.0, encode=0.0, decode=0.0, update=0.0, overhead=0.0, factorise=0.0)
 
@@ -68,9 +68,20 @@ class Prediction(NamedTuple):
         return float(self.row["ms"]["p50"])
 
 
+@functools.cache
+def _unshaped() -> float:
+    """Bits a second: the link of the known cell, measured one way, as its nominal rate would be."""
+    (link,) = (
+        each["link_mbit"]
+        for each in read_results(RESULTS / "exchange.json").values()
+        if tuple(each["rows"][0][name] for name in ("model", "workers", "rate")) == KNOWN
+    )
+    return float(1e6 * link[0] / PAYLOAD)
+
+
 def _cost(row: Row, machine: Machine) -> Cost:
     config = DGCConfig(values="4bit" if "4-bit" in row["method"] else "bf16")
-    cluster = Cluster(row["workers"], Link(BITS.get(row["rate"], _UNSHAPED)))
+    cluster = Cluster(row["workers"], Link(BITS.get(row["rate"]) or _unshaped()))
     return cost(METHODS[row["method"]], specs(row["model"]), config, cluster, machine, _RANK)
 
 

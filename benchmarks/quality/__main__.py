@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.quality import runs, selection, selection_tables, tables
 from benchmarks.quality.training import Run
 from benchmarks.ranks import LaunchError, exit_on_signals
-from benchmarks.report import OtherMachine
+from benchmarks.report import OtherMachine, read_results
 
 STUDIES = (*runs.STUDIES, "selection")
 QUICK_LENGTH = 0.02
@@ -74,6 +74,11 @@ def quick() -> None:
     print("\nA few steps: these figures mean nothing, they show that everything works.")
 
 
+def of_other_settings(file: Path, kept: runs.Results) -> int:
+    """How many runs `file` has that `runs.load` leaves out."""
+    return len(read_results(file)["runs"]) - len(kept) if file.exists() else 0
+
+
 def main() -> None:
     """Do what the command line says."""
     top = parser()
@@ -91,7 +96,10 @@ def main() -> None:
             runs.complete(itertools.chain(*plans), options.file, options.processes)
             if "selection" in studies:
                 selection.complete(selection.beside(options.file))
-        print(tables.every_run(runs.load(options.file)) or f"Nothing is kept in {options.file} yet.")
+        kept = runs.load(options.file)
+        print(tables.every_run(kept) or f"Nothing is kept in {options.file} yet.")
+        if left_out := of_other_settings(options.file, kept):
+            print(f"\n{left_out} more runs in {options.file} are of other settings than today's: they are left out.")
     except (LaunchError, OtherMachine, BrokenProcessPool, ModuleNotFoundError) as error:
         raise SystemExit(f"benchmarks.quality: {error}") from None
     except KeyboardInterrupt:

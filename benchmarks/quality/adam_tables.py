@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.quality.analysis import Outcome
 from benchmarks.quality.exchange_tables import pairs
+from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 TASK, LARGER, DENSE, TODAY = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
 FIRST_SEED = 500  # of this study
+_OWN = "{0} steps at density 1, each rank's own moments"
+_SEEDS = {1: " (one seed)", 2: " (two seeds)"}  # where a cell has fewer than three
 
 
 def gaps(found: Sequence[Outcome], variant: str, workers: int, length: float) -> list[float]:
@@ -47,7 +50,7 @@ def table(found: Sequence[Outcome]) -> str:
     """A line for each way to begin, a column for each number of ranks and length."""
     named = {
         TODAY: "each rank's own",
-        **{f"AdamW, own after {steps}": f"own after {steps} dense" for steps in OWN_AFTER},
+        **{f"AdamW, own after {steps}": _OWN.format(steps) for steps in OWN_AFTER},
     }
     named |= {f"AdamW, frozen after {steps}": f"frozen after {steps} dense" for steps in FROZEN_AFTER}
     falls = "frozen after {0} dense, then {0} each at 25%, 6%, 1.6%"
@@ -60,11 +63,25 @@ def table(found: Sequence[Outcome]) -> str:
     }
     places = [(workers, length) for workers in WORKERS for length in LENGTHS]
     places = [place for place in places if gaps(found, TODAY, *place)]
-    lines = [
-        [name, *(spread(gaps(found, variant, *place), "+.3f") for place in places)] for variant, name in named.items()
-    ]
+    lines = [[name, *(_cell(found, variant, *place) for place in places)] for variant, name in named.items()]
     head = [f"N = {workers}, {_run(TODAY, workers, length).steps:,} steps" for workers, length in places]
     return markdown(["second moment; loss less dense AdamW, nats", *head], [line for line in lines if any(line[1:])])
+
+
+def _cell(found: Sequence[Outcome], variant: str, workers: int, length: float) -> str:
+    """The gap, and of how few seeds; empty where every step is dense, so that nothing is ever compressed."""
+    values = gaps(found, variant, workers, length)
+    if _dense_steps(variant) >= _run(variant, workers, length).steps:
+        return ""
+    return spread(values, "+.3f") + _SEEDS.get(len(values), "")
+
+
+def _dense_steps(variant: str) -> float:
+    """How many a variant begins with, at most."""
+    config = VARIANTS[variant].config(ALL_TASKS[TASK].settings)
+    if config is None or config.warmup is None or config.warmup.first_density < 1:
+        return 0
+    return (config.warmup.steps or 0) / config.warmup.stages(config.density)
 
 
 def _settled(found: Sequence[Outcome], variant: str) -> str:
@@ -86,9 +103,65 @@ def larger(found: Sequence[Outcome]) -> str:
             traffic = statistics.mean(
                 _traffic(each) for run, each in by_run.items() if (run.variant, run.workers) == (variant, workers)
             )
-            name = f"{variant.removeprefix('AdamW, ')}, N = {workers}"
+            name = f"{_named(variant)}, N = {workers}"
             lines.append([name, spread(values, "+.3f"), f"1/{1 / traffic:.1f}", len(values)])
     return markdown(["loss less dense AdamW, nats", "", "bytes sent, of dense", "seeds"], lines)
+
+
+def _named(variant: str) -> str:
+    """A variant in the table of the larger model."""
+    name = variant.removeprefix("AdamW, ")
+    if not name.startswith("own after "):
+        return name
+    steps, *others = name.removeprefix("own after ").split(", ")
+    return ", ".join([_OWN.format(steps), *others])
+
+
+def _step_bytes(found: Sequence[Outcome], task: str, workers: int, length: float) -> tuple[float, float] | None:
+    """What a rank hands over at a dense step and at one after them, at 1%, in the bytes of fp32.
+
+    From two runs that differ in how many steps are dense; None for lack of one.
+    """
+    kept = {each.run.variant: each for each in found if _is_at(each.run, task, workers, length)}
+    first, then = FROZEN_AFTER[-2:]
+    fewer, more = (kept.get(f"AdamW, frozen after {steps}") for steps in (first, then))
+    if fewer is None or more is None:
+        return None
+    more_of_a_step = (more.traffic - fewer.traffic) * more.run.steps / (then - first)
+    rest = fewer.traffic - first / fewer.run.steps * more_of_a_step
+    return rest + more_of_a_step, rest
+
+
+def _is_at(run: Run, task: str, workers: int, length: float) -> bool:
+    return (run.task, run.workers, run.length, run.real) == (task, workers, length, False)
+
+
+def shares(found: Sequence[Outcome]) -> str:
+    """What the dense steps of the table send beside the rest, in words."""
+    words, dense, length = [], FROZEN_AFTER[-1], LENGTHS[1]
+    for workers in WORKERS:
+        of_a_step = _step_bytes(found, TASK, workers, length)
+        if of_a_step:
+            steps = _run(DENSE, workers, length).steps
+            times = dense * of_a_step[0] / ((steps - dense) * of_a_step[1])
+            words.append(f"{times:.0f} times with N = {workers}")
+    first = f"Of {_run(DENSE, WORKERS[0], length).steps:,} steps {dense} dense ones send more than the rest do at 1%: "
+    return f"{first}{', '.join(words)}." if words else ""
+
+
+def power_sgd(found: Sequence[Outcome], workers: int = 4) -> str:
+    """What PowerSGD sends after its dense steps beside density 1%, in words."""
+    kept = [each.traffic for each in found if each.run.task == LARGER and VARIANTS[each.run.variant].power_sgd]
+    of_a_step = _step_bytes(found, LARGER, workers, LENGTHS[0])
+    if not kept or not of_a_step:
+        return ""
+    handed = statistics.mean(kept) / of_a_step[1]
+    received = handed * 2 * (workers - 1) / workers / (workers - 1)
+    return (
+        f"After its dense steps PowerSGD hands {handed:.2f} times the bytes of 1% to collectives. With N = {workers} a "
+        f"rank receives {received:.2f} times as many: a ring of allreduce brings 2 (N-1)/N times what is handed over, "
+        "a gather N-1 times."
+    )
 
 
 def _traffic(each: Outcome) -> float:
@@ -101,7 +174,8 @@ def _traffic(each: Outcome) -> float:
 
 def blocks(found: Sequence[Outcome]) -> dict[str, str]:
     """The tables of the page, by marker."""
-    return {"frozen-adam": table(found), "larger": larger(found)}
+    made = {"frozen-adam": (table(found), shares(found)), "larger": (larger(found), power_sgd(found))}
+    return {name: "\n\n".join(filter(None, parts)) for name, parts in made.items()}
 
 
 def draw(found: Sequence[Outcome], file: Path) -> None:

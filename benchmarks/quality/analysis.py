@@ -37,7 +37,7 @@ class Row:
         run: of the first seed.
         loss, accuracy: of each seed.
         loss_gap, accuracy_gap: the variant's less that of dense; empty for lack of a dense run.
-        traffic: bytes sent, in those of dense fp32.
+        traffic: bytes sent, in those of dense fp32, of the runs that ended; not a number where none did.
     """
 
     run: Run
@@ -83,6 +83,7 @@ def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
     for group in groups.values():
         pairs = [(each, by_run.get(replace(each.run, variant=baseline(each.run.variant)))) for each in group]
         gaps = [(each.loss - dense.loss, each.accuracy - dense.accuracy) for each, dense in pairs if dense]
+        ended = [each.traffic for each in group if math.isfinite(each.loss)]
         made.append(
             Row(
                 group[0].run,
@@ -90,7 +91,7 @@ def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
                 [each.accuracy for each in group],
                 [gap[0] for gap in gaps],
                 [gap[1] for gap in gaps],
-                statistics.mean(each.traffic for each in group),
+                statistics.mean(ended) if ended else math.nan,
             )
         )
     return made

@@ -1,12 +1,14 @@
 """Which residual norms, staleness and overlap runs have whose quality is known: the range that advice goes by.
 
 ``python -m benchmarks.quality.health``: simulated runs, every fifth step of rank 0 after the density warm-up looked at.
-A quarter of an hour on one core; the table goes into docs/tuning.md.
+A quarter of an hour on one core. What was found is kept in ``benchmarks/results/quality-health.json``; the table goes
+into docs/tuning.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from benchmarks.quality.training import Run, train
-from benchmarks.report import markdown, write_into_page
+from benchmarks.report import RESULTS, ROOT, markdown, read_results, save, write_into_page
 from dgc_horovod.advice import LOOKS
 from dgc_horovod.schedule import density_at
 
@@ -34,8 +36,8 @@ BEHIND = [
     Run("transformer", "DGC without masking", 4),
     Run("images", "dgc, rule=random", 4),
 ]
+PAGE, KEPT = ROOT / "docs" / "tuning.md", RESULTS / "quality-health.json"
 _EVERY = 5  # steps
-_PAGE = Path(__file__).resolve().parents[2] / "docs" / "tuning.md"
 _FIGURES: dict[str, Callable[[dict[str, float], float], float]] = {
     "residual / gradient": lambda figures, density: figures["residual_ratio"],
     "the same × √density": lambda figures, density: figures["residual_ratio"] * density**0.5,
@@ -61,23 +63,46 @@ def looked_at(run: Run) -> tuple[dict[str, Any], np.ndarray]:
     return train(run, watch=watch), np.array(rows)
 
 
-def cell(values: np.ndarray) -> str:
-    """The median of a figure, and in brackets what it would have to pass for a warning: as many looks in a row."""
-    in_a_row = sliding_window_view(values, min(LOOKS, len(values)))
-    return f"{np.median(values):.3g} ({in_a_row.min(axis=1).max():.3g})"
+def described(rows: np.ndarray) -> dict[str, list[float]]:
+    """Of each figure the median, and the highest that as many looks in a row as a warning takes stay at."""
+    found = {}
+    for name, values in zip(_FIGURES, rows.T, strict=True):
+        in_a_row = sliding_window_view(values, min(LOOKS, len(values)))
+        found[name] = [float(np.median(values)), float(in_a_row.min(axis=1).max())]
+    return found
+
+
+def table(kept: Sequence[dict[str, Any]]) -> str:
+    """A line for each run, a column for each figure."""
+    lines = []
+    for row in kept:
+        run = Run(**row["run"])
+        name = (
+            f"{'' if row['sound'] else '**behind**: '}{run.task}, {run.variant}, N = {run.workers}, {run.steps} steps"
+        )
+        figures = [row["figures"].get(figure) for figure in _FIGURES]
+        cells = [f"{each[0]:.3g} ({each[1]:.3g})" if each else "-" for each in figures]
+        lines.append([name + " (diverged)" * row["diverged"], *cells])
+    return markdown(["", *_FIGURES], lines)
+
+
+def texts() -> dict[tuple[Path, str], str]:
+    """What stands on the page, by marker."""
+    return {(PAGE, "health"): table(read_results(KEPT)["figures"])}
 
 
 def main() -> None:
-    """Do all runs, and write the table."""
-    lines: list[list[str]] = []
-    for title, runs in (("", SOUND), ("**behind**: ", BEHIND)):
-        for run in runs:
-            found, rows = looked_at(run)
-            cells = [cell(column) for column in rows.T] if len(rows) else ["-"] * len(_FIGURES)
-            name = f"{title}{run.task}, {run.variant}, N = {run.workers}, {run.steps} steps"
-            lines.append([name + " (diverged)" * found["diverged"], *cells])
-            print(*lines[-1], sep=" | ", flush=True)
-    write_into_page(_PAGE, "health", markdown(["", *_FIGURES], lines))
+    """Do all runs, keep what was found, and write the table."""
+    kept: list[dict[str, Any]] = []
+    for run in (*SOUND, *BEHIND):
+        found, rows = looked_at(run)
+        figures = described(rows) if len(rows) else {}
+        row = {"run": dataclasses.asdict(run), "sound": run in SOUND, "diverged": found["diverged"], "figures": figures}
+        kept.append(row)
+        print(table([row]).splitlines()[-1], flush=True)
+    save(KEPT.stem, kept)
+    for (page, marker), text in texts().items():
+        write_into_page(page, marker, text)
 
 
 if __name__ == "__main__":

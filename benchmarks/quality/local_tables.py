@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.quality.analysis import Outcome
-from benchmarks.quality.exchange_tables import pairs
 from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
@@ -38,24 +38,27 @@ def table(found: Sequence[Outcome]) -> str:
     for task, workers, length in _places(found):
         by_run = {each.run: each for each in found if each.run.seed >= (FIRST_SEED if task == "transformer" else 0)}
         for name, (averaged, steps) in BESIDE.items():
-            dense, whole, sparse = (Run(task, each, workers, length=length) for each in (DENSE, averaged, name))
-            added = pairs(by_run, sparse, whole)
-            if added:
+            runs = [Run(task, each, workers, length=length) for each in (DENSE, averaged, name)]
+            of_a_seed = _of_shared_seeds(by_run, runs)
+            if of_a_seed:
+                sparse = runs[-1]
                 config, later = VARIANTS[name].config(ALL_TASKS[task].settings), VARIANTS[name].dense_steps
                 assert config is not None
-                traffic = statistics.mean(each.traffic for run, each in by_run.items() if _same(run, sparse))
+                traffic = statistics.mean(each[-1].traffic for each in of_a_seed)
                 place = f"{ALL_TASKS[task].title}, N = {workers}, {sparse.steps:,} steps, H = {steps}"
-                losses = (pairs(by_run, whole, dense), pairs(by_run, sparse, dense), added)
+                losses = [[each.loss for each in row] for row in of_a_seed]
+                gaps = zip(*((b - a, c - a, c - b) for a, b, c in losses), strict=True)
                 lines.append(
                     [
                         f"{place}, {config.density:.1%}" + f", after {later} dense steps" * bool(later),
-                        *(spread(values, "+.3f") for values in losses),
+                        *(spread(values, "+.3f") for values in gaps),
+                        len(losses),
                         f"{config.density * (sparse.steps - later) / steps:.1f}",
                         f"{1 / steps / traffic:,.0f}×",
                         f"{1 / traffic:,.0f}×",
                     ]
                 )
-    head = ["loss less dense AdamW, nats", "averaged every H", "compressed", "what compression adds"]
+    head = ["loss less dense AdamW, nats", "averaged every H", "compressed", "what the recipe adds", "seeds"]
     return markdown([*head, "a coordinate is sent, times", "less an exchange", "less a step"], lines)
 
 
@@ -65,5 +68,7 @@ def _places(found: Sequence[Outcome]) -> list[tuple[str, int, float]]:
     return [place for place in order if place in known]
 
 
-def _same(run: Run, other: Run) -> bool:
-    return (run.task, run.variant, run.workers, run.length) == (other.task, other.variant, other.workers, other.length)
+def _of_shared_seeds(by_run: dict[Run, Outcome], runs: Sequence[Run]) -> list[list[Outcome]]:
+    """The outcomes of all of `runs`, for every seed that each of them has: its columns are of the same seeds."""
+    found = ([by_run.get(replace(run, seed=seed)) for run in runs] for seed in sorted({run.seed for run in by_run}))
+    return [[each for each in row if each is not None] for row in found if None not in row]

@@ -210,6 +210,8 @@ def settings(run: Run) -> str:
         others = (*others, "frozen")
     if run.task not in TASKS:
         others = (*others, task.adamw_lr, task.ramp, digest())
+    if variant.dense_steps and config is not None and config.local_steps is None:
+        others = (*others, "dense", variant.dense_steps)
     if variant.refresh_every:
         others = (*others, "refreshed", variant.refresh_every)
     if variant.power_sgd:

@@ -147,6 +147,8 @@ class CompressedRanks(DenseRanks):
         node_size: G >= 1, a divisor of N: so many workers average their gradients densely, and are one sender.
         shard_density: elements that the owners of shards send on, in those of one sender; 0: they send on all.
         refresh: of a frozen second moment, or None.
+        dense_steps: steps before compression begins, of `DenseRanks`, as with the product's ``auto``.
+        dense_clip_norm: the clip_norm of these.
         others: see `DenseRanks`.
     """
 
@@ -159,8 +161,13 @@ class CompressedRanks(DenseRanks):
         node_size: int = 1,
         shard_density: float = 0.0,
         refresh: Refresh | None = None,
+        dense_steps: int = 0,
+        dense_clip_norm: float | None = None,
     ) -> None:
         super().__init__(*others)
+        self._dense_left, self._compressed_clip_norm = dense_steps, self.clip_norm
+        if dense_steps:
+            self.clip_norm = dense_clip_norm
         self._refresh = refresh
         self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
         self._node_size, senders = node_size, self.workers // node_size
@@ -185,6 +192,8 @@ class CompressedRanks(DenseRanks):
 
     def step(self, loss_of: LossOf) -> float:
         """One step of all ranks; the mean of their losses."""
+        if self._dense_left:
+            return self._dense_step(loss_of)
         losses, of_first = [], {}
         self._board.clear()
         self._set_masking()
@@ -220,6 +229,17 @@ class CompressedRanks(DenseRanks):
         for exchange in self.exchanges:  # no script clips
             exchange.clipping.step_ends()
         return sum(losses) / len(losses)
+
+    def _dense_step(self, loss_of: LossOf) -> float:
+        loss = super().step(loss_of)
+        self._dense_left -= 1
+        if not self._dense_left:
+            self.clip_norm = self._compressed_clip_norm
+            states = [{p: dict(state) for p, state in self.optimizer.state.items()} for _ in self._updates]
+            for update, exchange, state in zip(self._updates, self.exchanges, states, strict=True):
+                self.optimizer.state.update(state)  # each rank takes momentum over from a state of its own
+                update.end_dense_steps(self.optimizer, exchange)
+        return loss
 
     def _settle(self) -> None:
         """End dense steps as `torch.settling.watch` does."""

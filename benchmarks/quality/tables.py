@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.quality import analysis
 from benchmarks.quality.analysis import Outcome, Row
+from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import LENGTHS, LONGER, LONGEST, WORKERS, Results
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run
@@ -71,7 +72,7 @@ def every_run(results: Results) -> str:
     for task, workers, length, real in places:
         by = ", Horovod's ranks" if real else ""
         mine = analysis.rows(found, _at(task=task, workers=workers, length=length, real=real))
-        text.append(f"### {TASKS[task].title}, N = {workers}, length ×{length:g}{by}\n\n{_rows(mine)}")
+        text.append(f"### {ALL_TASKS[task].title}, N = {workers}, length ×{length:g}{by}\n\n{_rows(mine)}")
     return "\n\n".join(text)
 
 
@@ -116,6 +117,8 @@ def _rows(rows: Iterable[Row]) -> str:
 
 
 def _share(traffic: float) -> str:
+    if math.isnan(traffic):  # no run ended
+        return ""
     return f"1/{1 / traffic:.0f}" if traffic < 1 else "all"
 
 
@@ -225,7 +228,7 @@ def _real(found: Sequence[Outcome]) -> str:
     for run, each in by_run.items():
         twin = by_run.get(replace(run, real=False))
         if run.real and twin:
-            name = f"{TASKS[run.task].title}, N = {run.workers}, {run.variant}"
+            name = f"{ALL_TASKS[run.task].title}, N = {run.workers}, {run.variant}"
             same = sum(a == b for a, b in zip(each.curve, twin.curve, strict=False))
             figures = (each.loss, twin.loss, each.accuracy, twin.accuracy)
             lines.append([name, *(f"{figure:.4f}" for figure in figures), f"{same} of {len(each.curve)}"])

@@ -100,6 +100,8 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
         node_size=variant.node_size,
         shard_density=variant.shard_density,
         refresh=refresh,
+        dense_steps=variant.dense_steps,
+        dense_clip_norm=task.settings.clip_norm,
     )
 
 

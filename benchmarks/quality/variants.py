@@ -37,7 +37,7 @@ class Variant:
         node_size: workers of a node, which average densely and are one sender.
         shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
         power_sgd: rank of torch's PowerSGD, on real ranks only; 0: none.
-        dense_steps: steps before PowerSGD (>= 2) or local steps begin.
+        dense_steps: dense steps before PowerSGD (>= 2), local steps or compression begin, of the optimizer as it is.
         refresh_every: steps between two refreshes of a frozen second moment, as a trial; 0: none.
         received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
@@ -215,12 +215,14 @@ LATER_AVERAGED = {f"AdamW, averaged every 15 after {LOCAL_AFTER}": _local(15, LO
 LATER_LOCAL = {f"AdamW, local, 15 steps, 6% after {LOCAL_AFTER}": _local(15, LOCAL_AFTER, density=1 / 16)}
 # What `auto` does in a run of so many steps: dense ones until it has chosen, then the density that fits
 # In one of 300 it stays dense; what compression would cost there, with momentum masked and without
-RUN_LENGTHS = (300, 1_000, 30_000)
+RUN_LENGTHS, HOURS = (300, 1_000, 2_000, 4_000, 30_000), 30_000  # the last ones take hours
 
 
 def _automatic(steps: int, **fields: Any) -> Variant:
-    schedule = WarmupSchedule(steps=SETTLING + TIMED, first_density=1.0, factor=1e-4)
-    return Variant(_dgc(density=fitting(steps), warmup=schedule, **fields), warmup=0)
+    if steps >= HOURS:  # done before; their first steps are at density 1 without momentum, a thousandth of the run
+        fields["warmup"] = WarmupSchedule(steps=SETTLING + TIMED, first_density=1.0, factor=1e-4)
+    dense_steps = 0 if steps >= HOURS else SETTLING + TIMED
+    return Variant(_dgc(density=fitting(steps), **fields), warmup=0, dense_steps=dense_steps)
 
 
 AUTOMATIC = {f"auto, {steps:,} steps": _automatic(steps) for steps in RUN_LENGTHS}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dgc_horovod.config import DGCConfig
 
-# How often a coordinate is to be sent over a run: 15 to 25 times lost nothing, 5 times did (docs/quality.md)
+# How often a coordinate is to be sent over a run: fewer lose more (docs/quality.md)
 SENT = 20
 LEAST = 0.001  # of Lin et al., arXiv 1712.01887, who have no lower one
-# Above it the momentum of an element seldom lasts until it is sent: masked there, it is lost, and the run with it
-# (docs/quality.md, Short runs and long ones)
-MOST = 0.02
+# Runs that need a higher one are too short: masked, the momentum of an element seldom lasts until it is sent, and is
+# lost (docs/quality.md, Short runs and long ones)
+MOST = 0.01
 
 
 def fitting(total_steps: int) -> float:

@@ -120,7 +120,7 @@ def test_what_cannot_be_compressed_is_left_to_stock_horovod():
 
 def test_fit_says_how_many_steps_there_are():
     for found in _found("keras_auto_choice.fit_tells"):
-        assert found == {"16": [16, 1.0, True], "1600": [1600, 0.013, False]}
+        assert found == {"16": [16, 1.0, True], "4000": [4000, 0.005, False]}
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ DENSITY = 0.01
 LIMITS = {
     "residual_ratio": (advice.MOST_WAITING / DENSITY**0.5, "residual"),
     "staleness_99": (advice.MOST_STALE / DENSITY, "staleness"),
-    "overlap": (advice.MOST_OVERLAP, "overlap"),
+    "overlap": (advice.MOST_OVERLAP + DENSITY, "overlap"),
 }
 
 

@@ -7,10 +7,11 @@ import math
 import pytest
 
 from benchmarks import page, report, scaling
-from benchmarks.exchange import cells, gradients, tables
+from benchmarks.exchange import against, cells, gradients, tables
 from benchmarks.exchange.cells import Cell
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels import compress
+from benchmarks.nodes import __main__ as nodes
 from benchmarks.report import OtherMachine, check_machine
 from benchmarks.shapes import SHAPES, numel
 
@@ -71,6 +72,25 @@ def test_the_model_of_scaling_continues_what_was_measured():
     assert ring[8] < dense[16] < dense[64] < 8 / 7 * ring[8]  # a ring's volume hardly grows any more
     assert 25.0 < dgc[16] < dgc[32] < dgc[64] < dense[64]  # gathered packets do
     assert scaling.efficiency(200.0, 200.0) == 0.5
+
+
+def test_ratios_are_medians_of_each_launchs_own():
+    """Not of the medians of all: launches differ by more than what is compared."""
+    flat, other = (
+        {"method": name, "hosts": 2, "ranks": 2, "ms": ms[1], "launch_medians_ms": ms, "card_bytes": 10**6,
+         "state_bytes": 0}
+        for name, ms in (("flat", [100.0, 200.0, 400.0]), ("hierarchical", [200.0, 300.0, 440.0]))
+    )  # fmt: skip
+    assert " 1.50× (1.10–2.00) " in nodes.table([flat, other])
+    phases, rounds = {"compress": 1.0}, {"dgc": [10.0, 20.0, 40.0], "memory alone": [10.0, 10.0, 40.0]}
+    rows = [
+        {"package": package, "method": method, "ms": 20.0, "processor_ms": 1.0, "phases_ms": phases, "rounds_ms": ms}
+        for package in ("before", "now")
+        for method, ms in {**rounds, "published DGC": [100.0, 100.0, 100.0]}.items()
+    ]
+    cells = against.table({"resnet50": {"rows": rows}}).splitlines()[-1].split(" | ")
+    assert cells[1] == "20.0 → 20.0, 1.00× (1.00–1.00)"
+    assert cells[5:] == ["1.00× (1.00–2.00)", "5.00× (2.50–10.00) |"]
 
 
 def test_losses_are_named():

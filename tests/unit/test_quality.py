@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 from concurrent.futures import Future
 
@@ -11,19 +12,20 @@ import numpy as np
 import pytest
 
 from benchmarks import report
-from benchmarks.quality import analysis, runs, selection, tables
+from benchmarks.quality import analysis, local_tables, runs, selection, tables
+from benchmarks.quality.__main__ import of_other_settings
 from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, is_hopeless
-from benchmarks.quality.variants import ABLATION, AUTOMATIC, LOWER, OPTIMIZERS, OWN_GPT, UNMASKED, VARIANTS
+from benchmarks.quality.variants import ABLATION, AUTOMATIC, LOWER, OPTIMIZERS, OWN_GPT, VARIANTS
 from dgc_horovod.planning.trial import SETTLING, TIMED
 
 
-def kept(variant: str, losses: list[float | None], **more):
+def kept(variant: str, losses: list[float | None], task: str = "lstm", first: int = 0, **more):
     """What the file keeps of runs of several seeds; None diverged."""
     found = {}
-    for seed, loss in enumerate(losses):
-        run = Run("lstm", variant, seed=seed, **more)
+    for seed, loss in enumerate(losses, start=first):
+        run = Run(task, variant, seed=seed, **more)
         accuracy = None if loss is None else 1 - loss / 10
         curve = [] if loss is None else [[run.steps, loss, accuracy]]
         found[run.key] = {
@@ -41,7 +43,40 @@ def test_gaps_are_to_the_dense_run_of_the_same_seed():
     assert row.accuracy_gap[:2] == pytest.approx([-1.0, -2.0])
     assert row.diverged == 1
     assert tables.spread(row.loss, ".2f") == "1 of 3 diverged"
-    assert "1 of 3 diverged" in tables.every_run(results)
+    larger = {**kept("AdamW, dense", [1.5], "gpt"), **kept("AdamW, dgc", [1.75], "gpt")}
+    text = tables.every_run({**results, **larger})
+    assert "1 of 3 diverged" in text
+    assert "GPT of 5.1 M, N = 4" in text and "+0.250" in text
+
+
+def test_bytes_are_those_of_the_runs_that_ended():
+    results = kept("dgc", [1.0, None])
+    results["lstm, dgc, N = 4, ×1, seed 1"]["traffic"] = 0.5
+    (row,) = analysis.rows(analysis.outcomes(results), lambda run: True)
+    assert row.traffic == 0.01
+    assert tables.every_run(kept("dgc", [None])).endswith("| 1 of 1 diverged | 1 of 1 diverged |  |  |  |")
+
+
+def test_all_columns_of_local_steps_are_of_the_seeds_that_every_run_has():
+    results = {
+        **kept("AdamW, dense", [1.0, 1.1, 1.2], "gpt"),
+        **kept("AdamW, averaged every 15", [1.3, 1.5, 1.6], "gpt"),
+        **kept("AdamW, local, 15 steps, 6%", [1.5, 1.7], "gpt", first=1),
+    }
+    cells = local_tables.table(analysis.outcomes(results)).splitlines()[-1].split(" | ")
+    averaged, compressed, added = (float(cell.split(" ± ")[0]) for cell in cells[1:4])
+    assert (averaged, compressed, added) == pytest.approx((0.4, 0.45, 0.05))
+    assert cells[4] == "2"
+
+
+def test_runs_of_other_settings_are_counted(tmp_path):
+    file = tmp_path / "quality.json"
+    found = kept("dgc", [1.0, 1.1])
+    for each, name in zip(found.values(), (runs.settings(Run("lstm", "dgc")), "older"), strict=True):
+        each["settings"] = name
+    report.write_results(file, json.dumps({"environment": {}, "runs": found}))
+    assert of_other_settings(file, runs.load(file)) == 1
+    assert of_other_settings(tmp_path / "none.json", {}) == 0
 
 
 def test_a_difference_is_clear_where_the_seeds_agree():
@@ -91,9 +126,9 @@ def test_every_variant_has_a_valid_compression(task):
             continue
         if config.warmup is not None and not variant.falls:
             stages = config.warmup.stages(config.density)
-            steps = SETTLING + TIMED if name in {**AUTOMATIC, **UNMASKED} else settings.stage * stages * variant.warmup
+            steps = SETTLING + TIMED if name in AUTOMATIC else settings.stage * stages * variant.warmup
             assert config.warmup.steps == pytest.approx(steps, abs=1), name
-        warms = variant.warmup or name in {**AUTOMATIC, **UNMASKED}
+        warms = variant.warmup or (name in AUTOMATIC and not variant.dense_steps)
         assert (config.warmup is None) == (not warms or config.density >= 0.25), name
         assert (config.clip_norm is None) == (settings.clip_norm is None or variant.clips != "locally"), name
 

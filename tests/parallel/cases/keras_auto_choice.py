@@ -169,7 +169,7 @@ def fit_tells() -> dict[str, Any]:
     """``fit`` knows the number of steps, from which the density follows."""
     hvd.init()
     found = {}
-    for epochs in (2, 200):
+    for epochs in (2, 500):
         model, optimizer = (
             smooth_model(),
             DistributedOptimizer(momentum_sgd(), compression=Compression.auto(min_numel=16)),
