@@ -55,7 +55,9 @@ def main() -> None:
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, common.learning_rate(args, len(loader)))
     first = 0
-    if args.checkpoint and (args.checkpoint / "manifest.json").exists():
+    saved = [bool(args.checkpoint) and (args.checkpoint / "manifest.json").exists()]
+    dist.broadcast_object_list(saved)  # rank 0 decides: after a restart ranks may be on other hosts
+    if saved[0]:
         found = load_checkpoint(args.checkpoint, model, optimizer)
         first = found["epoch"] + 1
         schedule.load_state_dict(found["schedule"])

@@ -15,7 +15,6 @@ from dgc_horovod.config_check import unique_tag
 from dgc_horovod.errors import NotFinite, UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import describe
-from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import epochs, settling
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -36,7 +35,7 @@ from dgc_horovod.torch.wrapping.notices import (
 )
 
 _log = logging.getLogger("dgc_horovod")
-_FROZEN = 6  # steps after which what waits of a frozen parameter is dropped
+FROZEN = 6  # steps after which what waits of a frozen parameter is dropped
 _FADED = 1e-8  # so much of a momentum is nothing
 
 
@@ -52,6 +51,8 @@ class ExchangeMethods(StateMethods):
 
     def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
         """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
+        for name in ("step", "synchronize", "zero_grad"):  # which run as they are in a step that a script compiles
+            setattr(type(self), name, torch.compiler.disable(getattr(type(self), name)))
         type(self).step.hooked = True  # else torch puts its hooks around it, which are around what it does already
         self._dgc_update, self._dgc_scaler = update, grad_scaler
         self._dgc_may_apply, self._dgc_superseded = True, False
@@ -69,13 +70,11 @@ class ExchangeMethods(StateMethods):
         update.prepare(self)
         self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
         self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
-        self._register_hooks()
-        owners.claim(self)
         clip_calls.watch()
-        if self._dgc_is_first():
-            begin_as_environment_says(config)
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
+        self._register_hooks()  # last: after an error no gradient comes here
+        owners.claim(self)
 
     def _dgc_agree(self: Any) -> None:
         """Compare with the other ranks what is about to be done."""
@@ -87,10 +86,6 @@ class ExchangeMethods(StateMethods):
 
     def _dgc_group_name(self: Any) -> str:
         """Name of the ranks that take part, the same on each of them."""
-        raise NotImplementedError
-
-    def _dgc_is_first(self: Any) -> bool:
-        """Whether this is the first rank of the whole job."""
         raise NotImplementedError
 
     def _dgc_exchange(self: Any) -> GradientExchange:
@@ -130,7 +125,7 @@ class ExchangeMethods(StateMethods):
             for p in group["params"]:
                 if p.requires_grad:
                     self._requires_update.add(p)
-                    self._grad_accs.append(p.register_post_accumulate_grad_hook(ready))
+                    self._grad_accs.append(p.register_post_accumulate_grad_hook(torch.compiler.disable(ready)))
         weakref.finalize(self, _remove, self._grad_accs)
 
     def _dgc_ready(self: Any, p: torch.Tensor) -> None:
@@ -160,10 +155,10 @@ class ExchangeMethods(StateMethods):
         Networks that take turns in one optimizer are not frozen for that long.
         """
         steps = self._dgc_frozen_for[p] = self._dgc_frozen_for.get(p, 0) + 1
-        if steps >= _FROZEN:
+        if steps >= FROZEN:
             factor = self._dgc_update.fading(self.param_groups[self._dgc_group_of[p]])
-            if steps == _FROZEN or factor**steps > _FADED:
-                self._dgc.fade(p, 0.0 if steps == _FROZEN else factor)
+            if steps == FROZEN or factor**steps > _FADED:
+                self._dgc.fade(p, 0.0 if steps == FROZEN else factor)
 
     def _accumulation_of(self: Any, p: torch.Tensor) -> tuple[Accumulation, float]:
         """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""

@@ -20,6 +20,7 @@ from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.notices import tell_stock
+from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch.auto.horovod_methods import STOCK, HorovodAutomaticMethods, check_automatic
 from dgc_horovod.torch.clipping.of_averages import limit_averages
 from dgc_horovod.torch.local.horovod_methods import HorovodLocalMethods
@@ -139,6 +140,8 @@ def _compressing(
             methods = (CompressedMethods, HorovodLocalMethods)
             update = LocalUpdate(kind_of(optimizer), config.outer_rate)
             check_local_steps(op == hvd.Average)
+        if process_set.included() and hvd.rank() == 0:
+            begin_as_environment_says(config)
         wrapped = _adopt(optimizer, named, methods, **settings)
     wrapped._attach(config, update, grad_scaler)
     return wrapped

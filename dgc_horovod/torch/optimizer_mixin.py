@@ -56,9 +56,6 @@ class CompressedMethods(ExchangeMethods):
     def _dgc_group_name(self: Any) -> str:
         return f"process set {self.process_set.process_set_id}"
 
-    def _dgc_is_first(self: Any) -> bool:
-        return bool(hvd.rank() == 0)
-
     def _dgc_exchange(self: Any) -> GradientExchange:
         config, collectives = self._dgc_config, HorovodCollectives(self.process_set, self._dgc_tag)
         settings = ReduceSettings(self.op == hvd.Average, self.gradient_predivide_factor, self.sparse_as_dense)

@@ -9,6 +9,8 @@ from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
 CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_that_differs", "bf16_model"]
+CASES += ["clipping_more_on_one_rank", "takes_turns", "frozen_in_dense_steps"]
+CASES += ["unwritable_metrics", "another_choice", "clipped_by_hand"]
 CASES += ["dropped", "copied", "clipping_in_a_hook", "frozen_later", "limit_without_compression"]
 
 
@@ -32,6 +34,11 @@ def test_clipping_by_the_script_is_learned(ranks):
     assert first["norms"][-1] == second["norms"][-1]  # as with DDP alone, what the script sees is the same
 
 
+def test_a_rank_that_measures_more_makes_nobody_wait(ranks):
+    first, second = (rank["ddp_around.clipping_more_on_one_rank"] for rank in ranks)
+    assert first == second and first["clipped"]["limit"] == 0.5
+
+
 def test_clipping_in_a_hook_before_the_step_is_learned(ranks):
     assert [rank["ddp_around.clipping_in_a_hook"] for rank in ranks] == [[0.5], [0.5]]
 
@@ -39,6 +46,19 @@ def test_clipping_in_a_hook_before_the_step_is_learned(ranks):
 def test_a_layer_that_is_frozen_stays_as_with_ddp_alone(ranks):
     for rank in ranks:
         assert rank["ddp_around.frozen_later"] == {"dgc": 0, "topk": 0}
+
+
+def test_a_layer_that_is_frozen_in_all_dense_steps_is_none_that_was_forgotten(ranks):
+    """The job stopped when the warm-up ended, as if no dense step had been applied."""
+    first, second = (rank["ddp_around.frozen_in_dense_steps"] for rank in ranks)
+    assert first == second and first["stays"]
+    assert "'0.weight' has a gradient now, and had none in the dense steps" in first["late"]
+
+
+def test_networks_that_take_turns_lose_nothing(ranks):
+    """What was selected of a frozen layer was thrown away, at every step."""
+    for rank in ranks:
+        assert max(rank["ddp_around.takes_turns"].values()) < 1e-4
 
 
 def test_a_limit_holds_where_ddp_exchanges(ranks):
@@ -74,9 +94,27 @@ def test_an_update_that_is_dropped_is_told_of(ranks):
 
 
 def test_a_rank_that_makes_no_step(tmp_path):
-    case = "ddp_around.late"
-    said = run_torch_ranks(2, [case], environment={"DGC_TIMEOUT": "12"}, folder=tmp_path)[0][case]
-    assert "CollectiveTimeout: rank 0 of 2 waited 12 s" in said
+    cases = ["ddp_around.late", "ddp_around.unregistered"]
+    said = run_torch_ranks(2, cases, environment={"DGC_TIMEOUT": "12"}, folder=tmp_path)[0]
+    assert "CollectiveTimeout: rank 0 of 2 waited 12 s" in said["ddp_around.late"]
+    assert "CollectiveTimeout: rank 0 waited 2 s for register()" in said["ddp_around.unregistered"]
+
+
+def test_a_metrics_file_that_cannot_be_written_stops_every_rank_alike(ranks):
+    """Rank 1 had registered, and waited; on rank 0 the hook and the optimizer's claim were left behind."""
+    first, second = (rank["ddp_around.unwritable_metrics"] for rank in ranks)
+    assert first == second and "refused: rank 0 has the metrics file" in first["error"]
+
+
+def test_a_model_is_registered_again_with_another_choice(ranks):
+    first, second = (rank["ddp_around.another_choice"] for rank in ranks)
+    assert first == second and first["steps"] == 4 and first["given back"]
+    assert "make a new torch optimizer, and load this one's state_dict() after flush()" in first["refused"]
+
+
+def test_clipping_by_hand_is_found_out_beside_a_frozen_layer(ranks):
+    first, second = (rank["ddp_around.clipped_by_hand"] for rank in ranks)
+    assert first == second and first["limit"] == pytest.approx(0.1, rel=1e-3)
 
 
 def test_metrics_file(tmp_path):

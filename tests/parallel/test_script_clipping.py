@@ -18,6 +18,7 @@ CASES = [
     "uneven_data",
     "loaded_on_one_rank",
     "measured_on_one_rank",
+    "more_on_one_rank",
     "resumed",
     "odd_orders",
 ]
@@ -86,6 +87,13 @@ def test_gradients_of_others_and_steps_that_are_not_finite(ranks):
 @pytest.mark.parametrize("case", ["uneven_data", "loaded_on_one_rank", "measured_on_one_rank"])
 def test_ranks_that_do_something_else_clip_with_the_others(ranks, case):
     assert len({rank[f"script_clipping.{case}"] for rank in ranks}) == 1
+
+
+def test_a_rank_that_measures_more_than_the_others_makes_nobody_wait(ranks):
+    """Ranks told each other as many norms as each had measured, in a collective of that size."""
+    first, second = (rank["script_clipping.more_on_one_rank"] for rank in ranks)
+    assert first["clipped"] == second["clipped"]  # the weights, and the last norm
+    assert first["logged"][0] == second["logged"][0]
 
 
 def test_norms_of_order_zero_and_below_are_torchs(ranks):

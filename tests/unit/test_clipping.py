@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dgc_horovod.torch.clipping.local import Change, LocalClipping
+from dgc_horovod.torch.clipping.local import ELEMENTS, Change, Clip, LocalClipping
 
 
 @pytest.fixture
@@ -45,3 +45,30 @@ def test_a_limit_that_is_given_is_no_excuse_for_a_mask():
     made = LocalClipping(1.0, [torch.zeros(1), torch.zeros(1)], workers=2, averages=True)
     assert made.judge([3.0, 4.0], [0.6, 0.8]) is Change.CLIPPING
     assert made.judge([3.0, 4.0], [1.0, 0.0]) is Change.OTHER
+
+
+@pytest.mark.parametrize("p", [2.0, ELEMENTS])
+@pytest.mark.parametrize("limits", [(1.0, 1e6), (1e6, 1.0)])
+def test_of_several_calls_of_a_step_the_least_limit_holds(p, limits):
+    """A large limit is how scripts measure; the last call had held, and clipped nothing any more."""
+    weights = torch.zeros(1), torch.zeros(1)
+    made = LocalClipping(None, weights, workers=2, averages=True)
+    for limit in limits:
+        made.note(Clip(weights, limit, p))
+    made.step_ends()
+    assert [clip.limit for clip in made.clips] == [1.0]
+    for limit in limits:
+        made.note_uncompressed(Clip(weights, 2 * limit, p))
+    made.uncompressed_step_ends()
+    made.goes_on()
+    assert [clip.limit for clip in made.clips] == [2.0]
+
+
+def test_a_limit_of_uncompressed_steps_may_rise():
+    weights = (torch.zeros(1),)
+    made = LocalClipping(None, weights, workers=2, averages=True)
+    for limit in (1.0, 3.0):
+        made.note_uncompressed(Clip(weights, limit))
+        made.uncompressed_step_ends()
+    made.goes_on()
+    assert [clip.limit for clip in made.clips] == [3.0]

@@ -14,7 +14,7 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
 from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
 from dgc_horovod.torch import state
 from dgc_horovod.torch.auto.choice import OptimizerChoice
-from dgc_horovod.torch.clipping.local import clip_all
+from dgc_horovod.torch.clipping.norms import clip_all
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.methods import ExchangeMethods
@@ -103,6 +103,7 @@ class AutomaticMethods:
         """The framework's own, but for what half precision has made infinite: that is skipped, and fp16 is over."""
         self._dgc_update.begin(self)
         self._dgc_step_as_stock()
+        self._dgc.clipping.uncompressed_step_ends()
         overflowed, self._dgc_overflowed = self._dgc_overflowed, False
         self._dgc_choice.count(self._dgc_halves, skipped=overflowed)
         if overflowed:  # the same on every rank, which all have the same average

@@ -16,7 +16,8 @@ import torch
 from torch.nn.utils import clip_grad
 
 from dgc_horovod.names import replace_everywhere
-from dgc_horovod.torch.clipping.local import ELEMENTS, Clip, total_norm
+from dgc_horovod.torch.clipping.local import ELEMENTS, Clip
+from dgc_horovod.torch.clipping.norms import total_norm
 from dgc_horovod.torch.wrapping import owners
 from dgc_horovod.torch.wrapping.notices import clipping_learned, clipping_left_out
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ import torch
 
 from dgc_horovod.core.optimizer_exchange import clip_limit
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending
+from dgc_horovod.torch.clipping.norms import finite_norm, total_norm
+from dgc_horovod.torch.clipping.sharing import SharedNorms
+from dgc_horovod.torch.gradients.collectives import Collectives
 
 Parameter = torch.Tensor
 ELEMENTS = math.nan  # in place of the p of a norm: each element is limited by itself
@@ -105,7 +108,8 @@ class LocalClipping:
         self._uncompressed: dict[tuple[object, ...], Clip] = {}  # the same of steps of the framework's own exchange
         self._factors: dict[Parameter, float] = {}
         self._bounds: dict[Parameter, float] = {}
-        self._pending: tuple[list[tuple[object, ...]], Pending] | None = None  # norms on their way to all ranks
+        self._shared: SharedNorms | None = None  # norms on their way to all ranks
+        self._number = {p: i for i, p in enumerate(self._all)}  # the same on every rank
 
     @property
     def active(self) -> bool:
@@ -143,18 +147,24 @@ class LocalClipping:
         if self.given is not None and not math.isnan(clip.p):
             held = self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
             return self._norm_before(held)
-        self._noted[clip.key] = clip
+        self._keep(clip)
         if any(held.key == clip.key and held.limit < math.inf for held in self.clips):
             return self._norm_before(clip)
         if not clip.updates:
             self._late.append(clip)
         return None
 
+    def _keep(self, clip: Clip) -> None:
+        """Record a call of this step; of several the least limit holds, as a large one only measures."""
+        before = self._noted.get(clip.key, clip)
+        updates, limit = clip.updates or before.updates, min(clip.limit, before.limit)
+        self._noted[clip.key] = dataclasses.replace(clip, limit=limit, updates=updates)
+
     def _norm_before(self, clip: Clip) -> float:
         """As measured; of ``p.grad``, which is a gradient still, where not all gradients have been there to measure."""
         if clip.key in self.norms or math.isnan(clip.p):
             return self.norms.get(clip.key, 0.0)
-        return total_norm([_finite_norm(p.grad, clip.p) for p in clip.parameters if p.grad is not None], clip.p)
+        return total_norm([finite_norm(p.grad, clip.p) for p in clip.parameters if p.grad is not None], clip.p)
 
     def cut(self, clip: Clip, steps: Collection[Parameter]) -> float:
         """A call that holds from the next step on: clip the updates of this one, in ``p.grad``, as it says.
@@ -171,7 +181,7 @@ class LocalClipping:
             for grad in grads:
                 grad.clamp_(-clip.limit, clip.limit)
             return 0.0
-        norm = total_norm([_finite_norm(grad, clip.p) for grad in grads], clip.p)
+        norm = total_norm([finite_norm(grad, clip.p) for grad in grads], clip.p)
         factor = clip.limit / norm if norm > clip.limit else 1.0
         for grad in grads if factor < 1 else []:
             grad.mul_(factor)
@@ -210,7 +220,11 @@ class LocalClipping:
 
     def note_uncompressed(self, clip: Clip) -> None:
         """The script clips what the framework's own exchange brings: so it will when compression begins."""
-        self._uncompressed[clip.key] = clip
+        self._keep(clip)
+
+    def uncompressed_step_ends(self) -> None:
+        """What the script has clipped in this step holds if the next one is compressed."""
+        self._uncompressed, self._noted = self._noted, {}
 
     def take_late(self) -> list[Clip]:
         """The limits of calls that have clipped gradients of this step in vain, as they had been taken already."""
@@ -282,7 +296,7 @@ class LocalClipping:
                 bound = self._local(clip.limit) * loss_scale
                 self._bounds.update({p: min(bound, self._bounds.get(p, math.inf)) for p in there})
                 continue
-            parts = [self._factors.get(p, 1.0) * _finite_norm(gradients[p], clip.p) for p in there]
+            parts = [self._factors.get(p, 1.0) * finite_norm(gradients[p], clip.p) for p in there]
             norm = self.norms[clip.key] = total_norm(parts, clip.p) / loss_scale
             if clip is self._whole():
                 self._own_norm = norm
@@ -301,24 +315,30 @@ class LocalClipping:
         return gradient
 
     def share(self, collectives: Collectives) -> None:
-        """Start telling all ranks the norms that their scripts will ask for after the exchange."""
-        keys = [clip.key for clip in self.clips if clip.updates and clip.key in self.norms]
-        if keys:
-            squares = torch.tensor([self.norms[key] ** 2 for key in keys], dtype=torch.float64)
-            collectives.traffic.count_allreduce(squares.nbytes, collectives.workers)
-            self._pending = keys, collectives.allreduce(squares, "clip.norms", averages=True)
+        """Start telling all ranks, unless that is done, the norms that this one's script will ask for."""
+        if self._shared is None:
+            squares = {what: self.norms[key] ** 2 for what, key in self._told.items()}
+            self._shared = SharedNorms(squares, collectives)
 
-    def take(self, collectives: Collectives) -> None:
-        """From now on those norms are the same on every rank: the root mean square over ranks."""
-        if self._pending is not None:
-            keys, pending = self._pending
-            self._pending = None
-            squares = collectives.wait(pending).tolist()
-            self.norms.update({key: math.sqrt(square) for key, square in zip(keys, squares, strict=True)})
+    def take(self) -> None:
+        """From now on norms that were told are the same on every rank that has measured them."""
+        if self._shared is not None:
+            shared, self._shared = self._shared, None
+            self.norms.update({self._told[what]: norm for what, norm in shared.wait().items()})
+
+    @property
+    def _told(self) -> dict[int, tuple[object, ...]]:
+        """Key of each norm of this step that all ranks may hear of, by a number that is the same on every rank."""
+        asked = [clip for clip in self.clips if clip.updates and not math.isnan(clip.p) and clip.key in self.norms]
+        return {self._digest(clip): clip.key for clip in asked}
+
+    def _digest(self, clip: Clip) -> int:
+        text = repr((clip.p, [self._number[p] for p in clip.parameters]))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def abandon(self) -> None:
         """The step under way is given up; what the script asks for holds all the same, as on other ranks."""
-        self._pending = None
+        self._shared = None
         for kept in (self.norms, self._factors, self._bounds, self._late):
             kept.clear()
 
@@ -334,22 +354,6 @@ class LocalClipping:
         return limit / norm if norm > limit else 1.0
 
 
-def norms_of(parameters: Iterable[Parameter]) -> list[float]:
-    """L2 norm of each ``p.grad``, 0 of a sparse one, NaN where there is none. Cost: a read of each."""
-    found: list[float] = []
-    dense: dict[int, torch.Tensor] = {}
-    for i, p in enumerate(parameters):
-        found.append(0.0 if p.grad is not None else math.nan)
-        if p.grad is not None and not p.grad.is_sparse:
-            dense[i] = torch.linalg.vector_norm(p.grad).float()
-    if dense:
-        device = next(iter(dense.values())).device
-        norms = torch.stack([norm.to(device) for norm in dense.values()]).tolist()  # one wait for a GPU
-        for i, norm in zip(dense, norms, strict=True):
-            found[i] = norm
-    return found
-
-
 def _is_one_factor(before: Sequence[float], after: Sequence[float]) -> bool:
     """Whether every norm has been multiplied by the same number, but for the rounding of short numbers."""
     whole = total_norm(before)
@@ -357,33 +361,3 @@ def _is_one_factor(before: Sequence[float], after: Sequence[float]) -> bool:
         return False
     factor = total_norm(after) / whole
     return all(math.isclose(factor * x, y, rel_tol=1e-2) for x, y in zip(before, after, strict=True))
-
-
-def clip_all(parameters: Iterable[Parameter], limit: float) -> None:
-    """As torch's `clip_grad_norm_`, which has no norm of a sparse gradient."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not any(grad.is_sparse for grad in grads):
-        torch.nn.utils.clip_grad_norm_(list(parameters), limit)
-        return
-    norm = total_norm([_finite_norm(grad, 2.0) for grad in grads])
-    for grad in grads if norm > limit else []:
-        grad.mul_(limit / norm)
-
-
-def total_norm(norms: Sequence[float], p: float = 2.0) -> float:
-    """The p-norm of all elements, from the p-norms of the parts."""
-    if not norms:
-        return 0.0
-    if math.isinf(p):
-        return max(norms)
-    return math.fsum(norm**p for norm in norms) ** (1 / p)
-
-
-def _finite_norm(gradient: torch.Tensor, p: float) -> float:
-    """The p-norm in fp32; what is not finite counts as zero, as it does where it enters the momentum."""
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    norm = float(torch.linalg.vector_norm(gradient, p, dtype=torch.float32))
-    if math.isfinite(norm):
-        return norm
-    return float(torch.linalg.vector_norm(torch.nan_to_num(gradient.float(), 0.0, 0.0, 0.0), p))

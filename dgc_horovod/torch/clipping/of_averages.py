@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dgc_horovod.torch.clipping.local import clip_all
+from dgc_horovod.torch.clipping.norms import clip_all
 
 
 def limit_averages(optimizer: torch.optim.Optimizer, limit: float | None) -> None:

@@ -60,8 +60,12 @@ class HookState:
 
 def install(model: DistributedDataParallel, optimizer: Any) -> None:
     """Let `optimizer` have the gradients of `model`; of an earlier one it takes the place."""
+    _let_carry(model, weakref.ref(optimizer))
+
+
+def _let_carry(model: DistributedDataParallel, carrier: Callable[[], Any]) -> None:
     known = model in _users
-    _users[model] = weakref.ref(optimizer)
+    _users[model] = carrier
     if not known:
         model.register_comm_hook(HookState(model), exchange_hook)
 
@@ -73,14 +77,12 @@ def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
         model: model, compressed before or not.
         halves: whether in half precision.
     """
-    if model not in _users:
-        if halves:
-            model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
-        return
-    before, own = _users[model](), OwnExchange(model.process_group, halves)
+    before = _users[model]() if model in _users else None
     if isinstance(before, torch.optim.Optimizer):
         before._dgc_superseded = True  # type: ignore[attr-defined]
-    _users[model] = lambda: own
+    if halves or model in _users:  # else DDP needs no hook
+        own = OwnExchange(model.process_group, halves)
+        _let_carry(model, lambda: own)
 
 
 def has_another(model: DistributedDataParallel) -> bool:
@@ -88,7 +90,8 @@ def has_another(model: DistributedDataParallel) -> bool:
     return any(hook is not exchange_hook for hook, _ in model._comm_hooks)
 
 
-# Without postponed annotations: DDP looks at them.
+# Without postponed annotations: DDP looks at them. As it is, where a script has compiled what calls backward().
+@torch.compiler.disable
 def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Hand over the gradients of a bucket to the optimizer of its model.
 
@@ -97,13 +100,14 @@ def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
         bucket: bucket of DDP, in which several parameters lie; another one in the next step may hold others.
     """
     model = state.model()
+    carrier = _users[model]()
+    if isinstance(carrier, OwnExchange):
+        return carrier._dgc_carry(bucket)
     if model._join_config.enable:
         raise UnsupportedUse(JOINING)
-    carrier = _users[model]()
     if carrier is None:
         raise UnsupportedUse(SUPERSEDED)
-    if not isinstance(carrier, OwnExchange):
-        owners.check(carrier)
+    owners.check(carrier)
     return carrier._dgc_carry(bucket)
 
 
@@ -120,4 +124,5 @@ def after_ddp(callback: Callable[[], None]) -> None:
 
 
 def _after_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    eager = torch.compiler.disable(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(eager)  # type: ignore[attr-defined]

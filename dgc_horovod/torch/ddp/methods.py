@@ -14,11 +14,12 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.ddp.hook import after_ddp, as_it_is, install
 from dgc_horovod.torch.ddp.nodes import transports
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives
-from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients import moments
+from dgc_horovod.torch.gradients.dense_path import ReduceSettings, all_finite
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.node_exchange import exchange_of
 from dgc_horovod.torch.gradients.scaling import scale_of
-from dgc_horovod.torch.methods import ExchangeMethods
+from dgc_horovod.torch.methods import FROZEN, ExchangeMethods
 from dgc_horovod.torch.wrapping import owners
 from dgc_horovod.torch.wrapping.arguments import agreed_fields
 
@@ -75,9 +76,6 @@ class ProcessGroupMethods(ExchangeMethods):
 
     def _dgc_group_name(self: Any) -> str:
         return f"process group {dist.get_process_group_ranks(self._dgc_process_group)}"
-
-    def _dgc_is_first(self: Any) -> bool:
-        return dist.get_rank() == 0
 
     def _dgc_exchange(self: Any) -> GradientExchange:
         config, collectives = self._dgc_config, ProcessGroupCollectives(self._dgc_process_group, self._dgc_tag)
@@ -154,9 +152,21 @@ class DataParallelMethods(ProcessGroupMethods):
     def _dgc_finish_exchange(self: Any) -> None:
         """See `ProcessGroupMethods`; what is frozen stays where it is, as with DDP alone."""
         ProcessGroupMethods._dgc_finish_exchange(self)
-        for p in self._dgc_parameters.values():
-            if not p.requires_grad:
-                p.grad = None
+        self._dgc_withheld = {p: p.grad for p in self._dgc_parameters.values() if not p.requires_grad}
+        for p in self._dgc_withheld:
+            p.grad = None
+
+    def synchronize(self: Any) -> None:
+        """See `ExchangeMethods.synchronize`; an update that no weight gets goes on waiting, as much of it on each rank.
+
+        Networks that take turns in one optimizer would lose it. Of what stays frozen nothing waits.
+        """
+        self._dgc_withheld = {}
+        ExchangeMethods.synchronize(self)
+        for p, update in self._dgc_withheld.items() if self._dgc_may_apply else ():
+            if self._dgc.is_compressed(p) and self._dgc_frozen_for.get(p, 0) < FROZEN and all_finite([update]):
+                moments.add_residual(self._dgc, p, update.float() / self._dgc.loss_scale())
+        self._dgc_withheld = {}
 
     def _dgc_end_backward(self: Any) -> None:
         """The backward pass is over, and every ``p.grad`` is where DDP has it."""

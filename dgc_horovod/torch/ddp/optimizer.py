@@ -18,6 +18,7 @@ from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
+from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch.clipping.of_averages import limit_averages
 from dgc_horovod.torch.ddp.auto import STOCK, AutomaticDataParallelMethods
 from dgc_horovod.torch.ddp.compression import Compression
@@ -46,6 +47,11 @@ from dgc_horovod.torch.wrapping.refusals import (
     without_a_choice,
 )
 
+COMPRESSES = (
+    "this optimizer compresses, and what it keeps is a part of its training; for Compression.none or .fp16 make a new "
+    "torch optimizer, and load this one's state_dict() after flush()"
+)
+
 
 def register(
     model: torch.nn.Module,
@@ -66,43 +72,46 @@ def register(
         process_group: ranks that take part; None: those of the model.
 
     Returns:
-        `optimizer`, which has ``compression_stats()``, ``set_epoch()``, ``flush()``, ``residual_state_dict()`` and
-        ``load_residual_state_dict()`` now.
+        What was given as `optimizer`. The torch optimizer has ``compression_stats()``, ``set_epoch()``, ``flush()``,
+        ``residual_state_dict()`` and ``load_residual_state_dict()`` now.
 
     Raises:
         ConfigError: an argument is out of range.
         UnsupportedUse: a combination that would train wrongly.
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
-    optimizer = bare_optimizer(optimizer)
+    given, optimizer = optimizer, bare_optimizer(optimizer)
     compression = Compression.dgc() if compression is None else compression
     config, bare = config_of(compression), getattr(model, COMPILED, model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
         _check_choice(group, compression)
         found = data_parallel(model)
-        return _uncompressed(optimizer, found, group, halves=compression is Compression.fp16)
+        if hasattr(optimizer, "_dgc"):
+            raise UnsupportedUse(COMPRESSES)
+        _uncompressed(optimizer, found, group, halves=compression is Compression.fp16)
+        return given
     try:
-        return _compressed(model, optimizer, config, group)
+        _compressed(model, optimizer, config, group)
     except NoChoice as refused:
         if dist.get_rank(group) == 0:
             tell_stock(str(refused), STOCK)
         limit_averages(optimizer, config.clip_norm)
-        return _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
+        _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
+    return given
 
 
 def _uncompressed(
     optimizer: Any, model: DistributedDataParallel, group: dist.ProcessGroup, halves: bool = False
-) -> Any:
-    """`optimizer` as it is, with what a checkpoint needs; DDP exchanges its gradients."""
+) -> None:
+    """Leave `optimizer` as it is, with what a checkpoint needs; DDP exchanges its gradients."""
     leave_to_ddp(model, halves)
     vars(optimizer).update(_dgc_process_group=group, _parameter_names=_names_of(named_parameters(model)))
-    return optimizer
 
 
 def _compressed(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: dist.ProcessGroup
-) -> Any:
+) -> None:
     may_stay = config.automatic and isinstance(getattr(model, COMPILED, model), DistributedDataParallel)
     with _alike(group), without_a_choice(may_stay):
         found = data_parallel(model)
@@ -124,7 +133,6 @@ def _compressed(
         scaler.belongs_to(optimizer)
         optimizer._attach(config, update, scaler)  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(_only_ours)
-    return optimizer
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -200,14 +208,18 @@ def _checked(
     sparse: bool = False,
     averages: bool = True,
 ) -> Any:
-    """The split of the optimizer's arithmetic, or an error for what cannot be compressed here."""
+    """The split of the optimizer's arithmetic, or an error for what cannot be compressed, or recorded, here."""
     checked_names(optimizer, named)
     check_optimizer(optimizer, sparse)
     check_parameters(optimizer, named)
     if config.local_steps is None:
-        return choose_update(optimizer, config)
-    check_local_steps(averages)
-    return LocalUpdate(kind_of(optimizer), config.outer_rate)
+        update = choose_update(optimizer, config)
+    else:
+        check_local_steps(averages)
+        update = LocalUpdate(kind_of(optimizer), config.outer_rate)
+    if dist.get_rank() == 0:
+        begin_as_environment_says(config)
+    return update
 
 
 def _only_ours(optimizer: Any, *_: Any) -> None:

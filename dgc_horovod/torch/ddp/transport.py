@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dgc_horovod.config_check import cut
-from dgc_horovod.errors import DGCError, LostRank
+from dgc_horovod.errors import CollectiveTimeout, DGCError, LostRank
 from dgc_horovod.notices import lost, timed_out
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
@@ -38,10 +39,21 @@ def new_group(ranks: Sequence[int], seconds: float, by_members: bool = True) -> 
         ranks: ranks of the group, as torch.distributed numbers all.
         seconds: time in which each collective must end, > 0; a process that ends waits for it too.
         by_members: whether `ranks` alone make the group; False: all ranks of the job do.
+
+    Raises:
+        CollectiveTimeout: one of them did not.
     """
     is_part = by_members and len(ranks) < dist.get_world_size()
     timeout = datetime.timedelta(seconds=seconds)
-    return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=is_part, group_desc="dgc")
+    begin = time.monotonic()
+    try:
+        return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=is_part, group_desc="dgc")
+    except RuntimeError as error:  # of torch's store, which knows of keys alone
+        raise CollectiveTimeout(
+            f"rank {dist.get_rank()} waited {time.monotonic() - begin:.0f} s for register() or save_checkpoint(), "
+            "which every rank must call. If all did, they cannot reach each other: set GLOO_SOCKET_IFNAME to the "
+            f"network interface that joins the hosts ({error})"
+        ) from error
 
 
 class ProcessGroupCollectives(Collectives):

@@ -18,7 +18,8 @@ from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
 from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
-from dgc_horovod.torch.clipping.local import Change, LocalClipping, clips_of, norms_of
+from dgc_horovod.torch.clipping.local import Change, LocalClipping, clips_of
+from dgc_horovod.torch.clipping.norms import norms_of
 from dgc_horovod.torch.gradients.bucket_run import BucketRun
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
@@ -93,6 +94,7 @@ class GradientExchange:
         self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines are given
         self.not_finite = ""  # what is to be said of the finished step
         self._norms: list[float] = []  # of its updates, one by one
+        self._shares_norms = False  # whether all ranks do in the present step
         self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
@@ -210,6 +212,7 @@ class GradientExchange:
             self._take_bucket(self._untaken.popleft(), accumulation_of)
         if not self._untaken and self._dense_path.complete:
             self._dense_path.launch_all()
+            self._share_norms()
 
     def _take_all(self, accumulation_of: AccumulationOf) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
@@ -231,11 +234,14 @@ class GradientExchange:
         return {p: self._gradient(p, self._given(run, i)) for p, (run, i) in self.place.items()}
 
     def _launch_all(self, clip: float) -> None:
-        all_clip = self.buckets.all_clip  # as the last step's messages said
         for run in self.runs:
             self._launch(run, clip)
         self._dense_path.launch_all(clip)
-        if all_clip and not self.buckets.ranks_in_join:  # a collective that not every rank takes part in never ends
+        self._share_norms()
+
+    def _share_norms(self) -> None:
+        """At one place among the collectives of every rank, that of a rank whose script clips nothing now as well."""
+        if self._shares_norms:
             self.clipping.share(self.collectives)
 
     # -- gradients out
@@ -292,12 +298,14 @@ class GradientExchange:
         If a gradient was not finite on any rank, or an update is not (in its parameter's dtype), every rank takes back
         what it had sent, and every ``p.grad`` is filled with NaN: a GradScaler skips the step too (invariant 5).
         """
-        self.clipping.take(self.collectives)
+        self._share_norms()  # unless that is done
+        self.clipping.take()
         finite = all(run.finite for run in self.runs) and self._dense_path.finite
         narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a dtype of less range
         finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
         self.not_finite = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
         self.buckets.close(finite)
+        self._shares_norms = self.buckets.all_clip and not self.buckets.ranks_in_join  # as all messages have said
         if not finite:
             for p in self.names:
                 if p.grad is not None and not p.grad.is_sparse:
@@ -344,8 +352,10 @@ class GradientExchange:
         found = self.clipping.judge(before, norms_of(self.names))
         if found is Change.CLIPPING:
             for run in self.runs:
-                for i in range(len(run.parameters)):
-                    output, _ = self._output_for(run, i, self._given(run, i))
+                for i, p in enumerate(run.parameters):
+                    frozen = p.grad is None  # since before the exchange: its update goes nowhere
+                    grad = torch.empty(run.sizes[i], device=run.device) if frozen else self._given(run, i)
+                    output, _ = self._output_for(run, i, grad)
                     run.engine.outputs.put(i, handed(output, run.engine.kernels))
                 run.engine.aggregate_into(self.buckets.mean_scale)
                 for p, output in zip(run.parameters, run.outputs, strict=True):

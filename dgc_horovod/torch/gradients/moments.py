@@ -15,6 +15,15 @@ def add_momentum(exchange: GradientExchange, p: Parameter, momentum: torch.Tenso
         engine.state.add_momentum(i, _kept(momentum, segment.offset, segment.numel).cpu().numpy())
 
 
+def add_residual(exchange: GradientExchange, p: Parameter, residual: torch.Tensor) -> None:
+    """Add to what this rank keeps of v of `p`."""
+    if exchange.names[p] in exchange.buckets.place:
+        engine, i = exchange.buckets.place[exchange.names[p]]
+        segment = engine.bucket.segments[i]
+        ours = torch.as_tensor(engine.state.v[segment.place])
+        ours.add_(_kept(residual, segment.offset, segment.numel).to(ours.device))
+
+
 def is_begun(exchange: GradientExchange, p: Parameter) -> bool:
     """Whether what the engine keeps of `p`, if it does, is of directions by the second moment of all ranks."""
     if exchange.names[p] not in exchange.buckets.place:

@@ -130,10 +130,10 @@ class FrozenAdamUpdate(AdamUpdate):
                 raise UnsupportedUse(NEVER_LEARNT.format(name=name))
             return
         step = int(state.get("step", 0))
-        if not step:
+        if not step and p.requires_grad and p not in self._unknown:
             raise UnsupportedUse(NOT_LEARNT)
         self._tell(exchange)
-        learnt = state["exp_avg_sq"].float() / (1 - b2**step)
+        learnt = state["exp_avg_sq"].float() / ((1 - b2**step) or 1)  # zeros of what was frozen all the time
         second = torch.from_numpy(bounded(learnt.cpu().numpy())).to(p.device)
         self._unknown.discard(p)
         if bool(second.isinf().all()):
@@ -161,7 +161,8 @@ class FrozenAdamUpdate(AdamUpdate):
     def check_flush(self, optimizer: Any) -> None:
         exchange = optimizer._dgc
         self._share = 1 if exchange.settings.averages else exchange.collectives.workers
-        if any(moments.is_begun(exchange, p) and not optimizer.state[p].get("step") for p in exchange.compressed):
+        known = [p for p in exchange.compressed if p not in self._unknown]
+        if any(moments.is_begun(exchange, p) and not optimizer.state[p].get("step") for p in known):
             raise UnsupportedUse(NOT_LEARNT)
 
     def flush_one(self, p: Parameter, left: Left, group: Group, state: dict[str, Any], compressed: bool) -> Any:
@@ -173,6 +174,8 @@ class FrozenAdamUpdate(AdamUpdate):
             return left[RESIDUAL]
         p.add_(left[RESIDUAL].to(p.dtype), alpha=-_sign(group) * float(group["lr"]))
         b2, before, now = group["betas"][1], int(state["step"]), self.directions(p)
+        if not before:  # frozen in all dense steps: stock Adam begins with it
+            return None
         state["exp_avg"] = (_sign(group) * self._share * left[FIRST]).to(p.dtype)
         state["exp_avg_sq"].mul_((1 - b2**now) / (1 - b2**before))  # at another step the same moment
         state["step"].fill_(now)

@@ -156,7 +156,7 @@ def scaler() -> dict[str, Any]:
 
 
 def compiled() -> dict[str, float]:
-    """torch.compile around DDP, and inside of it."""
+    """torch.compile around DDP, inside of it, of ``optimizer.step()``, and of a whole step, with DDP or without."""
     found = {}
     sgd = _sgd(nesterov=True)
     stock = _trained(sgd, None)
@@ -172,6 +172,29 @@ def compiled() -> dict[str, float]:
             F.mse_loss(model(x), y).backward()
             optimizer.step()
         found[name] = distance(stock, weights(ddp))
+    for name in ("step", "whole step", "whole step without DDP"):
+        model = smooth_model()
+        if name.endswith("DDP"):
+            optimizer = DistributedOptimizer(sgd(model), model.named_parameters(), everything())
+        else:
+            model = DistributedDataParallel(model)
+            optimizer = register(model, sgd(model), everything())
+        step = torch.compile(lambda optimizer=optimizer: optimizer.step(), backend="aot_eager")
+
+        def whole(x: torch.Tensor, y: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        compiled_whole = torch.compile(whole, backend="aot_eager")
+        for x, y in batches(12, dist.get_rank()):
+            if name == "step":
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                step()
+            else:
+                compiled_whole(x, y)
+        found[name] = distance(stock, weights(model))
     return found
 
 

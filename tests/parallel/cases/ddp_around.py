@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import time
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc_horovod.torch.ddp import Compression, register
+from dgc_horovod.torch.ddp import Compression, WarmupSchedule, register
 from tests.helpers.errors import error_of, error_told, stay_away
 from tests.helpers.regression import batches, fingerprint, smooth_model
 
@@ -65,6 +66,23 @@ def clipping_by_the_script() -> dict[str, Any]:
     return {"norms": norms, "limits": [clip.limit for clip in optimizer._dgc.clipping.clips], "is": fingerprint(model)}
 
 
+def clipping_more_on_one_rank() -> dict[str, Any]:
+    """All ranks clip, or log, and rank 0 logs a layer's norm as well; rank 1 leaves out what it logs now and then."""
+    found: dict[str, Any] = {}
+    for name, limits in {"clipped": (0.5, 1e6), "logged": (1e6,)}.items():
+        model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+        for step, (x, y) in enumerate(batches(8, dist.get_rank())):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if dist.get_rank() == 0 and step % 4 > 1:
+                nn.utils.clip_grad_norm_(model.module[0].parameters(), 1e6)
+            for limit in limits if dist.get_rank() == 0 or step != 4 or 0.5 in limits else ():
+                norm = float(nn.utils.clip_grad_norm_(model.parameters(), limit))
+            optimizer.step()
+        found[name] = {"last norm": norm, "is": fingerprint(model), "limit": optimizer._dgc.clipping.clips[-1].limit}
+    return found
+
+
 def clipping_in_a_hook() -> list[float]:
     """A hook before the step clips: that is learned, too."""
     model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
@@ -85,6 +103,50 @@ def frozen_later() -> dict[str, float]:
         before = frozen.detach().clone()
         _steps(model, optimizer, 10)
         found[name] = float((frozen - before).abs().max())
+    return found
+
+
+def frozen_in_dense_steps() -> dict[str, Any]:
+    """AdamW with a second moment of dense steps, in none of which a layer had a gradient; it gets one in the end."""
+    model = DistributedDataParallel(smooth_model(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    warmup = WarmupSchedule(steps=4, first_density=1.0, factor=1e-3)
+    register(model, optimizer, Compression.dgc(0.05, min_numel=64, second_moment="frozen", warmup=warmup))
+    frozen = model.module[0].weight.requires_grad_(False)
+    before = frozen.detach().clone()
+    _steps(model, optimizer, 8)
+    optimizer.flush()
+    _steps(model, optimizer, 2)
+    found = {"stays": bool(torch.equal(before, frozen)), "is": fingerprint(model)}
+    frozen.requires_grad_(True)
+    return {**found, "late": error_of(lambda: _steps(model, optimizer, 2))}
+
+
+def takes_turns() -> dict[str, float]:
+    """How far what was applied, and what waits, is from the gradients of two layers that are frozen in turn."""
+    found = {}
+    for scale in (1.0, 1024.0):
+        model = DistributedDataParallel(smooth_model(), find_unused_parameters=True)
+        optimizer = register(model, torch.optim.SGD(model.parameters(), lr=0.1), Compression.topk(0.02, min_numel=64))
+        scaler = torch.amp.GradScaler("cpu", scale, growth_interval=100, enabled=scale > 1)
+        layers = [model.module[0].weight, model.module[2].weight]
+        before, sums = [p.detach().clone() for p in layers], [torch.zeros_like(p) for p in layers]
+        for p, total in zip(layers, sums, strict=True):
+            p.register_hook(lambda grad, total=total, scale=scale: [total.add_(grad / scale), grad][1])
+        for step, (x, y) in enumerate(batches(8, dist.get_rank())):
+            for i, p in enumerate(layers):
+                p.requires_grad_(step % 2 == i)
+            optimizer.zero_grad()
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        for p, total in zip(layers, sums, strict=True):
+            kept = optimizer._dgc.buckets.state_arrays()[optimizer._parameter_names[p]]["v"]
+            total -= torch.from_numpy(kept).view(p.shape)
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        triples = zip(before, layers, sums, strict=True)
+        found[f"scaled by {scale}"] = max(float(((a - p.detach()) / 0.1 - x).norm() / x.norm()) for a, p, x in triples)
     return found
 
 
@@ -178,6 +240,76 @@ def late() -> str:
         F.mse_loss(model(x), y).backward()
     stay_away()
     return ""
+
+
+def unregistered() -> str:
+    """What a rank says that waits for one that does not register."""
+    model = DistributedDataParallel(smooth_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return ""
+    os.environ["DGC_TIMEOUT"] = "2"
+    return error_of(lambda: register(model, optimizer, Compression.dgc(0.02)))
+
+
+def unwritable_metrics() -> dict[str, Any]:
+    """A metrics file that rank 0 cannot write: no rank is registered, and what is there goes on as with DDP alone."""
+    model = DistributedDataParallel(smooth_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    os.environ["DGC_METRICS_FILE"] = f"{os.devnull}/metrics.jsonl"
+    try:
+        error = error_of(lambda: register(model, optimizer, Compression.dgc(0.02, min_numel=64)))
+    finally:
+        del os.environ["DGC_METRICS_FILE"]
+    _steps(model, optimizer, 2, clip=1.0)
+    register(model, optimizer, Compression.dgc(0.02, min_numel=64))
+    _steps(model, optimizer, 2, clip=1.0)
+    return {"error": error, "is": fingerprint(model)}
+
+
+def another_choice() -> dict[str, Any]:
+    """What a model was registered with before, and what it is registered with then."""
+    model = DistributedDataParallel(smooth_model())
+    first = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    register(model, first, Compression.fp16)
+    _steps(model, first, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    wrapped = AcceleratedOptimizer(optimizer)
+    returned = register(model, wrapped, Compression.dgc(0.02, min_numel=64))
+    _steps(model, optimizer, 2)
+    refused = error_of(lambda: register(model, returned, Compression.none))
+    _steps(model, optimizer, 2)
+    return {
+        "is": fingerprint(model),
+        "steps": optimizer.compression_stats()["steps"],
+        "refused": refused,
+        "given back": returned is wrapped,
+    }
+
+
+class AcceleratedOptimizer:
+    """What accelerate puts around an optimizer, known by its name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def clipped_by_hand() -> dict[str, Any]:
+    """A script that multiplies every gradient there is, beside a layer that is frozen: found out all the same."""
+    model = DistributedDataParallel(smooth_model(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    register(model, optimizer, Compression.dgc(0.02, min_numel=64))
+    model.module[0].requires_grad_(False)
+    for x, y in batches(8, dist.get_rank()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+        for grad in grads:
+            grad.mul_(min(1.0, 0.1 / norm))
+        optimizer.step()
+    return {"is": fingerprint(model), "limit": optimizer._dgc.clipping.by_hand}
 
 
 def metrics() -> str:

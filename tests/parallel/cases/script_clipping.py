@@ -25,6 +25,12 @@ def _norm(model: Any) -> Any:
     return clip_grad_norm_(model.parameters(), C)
 
 
+def _logs_too(model: Any) -> Any:
+    norm = _norm(model)
+    clip_grad_norm_(model.parameters(), 1e6)
+    return norm
+
+
 def _nothing(model: Any) -> None:
     return None
 
@@ -89,6 +95,8 @@ def same_as_given() -> dict[str, Any]:
         results[name] = {
             "after": fingerprint(_train(_norm, sgd=sgd)) == given,
             "before": fingerprint(_train(_norm, after=False, sgd=sgd)) == given,
+            "measured again": fingerprint(_train(_logs_too, sgd=sgd)) == given,
+            "measured again, before": fingerprint(_train(_logs_too, after=False, sgd=sgd)) == given,
             "scaled": fingerprint(_train(_norm, sgd=sgd, scaled=True)) == given,
             "another c is left out": fingerprint(_train(_norm, sgd=sgd, clip_norm=C)) == given,
             "none": fingerprint(_train(_nothing, sgd=sgd)) != given,
@@ -230,6 +238,22 @@ def measured_on_one_rank() -> str:
             assert clip_grad_norm_(model.parameters(), 1e9) > 0
 
     return fingerprint(_trained(clip)[0])
+
+
+def more_on_one_rank() -> dict[str, Any]:
+    """All ranks clip, or log, and rank 0 logs a layer's norm as well; rank 1 leaves out what it logs now and then."""
+    found: dict[str, Any] = {}
+    for name, limit in {"clipped": C, "logged": 1e6}.items():
+        norms = []
+
+        def clip(step: int, model: Any, limit: float = limit, norms: list[float] = norms) -> None:
+            if hvd.rank() == 0 and step % 2 == 0:
+                assert clip_grad_norm_(model[0].parameters(), 1e6) > 0
+            if hvd.rank() == 0 or limit == C or step % 4 != 2:
+                norms.append(float(clip_grad_norm_(model.parameters(), limit)))
+
+        found[name] = [fingerprint(_trained(clip)[0]), norms[-1]]
+    return found
 
 
 def odd_orders() -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""Norms of gradients, each read once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+Parameter = torch.Tensor
+
+
+def norms_of(parameters: Iterable[Parameter]) -> list[float]:
+    """L2 norm of each ``p.grad``, 0 of a sparse one, NaN where it was taken away. Cost: a read of each."""
+    found: list[float] = []
+    dense: dict[int, torch.Tensor] = {}
+    for i, p in enumerate(parameters):
+        found.append(math.nan if p.grad is None and p.requires_grad else 0.0)  # what is frozen needs none
+        if p.grad is not None and not p.grad.is_sparse:
+            dense[i] = torch.linalg.vector_norm(p.grad).float()
+    if dense:
+        device = next(iter(dense.values())).device
+        norms = torch.stack([norm.to(device) for norm in dense.values()]).tolist()  # one wait for a GPU
+        for i, norm in zip(dense, norms, strict=True):
+            found[i] = norm
+    return found
+
+
+def clip_all(parameters: Iterable[Parameter], limit: float) -> None:
+    """As torch's `clip_grad_norm_`, which has no norm of a sparse gradient."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not any(grad.is_sparse for grad in grads):
+        torch.nn.utils.clip_grad_norm_(list(parameters), limit)
+        return
+    norm = total_norm([finite_norm(grad, 2.0) for grad in grads])
+    for grad in grads if norm > limit else []:
+        grad.mul_(limit / norm)
+
+
+def total_norm(norms: Sequence[float], p: float = 2.0) -> float:
+    """The p-norm of all elements, from the p-norms of the parts."""
+    if not norms:
+        return 0.0
+    if math.isinf(p):
+        return max(norms)
+    return math.fsum(norm**p for norm in norms) ** (1 / p)
+
+
+def finite_norm(gradient: torch.Tensor, p: float) -> float:
+    """The p-norm in fp32; what is not finite counts as zero, as it does where it enters the momentum."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    norm = float(torch.linalg.vector_norm(gradient, p, dtype=torch.float32))
+    if math.isfinite(norm):
+        return norm
+    return float(torch.linalg.vector_norm(torch.nan_to_num(gradient.float(), 0.0, 0.0, 0.0), p))
