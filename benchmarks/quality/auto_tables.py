@@ -18,7 +18,7 @@ def table(found: Sequence[Outcome]) -> str:
     names = ("dense", *AUTOMATIC, *UNMASKED)
     shown = rows(found, lambda run: run.seed >= FIRST_SEED and run.variant in names)
     lines = []
-    for row in shown:
+    for row in sorted(shown, key=lambda row: (row.run.task, row.run.steps, row.run.variant)):
         fields = VARIANTS[row.run.variant].fields
         if fields is not None:
             title = f"{TASKS[row.run.task].title}, {row.run.steps:,} steps"
@@ -26,7 +26,7 @@ def table(found: Sequence[Outcome]) -> str:
             masked = "yes" if fields["factor_masking"] else "no"
             lines.append([title, f"{fields['density']:.1%}", masked, *gaps, str(len(row.loss_gap))])
     head = ["N = 4, auto less dense", "density", "momentum masked", "loss, nats", "accuracy, points", "seeds"]
-    return markdown(head, sorted(lines))
+    return markdown(head, lines)
 
 
 def blocks(found: Sequence[Outcome]) -> dict[str, str]:
