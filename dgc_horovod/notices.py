@@ -33,9 +33,9 @@ MID_ROUND = (
     "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
 )
 WEIGHTS_SET = (
-    "weights were set within a round of local steps: they count as what this rank has changed, of which little is "
-    "sent at once. Set them right after optimizer.exchange(), or call optimizer.clear_residuals() on every rank once "
-    "all have set the same"
+    "something else than the optimizer has changed weights within a round of local steps. If the script clips or "
+    "normalizes them, all is well. If it has put in others, such as its best ones, they count as what this rank has "
+    "changed, of which little is sent at once: call optimizer.clear_residuals() on every rank, once all have the same"
 )
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
@@ -87,7 +87,7 @@ def not_finite(step: int, where: str) -> str:
 
 def step_not_made(rank: int) -> str:
     """What a rank says with local steps whose own gradient was not finite."""
-    return f"a gradient was not finite on rank {rank}; it makes no step with it, which counts as one of its local steps"
+    return f"a gradient was not finite on rank {rank}, and is left out there; the step counts as one of its local steps"
 
 
 def round_not_finite(exchange: int, where: str) -> str:

@@ -113,10 +113,6 @@ class ExchangeStats:
         """Count a local step, the `pending`-th since the last exchange."""
         self.steps_alone, self.pending = self.steps_alone + 1, pending
 
-    def together(self, pending: int) -> None:
-        """The last of `pending` local steps, if there were any, is counted with the exchange that ends them."""
-        self.steps_alone, self.pending = self.steps_alone - 1, 0
-
     def times(self) -> dict[str, float]:
         """Seconds of all steps but the first, in which ranks that are early wait for others to start, and compile.
 

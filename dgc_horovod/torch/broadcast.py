@@ -24,15 +24,21 @@ def register() -> None:
 def _register_parameters(stock: Any) -> None:
     @functools.wraps(stock)
     def broadcast_parameters(params: Any, *place: Any, **named_place: Any) -> None:
-        named = params if isinstance(params, dict) else list(params)
-        stock(named, *place, **named_place)
-        values = [x for _, x in (named.items() if isinstance(named, dict) else named) if isinstance(x, torch.Tensor)]
+        stock(params, *place, **named_place)
         for optimizer in owners.live():
             if optimizer._dgc_in_round:  # of local steps
-                optimizer._dgc_rounds.restart_of(values)
+                optimizer._dgc_rounds.restart_of(list(_tensors(params)))
 
     broadcast_parameters._dgc_stock = stock  # type: ignore[attr-defined]
     replace_everywhere(stock, broadcast_parameters)
+
+
+def _tensors(params: Any) -> Iterator[torch.Tensor]:
+    """Those of a state, or of a list of parameters, with or without names."""
+    for entry in params.values() if isinstance(params, dict) else params:
+        value = entry[1] if isinstance(entry, tuple) else entry
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
 def _register_optimizer_state(stock: Any) -> None:

@@ -73,6 +73,8 @@ class ExchangeMethods(StateMethods):
         clip_calls.watch()
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
+        for other in owners.in_rounds(self):  # as many on every rank, as they have agreed
+            other._dgc_end_for_another()
         self._register_hooks()  # last: after an error no gradient comes here
         owners.claim(self)
 

@@ -72,3 +72,12 @@ def test_a_limit_of_uncompressed_steps_may_rise():
         made.uncompressed_step_ends()
     made.goes_on()
     assert [clip.limit for clip in made.clips] == [3.0]
+
+
+def test_limits_of_different_norms_are_not_mixed():
+    weights = (torch.zeros(1),)
+    made = LocalClipping(None, weights, workers=2, averages=True)
+    made.note(Clip(weights, 0.5))
+    made.note(Clip(weights, 10.0, math.inf))
+    made.step_ends()
+    assert [(clip.limit, clip.p) for clip in made.clips] == [(10.0, math.inf)]

@@ -157,6 +157,8 @@ class LocalClipping:
     def _keep(self, clip: Clip) -> None:
         """Record a call of this step; of several the least limit holds, as a large one only measures."""
         before = self._noted.get(clip.key, clip)
+        if before.p != clip.p and not math.isnan(clip.p):  # of another norm: the last one holds
+            before = clip
         updates, limit = clip.updates or before.updates, min(clip.limit, before.limit)
         self._noted[clip.key] = dataclasses.replace(clip, limit=limit, updates=updates)
 

@@ -40,7 +40,7 @@ class LocalMethods:
         self._dgc_below._dgc_build(self)
         if self._dgc_rounds is None:
             self._dgc_rounds = LocalRounds(self._dgc, self._dgc_config)
-        self._dgc_rounds.exchange = self._dgc
+        self._dgc_rounds.go_on_in(self._dgc)
 
     def _register_hooks(self: Any) -> None:
         """No gradient is exchanged."""
@@ -99,14 +99,15 @@ class LocalMethods:
         """Exchange what the weights have changed by since the last time; every rank must call it, between two steps.
 
         Afterwards the weights are the same on every rank. ``step`` does it every ``local_steps`` steps. Right after an
-        exchange there is nothing to do.
+        exchange it sends some more of what waits.
         """
-        if not self._dgc_takes_part or not self._dgc_rounds.count:
+        if not self._dgc_takes_part:
             return
         self._check_nothing_unfrozen()
         if self._dgc_membership is not None:
             self._dgc_membership.check(self)
-        self._dgc_rounds.send()
+        if not self._dgc_rounds.send():
+            self._tell_once("weights set", WEIGHTS_SET)
         self._dgc_end_exchange()
 
     def _dgc_end_exchange(self: Any) -> None:
@@ -151,14 +152,15 @@ class LocalMethods:
             raise UnsupportedUse(MID_ROUND)
 
     def _dgc_finish_round(self: Any) -> None:
-        self.exchange()
+        if self._dgc_rounds.count:
+            self.exchange()
 
     @property
     def _dgc_in_round(self: Any) -> bool:
         return self._dgc_takes_part and self._dgc_rounds.count > 0
 
     def _dgc_end_for_another(self: Any) -> None:
-        if self._dgc_in_round:  # each rank would begin anew with weights of its own
+        if self._dgc_membership is None:  # each rank would begin anew with weights of its own
             self._dgc_rounds.send()
             self._dgc_end_exchange()
 
@@ -169,6 +171,7 @@ class LocalMethods:
         """
         if self._dgc_takes_part:
             self._dgc.buckets.clear()
+            self._dgc.dense_residuals.clear()
             self._dgc_rounds.go_back()
             self._dgc_rounds.momentum.clear()
 

@@ -95,10 +95,16 @@ class LocalRounds:
             self._versions[p] = p._version
             self.momentum.pop(p, None)
 
+    def go_on_in(self, exchange: GradientExchange) -> None:
+        """From now on `exchange` is that of the parameters; the round under way goes on."""
+        self.exchange.buckets.counts.pending = 0
+        self.exchange = exchange
+        self.exchange.buckets.counts.pending = self.count
+
     @torch.no_grad()
-    def send(self) -> None:
-        """Start the exchange of this rank's changes."""
-        self.begin_step()  # where no step was made
+    def send(self) -> bool:
+        """Start the exchange of this rank's changes; returns what `begin_step` does."""
+        untouched = self.begin_step()  # which remembers the weights where no step was made
         self.exchange.decay(self._config.local_decay)
         self._held = {p: p.grad for p in self._anchor}
         for p, anchor in self._anchor.items():
@@ -107,6 +113,7 @@ class LocalRounds:
                 self.exchange.fade(p, 0.0)
         for p in reversed(self._anchor):
             self._results[p] = self.exchange.add_gradient(p, lambda _: _CHANGE)
+        return untouched
 
     @torch.no_grad()
     def receive(self) -> bool:
@@ -117,7 +124,7 @@ class LocalRounds:
         for p, result in self._results.items():
             p.grad = result()
         finite = self.exchange.finish()
-        self.exchange.buckets.counts.together(self.count)
+        self.exchange.buckets.counts.steps_alone -= 1  # one of the round's is counted with the exchange itself
         for p, anchor in self._anchor.items():
             if finite:
                 assert p.grad is not None
@@ -164,7 +171,7 @@ class LocalRounds:
         self._end()
         if to is not None:
             self.count, self._anchor = to.count, {p: anchor.clone() for p, anchor in to.anchor.items()}
-        self.exchange.buckets.counts.pending = self.count
+            self.exchange.buckets.counts.pending = to.count
 
     def _end(self) -> None:
         for p, grad in self._held.items():
@@ -173,4 +180,4 @@ class LocalRounds:
         self._results.clear()
         self._anchor.clear()
         self._versions.clear()
-        self.count = 0
+        self.count = self.exchange.buckets.counts.pending = 0

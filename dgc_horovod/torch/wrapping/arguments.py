@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from dgc_horovod import __version__
 from dgc_horovod.config import FIELD_NAMES, DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.torch.wrapping import owners
 
 
 def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
@@ -74,4 +75,5 @@ def agreed_fields(optimizer: Any, parameters: dict[str, torch.Tensor], config: D
         "names": "\n".join(parameters),
         "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
         "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
+        "rounds of earlier optimizers, which exchange() ends": str(len(owners.in_rounds(optimizer))),
     }

@@ -18,16 +18,22 @@ def claim(optimizer: Any) -> None:
     model again drops the old optimizer when it has the new one.
     """
     parameters = set(optimizer._requires_update)
-    if any(other._dgc_in_round for other in _owning()):
-        gc.collect()  # one that is garbage here may be gone already on other ranks: none takes part then
     for other in _owning():
         if not parameters.isdisjoint(other._requires_update):
-            other._dgc_end_for_another()
             other._dgc_superseded = True
             for hook in other._grad_accs:
                 hook.remove()
     _made[:] = [ref for ref in _made if ref() is not None]
     _made.append(weakref.ref(optimizer))
+
+
+def in_rounds(optimizer: Any) -> list[Any]:
+    """Earlier optimizers of parameters of `optimizer` that have made local steps since their last exchange."""
+    if any(other._dgc_in_round for other in _owning()):
+        gc.collect()  # one that is garbage here may be gone already on other ranks
+    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    found = [other for other in _owning() if other is not optimizer and other._dgc_in_round]
+    return [other for other in found if not parameters.isdisjoint(other._requires_update)]
 
 
 def live() -> list[Any]:
