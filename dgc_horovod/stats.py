@@ -85,7 +85,7 @@ class ExchangeStats:
     trial_seconds: dict[str, float] = field(default_factory=dict)  # and what a step of each took, as it was timed
     steps: int = 0
     steps_alone: int = 0  # of the script's, without an exchange
-    pending: int = 0  # of them, those since the last exchange
+    pending: int = 0  # local steps since the last exchange
     offered: int = 0  # elements on the sparse path, also of a step that was not finished
     selected: int = 0  # and how many of them were sent
     skipped: int = 0  # steps that were applied on no rank
@@ -108,10 +108,6 @@ class ExchangeStats:
                 self.skips.append(skipped_at)
         self._last_ended = self._clocks()
         self._first_ended = self._first_ended or self._last_ended
-
-    def alone(self, pending: int) -> None:
-        """Count a local step, the `pending`-th since the last exchange."""
-        self.steps_alone, self.pending = self.steps_alone + 1, pending
 
     def times(self) -> dict[str, float]:
         """Seconds of all steps but the first, in which ranks that are early wait for others to start, and compile.

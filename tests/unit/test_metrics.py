@@ -302,14 +302,13 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     for module in (stats, summary):
         monkeypatch.setattr(module, "all_exchanges", [counts])
     outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "15"}, []))
-    for step in range(10):
-        counts.alone(step + 1)
+    counts.steps_alone = counts.pending = 10
     assert "10 local steps, fewer than come before an exchange" in outcome.line()
-    counts.steps_alone, counts.pending = counts.steps_alone - 1, 0
+    counts.steps_alone, counts.pending = 9, 0
     counts.end_step()
     counts.traffic.count(10, 10)
     counts.offered = counts.selected = 100
     assert "not exchanged" not in outcome.line()
-    counts.alone(1)
+    counts.steps_alone, counts.pending = 10, 1
     assert "not exchanged: 1" in outcome.line() and "optimizer.exchange()" in outcome.line()
     assert outcome.stats()["bytes_dense"] == 4 * 100 * 11

@@ -42,7 +42,6 @@ class LocalRounds:
             ``offload`` are used.
 
     Attributes:
-        count: number of inner steps since the last exchange.
         momentum: outer momentum b, by parameter, the same on every rank; empty before the first exchange or without.
 
     Memory: the anchor, 4 bytes a parameter (its own dtype), and 4 more with outer momentum; as much as the gradients
@@ -58,6 +57,15 @@ class LocalRounds:
         self._versions: dict[Parameter, int] = {}  # torch's counts of writes, after the last inner step
         self._held: dict[Parameter, torch.Tensor | None] = {}  # gradients, while changes are in their places
         self._results: dict[Parameter, Callable[[], torch.Tensor]] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of inner steps since the last exchange; the summary of a job is told of them, too."""
+        return self.exchange.buckets.counts.pending
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self.exchange.buckets.counts.pending = count
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of `x`, of a parameter's shape, where the rounds keep theirs: with ``offload`` in host memory."""
@@ -79,7 +87,7 @@ class LocalRounds:
     def end_step(self) -> bool:
         """An inner step is made, or skipped; returns whether the round is full."""
         self.count += 1
-        self.exchange.buckets.counts.alone(self.count)
+        self.exchange.buckets.counts.steps_alone += 1
         self._versions = {p: p._version for p in self._anchor}
         return self.count >= self._steps
 
@@ -97,9 +105,8 @@ class LocalRounds:
 
     def go_on_in(self, exchange: GradientExchange) -> None:
         """From now on `exchange` is that of the parameters; the round under way goes on."""
-        self.exchange.buckets.counts.pending = 0
-        self.exchange = exchange
-        self.exchange.buckets.counts.pending = self.count
+        count, self.count = self.count, 0
+        self.exchange, self.count = exchange, count
 
     @torch.no_grad()
     def send(self) -> bool:
@@ -171,7 +178,6 @@ class LocalRounds:
         self._end()
         if to is not None:
             self.count, self._anchor = to.count, {p: anchor.clone() for p, anchor in to.anchor.items()}
-            self.exchange.buckets.counts.pending = to.count
 
     def _end(self) -> None:
         for p, grad in self._held.items():
@@ -180,4 +186,4 @@ class LocalRounds:
         self._results.clear()
         self._anchor.clear()
         self._versions.clear()
-        self.count = self.exchange.buckets.counts.pending = 0
+        self.count = 0
