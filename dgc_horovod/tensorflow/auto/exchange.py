@@ -20,7 +20,7 @@ from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
-from dgc_horovod.tensorflow.wrapping.variables import Gradient
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, all_finite
 
 
 class AutomaticExchange(GradientExchange):
@@ -129,7 +129,7 @@ class AutomaticExchange(GradientExchange):
         found = self._stock_paths[mode](dict(enumerate(gradients)))
         results = [found[i] for i in range(len(gradients))]
         if mode == HALF:
-            ends = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
+            ends = all_finite(results)
         else:  # of stock's own arithmetic nothing is skipped
             halves = partial(fits, results, self.collectives.workers)
             ends = tf.cond(probes, lambda: auto.expected(halves()), lambda: tf.constant(True))

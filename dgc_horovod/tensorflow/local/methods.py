@@ -18,7 +18,7 @@ from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.local.rounds import LocalRounds
 from dgc_horovod.tensorflow.optimizer_mixin import DistributedMethods, not_converted
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, key_of, native
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, all_finite, key_of, native
 
 _log = logging.getLogger("dgc_horovod")
 _told: list[bool] = []  # that a gradient was not finite, once
@@ -162,7 +162,7 @@ def _finite_or_zero(grads: list[Gradient]) -> list[Gradient]:
     for ever. Costs a read of every gradient.
     """
     given = [tf.convert_to_tensor(_elements(grad)) for grad in grads if grad is not None]
-    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(elements)) for elements in given])
+    finite = all_finite(given)
     tf.cond(finite, lambda: tf.constant(True), lambda: host_call(_tell, [finite], [tf.bool])[0])
     return [None if grad is None else _or_zeros(grad, finite) for grad in grads]
 

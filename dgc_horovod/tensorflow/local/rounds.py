@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
-from dgc_horovod.tensorflow.wrapping.variables import Key, is_frozen, key_of, native
+from dgc_horovod.tensorflow.wrapping.variables import Key, all_finite, is_frozen, key_of, native
 
 if TYPE_CHECKING:
     from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
@@ -97,7 +97,7 @@ class LocalRounds:
             return tf.constant(True)
 
         def clean() -> tf.Tensor:
-            sound = tf.reduce_all([tf.reduce_all(tf.math.is_finite(slot)) for slot in slots if slot.dtype.is_floating])
+            sound = all_finite(slot for slot in slots if slot.dtype.is_floating)
             for slot in slots:
                 slot.assign(tf.where(sound, slot, tf.zeros_like(slot)))
             for second, mean in zip(seconds, self._means_of(seconds), strict=True):

@@ -136,3 +136,8 @@ def combined(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 def numel_of(sources: Sequence[Source]) -> int:
     """Elements of all together."""
     return sum(tf.TensorShape(source.shape).num_elements() or 0 for source in sources)
+
+
+def all_finite(tensors: Iterable[Any]) -> tf.Tensor:
+    """Whether every element of floating-point tensors is finite. Cost: a read of each."""
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
