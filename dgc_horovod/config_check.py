@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -70,6 +70,30 @@ def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:
         return
     texts = collectives.gather_bytes(json.dumps(dict(fields)).encode(), "disagreement")
     raise RankMismatch("\n".join(_describe([json.loads(text) for text in texts])))
+
+
+@contextmanager
+def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
+    """Around the checks of a rank that compresses: what one rank refuses, or cannot do, stops every rank.
+
+    Args:
+        compare: function that compares what each rank refuses, "nothing" or its words, and raises RankMismatch.
+
+    Raises:
+        RankMismatch: on every rank, if not all refuse the same; also if some do not compress.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    text = str(problem) if isinstance(problem, DGCError) else f"{type(problem).__name__}: {problem}"
+    try:
+        compare(text if problem is not None else "nothing")
+    except Exception as mismatch:
+        raise mismatch from problem
+    if problem is not None:
+        raise problem
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.config_check import check_agreement, unique_tag
+from dgc_horovod.config_check import check_agreement, refused_alike, unique_tag
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import HOST_SPEED
 from dgc_horovod.core.nodes import Launched, agree
@@ -187,11 +187,19 @@ class Distribution:
         self, sources: Sequence[Source], gradients: Sequence[Gradient], local: Sequence[bool], number: int
     ) -> VariableSet:
         kinds = [kind_of(gradient) for gradient in gradients]
-        for source in sources:
-            refuse_what_cannot_be_sent(source)
-        if not envvars.horovod_elastic():  # there a newcomer makes its exchange while the others wait for its state
-            start = Collectives(self.settings.process_set, "start")
-            check_agreement(start, self._agreed_fields(sources, local, number))
+        start, alone = Collectives(self.settings.process_set, "start"), envvars.horovod_elastic()
+        fields = self._agreed_fields(sources, local, number)
+
+        def compare(refused: str) -> None:
+            if not alone:  # under Elastic a newcomer makes its exchange while the others wait for its state
+                check_agreement(start, {"refused": refused, **fields})
+
+        with refused_alike(compare):
+            for source in sources:
+                refuse_what_cannot_be_sent(source)
+            if self.settings.config is not None and hvd.rank() == 0:
+                begin_as_environment_says(self.settings.config)
+        if not alone:
             kinds = common_kinds(start, kinds)
         if self.settings.config is not None and self.settings.config.automatic and not self._sets:
             sent = [kind for kind, own in zip(kinds, local, strict=True) if not own]
@@ -234,8 +242,6 @@ class Distribution:
                 exchange.resume(*self._loaded)
                 self._loaded = None
             buckets.epoch = self.epoch
-            if hvd.rank() == 0:
-                begin_as_environment_says(buckets.config)
             if collectives.rank == 0:
                 describe(buckets, self.update.notice)
         return exchange

@@ -48,6 +48,7 @@ def test_ranks_that_disagree_hear_the_same(ranks):
     assert "variable count: rank 0 has 8, rank 1 has 2" in first["model"]
     assert "density=0.05, rank 1 has density=0.1" in first["tape"]
     assert "optimizer: rank 0 has Adagrad, rank 1 has RMSprop" in first["optimizer"]
+    assert "refused: rank 0 has the metrics file" in first["metrics"] and "rank 1 has nothing" in first["metrics"]
 
 
 def test_ranks_in_other_epochs_hear_it(ranks):

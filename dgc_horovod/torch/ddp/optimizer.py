@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dgc_horovod import envvars
 from dgc_horovod.compression import config_of
 from dgc_horovod.config import DGCConfig, check_local_steps
-from dgc_horovod.config_check import check_agreement
+from dgc_horovod.config_check import check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
@@ -43,7 +43,6 @@ from dgc_horovod.torch.wrapping.refusals import (
     check_optimizer,
     check_parameters,
     check_plain_models,
-    refused_alike,
     without_a_choice,
 )
 

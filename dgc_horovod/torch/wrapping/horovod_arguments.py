@@ -11,11 +11,10 @@ from horovod.common.util import split_list
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig, check_predivide
-from dgc_horovod.config_check import check_agreement
+from dgc_horovod.config_check import check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.wrapping.arguments import agreed_fields, choice_fields
-from dgc_horovod.torch.wrapping.refusals import refused_alike
 
 
 def check_arguments(op: int, predivide: float, passes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dgc_horovod.errors import DGCError, UnsupportedUse
+from dgc_horovod.errors import UnsupportedUse
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -29,30 +29,6 @@ def without_a_choice(automatic: bool) -> Iterator[None]:
         yield
     except UnsupportedUse as refused:
         raise (NoChoice(str(refused)) if automatic else refused) from None
-
-
-@contextmanager
-def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
-    """Around the checks of a rank that compresses: what one rank refuses, or cannot do, stops every rank.
-
-    Args:
-        compare: function that compares what each rank refuses, "nothing" or its words, and raises RankMismatch.
-
-    Raises:
-        RankMismatch: on every rank, if not all refuse the same; also if some do not compress.
-    """
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    text = str(problem) if isinstance(problem, DGCError) else f"{type(problem).__name__}: {problem}"
-    try:
-        compare(text if problem is not None else "nothing")
-    except Exception as mismatch:
-        raise mismatch from problem
-    if problem is not None:
-        raise problem
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sparse_as_dense: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -86,8 +88,18 @@ def disagreement() -> dict[str, str]:
             lambda: fitted(keras.optimizers.Adagrad() if first else keras.optimizers.RMSprop(), Compression.topk(0.05))
         ),
         "tape": error_of(lambda: tape_on.gradient(*tape_on.asked)),
+        "metrics": _unwritable(lambda: train(Compression.dgc(0.05))),
         "afterwards": fingerprint(fitted(momentum_sgd(), Compression.dgc(0.05), epochs=1)),
     }
+
+
+def _unwritable(train: Callable[[], str]) -> str:
+    """What is told where rank 0 cannot write the metrics file."""
+    os.environ["DGC_METRICS_FILE"] = f"{os.devnull}/metrics.jsonl"
+    try:
+        return train()
+    finally:
+        del os.environ["DGC_METRICS_FILE"]
 
 
 def _taped() -> Any:
