@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,7 @@ def larger(found: Sequence[Outcome]) -> str:
         values = pairs(by_run, run, Run(LARGER, DENSE, workers))
         if values and variant != DENSE:
             traffic = statistics.mean(
-                _traffic(each) for run, each in by_run.items() if (run.variant, run.workers) == (variant, workers)
+                _traffic(each) for other, each in by_run.items() if replace(other, seed=run.seed) == run
             )
             name = f"{_named(variant)}, N = {workers}"
             lines.append([name, spread(values, "+.3f"), f"1/{1 / traffic:.1f}", len(values)])

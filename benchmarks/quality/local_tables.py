@@ -18,6 +18,7 @@ from benchmarks.quality.variants import (
     LOCAL,
     LOCAL_DENSER,
     LOCAL_STEPS,
+    OUTER,
     VARIANTS,
 )
 from benchmarks.report import markdown
@@ -36,7 +37,7 @@ def table(found: Sequence[Outcome]) -> str:
     """A line for each task, number of ranks, length and H of which something was run."""
     lines = []
     for task, workers, length in _places(found):
-        by_run = {each.run: each for each in found if each.run.seed >= (FIRST_SEED if task == "transformer" else 0)}
+        by_run = _of_task(found, task)
         for name, (averaged, steps) in BESIDE.items():
             runs = [Run(task, each, workers, length=length) for each in (DENSE, averaged, name)]
             of_a_seed = _of_shared_seeds(by_run, runs)
@@ -60,6 +61,32 @@ def table(found: Sequence[Outcome]) -> str:
                 )
     head = ["loss less dense AdamW, nats", "averaged every H", "compressed", "what the recipe adds", "seeds"]
     return markdown([*head, "a coordinate is sent, times", "less an exchange", "less a step"], lines)
+
+
+def outer(found: Sequence[Outcome]) -> str:
+    """A line for each place of which whole weights were averaged with outer momentum, beside none and beside ours."""
+    lines = []
+    for task, workers, length in _places(found):
+        by_run = _of_task(found, task)
+        for steps, averaged, denser in zip(LOCAL_STEPS, AVERAGED, LOCAL_DENSER, strict=True):
+            names = [DENSE, averaged, *(f"{averaged}, {name}" for name in OUTER), denser]
+            rows = _of_shared_seeds(by_run, [Run(task, name, workers, length=length) for name in names])
+            if rows:
+                gaps = zip(*([each.loss - row[0].loss for each in row[1:]] for row in rows), strict=True)
+                place = f"{ALL_TASKS[task].title}, N = {workers}, {rows[0][0].run.steps:,} steps, H = {steps}"
+                lines.append([place, *(spread(values, "+.3f") for values in gaps), len(rows)])
+    head = [
+        "loss less dense AdamW, nats",
+        "averaged every H",
+        "the same with Nesterov 0.5",
+        "DiLoCo: Nesterov 0.9, rate 0.7",
+    ]
+    return markdown([*head, "compressed to 6%, Nesterov 0.5", "seeds"], lines)
+
+
+def _of_task(found: Sequence[Outcome], task: str) -> dict[Run, Outcome]:
+    """The outcomes of this study."""
+    return {each.run: each for each in found if each.run.seed >= (FIRST_SEED if task == "transformer" else 0)}
 
 
 def _places(found: Sequence[Outcome]) -> list[tuple[str, int, float]]:

@@ -30,7 +30,7 @@ def texts() -> dict[tuple[Path, str], str]:
     made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
     made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
     made["quality"] = tables.by_length(found)
-    made["local"] = local_tables.table(found)
+    made |= {"local": local_tables.table(found), "outer": local_tables.outer(found)}
     made |= exchange_tables.blocks(found) | adam_tables.blocks(found) | auto_tables.blocks(found)
     return {(PAGE, marker): text for marker, text in made.items()}
 

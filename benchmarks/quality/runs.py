@@ -46,6 +46,7 @@ from benchmarks.quality.variants import (
     SETTLED,
     UNMASKED,
     VARIANTS,
+    WITH_OUTER,
     WITHOUT,
 )
 from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
@@ -114,12 +115,12 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
 
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds:
-        for variant in ("AdamW, dense", *AVERAGED, *LOCAL, *LOCAL_DENSER, *LATER_AVERAGED, *LATER_LOCAL):
+        for variant in ("AdamW, dense", *AVERAGED, *WITH_OUTER, *LOCAL, *LOCAL_DENSER, *LATER_AVERAGED, *LATER_LOCAL):
             yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])
 
 
 def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
-    """The larger model, a seed after the other: per step with four ranks, and local steps with four and eight."""
+    """The larger model, a seed after the other: per step with four ranks, local steps with four and eight; longer."""
     per_step = (
         *(f"AdamW, frozen after {steps}" for steps in ("200", "400", "100, density falls")),
         *LONGER_DENSE,
@@ -131,6 +132,9 @@ def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
         for i, workers in enumerate(WORKERS):
             for variant in ("AdamW, dense", *LOWER, *AVERAGED, *LOCAL, *LOCAL_DENSER):
                 yield Run("gpt", variant, workers, seed + 100 * i)
+        yield from (Run("gpt", variant, 4, seed) for variant in WITH_OUTER if " 15" in variant)
+        longer = (name for name in (*AVERAGED, *LOCAL, *LOCAL_DENSER) if " 15" in name)
+        yield from (Run("gpt", variant, 4, seed, LENGTHS[1]) for variant in ("AdamW, dense", *longer))
 
 
 def _auto(seeds: Sequence[int]) -> Iterator[Run]:

@@ -207,6 +207,13 @@ _WHOLE = {"density": 1.0, "values": "fp32", "dense_values": "fp32", "local_decay
 # AdamW with local steps: the weights averaged every so many, and compressed on the way
 LOCAL_STEPS = (5, 15, 30)
 AVERAGED = {f"AdamW, averaged every {steps}": _local(steps, **_WHOLE) for steps in LOCAL_STEPS}
+# whole weights with Nesterov's momentum of the mean change: the factor of ours, and what DiLoCo (2311.08105, 3.1) uses
+OUTER = {"momentum 0.5": {"outer_momentum": 0.5}, "DiLoCo": {"outer_momentum": 0.9, "outer_rate": 0.7}}
+WITH_OUTER = {
+    f"AdamW, averaged every {steps}, {name}": _local(steps, **{**_WHOLE, **outer})
+    for name, outer in OUTER.items()
+    for steps in LOCAL_STEPS
+}
 LOCAL = {f"AdamW, local, {steps} steps": _local(steps, outer_rate=1.5) for steps in LOCAL_STEPS}
 LOCAL_DENSER = {f"AdamW, local, {steps} steps, 6%": _local(steps, density=1 / 16) for steps in LOCAL_STEPS}
 # The same after some dense steps
@@ -269,6 +276,7 @@ VARIANTS = {
     **OWN_GPT_TIMED,
     **POWER_SGD,
     **AVERAGED,
+    **WITH_OUTER,
     **LOCAL,
     **LOCAL_DENSER,
     **LATER_AVERAGED,
