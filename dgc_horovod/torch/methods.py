@@ -27,9 +27,12 @@ from dgc_horovod.torch.wrapping import owners
 from dgc_horovod.torch.wrapping.notices import (
     ADDED_LATER,
     CHANGED_UPDATE,
+    DROPPED,
     LATE_CHANGE,
+    LATE_HOOK,
     SCALER_NOT_PASSED,
     SYNCHRONIZED_TWICE,
+    TAKEN_AWAY,
     UNSCALED_TOO_EARLY,
     clipping_learned,
 )
@@ -47,6 +50,8 @@ class ExchangeMethods(StateMethods):
 
     _dgc_stock = False  # whether the framework's own exchange carries the gradients of the present step
     _dgc_is_undecided = False  # whether that may change
+    _dgc_returned: Any = None  # by the user's own step, the last time
+    _dgc_offered = False  # whether a GradScaler has looked at the updates; it may skip the step
     _dgc_steps = False  # whether `step` is under way, and not another that somebody has taken from the class before
 
     def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
@@ -69,7 +74,8 @@ class ExchangeMethods(StateMethods):
         self._dgc_build()
         update.prepare(self)
         self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
-        self._dgc_group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
+        self._dgc_count = sum(len(group["params"]) for group in self.param_groups)
+        self._dgc_group_of: dict[torch.Tensor, dict[str, Any]] = {}
         clip_calls.watch()
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
@@ -112,6 +118,7 @@ class ExchangeMethods(StateMethods):
         # step would unscale the dense path only.
         if self._dgc_scaler is None and self._dgc_takes_part:
             raise UnsupportedUse(SCALER_NOT_PASSED)
+        self._dgc_offered = True
         return False
 
     def _register_hooks(self: Any) -> None:
@@ -121,13 +128,18 @@ class ExchangeMethods(StateMethods):
         def ready(p: torch.Tensor) -> None:
             optimizer = weak()
             if optimizer is not None:
+                hooks: Any = p._post_accumulate_grad_hooks
+                if len(hooks) > 1 and not hasattr(hooks[next(reversed(hooks))], "belongs_to_dgc"):
+                    optimizer._tell_once("late hook", LATE_HOOK)
                 optimizer._dgc_ready(p)
 
+        hook: Any = torch.compiler.disable(ready)
+        hook.belongs_to_dgc = True
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
                     self._requires_update.add(p)
-                    self._grad_accs.append(p.register_post_accumulate_grad_hook(torch.compiler.disable(ready)))
+                    self._grad_accs.append(p.register_post_accumulate_grad_hook(hook))
         weakref.finalize(self, _remove, self._grad_accs)
 
     def _dgc_ready(self: Any, p: torch.Tensor) -> None:
@@ -146,9 +158,15 @@ class ExchangeMethods(StateMethods):
         elif self._dgc_frozen_for:
             self._dgc_frozen_for.pop(p, None)
         self._dgc_watch.taken(p)
-        group = self.param_groups[self._dgc_group_of[p]]
+        group = self._dgc_group(p)
         self._dgc.clipping.adds_decay |= self._dgc_update.decay_before(group) != 0
         return self._dgc.add_gradient(p, self._accumulation_of)
+
+    def _dgc_group(self: Any, p: torch.Tensor) -> dict[str, Any]:
+        """The parameter group of `p`, which a script may have put into another since the last step."""
+        if not self._dgc_group_of:
+            self._dgc_group_of = {p: group for group in self.param_groups for p in group["params"]}
+        return self._dgc_group_of[p]  # type: ignore[no-any-return]
 
     def _dgc_fade(self: Any, p: torch.Tensor) -> None:
         """Of a parameter that stays frozen, what waits is dropped: it would go on moving for hundreds of steps.
@@ -158,13 +176,13 @@ class ExchangeMethods(StateMethods):
         """
         steps = self._dgc_frozen_for[p] = self._dgc_frozen_for.get(p, 0) + 1
         if steps >= FROZEN:
-            factor = self._dgc_update.fading(self.param_groups[self._dgc_group_of[p]])
+            factor = self._dgc_update.fading(self._dgc_group(p))
             if steps == FROZEN or factor**steps > _FADED:
                 self._dgc.fade(p, 0.0 if steps == FROZEN else factor)
 
     def _accumulation_of(self: Any, p: torch.Tensor) -> tuple[Accumulation, float]:
         """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
-        group, update = self.param_groups[self._dgc_group_of[p]], self._dgc_update
+        group, update = self._dgc_group(p), self._dgc_update
         update.dense = update.learns_second and self._dgc.buckets.learns_second
         update.adopt_state(p, group, self.state, self._dgc)
         return update.accumulation(p, group), update.decay_before(group)
@@ -191,6 +209,7 @@ class ExchangeMethods(StateMethods):
         if not self._dgc_may_apply and self._dgc_update.dense:
             self._dgc.buckets.drop_residuals()
         self._dgc_watch.synchronized(self._dgc.names)
+        self._dgc_group_of, self._dgc_offered = {}, False
 
     def _nothing_new(self: Any) -> bool:
         """Whether what stands in ``p.grad`` is an update already: to exchange it again would compress it twice."""
@@ -214,8 +233,8 @@ class ExchangeMethods(StateMethods):
             with torch.enable_grad():
                 loss = closure()
         if not self._dgc_takes_part:
-            super(type(self), self).step()  # type: ignore[misc]
-            return loss
+            returned = super(type(self), self).step()  # type: ignore[misc]
+            return returned if closure is None else loss
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
@@ -233,7 +252,7 @@ class ExchangeMethods(StateMethods):
         if not self._dgc.buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
             self._dgc_replicas.begin(self._dgc.buckets.steps)
             settling.watch(self)
-        return loss
+        return self._dgc_returned if closure is None else loss
 
     def _dgc_with_hooks(self: Any, act: Callable[[Any], None]) -> None:
         """Torch's own wrapper runs the step hooks, once, around everything that the step does."""
@@ -246,6 +265,7 @@ class ExchangeMethods(StateMethods):
     def _apply(self: Any, _: Any) -> None:
         """After the hooks before a step, which may clip as well."""
         self._check_untouched()
+        self._drop_what_was_taken_away()
         clip_calls.cut_late(self)
         clip_calls.end_step(self)
         self._synchronized = False
@@ -256,12 +276,12 @@ class ExchangeMethods(StateMethods):
         own_step: Any = super(type(self), self).step.__func__  # type: ignore[misc]
         if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
             own_step = own_step.__wrapped__
-        own_step(self)
+        self._dgc_returned = own_step(self)
 
     def _check_nothing_unfrozen(self: Any) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
         late = self._dgc_frozen
-        if sum(len(group["params"]) for group in self.param_groups) != len(self._dgc_group_of):
+        if sum(len(group["params"]) for group in self.param_groups) != self._dgc_count:
             late = [p for group in self.param_groups for p in group["params"] if p not in self._requires_update]
         for p in late:
             if p.requires_grad:
@@ -280,6 +300,13 @@ class ExchangeMethods(StateMethods):
             elif self._dgc.clipping.by_hand is not None:
                 self._tell_once("clipping", clipping_learned(self._dgc.clipping.by_hand))
 
+    def _drop_what_was_taken_away(self: Any) -> None:
+        """Of a parameter whose update a script has set to None nothing waits: it would come in a burst later on."""
+        for p in self._dgc.compressed:
+            if p.grad is None and p.requires_grad:
+                self._dgc.fade(p, 0.0)
+                self._tell_once("taken away", TAKEN_AWAY.format(name=self._dgc.names[p]))
+
     def _dgc_is_exchanging(self: Any) -> bool:
         """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
         return self._synchronized or self._dgc_has_launched()
@@ -289,7 +316,7 @@ class ExchangeMethods(StateMethods):
             self._dgc_told.add(key)
             _log.warning("dgc_horovod: %s", text)
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """As torch's, and an error between backward and step, while gradients are being exchanged."""
         if self._handles:
             raise UnsupportedUse(
@@ -297,8 +324,11 @@ class ExchangeMethods(StateMethods):
                 "are being exchanged. Call it after step(), or before backward(). After an exception in between, on "
                 "every rank, give the step up first: optimizer.synchronize(); optimizer.zero_grad()"
             )
+        if self._dgc_takes_part and self._synchronized and self._dgc_may_apply:
+            if not (self._dgc_stock or self._dgc_offered):
+                self._tell_once("dropped", DROPPED)
         self._synchronized = False
-        super(type(self), self).zero_grad(set_to_none)  # type: ignore[misc]
+        super(type(self), self).zero_grad(*args, **kwargs)  # type: ignore[misc]
 
 
 def _remove(hooks: list[Any]) -> None:

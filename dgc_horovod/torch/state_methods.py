@@ -19,24 +19,24 @@ class StateMethods:
     _dgc_takes_part: bool  # whether this rank is one of those that exchange
     _dgc_membership: Any = None  # with which ranks, where they change while the job runs
 
-    def state_dict(self: Any) -> dict[str, Any]:
-        """As torch's. It has the same entries on every rank at any time: they may be broadcast one by one.
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the optimizer's own. It has the same entries on every rank at any time: they may be broadcast one by one.
 
         Between steps with momentum correction, momentum and moments of compressed tensors are this rank's own
         (``residual_state_dict``); here they are zero.
         """
         if self._dgc_takes_part:
             self._dgc_update.prepare(self)
-        return super(type(self), self).state_dict()  # type: ignore[misc]
+        return super(type(self), self).state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """As torch's; a stock checkpoint's momentum and moments are taken over, and u and v start empty."""
+    def load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's own; a stock checkpoint's momentum and moments are taken over, and u and v start empty."""
         if self._dgc_has_launched() and self._dgc_membership is None:
             raise UnsupportedUse(
                 "load_state_dict() between backward() and step(): gradients are being exchanged; call it after step()"
             )
         self._dgc_reset()
-        super(type(self), self).load_state_dict(state_dict)  # type: ignore[misc]
+        super(type(self), self).load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
         if self._dgc_takes_part:
             self._dgc_forget()
             self._dgc_loaded = True

@@ -16,11 +16,13 @@ CASES = [
     "networks_in_turns",
 ]
 CASES += ["given_up_steps", "copies", "synchronized_twice"]
+EDITS = ["taken_away", "dropped_update", "late_hooks", "regrouped", "own_methods"]
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"script_habits.{case}" for case in CASES], timeout=120)
+    cases = [f"script_habits.{case}" for case in CASES] + [f"script_edits.{case}" for case in EDITS]
+    return run_ranks(2, cases, timeout=120)
 
 
 def test_a_state_that_one_rank_has_loaded_can_be_broadcast(ranks):
@@ -82,3 +84,31 @@ def test_a_second_synchronization_is_warned_of(ranks):
     for rank in ranks:
         (text,) = rank["script_habits.synchronized_twice"]
         assert "without optimizer.skip_synchronize() context" in text
+
+
+def test_gradients_that_a_script_takes_away_do_not_come_later(ranks):
+    """Twelve steps of them came in a burst."""
+    first, second = (rank["script_edits.taken_away"] for rank in ranks)
+    stock, ours = first["stock"]["moves"], first["sparse"]["moves"]
+    assert first["sparse"]["is"] == second["sparse"]["is"] and first["sparse"]["told"] == ["taken away"]
+    assert max(ours[:12]) == 0 and 0 < max(ours[12:]) < 3 * max(stock[12:])
+
+
+def test_an_update_that_is_dropped_is_told_of(ranks):
+    assert ranks[0]["script_edits.dropped_update"] == ["dropped"]
+
+
+def test_a_hook_that_comes_after_the_wrapping_is_told_of(ranks):
+    assert ranks[0]["script_edits.late_hooks"] == [["late hook"], []]
+
+
+def test_parameter_groups_may_change_between_steps(ranks):
+    for rank in ranks:
+        found = rank["script_edits.regrouped"]
+        assert found.keys() == {"reversed", "merged"} and max(found.values()) < 1e-5, found
+
+
+def test_methods_of_an_optimizer_keep_their_arguments_and_results(ranks):
+    for rank in ranks:
+        found = rank["script_edits.own_methods"]
+        assert len(found) == 3 and all(each == ["done", True, False] for each in found.values()), found

@@ -43,10 +43,10 @@ class AutomaticDataParallelMethods(AutomaticMethods, DataParallelMethods):  # ty
             after_ddp(lambda: self._dgc_arrived(time.perf_counter() - begin))
         return self._dgc_own_exchange._dgc_carry(bucket)  # type: ignore[no-any-return]
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """See `DataParallelMethods.zero_grad`."""
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        """See `ExchangeMethods.zero_grad`."""
         self._dgc_passes = 0
-        DataParallelMethods.zero_grad(self, set_to_none)
+        DataParallelMethods.zero_grad(self, *args, **kwargs)
 
     def synchronize(self: Any) -> None:
         """``backward`` has done it."""

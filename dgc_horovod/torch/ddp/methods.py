@@ -32,11 +32,6 @@ ACCUMULATED = (
     "exchange. Put all backward passes of a step but the last inside `with model.no_sync():`. To give an update up, "
     "call optimizer.zero_grad()"
 )
-DROPPED = (
-    "optimizer.zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum, and a "
-    "part of them comes with later updates; keep a backward pass that is not this model's away from it (detach(), or "
-    "requires_grad_(False) meanwhile)"
-)
 NOT_EXCHANGED = (
     "step() without gradients that have been exchanged: since the last step there was no backward pass outside of "
     "model.no_sync(), or optimizer.zero_grad() came after it"
@@ -124,8 +119,6 @@ class DataParallelMethods(ProcessGroupMethods):
     scripts do to it then (unscale, clip) they do to the same numbers on every rank.
     """
 
-    _dgc_offered = False  # whether a GradScaler has looked at the updates; it may skip the step
-
     def _register_hooks(self: Any) -> None:
         self._requires_update.update(self._dgc_parameters.values())
         install(self._dgc_model(), self)
@@ -174,18 +167,12 @@ class DataParallelMethods(ProcessGroupMethods):
         self.synchronize()
         self._dgc_offered = False
 
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """See `ExchangeMethods`."""
         kept = self._dgc.buckets.state_arrays().values() if self._dgc_loaded else ()
         if any(x.any() for arrays in kept for x in arrays.values()):
             self._tell_once("loaded twice", LOADED_TWICE)
-        ExchangeMethods.load_state_dict(self, state_dict)
-
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """As torch's; what ``backward`` has brought is given up, if it was not applied."""
-        if self._synchronized and self._dgc_may_apply and not self._dgc_offered:
-            self._tell_once("dropped", DROPPED)
-        ExchangeMethods.zero_grad(self, set_to_none)
+        ExchangeMethods.load_state_dict(self, state_dict, *args, **kwargs)
 
     @property
     def _step_supports_amp_scaling(self: Any) -> bool:
@@ -206,8 +193,8 @@ class DataParallelMethods(ProcessGroupMethods):
         if not self._synchronized:
             raise UnsupportedUse(NOT_EXCHANGED)
         with self.skip_synchronize():
-            ExchangeMethods.step(self)
-        return loss
+            returned = ExchangeMethods.step(self)
+        return returned if closure is None else loss
 
 
 def _put(p: torch.Tensor, update: torch.Tensor, taken: set[int]) -> None:

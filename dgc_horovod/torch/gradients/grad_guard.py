@@ -68,14 +68,14 @@ class GradientWatch:
         return any(_version(p) != seen for p, seen in self._taken.values())
 
     def changed_since_synchronized(self, loss_scale: float = 1.0) -> bool:
-        """Whether an update was changed since synchronize.
+        """Whether an update was changed since synchronize; one that is gone was not.
 
         Args:
             loss_scale: loss scale, > 0; a GradScaler's unscale_, which divides by it, does not count as a change.
         """
-        if any(_version(p) != seen for p, seen in self._synchronized):
+        if any(_version(p) != seen for p, seen in self._synchronized if p.grad is not None):
             return True
-        return any(p.grad is None or not _is_same(p.grad, copy, loss_scale) for p, copy in self._copies)
+        return any(p.grad is not None and not _is_same(p.grad, copy, loss_scale) for p, copy in self._copies)
 
     def unchanged_since_applied(self) -> bool:
         """Whether every ``p.grad`` is still the update that has been applied."""

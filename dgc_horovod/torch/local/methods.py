@@ -68,7 +68,7 @@ class LocalMethods:
             clip_calls.end_step(self)  # it was the gradient's own
             if self._dgc_rounds.end_step():
                 self.exchange()
-        return loss
+        return self._dgc_returned if closure is None else loss
 
     def _dgc_may_step(self: Any) -> bool:
         """Whether a GradScaler lets the step be, and gradients are finite; they are unscaled then.
@@ -139,9 +139,9 @@ class LocalMethods:
     def synchronize(self: Any) -> None:
         """Nothing: each rank's gradients are its own."""
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """As torch's."""
-        super(type(self), self).zero_grad(set_to_none)  # type: ignore[misc]
+        super(type(self), self).zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def _dgc_forget(self: Any) -> None:
         self._dgc_below._dgc_forget(self)
@@ -175,9 +175,9 @@ class LocalMethods:
             self._dgc_rounds.go_back()
             self._dgc_rounds.momentum.clear()
 
-    def state_dict(self: Any) -> dict[str, Any]:
-        """As torch's: the inner optimizer's state on this rank, and the outer momentum."""
-        found: dict[str, Any] = self._dgc_below.state_dict(self)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the optimizer's own: the inner optimizer's state on this rank, and the outer momentum."""
+        found: dict[str, Any] = self._dgc_below.state_dict(self, *args, **kwargs)
         if self._dgc_takes_part and self._dgc_config.outer_momentum:
             names = self._dgc.names
             found[_OUTER] = {names[p]: x for p, x in self._dgc_rounds.momentum.items()}
@@ -187,14 +187,14 @@ class LocalMethods:
         names = self._dgc.names if self._dgc_config.outer_momentum else {}
         return {name: self._dgc_rounds.outer(p) for p, name in names.items()}
 
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """As torch's; what ranks have kept starts empty, and the round under way goes on.
+    def load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's own; what ranks have kept starts empty, and the round under way goes on.
 
         Raises:
             UnsupportedUse: the outer momentum is of other parameters.
         """
         if not self._dgc_takes_part:
-            self._dgc_below.load_state_dict(self, state_dict)
+            self._dgc_below.load_state_dict(self, state_dict, *args, **kwargs)
             return
         of_name = {name: p for p, name in self._dgc.names.items()}
         outer = state_dict.get(_OUTER, {}) if self._dgc_config.outer_momentum else {}
@@ -204,7 +204,8 @@ class LocalMethods:
                 f"the outer momentum of {others[0]!r} is of no parameter here: pass the same named_parameters as when "
                 "it was saved"
             )
-        self._dgc_below.load_state_dict(self, {key: x for key, x in state_dict.items() if key != _OUTER})
+        inner = {key: x for key, x in state_dict.items() if key != _OUTER}
+        self._dgc_below.load_state_dict(self, inner, *args, **kwargs)
         if not self._dgc_rounds.count:  # a step that has raised an error may have begun one
             self._dgc_rounds.go_back()
         for name, x in outer.items():

@@ -18,6 +18,20 @@ CHANGED_UPDATE = (
     "p.grad was changed between synchronize() and step(). After compression it is an update that arrives in bursts, "
     "and what is clipped off it is lost; pass clip_norm=c to the compression instead (dgcrun: --dgc-clip-norm c)"
 )
+TAKEN_AWAY = (
+    "the script has set the gradient of {name!r} to None between backward() and step(): its update is left out, and "
+    "what waits of it and its momentum are dropped, else they would come in a burst later on"
+)
+DROPPED = (
+    "optimizer.zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum, and a "
+    "part of them comes with later updates. To keep gradients that are too large out, limit them before they are "
+    "exchanged (clip_norm=c); keep a backward pass that is not this model's away from it (detach(), or "
+    "requires_grad_(False) meanwhile)"
+)
+LATE_HOOK = (
+    "register_post_accumulate_grad_hook() was called after the optimizer had been wrapped: that hook runs when the "
+    "exchange may have taken the gradient, and what it changes may take no part. Register it before wrapping"
+)
 ADDED_LATER = (
     "a parameter of shape {shape} was added to the torch optimizer after it had been wrapped: the ranks have already "
     "agreed on names and buckets. Add the group first, then wrap"
