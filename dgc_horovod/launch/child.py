@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _LOOK_EVERY = 0.1  # seconds
-_KILLED_AFTER = 30.0  # seconds; Horovod gives its ranks 5 to end
+_RANKS_KILLED_AFTER, _KILLED_AFTER = 10.0, 30.0  # seconds; Horovod gives its ranks 5 to end
 
 
 class Child:
@@ -77,12 +79,17 @@ class Child:
         return code if code >= 0 else 128 - code
 
     def _pass_on(self, number: int, frame: Any) -> None:
-        _signal(self.pid, number)
         if number in _ENDING and self._ended_by is None:
             self._ended_by = number
-            timer = threading.Timer(_KILLED_AFTER, _signal, (self.pid, signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
+            _later(_RANKS_KILLED_AFTER, _kill, _below(self.pid))
+            _later(_KILLED_AFTER, _signal, self.pid, signal.SIGKILL)
+        _signal(self.pid, number)
+
+
+def _later(seconds: float, act: Callable[..., Any], *given: Any) -> None:
+    timer = threading.Timer(seconds, act, given)
+    timer.daemon = True
+    timer.start()
 
 
 def _when_told(work: Callable[[str], int], reading: int) -> int:
@@ -92,12 +99,30 @@ def _when_told(work: Callable[[str], int], reading: int) -> int:
 
 
 def _end(pid: int) -> None:
-    deadline = time.monotonic() + _KILLED_AFTER
+    begin, below = time.monotonic(), _below(pid)
     there = _signal(pid, signal.SIGTERM)
-    while there and time.monotonic() < deadline:
+    while there and time.monotonic() < begin + _KILLED_AFTER:
         time.sleep(0.2)
         there = _signal(pid, 0)
+        if time.monotonic() > begin + _RANKS_KILLED_AFTER:
+            _kill(below)
+    _kill(below)
     _signal(pid, signal.SIGKILL)
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    """Every process that the child has started, ranks and theirs: Horovod leaves behind what an ended rank started."""
+    try:
+        return psutil.Process(pid).children(recursive=True)  # type: ignore[no-any-return]
+    except psutil.Error:
+        return []
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    """End those that are still there; a number that another process has by now is left alone."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _signal(pid: int, number: int) -> bool:

@@ -347,23 +347,30 @@ def start(controller: str, mark: str) -> subprocess.Popen[str]:
     ids=str,
 )
 def test_a_signal_to_dgcrun_ends_everything(controller, number):
-    """As a batch system sends it; not even SIGKILL, which nobody can catch, leaves ranks behind."""
+    """As a batch system sends it; not even SIGKILL, which nobody can catch, leaves ranks behind, or what they began."""
     if controller not in built_controllers():
         pytest.skip(f"this Horovod was built without {controller}")
-    mark = f"import time, horovod.torch as hvd; hvd.init(); print('up', flush=True); time.sleep(100)  # {time.time()}"
-    with start(controller, mark) as process:
+    mark = f"job {time.time()}"
+    begins = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)', '{mark}'])"
+    script = f"import subprocess, sys, time, horovod.torch as hvd; hvd.init(); {begins}; print('up', flush=True); "
+    with start(controller, script + "time.sleep(100)") as process:
         try:
             assert process.stdout is not None
             while "up" not in process.stdout.readline():
                 assert process.poll() is None
-            ranks = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+            time.sleep(1)  # for both ranks to be up
+            ranks = _marked(mark)
             process.send_signal(number)
             process.communicate(timeout=60)
-            assert process.returncode != 0 and len(ranks) >= 1
+            assert process.returncode != 0 and len(ranks) >= 2
             _, alive = psutil.wait_procs(ranks, timeout=20)
             assert not alive
         finally:
             kill_tree(process.pid)
-            for rank in psutil.process_iter(["cmdline"]):
-                if mark in (rank.info["cmdline"] or []):
-                    rank.kill()
+            for rank in _marked(mark):
+                rank.kill()
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Ranks, and what they have started."""
+    return [p for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or [])]
