@@ -119,6 +119,10 @@ class ExchangeStats:
         spent = {name: self._last_ended.get(name, 0) - self._first_ended.get(name, 0) for name in COUNTERS[1:]}
         return {"timed_steps": max(0, self.steps - 1), **spent}
 
+    def span(self) -> tuple[float, float]:
+        """When its first and its last step ended, on one clock of this process."""
+        return self._first_ended.get(COUNTERS[1], 0.0), self._last_ended.get(COUNTERS[1], 0.0)
+
     def _clocks(self) -> dict[str, float]:
         spent = time.perf_counter(), self.traffic.compressing, self.traffic.decoding, self.traffic.waiting
         return dict(zip(COUNTERS[1:], spent, strict=True))
@@ -165,8 +169,13 @@ def total(tallies: list[ExchangeStats]) -> dict[str, float]:
 
 
 def times(tallies: list[ExchangeStats]) -> dict[str, float]:
-    """The times of several exchanges together."""
-    return _sum([counts.times() for counts in [ExchangeStats(1, 0), *tallies]])
+    """The times of several exchanges together; where two optimizers step in turn, seconds of both count once."""
+    found, until = _sum([counts.times() for counts in [ExchangeStats(1, 0), *tallies]]), 0.0
+    found[COUNTERS[1]] = 0.0
+    for first, last in sorted(counts.span() for counts in tallies):
+        found[COUNTERS[1]] += max(0.0, last - max(first, until))
+        until = max(until, last)
+    return found
 
 
 def _sum(each: list[dict[str, float]]) -> dict[str, float]:

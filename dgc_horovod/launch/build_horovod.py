@@ -362,7 +362,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser = argparse.ArgumentParser(prog="build_horovod", description=description)
     parser.add_argument("--force", action="store_true", help="build and install even if a working Horovod is there")
-    parser.add_argument("--without-mpi", action="store_true", help="Gloo only, even where an MPI is found")
+    parser.add_argument("--without-mpi", action="store_true", help="Gloo only; give --force too if Horovod has MPI")
     parser.add_argument("--cache", type=Path, help="folder of wheels (default: ~/.cache/dgc_horovod/wheels)")
     return parser.parse_args(arguments)
 

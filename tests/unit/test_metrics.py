@@ -312,3 +312,23 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     counts.steps_alone, counts.pending = 10, 1
     assert "not exchanged: 1" in outcome.line() and "optimizer.exchange()" in outcome.line()
     assert outcome.stats()["bytes_dense"] == 4 * 100 * 11
+
+
+def test_seconds_of_optimizers_that_step_in_turn_count_once(monkeypatch):
+    """A step of a GAN seemed to take twice as long as it does, and to wait half as much of it."""
+    now = [5.0]
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: now[0])
+    first, second = ExchangeStats(2, 1000), ExchangeStats(2, 1000)
+    for _ in range(101):
+        for counts in (first, second):
+            counts.traffic.waiting += 0.02
+            now[0] += 0.05
+            counts.end_step()
+    found = stats.times([first, second, ExchangeStats(2, 1000)])
+    assert found["timed_steps"] == 200 and found["step_seconds"] == pytest.approx(200 * 0.05, rel=0.01)
+    later = ExchangeStats(2, 1000)
+    for _ in range(3):
+        now[0] += 1
+        later.end_step()
+    both = stats.times([later, first])
+    assert both["step_seconds"] == pytest.approx(first.times()["step_seconds"] + 2) and both["timed_steps"] == 102
