@@ -11,6 +11,7 @@ pytestmark = pytest.mark.parallel
 CASES = [
     "loss_scale_is_seen",
     "each_optimizer_has_its_scaler",
+    "scaled_now_and_then",
     "own_choice_is_kept",
     "adam_is_told",
     "sparse_gradients",
@@ -40,7 +41,14 @@ def test_the_loss_scale_is_seen_without_an_edit(ranks):
 
 
 def test_each_optimizer_has_its_scaler(ranks):
-    assert all(rank["each_optimizer_has_its_scaler"] == {"fp32 first": True, "scaled one": True} for rank in ranks)
+    assert all(rank["each_optimizer_has_its_scaler"] == {"fp32 first": True, "scaled first": True} for rank in ranks)
+
+
+def test_a_gradient_that_no_scaler_has_scaled_is_taken_as_it_is(ranks):
+    """It was divided by the scale of a scaler that had been in use before, or beside it: weights exploded."""
+    for rank in ranks:
+        for name, (from_stock, from_beginning) in rank["scaled_now_and_then"].items():
+            assert from_stock < 1e-5 and from_beginning > 0.01, name
 
 
 def test_a_choice_among_ours_is_the_scripts(ranks):

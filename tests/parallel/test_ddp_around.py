@@ -12,6 +12,7 @@ CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_t
 CASES += ["clipping_more_on_one_rank", "takes_turns", "frozen_in_dense_steps"]
 CASES += ["unwritable_metrics", "another_choice", "clipped_by_hand"]
 CASES += ["dropped", "copied", "clipping_in_a_hook", "frozen_later", "limit_without_compression"]
+CASES += ["scaled_now_and_then"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,13 @@ def test_networks_that_take_turns_lose_nothing(ranks):
     """What was selected of a frozen layer was thrown away, at every step."""
     for rank in ranks:
         assert max(rank["ddp_around.takes_turns"].values()) < 1e-4
+
+
+def test_a_gradient_that_no_scaler_has_scaled_is_taken_as_it_is(ranks):
+    """It was divided by the scale of a scaler that had been in use before, or beside it: weights exploded."""
+    for rank in ranks:
+        for name, (from_stock, from_beginning) in rank["ddp_around.scaled_now_and_then"].items():
+            assert from_stock < 1e-5 and from_beginning > 0.01, name
 
 
 def test_a_limit_holds_where_ddp_exchanges(ranks):

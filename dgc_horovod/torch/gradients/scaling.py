@@ -11,24 +11,34 @@ from typing import Any
 import torch
 
 _Scaler: Any = torch.amp.GradScaler
-_SEEN = ("scale", "unscale_", "step")  # its methods that are wrapped, and put back by `stop_watching`
+_SEEN = ("scale", "unscale_", "step", "update")  # its methods that are wrapped, and put back by `stop_watching`
 _last: weakref.ref[Any] | None = None  # the scaler that has scaled a loss last
+_stepping: Any = None  # the scaler whose `step` is under way
 _drivers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # optimizer -> its scaler, None: none
 _ticks = itertools.count(1)
-# When a scaler has scaled a loss, and an optimizer stepped, last
+# When a scaler has scaled a loss last, if it was after its `update`, and when an optimizer's last step ended
 _at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class SeenScaler:
-    """Stands for the GradScaler that drives an optimizer, whichever it is.
+    """Stands for the GradScaler that has scaled the loss of the present step of an optimizer, if one has.
 
-    It is known once that scaler has unscaled or stepped the optimizer, or once the optimizer has stepped without one.
-    Before that, during the first step, it is taken to be the one that has scaled a loss last. So it is where a script
-    makes a new one: each epoch, or after steps without.
+    A scaler counts if it has scaled a loss since the optimizer's last step, and since its own last ``update``. First
+    comes the one that has stepped or unscaled the optimizer last, then the one that has scaled a loss last. That one
+    may be for other optimizers only: so it is taken to be if it drives others while this one's last step was without a
+    scaler, and if it has stepped another before this backward pass.
+
+    A step without a backward pass on this rank (in join, or without a batch) has the scaler of the step before.
+
+    Two cases remain in which it errs. The first step of an optimizer in fp32, where another's scaled loss comes before
+    its own backward pass and is stepped after it. And the first scaled step after some in fp32, where the scaler drives
+    another optimizer already.
     """
 
     def __init__(self) -> None:
         self._optimizer: weakref.ref[Any] | None = None
+        self._found: weakref.ref[Any] | None = None  # what a backward pass has found last
+        self._found_at = 0
 
     def belongs_to(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on watch `optimizer`, which is the wrapped one."""
@@ -41,8 +51,24 @@ class SeenScaler:
 
     def get_scale(self) -> float:
         """The factor by which the present gradients are multiplied."""
-        scaler = self._scaler
+        scaler = self._of_step()
         return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _of_step(self) -> Any:
+        """What a backward pass has found holds until the end of its step."""
+        optimizer, in_backward = self._watched, _in_backward()
+        if optimizer is None:
+            return None
+        if _stepping is None and not in_backward and self._found_at > _at.get(optimizer, 0):
+            return self._found() if self._found is not None else None
+        found = _of_step(optimizer)
+        if in_backward:
+            self._found, self._found_at = weakref.ref(found) if found is not None else None, next(_ticks)
+        return found
+
+    @property
+    def _watched(self) -> Any:
+        return self._optimizer() if self._optimizer is not None else None
 
     @property
     def _per_optimizer_states(self) -> Any:
@@ -50,31 +76,74 @@ class SeenScaler:
 
     @property
     def _scaler(self) -> Any:
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        newest = _last() if _last is not None else None
-        if optimizer not in _drivers:
-            return newest
-        reference = _drivers[optimizer]
-        driver = reference() if reference is not None else None
-        if newest is None or newest is driver or not _has_scaled_since_a_step_of(optimizer, newest):
-            return driver
-        if driver is not None and _has_scaled_since_a_step_of(optimizer, driver):
-            return driver
-        had_none_or_has_one = reference is None or driver is not None
-        return driver if had_none_or_has_one and _drives_others(newest, optimizer) else newest
+        """That of the last step, whether or not it has scaled a loss since."""
+        optimizer = self._watched
+        return _of_last_step(optimizer) if optimizer is not None else None
 
 
-def _has_scaled_since_a_step_of(optimizer: Any, scaler: Any) -> bool:
+def _of_step(optimizer: Any) -> Any:
+    """The scaler that has scaled the gradients of the step under way, or None."""
+    if _stepping is not None:
+        return _stepping
+    driver, newest = _driver_of(optimizer), _newest()
+    if driver is not None and _has_scaled_for(optimizer, driver):
+        return driver
+    if newest is not None and _has_scaled_for(optimizer, newest):
+        return None if _is_for_others(newest, optimizer) else newest
+    return _of_last_step(optimizer) if _has_no_loss(optimizer) else None
+
+
+def _of_last_step(optimizer: Any) -> Any:
+    """The scaler of the last step; where that is gone, or before the first step, the one that scaled a loss last."""
+    if optimizer in _drivers and _drivers[optimizer] is None:
+        return None
+    return _driver_of(optimizer) or _newest()
+
+
+def _driver_of(optimizer: Any) -> Any:
+    reference = _drivers.get(optimizer)
+    return reference() if reference is not None else None
+
+
+def _newest() -> Any:
+    return _last() if _last is not None else None
+
+
+def _has_scaled_for(optimizer: Any, scaler: Any) -> bool:
     return _at.get(scaler, 0) > _at.get(optimizer, 0)
 
 
-def _drives_others(scaler: Any, optimizer: Any) -> bool:
-    others = (reference for other, reference in _drivers.items() if other is not optimizer)
-    return any(reference is not None and reference() is scaler for reference in others)
+def _is_for_others(scaler: Any, optimizer: Any) -> bool:
+    """Whether the loss that `scaler` has scaled last, not the driver of `optimizer`, seems to be another optimizer's.
+
+    One loss may be for two. Its backward pass is over when the first of them is stepped, even if the exchange of the
+    other begins later.
+    """
+    others = [other for other in _drivers if other is not optimizer and _driver_of(other) is scaler]
+    if optimizer in _drivers and _drivers[optimizer] is None:
+        return bool(others)
+    return _in_backward() and any(_at.get(other, 0) > _at[scaler] for other in others)
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass is under way in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _has_no_loss(optimizer: Any) -> bool:
+    """Whether no backward pass on this rank has reached an optimizer in the step under way."""
+    exchange = getattr(optimizer, "_dgc", None)
+    if exchange is not None and exchange.buckets.in_join:
+        return True
+    left = getattr(optimizer, "_allreduce_delay", {})  # Horovod's: parameter -> backward passes before it is exchanged
+    return bool(left) and set(left.values()) == {optimizer.backward_passes_per_step}
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
-    _drivers.setdefault(optimizer, None)
+    if _stepping is not None:  # perhaps of an optimizer around this one
+        _drivers[optimizer] = weakref.ref(_stepping)
+    elif not already_unscaled(_driver_of(optimizer), optimizer):
+        _drivers[optimizer] = None
     _at[optimizer] = next(_ticks)
 
 
@@ -83,7 +152,7 @@ def watch_scalers() -> None:
     for name in _SEEN:
         method = getattr(_Scaler, name)
         if not hasattr(method, "__wrapped__"):
-            setattr(_Scaler, name, _noticed(method))
+            setattr(_Scaler, name, _noticed(method, name))
 
 
 def stop_watching() -> None:
@@ -92,17 +161,35 @@ def stop_watching() -> None:
         setattr(_Scaler, name, getattr(getattr(_Scaler, name), "__wrapped__", getattr(_Scaler, name)))
 
 
-def _noticed(method: Any) -> Any:
+def _noticed(method: Any, name: str) -> Any:
     @functools.wraps(method)
-    def noticed(self: Any, what: Any, *args: Any, **kwargs: Any) -> Any:
+    def noticed(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _last
-        if isinstance(what, torch.optim.Optimizer):
-            _drivers[what] = weakref.ref(self)
-        else:
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _drivers[optimizer] = weakref.ref(self)
+        elif name == "scale" and torch.is_grad_enabled():  # else for evaluation, which has no backward pass
             _last, _at[self] = weakref.ref(self), next(_ticks)
-        return method(self, what, *args, **kwargs)
+        elif name == "update":  # no gradient that is still to be stepped has the scale of before
+            _at.pop(self, None)
+        if name == "step":
+            return _stepped_by(self, optimizer, lambda: method(self, *args, **kwargs))
+        return method(self, *args, **kwargs)
 
     return noticed
+
+
+def _stepped_by(scaler: Any, optimizer: Any, step: Callable[[], Any]) -> Any:
+    """Call `step`, which `scaler` may skip; no hook of the optimizer runs then."""
+    global _stepping
+    before, _stepping = _stepping, scaler
+    try:
+        result = step()
+    finally:
+        _stepping = before
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _at[optimizer] = next(_ticks)
+    return result
 
 
 def already_unscaled(scaler: Any, optimizer: Any) -> bool:

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, WarmupSchedule, register
 from tests.helpers.errors import error_of, error_told, stay_away
-from tests.helpers.regression import batches, fingerprint, smooth_model
+from tests.helpers.loss_scaling import found_in_scripts
+from tests.helpers.regression import UNROUNDED, batches, fingerprint, smooth_model
 
 
 def _made(compression: Any, **options: Any) -> tuple[DistributedDataParallel, Any]:
@@ -120,6 +121,19 @@ def frozen_in_dense_steps() -> dict[str, Any]:
     found = {"stays": bool(torch.equal(before, frozen)), "is": fingerprint(model)}
     frozen.requires_grad_(True)
     return {**found, "late": error_of(lambda: _steps(model, optimizer, 2))}
+
+
+def scaled_now_and_then() -> dict[str, list[float]]:
+    """Losses some of which a GradScaler has scaled, beside DDP alone."""
+
+    def wrap(model: nn.Module, alone: bool) -> tuple[nn.Module, Any]:
+        model = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        if not alone:
+            register(model, optimizer, Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED))
+        return model, optimizer
+
+    return found_in_scripts(wrap, dist.get_rank())
 
 
 def takes_turns() -> dict[str, float]:
