@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from dgc_horovod.compression import PRESETS
@@ -23,6 +25,7 @@ from dgc_horovod.config import (
     SCOPES,
     SECOND_MOMENTS,
     check_choice,
+    check_whole,
 )
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.rules import RULES
@@ -30,6 +33,9 @@ from dgc_horovod.wire.codecs import VALUE_CODECS
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?0*\d{1,3})?", re.ASCII | re.IGNORECASE)
+_COUNT = re.compile(r"\d{1,18}", re.ASCII)  # of ranks, as launchers write them
+_MOST_WHOLE, _MOST_SECONDS = 2**63, 1e9  # torch.distributed's own timeout overflows not far above
 OF_METHOD = "of the method"
 ACTIVATED, EVERYWHERE = "activated", "everywhere"  # where a variable acts; docs/environment.md explains the words
 
@@ -38,20 +44,28 @@ def _switch(text: str) -> bool:
     return _SWITCH[text.lower()]
 
 
-def _number(text: str) -> float:
-    if not math.isfinite(value := float(text)):
+def number(text: str) -> float:
+    """A finite number in ASCII digits: ``12``, ``-0.5``, ``1e-3``. Raises ValueError for anything else."""
+    if not math.isfinite(value := float(_exactly(text))):
         raise ValueError
     return value
 
 
-def _positive(text: str) -> float:
-    if not (value := _number(text)) > 0:
+def _exactly(text: str) -> Decimal:
+    if not _NUMBER.fullmatch(text.strip()):
+        raise ValueError
+    return Decimal(text.strip())
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := number(text)) <= _MOST_SECONDS:
         raise ValueError
     return value
 
 
-def _whole(text: str) -> int:
-    if not (value := _number(text)).is_integer():
+def _whole(text: str, unit: int = 1) -> int:
+    value = _exactly(text) * unit
+    if not (abs(value) < _MOST_WHOLE and value == int(value)):
         raise ValueError
     return int(value)
 
@@ -59,9 +73,7 @@ def _whole(text: str) -> int:
 def _size(text: str) -> int:
     amount = text.upper().removesuffix("B")
     unit = amount[-1:] if amount[-1:] in _UNITS else ""
-    if not (value := _number(amount.removesuffix(unit)) * _UNITS[unit]).is_integer():
-        raise ValueError
-    return int(value)
+    return _whole(amount.removesuffix(unit), _UNITS[unit])
 
 
 def _text(text: str) -> str:
@@ -70,10 +82,10 @@ def _text(text: str) -> str:
 
 # How a kind of value is read, what a flag's help calls it, and what a message says of it.
 _KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "number": (_number, "X", "a number"),
-    "seconds": (_positive, "S", "a positive number of seconds"),
-    "whole": (_whole, "N", "a whole number"),
-    "size": (_size, "BYTES", "a number of bytes, such as 2MB or 500kB"),
+    "number": (number, "X", "a number"),
+    "seconds": (_seconds, "S", "a positive number of seconds, at most 1e9"),
+    "whole": (_whole, "N", "a whole number below 2^63"),
+    "size": (_size, "BYTES", "a whole number of bytes below 2^63, such as 2MB or 500kB"),
     "switch": (_switch, "on|off", "on or off (1/0, true/false, yes/no)"),
     "text": (_text, "TEXT", "a text"),
     "path": (_text, "PATH", "a path"),
@@ -295,9 +307,9 @@ def horovod_elastic() -> bool:
 def torchrun_place() -> tuple[int, int, int]:
     """Index among the ranks of this host, their number, and the host's index, as torchrun says; else alone on one."""
     texts = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
-    if not all(text.isdigit() for text in texts):
+    if not all(map(_COUNT.fullmatch, texts)):
         rank = os.environ.get("RANK", "")
-        return 0, 1, int(rank) if rank.isdigit() else 0
+        return 0, 1, int(rank) if _COUNT.fullmatch(rank) else 0
     local_rank, local_size, host = map(int, texts)
     return local_rank, local_size, host
 
@@ -306,13 +318,19 @@ def launched_workers() -> int:
     """How many ranks the launcher has started; 0 where it does not say."""
     names = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
     text = next((os.environ[name] for name in names if os.environ.get(name)), "0")
-    return int(text) if text.isdigit() else 0
+    return int(text) if _COUNT.fullmatch(text) else 0
 
 
 def node_size() -> int:
-    """DGC_NODE_SIZE, which `dgcrun` sets where hosts have equally many ranks; 0 where it is not set."""
-    text = NODE_SIZE.read()
-    return int(text) if text.isdigit() else 0
+    """DGC_NODE_SIZE, which `dgcrun` sets where hosts have equally many ranks; 0 where it is not set.
+
+    Raises:
+        ConfigError: it is no whole number of at least 1.
+    """
+    found = NODE_SIZE.parse(NODE_SIZE.read() or "none")
+    if found is not None:
+        check_whole(NODE_SIZE.name, found, 1)
+    return found or 0
 
 
 def cuda_graphs() -> bool:
@@ -339,6 +357,6 @@ def timeout_seconds() -> float:
     """``DGC_TIMEOUT`` as a positive number of seconds.
 
     Raises:
-        ConfigError: it is not a positive number.
+        ConfigError: it is not a positive number, or above 1e9.
     """
     return TIMEOUT.parse(TIMEOUT.read())

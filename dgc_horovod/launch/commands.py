@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dgc_horovod import envvars
@@ -24,10 +24,11 @@ def run(words: Sequence[str]) -> int:
     args, given = flags.parse(words)
     if args.build_horovod:
         raise ConfigError("--build-horovod must be the first word after dgcrun")
+    _check_flags(args)
     ssh = inputs.make_safe(args)
     job = job_of(args, given)
     if args.show_config:
-        print(settings.show(job))
+        print(settings.show(_with_report(args, job)))
         return 0
     if args.print_env:
         print(_exports(job))
@@ -36,24 +37,51 @@ def run(words: Sequence[str]) -> int:
         from dgc_horovod.launch.plan import command
 
         return command.run(args, job)
-    _check_told(args, flags.PLAN, "--plan")
     if args.doctor:
         from dgc_horovod.launch.doctor import report
 
         envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
         interpreter = hosts.interpreter_of(args.command) or sys.executable
-        return report.diagnose(hosts.host_slots(args), interpreter, ssh, job, _estimate(args))
-    _check_told(args, flags.ESTIMATE, "--doctor and --plan")
+        return report.diagnose(hosts.host_slots(args), interpreter, ssh, job, _estimate(args, job))
     if not args.command:
         raise ConfigError("no command was given, e.g. dgcrun -np 2 --dgc python train.py")
     late = [word for word in args.command if word == "--dgc" or word.startswith("--dgc-")]
     if late:
         print(f"dgcrun: {late[0]} stands after the command, so the script gets it and dgcrun does not", file=sys.stderr)
+    return run_job(args, _with_report(args, job), ssh)
+
+
+def _check_flags(args: Any) -> None:
+    """Raise ConfigError for flags that have no value, or that what is asked for does not read."""
+    asked = [flag for flag in flags.COMMANDS if _given(args, flag)]
+    if len(asked) > 1:
+        raise ConfigError(f"{', '.join(asked)} do different things; give one of them")
+    doing = asked[0] if asked else flags.A_JOB
+    for told, readers in flags.TOLD:
+        for flag in told:
+            if _given(args, flag) == "":
+                raise ConfigError(f"{flag} is empty; leave it out, or give it a value")
+            if _given(args, flag) and doing not in readers:
+                raise ConfigError(f"{flag} goes with {' and '.join(readers)}; leave it out of {doing}")
+    if args.workers_per_node and (args.hosts or args.hostfile):
+        raise ConfigError(
+            f"--workers-per-node and {'-H' if args.hosts else '--hostfile'} both say how many workers a host has; give "
+            "one of them"
+        )
+
+
+def _given(args: Any, flag: str) -> Any:
+    """What one of `flags.COMMANDS`, or of `flags.TOLD`, has been given."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"))
+
+
+def _with_report(args: Any, job: Job) -> Job:
+    """A job with the metrics file of its report, if it is to have one."""
     if args.report and job.switched_off:
         print(f"dgcrun: {envvars.ENABLED.name} is off, so there will be no {flags.REPORT}", file=sys.stderr)
     elif args.report:
-        job = job_report.with_metrics(job, args.report)
-    return run_job(args, job, ssh)
+        return job_report.with_metrics(job, args.report)
+    return job
 
 
 def job_of(args: Any, given: dict[str, str]) -> Job:
@@ -83,19 +111,13 @@ def _exports(job: Job) -> str:
     return "\n".join([*lines, f'export PYTHONPATH={shlex.quote(FOLDER)}"${{PYTHONPATH:+:$PYTHONPATH}}"'])
 
 
-def _check_told(args: Any, told: Iterable[str], commands: str) -> None:
-    """Raise ConfigError for a flag that none of the commands under way reads."""
-    for flag in told:
-        if getattr(args, flag.removeprefix("--").replace("-", "_")):
-            raise ConfigError(f"{flag} goes with {commands}")
-
-
-def _estimate(args: Any) -> Any:
+def _estimate(args: Any, job: Job) -> Any:
+    """What `--doctor` is told to price; None: nothing."""
     from dgc_horovod.launch.doctor.estimate import Estimate
-    from dgc_horovod.launch.plan.command import number
+    from dgc_horovod.launch.plan.command import node_size_of, number
     from dgc_horovod.planning.shapes import parse_size
 
-    if not (args.model_size or args.step_ms or args.link_gbps):
+    if not any(_given(args, flag) for flag in flags.ESTIMATE):
         return None
     elements = parse_size(args.model_size) if args.model_size else 0
     milliseconds = number("--step-ms", args.step_ms) if args.step_ms else 0.0
@@ -104,4 +126,6 @@ def _estimate(args: Any) -> Any:
         raise ConfigError(
             "--model-size, --step-ms and -np go together, e.g. dgcrun --doctor --model-size 25.6M --step-ms 180 -np 16"
         )
-    return Estimate(elements, milliseconds / 1000, args.num_proc, link)
+    node_size = node_size_of(args, job.config)
+    gloo, mpi = bool(args.use_gloo), bool(args.use_mpi)
+    return Estimate(elements, milliseconds / 1000, args.num_proc, link, node_size, gloo, mpi)

@@ -165,6 +165,14 @@ def _check_kind(path: str, name: str, value: Any, kind: str) -> None:
 def _text(path: str, key: str, value: Any) -> str:
     if isinstance(value, bool) and _VARIABLES[key].kind == "switch":
         return "on" if value else "off"
+    if value is False and key == envvars.COMPRESSION.key:  # as compression: off
+        return _OFF
+    if isinstance(value, bool):
+        words = "on, yes and true" if value else "off, no and false"
+        raise ConfigError(
+            f"{path}: {SECTION}.{key} must be a text or a number, got {value}, as which YAML reads {words}; put a text "
+            "in quotes"
+        )
     if isinstance(value, (str, float)) or (type(value) is int and abs(value) < _MOST_WHOLE):
         return str(value)
     raise ConfigError(f"{path}: {SECTION}.{key} must be a single value, got {_shown(value)}")

@@ -33,9 +33,12 @@ COMMANDS = {
 REPORT = "--report"
 _REPORT = "a page (HTML) of what the job did, made of the metrics file"
 # What the doctor and the plan are told
-ESTIMATE = {"--model-size": "SIZE", "--step-ms": "MS", "--link-gbps": "GBPS"}
-PLAN = {"--model": "MODULE:FUNCTION", "--latency-ms": "MS", "--workers-per-node": "G", "--plot": "FILE"}
-_ESTIMATE = "with --doctor and -np: whether it pays; with --plan"
+ESTIMATE = {"--model-size": "SIZE", "--step-ms": "MS", "--link-gbps": "GBPS", "--workers-per-node": "G"}
+PLAN = {"--model": "MODULE:FUNCTION", "--latency-ms": "MS", "--plot": "FILE"}
+A_JOB = "a job"
+# What reads them
+TOLD = (((REPORT,), (A_JOB, "--show-config")), (ESTIMATE, ("--doctor", "--plan")), (PLAN, ("--plan",)))
+_ESTIMATE = "with --doctor and -np, or with --plan"
 _PLAN = "with --plan"
 _DESCRIPTION = "Everything that horovodrun does, with the gradients compressed on the way. Scripts stay as they are."
 _USAGE = "dgcrun -np N [-H HOST:SLOTS,...] [--dgc | --compression METHOD] [options] COMMAND"

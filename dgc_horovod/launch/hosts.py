@@ -85,6 +85,11 @@ def names_of(slots: str) -> list[str]:
     return list(dict.fromkeys(part.rsplit(":", 1)[0] for part in slots.split(",") if part))
 
 
+def number_of(slots: str) -> int:
+    """How many slots there are in ``a:8,b:8``."""
+    return sum(int(part.rsplit(":", 1)[1]) for part in slots.split(",") if part)
+
+
 def ranks_a_host(slots: str, workers: int) -> int:
     """How many ranks Horovod puts on each host, if it is the same number on all; else 0."""
     found = {slot.local_size for slot in _assignments(slots, workers)}

@@ -61,8 +61,11 @@ def make_safe(args: Any) -> Ssh:
         args: Horovod's parsed arguments; changed are hosts, the discovery script and what is for mpirun.
 
     Raises:
-        ConfigError: something in there could be taken for a command or an option; nothing was started.
+        ConfigError: something in there could be taken for a command or an option, or there is no rank to start;
+            nothing was started.
     """
+    if args.num_proc is not None and args.num_proc < 1:
+        raise ConfigError(f"-np must be at least 1, got {args.num_proc}")
     for name in unsafe_names():
         print(f"dgcrun: the variable {name!r} is not passed on: no shell can carry such a name", file=sys.stderr)
         envvars.put_into_environment({name: ""})

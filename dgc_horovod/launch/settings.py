@@ -110,7 +110,9 @@ def resolve(
     if chosen.text in (*layers.UNCOMPRESSED, ""):
         _refuse_useless_flags(chosen.text, strongest)
         return Job(chosen.text, None, settings)
-    return Job(chosen.text, _config(chosen.text, settings), settings)
+    config = _config(chosen.text, settings)
+    _refuse_useless_nodes(config, settings)
+    return Job(chosen.text, config, settings)
 
 
 def _layers(
@@ -157,6 +159,15 @@ def _refuse_useless_flags(method: str, strongest: Sequence[Setting]) -> None:
                 f"{setting.variable.flag} has no meaning with compression {method}, which is Horovod's own; drop it "
                 "or choose --compression dgc"
             )
+
+
+def _refuse_useless_nodes(config: DGCConfig, settings: Sequence[Setting]) -> None:
+    size, exchange = (next(s for s in settings if s.variable.field == name) for name in ("node_size", "exchange"))
+    if size.source.startswith(FROM_FLAG) and config.node_size is not None and not config.may_use_nodes:
+        raise ConfigError(
+            f"{size.variable.flag} {size.text} has no meaning with exchange {config.exchange} ({exchange.source}), "
+            f"which makes no nodes; drop it, or choose {exchange.variable.flag} hierarchical or auto"
+        )
 
 
 def _config(method: str, settings: Sequence[Setting]) -> DGCConfig:

@@ -8,7 +8,7 @@ import sys
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.report import output
 from dgc_horovod.report.page import page
-from dgc_horovod.report.records import read
+from dgc_horovod.report.records import number, read
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
         print(f"dgc_horovod.report: {error}", file=sys.stderr)
         return 2
     earlier = f"; {len(runs) - 1} earlier ones in the file are not in it" if len(runs) > 1 else ""
-    print(f"{given.output}: {runs[-1].last['steps']} steps{earlier}")
+    print(f"{given.output}: {number(runs[-1].last, 'steps'):.0f} steps{earlier}")
     return 0
 
 

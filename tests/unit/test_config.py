@@ -133,5 +133,16 @@ def test_warmup_by_observed_epoch():
         density_at(0.01, schedule, 0, None)
 
 
+def test_a_stage_begins_where_it_is_due():
+    """1/49 of 49 stages is a little less than one: the density was that of the stage before."""
+    schedule = WarmupSchedule(epochs=49, first_density=1.0, factor=0.87)
+    assert [density_at(0.00111, schedule, 0, epoch) for epoch in (0, 1, 2, 49)] == [1.0, 0.87, 0.87**2, 0.00111]
+    for length in (7, 49, 103):
+        schedule = WarmupSchedule(steps=length * schedule.stages(0.00111), first_density=1.0, factor=0.87)
+        found = [density_at(0.00111, schedule, step) for step in range(0, schedule.steps + 1, length)]
+        assert found == [0.87**stage for stage in range(len(found) - 1)] + [0.00111]
+        assert density_at(0.00111, schedule, length - 1) == 1.0
+
+
 def test_no_warmup():
     assert density_at(0.3, None, 0) == 0.3

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import hosts
+from dgc_horovod.launch import commands, flags, hosts, inputs
 from dgc_horovod.launch.doctor import diagnoses, estimate, link
 from dgc_horovod.launch.doctor import report as doctor
 from dgc_horovod.launch.doctor.diagnoses import BAD, NOTE, OK, Facts
@@ -21,9 +22,12 @@ from dgc_horovod.launch.doctor.link import Link
 from dgc_horovod.launch.hosts import HostReport
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.settings import resolve
+from dgc_horovod.planning import cluster as planning
+from dgc_horovod.planning.cluster import Cluster
 from dgc_horovod.planning.cost_model import Cost
 from dgc_horovod.planning.machine import Machine
-from dgc_horovod.planning.shapes import parse_size
+from dgc_horovod.planning.shapes import parse_size, tensors
+from dgc_horovod.planning.table import table
 
 GIGABIT, RESNET50, VGG16 = 1e9, 25_600_000, 138_400_000
 
@@ -48,7 +52,8 @@ def test_sizes_that_are_none(text):
 @pytest.mark.parametrize(
     "arguments, flag",
     [((0, 0.1, 2, None), "--model-size"), ((1, 0.0, 2, None), "--step-ms"), ((1, float("nan"), 2, None), "--step-ms"),
-     ((1, 0.1, 1, None), "-np"), ((1, 0.1, 2, 0.0), "--link-gbps")],
+     ((1, 0.1, 1, None), "-np"), ((1, 0.1, 2, 0.0), "--link-gbps"), ((1, 0.1, 12, None, 8), "-np"),
+     ((1, 0.1, 8, None, 8), "-np"), ((1, 0.1, 8, None, 0), "-np")],
 )  # fmt: skip
 def test_plans_that_are_none(arguments, flag):
     with pytest.raises(ConfigError, match=flag):
@@ -70,6 +75,64 @@ def test_clipping_hides_nothing():
     assert clipped[3].step_seconds == clipped[2].step_seconds  # its messages wait for the whole gradient
 
 
+@pytest.mark.parametrize("exchange", ["flat", "hierarchical", "sharded", "hierarchical+sharded"])
+@pytest.mark.parametrize("gloo, mpi", [(False, False), (True, False), (False, True)])
+def test_the_doctor_prices_what_the_plan_prices(exchange, gloo, mpi):
+    """It had ignored the exchange, the hosts and --gloo."""
+    asked = Estimate(RESNET50, 0.18, 16, GIGABIT, 8, gloo, mpi)
+    config = DGCConfig(exchange=exchange, max_bytes_per_step=100_000)
+    rows = estimate.price(asked, config, "dgc", asked.machine)
+    cluster = Cluster(8, planning.Link(GIGABIT), 8, mpi=mpi)
+    planned = {each.name: each for each in table(tensors(RESNET50, config), config, cluster, asked.machine)[16]}
+    for row, name in zip([rows[0], rows[1], rows[3]], ["dense", "fp16", exchange], strict=True):
+        assert replace(row, name=name) == planned[name]
+    assert rows[2].name == f"dgc, density {planned[exchange].density:g}" and rows[2].density < 0.001
+    lines = estimate.show(asked, config, rows).splitlines()
+    assert lines[1].startswith(f"exchange {exchange}, 8 workers behind a link") and ("Gloo" in lines[1]) == gloo
+    above = "Compressed, a card gets more than the budget of 100.0 kB (docs/planning.md)." in lines
+    assert above == (rows[2].card_bytes > 100_000) == ("hierarchical" not in exchange)
+
+
+@pytest.mark.parametrize(
+    ("workers", "node_size", "budget", "chosen"),
+    [
+        (16, 1, None, "flat"),
+        (512, 8, None, "hierarchical"),
+        (64, 1, 10**6, "sharded"),
+        (512, 8, 300_000, "hierarchical+sharded"),
+    ],
+)
+def test_of_auto_the_exchange_is_priced_that_it_chooses(workers, node_size, budget, chosen):
+    asked = Estimate(RESNET50, 0.18, workers, GIGABIT, node_size)
+    assert estimate.exchange_of(asked, DGCConfig(exchange="auto", max_bytes_per_step=budget)) == chosen
+
+
+def test_where_hosts_have_one_worker_a_hierarchical_exchange_has_no_nodes():
+    asked, config = Estimate(RESNET50, 0.18, 16, GIGABIT), DGCConfig(exchange="hierarchical")
+    said = estimate.show(asked, config, estimate.price(asked, config, "dgc", asked.machine))
+    assert "so there are no nodes: name the hosts with -H a:8,b:8, or say --workers-per-node 8" in said
+
+
+def test_the_command_line_says_where_the_workers_are():
+    words = [
+        "--doctor",
+        "--model-size",
+        "1M",
+        "--step-ms",
+        "5",
+        "--link-gbps",
+        "1",
+        "-np",
+        "16",
+        "-H",
+        "a:8,b:8",
+        "--gloo",
+    ]
+    args, given = flags.parse(words)
+    inputs.make_safe(args)
+    assert commands._estimate(args, commands.job_of(args, given)) == Estimate(10**6, 0.005, 16, GIGABIT, 8, True, False)
+
+
 @pytest.mark.parametrize(
     "gigabits, said", [(1, "pays: "), (100, "do not use it: "), (14, "may pay; measure it: ")]
 )  # fmt: skip
@@ -77,7 +140,7 @@ def test_verdicts(gigabits, said):
     step = Estimate(RESNET50, 0.18, 16, gigabits * GIGABIT)
     rows = estimate.price(step, DGCConfig(), "dgc", Machine(0.18, compress=1e-9))
     assert estimate.verdict(rows).startswith(said)
-    lines = estimate.show(step, rows).splitlines()
+    lines = estimate.show(step, DGCConfig(), rows).splitlines()
     assert lines[-1] == estimate.verdict(rows) and max(map(len, lines)) <= 98
 
 

@@ -6,7 +6,8 @@ import horovod
 import pytest
 
 from dgc_horovod import __version__, envvars
-from dgc_horovod.launch import flags
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import commands, flags
 
 
 def test_our_flags_and_horovods_go_together():
@@ -77,3 +78,16 @@ def test_help_fits_a_screen_and_names_everything(capsys):
     for flag in ("--hosts", "--gloo", "--cycle-time-ms", "--host-discovery-script", "--config-file"):
         assert flag in text
     assert "--dgc" not in theirs
+
+
+def test_no_rank_is_no_job():
+    for number in ("0", "-3"):
+        for words in (["true"], ["--show-config"]):
+            with pytest.raises(ConfigError, match=f"-np must be at least 1, got {number}"):
+                commands.run(["-np", number, *words])
+
+
+def test_the_metrics_file_of_a_report_is_shown(tmp_path, capsys):
+    assert commands.run(["--show-config", "--dgc", "--report", str(tmp_path / "x.html")]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "metrics_file" in line]
+    assert line.split() == ["metrics_file", str(tmp_path / "x.jsonl"), "flag", "--report"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import commands
+from dgc_horovod.launch import commands, flags
 from dgc_horovod.launch.plan import show
 from dgc_horovod.launch.plan.model_shapes import shapes_of
 from dgc_horovod.planning.cost_model import Cost
@@ -75,6 +77,39 @@ def test_a_run_of_known_length_is_priced_at_its_density(capsys):
     assert "density 0.004," in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", [flag for told, _ in flags.TOLD for flag in told])
+def test_an_empty_value_is_refused(flag):
+    """It had switched off what was asked for."""
+    for words in (["-np", "2"], PLAN, ["--doctor", "-np", "2"]):
+        with pytest.raises(ConfigError, match=f"^{flag} is empty; leave it out, or give it a value$"):
+            commands.run([*words, f"{flag}=", "true"])
+
+
+def test_a_nodes_size_of_the_job_is_that_of_the_plan(capsys):
+    """It had been ignored."""
+    assert commands.run([*PLAN, "--dgc-exchange", "hierarchical", "--dgc-node-size", "4"]) == 0
+    assert "4 workers a card" in capsys.readouterr().out
+
+
+def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
+    """The density that was asked for had been shown, and a budget that cannot be kept to went unsaid."""
+    assert commands.run(PLAN) == 0
+    assert "budget" not in capsys.readouterr().out
+    assert commands.run([*PLAN, "--dgc-budget", "4kB"]) == 0
+    said = capsys.readouterr().out
+    first, second, *_ = said.splitlines()
+    assert "density up to 0.001," in first and second.startswith("budget: 4.0 kB a step into a card")
+    columns, *rows = [
+        line.replace("*", " ").split()
+        for line in said.split("density, within the budget\n")[1].split("\n\n")[0].splitlines()
+    ]
+    assert columns == ["N", "dense", "fp16", "PowerSGD", "flat", "sharded"] and rows[0][0] == "2"
+    densities = [float(row[1]) for row in rows]
+    assert densities == sorted(densities, reverse=True) and densities[0] > densities[-1] == 0.0001
+    assert "A card gets more than its budget of 4.0 kB" in said and re.search(r"  flat: N = .*, 1,024\n", said)
+    assert max(map(len, said.splitlines())) <= 120
+
+
 def model(tmp_path, text: str, **files: str) -> str:
     """The target of a function `make` in a file in a folder of its own."""
     for name, content in {"train": text, **files}.items():
@@ -95,6 +130,15 @@ def test_a_model_that_cannot_be_is_refused(tmp_path, shape):
         shapes_of(model(tmp_path, f"def make():\n    return [('w', {shape})]"))
 
 
+@pytest.mark.parametrize("shape", ["(2.5, 3)", "(True, 3)", "('4', 3)"])
+def test_sizes_of_a_model_are_whole(tmp_path, shape):
+    """They had been cut off."""
+    with pytest.raises(
+        ConfigError, match=r"the shape of 'w' has the size (2\.5|True|'4'); sizes must be whole numbers"
+    ):
+        shapes_of(model(tmp_path, f"def make():\n    return [('w', {shape})]"))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -110,7 +154,25 @@ def test_a_model_that_cannot_be_is_refused(tmp_path, shape):
         ([*PLAN, "--model-size", "1001B"], "from 1 to 1000B, .* got '1001B'"),
         ([*PLAN, "--workers-per-node", "0"], "--workers-per-node must be a whole number >= 1"),
         ([*PLAN, "--workers-per-node", "513"], "two nodes of 513 are beyond; --workers-per-node may be at most 512"),
-        ([*PLAN, "-H", "a:2,b:4"], "nodes of different sizes"),
+        ([*PLAN, "-H", "a:2,b:4"], "a:2,b:4 have different numbers of workers; give --workers-per-node instead"),
+        (
+            [*PLAN, "-H", "a:8,b:8", "--workers-per-node", "4"],
+            "--workers-per-node and -H both say .*; give one of them",
+        ),
+        (
+            [*PLAN, "-H", "a:8,b:8", "--dgc-exchange", "hierarchical", "--dgc-node-size", "4"],
+            "node_size is 4, and a host has 8 workers",
+        ),
+        ([*PLAN, "--step-ms", "1_0"], "--step-ms must be a number from 1e-09 .* got '1_0'"),
+        (
+            ["--doctor", *PLAN[1:], "-np", "12", "-H", "a:8,b:8"],
+            "-np must fill two hosts or more, .* hosts of 8; give 16",
+        ),
+        (["--doctor", *PLAN[1:], "-np", "8", "--workers-per-node", "8"], "-np must fill two hosts or more, got 8 "),
+        (
+            ["--doctor", *PLAN[1:], "-np", "8", "--workers-per-node", "many"],
+            "--workers-per-node must be a whole number",
+        ),
         (
             [*PLAN, "--workers-per-node", "9" * 5000],
             r"--workers-per-node must be a whole number >= 1, got '9{40}\.\.\.'",
@@ -119,8 +181,15 @@ def test_a_model_that_cannot_be_is_refused(tmp_path, shape):
         (["--doctor", *PLAN[1:], "-np", "4", "--compression", "local"], "--doctor prices an exchange at every step"),
         ([*PLAN, "--plot", "plan"], r"--plot plan: the ending decides on the form, .* svg,"),
         ([*PLAN, "--plot", "/no/such/plan.svg"], "no such folder"),
-        (["-np", "2", "--plot", "x.svg", "true"], "--plot goes with --plan"),
-        (["-np", "2", "--step-ms", "1", "true"], "--step-ms goes with --doctor and --plan"),
+        (["-np", "2", "--plot", "x.svg", "true"], "--plot goes with --plan; leave it out of a job"),
+        (["-np", "2", "--step-ms", "1", "true"], "--step-ms goes with --doctor and --plan; leave it out of a job"),
+        (
+            ["--show-config", "--model-size", "junk"],
+            "--model-size goes with --doctor and --plan; leave .* --show-config",
+        ),
+        ([*PLAN, "--report", "x.html"], "--report goes with a job and --show-config; leave it out of --plan"),
+        (["--print-env", "--dgc", "--report", "x.html"], "--report goes with a job and --show-config"),
+        (["--show-config", "--plan", "--doctor"], "--show-config, --doctor, --plan do different things"),
     ],
 )
 def test_what_is_missing_or_wrong(words, said):

@@ -310,3 +310,11 @@ def test_the_command_says_what_is_wrong(tmp_path):
     assert (tmp_path / "m.jsonl").read_bytes() == before
     done = subprocess.run([*command, path, "-o", f"{tmp_path}/p.html"], capture_output=True, text=True, check=True)
     assert f"{5 * STEPS_A_RECORD} steps; 1 earlier ones" in done.stdout
+
+
+def test_the_command_prints_numbers_of_a_foreign_file_only(tmp_path):
+    """What stood in the place of the number of steps had ended it with a traceback."""
+    path = write(tmp_path / "m.jsonl", [{**record, "steps": "\ud800"} for record in records(SLOW)])
+    command = [sys.executable, "-m", "dgc_horovod.report", path, "-o", f"{tmp_path}/p.html"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/p.html: 0 steps\n", "")

@@ -216,11 +216,54 @@ def shown(job, key):
         ({"DGC_RULE": "of the method"}, {}, "rule must be one of"),
         ({"DGC_TIMEOUT": "-5"}, {}, "timeout must be a positive number of seconds"),
         ({"DGC_TIMEOUT": "inf"}, {}, "timeout must be a positive number of seconds"),
+        ({"DGC_TIMEOUT": "1e10"}, {}, "timeout must be a positive number of seconds, at most 1e9, got '1e10'"),
+        ({"DGC_SEED": "1_0"}, {}, "seed must be a whole number below 2.63, got '1_0'"),
+        ({"DGC_SEED": str(2**63)}, {}, "seed must be a whole number below 2.63"),
+        ({"DGC_SEED": "1e999999999"}, {}, "seed must be a whole number"),
+        ({"DGC_DENSITY": "٠.١"}, {}, "density must be a number"),
+        ({"DGC_MAX_BYTES_PER_STEP": "9e18K"}, {}, "max_bytes_per_step must be a whole number of bytes below 2.63"),
+        ({"DGC_NODE_SIZE": "4"}, {}, r"--dgc-node-size 4 has no meaning with exchange flat \(default\)"),
+        ({"DGC_NODE_SIZE": "4", "DGC_EXCHANGE": "sharded"}, {}, r"exchange sharded \(flag --dgc-exchange\)"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_source(flags, environment, said):
     with pytest.raises(ConfigError, match=said):
         resolve(flags, environment)
+
+
+def test_a_nodes_size_for_everyone_does_no_harm_to_a_flat_job():
+    assert resolve({"DGC_EXCHANGE": "flat"}, {"DGC_NODE_SIZE": "4"}).config.node_size == 4
+    assert resolve({"DGC_NODE_SIZE": "4"}, {"DGC_EXCHANGE": "auto"}).config.node_size == 4
+    assert resolve({"DGC_COMPRESSION": "dgc", "DGC_NODE_SIZE": "none"}, {}).config.node_size is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("8.0", 8), ("8e0", 8), (" 8", 8), ("+8", 8), ("", 0), ("none", 0)]
+)
+def test_the_ranks_read_a_nodes_size_as_dgcrun_does(monkeypatch, text, size):
+    """8.0 had been 8 for dgcrun and none for a rank."""
+    monkeypatch.setenv("DGC_NODE_SIZE", text)
+    assert envvars.node_size() == size and (not size or envvars.NODE_SIZE.parse(text) == size)
+
+
+@pytest.mark.parametrize("text", ["8_0", "٨", "²", "-8", "0", "8.5", "1" * 5000, str(2**63)])
+def test_a_nodes_size_that_is_none(monkeypatch, text):
+    """A ² had been a bare ValueError."""
+    monkeypatch.setenv("DGC_NODE_SIZE", text)
+    with pytest.raises(ConfigError, match=r"DGC_NODE_SIZE.* must be a whole number"):
+        envvars.node_size()
+
+
+def test_what_a_launcher_says_in_other_digits_is_no_number(monkeypatch):
+    for text in ("²", "1" * 5000, "-1"):
+        for name in ("HOROVOD_SIZE", "LOCAL_RANK", "RANK"):
+            monkeypatch.setenv(name, text)
+        assert envvars.launched_workers() == 0 and envvars.torchrun_place() == (0, 1, 0)
+
+
+def test_whole_numbers_are_exact():
+    assert envvars.NODE_SIZE.parse(str(2**63 - 1)) == 2**63 - 1
+    assert envvars.NODE_SIZE.parse(str(2**53 + 1)) == 2**53 + 1
 
 
 # -- the file
@@ -262,7 +305,12 @@ def test_a_file_with_horovods_sections_and_ours(tmp_path):
         ("compression: ''", "compression must be a mapping"),
         ("compression: {density: 0.1, density: 0.2}", "the key 'density' stands twice"),
         ("compression: {density: 0.1}\ncompression: {}", "the key 'compression' stands twice"),
-        ("compression: {metrics_file: yes}", "compression.metrics_file must be a single value"),
+        ("compression: {metrics_file: yes}", "compression.metrics_file must be a text .* YAML reads on, yes and true"),
+        (
+            "compression: {check_every: off}",
+            "check_every must be .* got False, .* off, no and false; put a text in quotes",
+        ),
+        ("compression: {method: on}", "compression.method must be a text or a number, got True"),
         ("", "is empty"),
         ("compression: {", "not valid YAML"),
         ("compression: !!python/object/apply:os.system [true]", "not valid YAML"),
@@ -308,6 +356,12 @@ def test_a_file_that_switches_compression_off(tmp_path, word):
     job = resolve({}, {}, [(path, config_file.load(path)), ("all.yaml", EVERYONES)])
     assert job.method == "none" and job.config is None and shown(job, "method") == f"none {path}"
     assert config_file.load(write(tmp_path, "compression:")) == {}
+
+
+@pytest.mark.parametrize("word", ["off", "no", "false"])
+def test_a_method_that_is_off_is_none(tmp_path, word):
+    """It had been called no single value."""
+    assert config_file.load(write(tmp_path, f"compression: {{method: {word}}}")) == {"DGC_COMPRESSION": "none"}
 
 
 def test_enabled_off_is_decided_before_any_file_of_ours_is_read(tmp_path, monkeypatch):

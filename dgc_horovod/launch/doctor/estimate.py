@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import AUTO, FLAT, HIERARCHICAL, DGCConfig
+from dgc_horovod.core.budget import HOST_SPEED, loss_by_nodes, within_budget
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.exchange.topology import Topology, problem_of
 from dgc_horovod.launch.plan.units import duration, size
 from dgc_horovod.planning import cost_model
 from dgc_horovod.planning.cluster import Cluster, Link
@@ -20,19 +22,25 @@ _PAYS, _NO_GAIN = 1.1, 0.97
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is asked: a model, a step, a number of workers, each behind a card of its own.
+    """What is asked: a model, a step, a number of workers, and where they are.
 
     Args:
         elements: number of elements of the model, n >= 1.
         step_seconds: seconds of one step on one worker without any exchange, T, > 0 and finite.
-        workers: N >= 2.
+        workers: N, those of two hosts or more.
         link_bits: bits a second of the slowest host's link, B, > 0 and finite; None: to be measured.
+        node_size: workers of a host, which share its card, G >= 1, a divisor of N.
+        gloo: whether allreduces are made as Gloo makes them on a CPU.
+        mpi: whether workers agree on what is to be done along MPI's trees.
     """
 
     elements: int
     step_seconds: float
     workers: int
     link_bits: float | None
+    node_size: int = 1
+    gloo: bool = False
+    mpi: bool = False
 
     def __post_init__(self) -> None:
         if self.elements < 1:
@@ -44,8 +52,34 @@ class Estimate:
             )
         if self.workers < 2:
             raise ConfigError(f"-np must be at least 2 here, got {self.workers}: one worker exchanges nothing")
+        if self.node_size < 1 or self.workers % self.node_size or self.workers == self.node_size:
+            raise ConfigError(
+                f"-np must fill two hosts or more, got {self.workers} workers on hosts of {self.node_size}; give "
+                f"{2 * self.node_size or 2}, or another multiple of what -H or --workers-per-node says of a host"
+            )
         if self.link_bits is not None and not 0 < self.link_bits < math.inf:
             raise ConfigError(f"--link-gbps must be positive, got {self.link_bits / 1e9:g}")
+
+    @property
+    def machine(self) -> Machine:
+        """A worker, as far as nothing was measured."""
+        machine = Machine(self.step_seconds)
+        return machine.over_gloo() if self.gloo else machine
+
+
+def exchange_of(estimate: Estimate, config: DGCConfig) -> str:
+    """The exchange that a job makes; of "auto" the one that it chooses, as far as bytes decide (`core.budget`).
+
+    Args:
+        estimate: model and hosts.
+        config: compression settings.
+    """
+    if config.exchange != AUTO:
+        return config.exchange
+    specs, hosts = tensors(estimate.elements, config), Topology(0, estimate.workers, estimate.node_size)
+    without_nodes = problem_of(hosts) or loss_by_nodes(specs, config, hosts, HOST_SPEED)
+    chosen = within_budget(specs, config, Topology(0, estimate.workers) if without_nodes else hosts).exchange
+    return chosen if chosen != AUTO else FLAT if without_nodes else HIERARCHICAL
 
 
 def price(estimate: Estimate, config: DGCConfig, method: str, machine: Machine) -> list[Cost]:
@@ -58,18 +92,18 @@ def price(estimate: Estimate, config: DGCConfig, method: str, machine: Machine) 
         machine: seconds of a worker.
     """
     assert estimate.link_bits is not None
-    specs, cluster = tensors(estimate.elements, config), Cluster(estimate.workers, Link(estimate.link_bits))
-    exchange = "sharded" if config.shards else "flat"
+    specs, exchange = tensors(estimate.elements, config), exchange_of(estimate, config)
+    cluster = Cluster(estimate.workers, Link(estimate.link_bits), estimate.node_size, mpi=estimate.mpi)
 
     def of(name: str, machine: Machine) -> Cost:
         return cost_model.cost(name, specs, config, cluster, machine)
 
-    named = f"{method}, density {config.final_density:g}"
+    alone, overlapped = of(exchange, replace(machine, overlap=0.0)), of(exchange, machine)
     return [
         replace(of(DENSE, machine), name="dense fp32"),
         replace(of(FP16, machine), name="dense fp16"),
-        replace(of(exchange, replace(machine, overlap=0.0)), name=named),
-        replace(of(exchange, machine), name="  with overlap"),
+        replace(alone, name=f"{method}, density {alone.density:g}"),
+        replace(overlapped, name="  with overlap"),
     ]
 
 
@@ -88,12 +122,13 @@ def verdict(rows: Sequence[Cost]) -> str:
     return f"may pay; measure it: {best / alone:.2f}x to {best / overlapped:.2f}x the speed of {name}"
 
 
-def show(estimate: Estimate, rows: Sequence[Cost]) -> str:
-    """The table of `price`'s rows, and the verdict."""
+def show(estimate: Estimate, config: DGCConfig, rows: Sequence[Cost]) -> str:
+    """What was priced, the table of `price`'s rows, and the verdict."""
     assert estimate.link_bits is not None
     lines = [
         f"{estimate.elements:,} elements, {estimate.workers} workers, {duration(estimate.step_seconds)} of computing a "
         f"step, link {estimate.link_bits / 1e9:.3g} Gbit/s",
+        *_ways(estimate, config),
         "",
         f"{'':26}{'through a link':>15}{'exchange':>12}{'compress':>11}{'step':>12}{'speed-up':>10}{'scaling':>9}",
     ]
@@ -106,4 +141,17 @@ def show(estimate: Estimate, rows: Sequence[Cost]) -> str:
         "Compress was measured just now on one CPU thread of this machine. The dense rows and the last one",
         "hide exchange behind up to 2/3 of the computing. Scaling: computing divided by the whole step.",
     ]
+    budget = config.max_bytes_per_step
+    if budget is not None and rows[2].card_bytes > budget:
+        notes.append(f"Compressed, a card gets more than the budget of {size(budget)} (docs/planning.md).")
     return "\n".join([*lines, *notes, "", verdict(rows)])
+
+
+def _ways(estimate: Estimate, config: DGCConfig) -> list[str]:
+    """Which exchange is priced, and where the workers are."""
+    exchange, workers = exchange_of(estimate, config), estimate.node_size
+    over = ("; dense and fp16 as Gloo adds on a CPU" if estimate.gloo else "") + ("; over MPI" if estimate.mpi else "")
+    lines = [f"exchange {exchange}, {workers} worker{'s' * (workers > 1)} behind a link{over}"]
+    if workers == 1 and config.wants_nodes:
+        lines.append("so there are no nodes: name the hosts with -H a:8,b:8, or say --workers-per-node 8")
+    return lines

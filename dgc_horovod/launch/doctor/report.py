@@ -36,7 +36,6 @@ from dgc_horovod.launch.marked import marked
 from dgc_horovod.launch.plan.command import to_price
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import PAYLOAD
-from dgc_horovod.planning.machine import Machine
 from dgc_horovod.planning.measure import measured
 
 _COLUMNS = 100
@@ -126,8 +125,8 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | 
     if plan is not None:
         _say_whether_it_pays(_with_link(plan, links), job)
     else:
-        link_flag = "" if remote else " --link-gbps 1"
-        print(f"whether it pays for your model: add --model-size 25.6M --step-ms 180 -np 16{link_flag}")
+        rest = f"-np {hosts.number_of(slots)}" if remote else "-np 16 --link-gbps 1"
+        print(f"whether it pays for your model: add --model-size 25.6M --step-ms 180 {rest}")
     return 1 if bad else 0
 
 
@@ -147,8 +146,8 @@ def _wrapped(text: str, first: str) -> str:
 
 def _say_whether_it_pays(plan: Estimate, job: Job) -> None:
     method, config = job.method if job.config is not None else "dgc", to_price(job, "--doctor")
-    rows = price(plan, config, method, measured(Machine(plan.step_seconds), plan.elements, config))
-    print(f"\ndoes it pay? an estimate\n{textwrap.indent(show(plan, rows), '  ')}")
+    rows = price(plan, config, method, measured(plan.machine, plan.elements, config))
+    print(f"\ndoes it pay? an estimate\n{textwrap.indent(show(plan, config, rows), '  ')}")
 
 
 def _with_link(plan: Estimate, links: Sequence[Link]) -> Estimate:

@@ -46,7 +46,7 @@ def run(args: Any, job: Job) -> int:
         show.check_file(Path(args.plot))
     config = to_price(job, "--plan")
     envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
-    computing, cluster = number("--step-ms", args.step_ms) / 1e3, _cluster(args)
+    computing, cluster = number("--step-ms", args.step_ms) / 1e3, _cluster(args, config)
     specs = _specs(args, config)
     elements = sum(spec.numel for spec in specs)
     machine = Machine(computing).over_gloo() if args.use_gloo else Machine(computing)
@@ -57,8 +57,10 @@ def run(args: Any, job: Job) -> int:
             f"a plan is for two nodes or more and for at most {MOST_WORKERS:,} workers, which two nodes of "
             f"{cluster.node_size} are beyond; --workers-per-node may be at most {MOST_WORKERS // 2}"
         )
-    title = show.head(elements, computing, config.final_density, _described(cluster))
-    print("\n".join([title, "", *show.verdicts(found), "", show.text(found), "", *_notes(machine, elements)]))
+    title = show.head(elements, computing, config, _described(cluster))
+    notes = [*show.beyond(found, config), *_notes(machine, elements)]
+    told = [title, *show.budget_of(config)]
+    print("\n".join([*told, "", *show.verdicts(found), "", show.text(found, config), "", *notes]))
     if args.plot:
         show.draw(found, title, Path(args.plot))
         print(f"drawn: {args.plot}")
@@ -91,7 +93,7 @@ def number(flag: str, text: str, least: float = _LEAST) -> float:
         ConfigError: it is no such number.
     """
     try:
-        value = float(text)
+        value = envvars.number(text)
     except ValueError:
         value = math.nan
     if not least <= value <= _MOST:
@@ -105,25 +107,44 @@ def _specs(args: Any, config: DGCConfig) -> Sequence[TensorSpec]:
     return tensors(parse_size(args.model_size), config)
 
 
-def _cluster(args: Any) -> Cluster:
+def _cluster(args: Any, config: DGCConfig) -> Cluster:
     latency = number("--latency-ms", args.latency_ms, least=0.0) / 1e3 if args.latency_ms else Link.latency
     card = Link(number("--link-gbps", args.link_gbps) * 1e9, latency)
-    node_size = _node_size(args)
+    node_size = node_size_of(args, config)
     return Cluster(node_size, card, node_size, mpi=bool(args.use_mpi))
 
 
-def _node_size(args: Any) -> int:
-    """Of --workers-per-node; else that of -H, the same on every host; else 1."""
+def node_size_of(args: Any, config: DGCConfig | None) -> int:
+    """Workers behind a card: of --workers-per-node, or the hosts if they have equally many; else node_size, or 1.
+
+    Args:
+        args: Horovod's parsed arguments, with ours.
+        config: settings of the job; None without compression.
+
+    Raises:
+        ConfigError: there is no such number, or nodes are to be only a part of a host.
+    """
+    nodes = config.node_size if config is not None and config.may_use_nodes else None
+    host = _workers_a_host(args)
+    if host is not None and nodes not in (None, host):
+        raise ConfigError(
+            f"node_size is {nodes}, and a host has {host} workers; a node is priced as all workers of a host, so leave "
+            "one of the two out"
+        )
+    return next((size for size in (host, nodes) if size is not None), 1)
+
+
+def _workers_a_host(args: Any) -> int | None:
     if args.workers_per_node:
         if not re.fullmatch(r"0*[1-9]\d{0,8}", args.workers_per_node, re.ASCII):
             raise ConfigError(
                 f"--workers-per-node must be a whole number >= 1, got {_shortened(args.workers_per_node)}"
             )
         return int(args.workers_per_node)
-    slots = [part.rpartition(":")[2] for part in (args.hosts or "").split(",") if part]
-    if len(set(slots)) > 1:
-        raise ConfigError(f"-H {args.hosts} has nodes of different sizes; say --workers-per-node")
-    return int(slots[0]) if slots and slots[0].isdecimal() else 1
+    slots = {int(part.rpartition(":")[2]) for part in (args.hosts or "").split(",") if part}
+    if len(slots) > 1:
+        raise ConfigError(f"the hosts {args.hosts} have different numbers of workers; give --workers-per-node instead")
+    return slots.pop() if slots else None
 
 
 def _shortened(text: str) -> str:

@@ -15,7 +15,7 @@ from dgc_horovod.planning.shapes import MOST_ELEMENTS
 _SECONDS = 300
 _MARK = "DGC_SHAPES "
 _CODE = f"""
-import importlib, importlib.util, json, os, sys
+import importlib, importlib.util, json, operator, os, sys
 module, name = sys.argv[1].rsplit(":", 1)
 is_file = module.endswith(".py")
 sys.path.insert(0, os.path.dirname(os.path.abspath(module)) if is_file else "")  # as python FILE and python -m have it
@@ -26,6 +26,10 @@ if is_file:
     spec.loader.exec_module(loaded)
 else:
     loaded = importlib.import_module(module)
+def whole(name, size):
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise TypeError(f"the shape of {{name!r}} has the size {{size!r}}; sizes must be whole numbers")
+    return operator.index(size)
 made = getattr(loaded, name)()
 if hasattr(made, "named_parameters"):
     shapes = [(name, each.shape) for name, each in made.named_parameters() if each.requires_grad]
@@ -33,7 +37,7 @@ elif hasattr(made, "trainable_variables"):
     shapes = [(each.path, each.shape) for each in made.trainable_variables]
 else:
     shapes = made.items() if hasattr(made, "items") else made
-print({_MARK!r} + json.dumps([[str(name), [int(size) for size in shape]] for name, shape in shapes]))
+print({_MARK!r} + json.dumps([[str(name), [whole(name, size) for size in shape]] for name, shape in shapes]))
 """
 
 

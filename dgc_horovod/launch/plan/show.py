@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.budget import LEAST_DENSITY
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.plan.units import duration
+from dgc_horovod.launch.plan.units import duration, size
 from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, POWER_SGD, Cost
 from dgc_horovod.planning.table import Table, best, ranges
 
@@ -18,6 +20,7 @@ _BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("into a network card, MB a step", lambda each: each.card_bytes / 1e6),
     ("memory of a worker beside weights and gradients, MB", lambda each: each.memory_bytes / 1e6),
 )
+_DENSITY: tuple[str, Callable[[Cost], float]] = ("density, within the budget", lambda each: each.density)
 _STYLES = {
     DENSE: {"color": "#444444", "linestyle": "--"},
     FP16: {"color": "#999999", "linestyle": "--"},
@@ -47,11 +50,11 @@ def _gain(costs: Sequence[Cost]) -> float:
     return min(each.step_seconds for each in costs if each.name in (DENSE, FP16)) / best(costs).step_seconds
 
 
-def text(found: Table) -> str:
-    """A table for each of time, efficiency, bytes and memory; the method to take is marked."""
+def text(found: Table, config: DGCConfig) -> str:
+    """A table for each of time, efficiency, bytes and memory, with a budget density; the method to take is marked."""
     names = [name for name in METHODS if any(each.name == name for costs in found.values() for each in costs)]
     blocks = []
-    for title, value in _BLOCKS:
+    for title, value in _BLOCKS if config.max_bytes_per_step is None else (*_BLOCKS, _DENSITY):
         lines = [title, f"{'N':>8}" + "".join(f"{_HEADS[name]:>15}" for name in names)]
         for workers, costs in found.items():
             chosen, by_name = best(costs).name, {each.name: each for each in costs}
@@ -64,9 +67,42 @@ def text(found: Table) -> str:
 def _cell(cost: Cost | None, value: Callable[[Cost], float], chosen: bool) -> str:
     if cost is None:
         return f"{'':>15}"
-    number = value(cost)
-    shown = f"{number:,.0f}" if 10 <= number < 1e10 else f"{number:.2g}"
+    if value is _DENSITY[1]:
+        shown = f"{value(cost):.3g}" if cost.name in EXCHANGES else ""
+    else:
+        shown = _shown(value(cost))
     return f"{shown:>14}{'*' if chosen else ' '}"
+
+
+def budget_of(config: DGCConfig) -> list[str]:
+    """A line on the budget, if there is one."""
+    if config.max_bytes_per_step is None:
+        return []
+    return [f"budget: {size(config.max_bytes_per_step)} a step into a card; the last table has the densities for it"]
+
+
+def beyond(found: Table, config: DGCConfig) -> list[str]:
+    """Lines on where a card gets more bytes than the budget of `config`; none where there is no such place."""
+    budget, lines = config.max_bytes_per_step, []
+    if budget is None:
+        return []
+    for name in EXCHANGES:
+        where = [n for n, costs in found.items() for each in costs if each.name == name and each.card_bytes > budget]
+        if where:
+            lines.append(f"  {name}: N = {', '.join(f'{n:,}' for n in where)}")
+    return [*_beyond_budget(budget), *lines] if lines else []
+
+
+def _beyond_budget(budget: int) -> list[str]:
+    """Lines that say that a card gets more than `budget` bytes, and why it may."""
+    return [
+        f"A card gets more than its budget of {size(budget)}: small tensors are sent whole, no density is made lower",
+        f"than {LEAST_DENSITY:g}, and of sharded workers that share a card without being a node each has a budget.",
+    ]
+
+
+def _shown(number: float) -> str:
+    return f"{number:,.0f}" if 10 <= number < 1e10 else f"{number:.2g}"
 
 
 def _pyplot() -> Any:
@@ -143,6 +179,7 @@ def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], l
     axis.grid(alpha=0.3)
 
 
-def head(elements: int, computing: float, density: float, link: str) -> str:
+def head(elements: int, computing: float, config: DGCConfig, link: str) -> str:
     """What was planned, in one line."""
-    return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, density {density:g}, {link}"
+    density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.final_density:g}"
+    return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, {density}, {link}"
