@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from dgc_horovod import envvars
 from dgc_horovod.core.bucketing import dense_values
+from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, Trial
 
@@ -37,6 +38,14 @@ WEIGHTS_SET = (
     "normalizes them, all is well. If it has put in others, such as its best ones, they count as what this rank has "
     "changed, of which little is sent at once: call optimizer.clear_residuals() on every rank, once all have the same"
 )
+_TOO_LARGE = {
+    LEFT_OUT: "{what}: an update was too large for its parameter's dtype, or for float32, though every gradient was "
+    f"finite; it is left out on every rank, and after {IN_A_ROW} such steps in a row all that waits. Lower the loss "
+    "scale or the learning rate, pass clip_norm, or keep the parameters in float32",
+    TRIED_AGAIN: "{what}: an update times the loss scale was too large for its parameter's dtype, or for float32, "
+    "though every gradient was finite; the step is applied on no rank, and the update is sent again while the loss "
+    "scale falls",
+}
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
 
@@ -82,6 +91,8 @@ def tell_unknown(name: str) -> None:
 
 def not_finite(step: int, where: str) -> str:
     """What is said of a step that is not applied: its number from 0, and `OptimizerExchange.where_not_finite`."""
+    if where in _TOO_LARGE:
+        return _TOO_LARGE[where].format(what=f"step {step}")
     return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
 
 
@@ -92,6 +103,8 @@ def step_not_made(rank: int) -> str:
 
 def round_not_finite(exchange: int, where: str) -> str:
     """The same of an exchange of local steps."""
+    if where in _TOO_LARGE:
+        return _TOO_LARGE[where].format(what=f"exchange {exchange}")
     return f"exchange {exchange}: a weight was not finite on {where}; the round is applied on no rank"
 
 

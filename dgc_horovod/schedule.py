@@ -128,7 +128,8 @@ def density_at(final_density: float, warmup: WarmupSchedule | None, step: int, e
     """
     if warmup is None:
         return final_density
-    done, stages = warmup.fraction_done(step, epoch), warmup.stages(final_density)
-    if done >= 1 or stages == 0:
+    stages = warmup.stages(final_density)
+    stage = int(warmup.fraction_done(step, epoch) * stages + 1e-9)  # at a boundary the product may be a little less
+    if stage >= stages:
         return final_density
-    return max(final_density, warmup.first_density * warmup.factor ** max(0, int(done * stages)))
+    return max(final_density, warmup.first_density * warmup.factor ** max(0, stage))

@@ -9,6 +9,7 @@ the aggregated update and `BucketEngine.rollback` takes the step back. How it tr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -85,6 +86,7 @@ class BucketEngine:
         self._workspace: Workspace | None = None
         self._sent: SentRecord | None = None
         self._step = self._round = 0
+        self._made: Callable[[], object] | None = None  # what makes the momentum or the moments of this step
         self.in_join = self.clips = False  # whether this rank is, and whether its script clips updates: messages say so
         self.outcome = Outcome()  # of the last exchange that is through
 
@@ -106,9 +108,11 @@ class BucketEngine:
         """
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             self.config.check_momentum(accumulation.momentum)
-            self.state.momentum()
-        elif self.state.moments is None and isinstance(accumulation, AdamCorrection):
-            self.state.adam_moments()
+            self._made = self.state.momentum
+            self._made()
+        elif isinstance(accumulation, AdamCorrection):
+            self._made = self.state.adam_moments
+            self._made()
         self.gradients.put(i, gradient, accumulation, in_place)
         if in_place:
             self.outputs.put(i, gradient, cleared=True)
@@ -136,6 +140,9 @@ class BucketEngine:
         workspace.records["threshold"] = workspace.predictor.thresholds if looks else math.inf
         want_sums = rule.needs_sums and not self.bucket.uncompressed
         self._step, self._round = step, 0
+        if self._made is not None:
+            self._made()  # anew, where `clear` came after the gradients
+            self._made = None
         sender = None if self.in_join or self.clips else workspace.sender  # what a device writes has no flag
         if sender is not None and workspace.predictor.thresholds[0] < math.inf and sender.takes(self.gradients):
             seen, sent = self._send_from_device(workspace, sender, scale)

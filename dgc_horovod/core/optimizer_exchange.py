@@ -16,6 +16,7 @@ from dgc_horovod.core.bucket_stats import BucketMeter
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.budget import card_bytes, within_budget
 from dgc_horovod.core.diagnostics import Diagnostics
+from dgc_horovod.core.ending import Ending
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.settling import Settling
 from dgc_horovod.core.workspace import Message
@@ -101,6 +102,7 @@ class OptimizerExchange:
         self.steps = 0  # finished so far, of the whole training
         self.epoch: int | None = None  # that the warm-up was told last
         self.diagnostics, self._advice = Diagnostics(), advice.Compression()
+        self.ending = Ending(self.engines)
         self.settling = Settling(config.warmup, config.final_density)
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
@@ -146,6 +148,7 @@ class OptimizerExchange:
             loss_scale: factor of the loss, hence of every gradient, > 0.
         """
         traffic, meter = self.counts.traffic, self.meters[engine]
+        self.ending.begin()
         self.diagnostics.before(engine, clip / loss_scale)
         meter.begins()
         with traffic.timing("compressing"):
@@ -237,12 +240,14 @@ class OptimizerExchange:
         return 1 / self.topology.nodes if self.averages else 1.0
 
     def close(self, finite: bool) -> None:
-        """End the step; unless `finite`, take back what was sent in it, as every rank does."""
+        """End the step; unless `finite`, take back what was sent in it, or leave it out, as every rank does."""
         skipped_at = None if finite else (self.steps, self.where_not_finite())
-        if finite:
-            self._note(self.diagnostics.close(True))
+        if finite or self.ending.leaves_out:
+            self._note(self.diagnostics.close(finite))
             for engine in self.engines:
                 engine.commit()
+            if self.ending.empties:
+                self.clear()
         else:
             self.rollback()
         self.steps += 1
@@ -260,18 +265,8 @@ class OptimizerExchange:
                 advice.tell(self._advice.on(figures, density))
 
     def where_not_finite(self) -> str:
-        """In words, where a gradient of the last step was not finite; the same text on every rank."""
-        found = [engine for engine in self.engines if engine.outcome.flagged]
-        if not found:
-            return "some rank"
-        ranks = sorted({rank for engine in found for rank in engine.outcome.flagged})
-        names = [segment.name for engine in found for segment in engine.whole.segments]
-        among = f"{names[0]!r}" if len(names) == 1 else f"the {len(names)} tensors from {names[0]!r} to {names[-1]!r}"
-        size = self.topology.node_size
-        if size == 1:
-            return f"rank {', '.join(map(str, ranks))}, among {among}"
-        nodes = sorted({rank // size for rank in ranks})  # whose workers have averaged
-        return "; ".join(f"one of ranks {n * size} to {(n + 1) * size - 1}" for n in nodes) + f", among {among}"
+        """`Ending.where`."""
+        return self.ending.where()
 
     def rollback(self) -> None:
         """Take back what the step under way has sent."""
@@ -364,6 +359,7 @@ class OptimizerExchange:
         for name in state.tensors:
             state.check_fits(name, self.numel.get(name), *self._keeps(name))
         ours_to_keep = [name for name in self.compressed if name in self.place]
+        ours_to_keep += [name for name in self.layout.dense if name in state.tensors]
         missing = [name for name in ours_to_keep if RESIDUAL not in state.tensors.get(name, {})]
         if missing and state.tensors:
             raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: of another model?")

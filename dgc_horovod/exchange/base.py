@@ -9,7 +9,15 @@ from dgc_horovod.exchange.contract import Outcome, Round
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
-from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, Coder, PacketFormat, coder_for
+from dgc_horovod.wire.packet import (
+    FLAG_CLIPS,
+    FLAG_JOINED,
+    FLAG_NONFINITE,
+    FLAG_OVERFLOW,
+    Coder,
+    PacketFormat,
+    coder_for,
+)
 
 
 def different_sizes(bucket: int, what: str) -> RankMismatch:
@@ -23,7 +31,7 @@ def outcome_of(flags: np.ndarray) -> Outcome:
     """What the flags in the headers of all ranks' packets say, in rank order."""
     flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
     in_join, that_clip = (int(np.count_nonzero(flags & flag)) for flag in (FLAG_JOINED, FLAG_CLIPS))
-    return Outcome(not flagged, flagged, in_join, that_clip)
+    return Outcome(not flagged, flagged, in_join, that_clip, bool((flags & FLAG_OVERFLOW).any()))
 
 
 class PacketWriter:

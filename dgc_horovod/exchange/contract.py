@@ -122,12 +122,14 @@ class Outcome:
         flagged: ranks whose gradient was not finite, where the exchange knows.
         ranks_in_join: number of ranks in join.
         ranks_that_clip: number of ranks whose script clips updates, where the exchange knows; else 0.
+        overflowed: whether an owner's sums of what the ranks sent have left the range of fp32.
     """
 
     finite: bool = True
     flagged: list[int] = field(default_factory=list)
     ranks_in_join: int = 0
     ranks_that_clip: int = 0
+    overflowed: bool = False
 
 
 class Exchange(Protocol):

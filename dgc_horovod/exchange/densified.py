@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.errors import RankMismatch
+from dgc_horovod.errors import CorruptPacket, RankMismatch
 from dgc_horovod.exchange.base import CodedExchange
 from dgc_horovod.exchange.contract import ALLREDUCE, Outcome, Round, Sending
 from dgc_horovod.kernels.contract import Elements, Kernels
@@ -55,6 +55,11 @@ class DensifiedExchange(CodedExchange):
             raise RankMismatch(
                 f"bucket {index}: the ranks are at different steps (here {step}); "
                 "all ranks must run the same number of steps"
+            )
+        most = self._workers * (self._workers + 2)
+        if not 0 <= flags <= most or flags != int(flags):  # NaN is in no range
+            raise CorruptPacket(
+                f"bucket {index}: the sum of the flags is {flags}, a whole number up to {most} is possible"
             )
         in_join, not_finite = divmod(int(flags), self._workers + 1)
         self._summed, self.outcome = received[:-_MARKS], Outcome(not_finite == 0, ranks_in_join=in_join)

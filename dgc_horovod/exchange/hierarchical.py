@@ -111,6 +111,7 @@ class HierarchicalExchange:
             sorted(node * slices + local for local, each in enumerate(found) for node in each.flagged),
             sum(each.ranks_in_join for each in found),
             sum(each.ranks_that_clip for each in found),
+            any(each.overflowed for each in found),
         )
 
     def _mismatch(self, what: str) -> RankMismatch:

@@ -27,7 +27,7 @@ from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements, Kernels, Sender,
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs.values import Draw
 from dgc_horovod.wire.packet import (
-    FLAG_NONFINITE,
+    FLAG_OVERFLOW,
     HEADER,
     Coder,
     PacketFormat,
@@ -151,7 +151,7 @@ class ShardedExchange:
             return
         self._message.fill(0)
         if not owner.add(parts):
-            self._shard.write(NO_ELEMENTS, self._flags | FLAG_NONFINITE, step, self._draw, self._packet)
+            self._shard.write(NO_ELEMENTS, self._flags | FLAG_OVERFLOW, step, self._draw, self._packet)
             return
         largest = owner.largest(self._shard.wire.capacity)
         owner.send(*self._shard.write(largest, self._flags, step, self._draw, self._packet))
@@ -176,7 +176,7 @@ class ShardedExchange:
         self.outcome = outcome_of(flags)
 
     def aggregate_into(self, outputs: Any, scale: float) -> bool:
-        return self._kernels.aggregate_into(outputs, self._received, scale, fresh=True)
+        return self._kernels.aggregate_into(outputs, self._received, scale, fresh=True) and not self.outcome.overflowed
 
     @property
     def contributions(self) -> list[Elements]:

@@ -2,7 +2,8 @@
 
 Arithmetic rules, so that backends, instruction sets and thread counts agree exactly:
 
-* float32 state, but for momentum in bfloat16, which is rounded to nearest even where it is written;
+* float32 state, but for momentum in bfloat16, which is rounded to nearest even where it is written, what is finite to
+  what is finite;
 * every product is rounded before it is added (no fused multiply-add);
 * hyper-parameters are rounded to float32 before use;
 * sums are taken in float64 over the fixed tree described in `Kernels.sums`;
@@ -270,7 +271,7 @@ class Kernels(Protocol):
         """A host float32 vector as an Array; a view where the memory is the host's."""
 
     def write(self, x: Array, values: np.ndarray) -> None:
-        """``x = values``, float32 of the host, rounded to nearest even where x is bfloat16."""
+        """``x = values``, float32 of the host, rounded where x is bfloat16 (see above)."""
 
     def fill_zero(self, x: Array) -> None:
         """``x = 0``."""

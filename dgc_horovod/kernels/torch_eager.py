@@ -18,6 +18,14 @@ def _scaled(g: torch.Tensor, scale: float) -> torch.Tensor:
     return g if scale == 1.0 else g * scale
 
 
+def _copy(x: torch.Tensor, values: torch.Tensor) -> None:
+    """``x = values``, float32; where x is bfloat16, what is finite stays finite."""
+    if x.dtype == torch.bfloat16:
+        bits = values.contiguous().view(torch.int32)
+        values = torch.where((bits & 0x7FFF0000) == 0x7F7F0000, bits & -0x10000, bits).view(torch.float32)
+    x.copy_(values)
+
+
 def _chunk_sums(x: torch.Tensor) -> torch.Tensor:
     """One float64 sum per chunk of `x`, in the order that `Kernels.sums` fixes."""
     rows = torch.nn.functional.pad(x, (0, -x.numel() % CHUNK)).view(-1, CHUNK // LANES, LANES)
@@ -98,7 +106,7 @@ class TorchEagerKernels(ComposedKernels):
         # mul_ then add_, never add_(alpha=): that one fuses, and differs in a quarter of the elements
         moved = u.float().mul_(momentum).add_(g)  # u itself, if it is float32
         if moved is not u:
-            u.copy_(moved)
+            _copy(u, moved)
         if nesterov:
             v.add_(g).add_(moved * momentum)
         else:
@@ -169,7 +177,7 @@ class TorchEagerKernels(ComposedKernels):
         return x.float().cpu().numpy()
 
     def write(self, x: torch.Tensor, values: np.ndarray) -> None:
-        x.copy_(torch.from_numpy(values))
+        _copy(x, torch.from_numpy(values))
 
     def from_host(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -97,8 +97,15 @@ class ResidualState:
             state = cls(**record)
             for name, kind in _KINDS.items():
                 _checked(getattr(state, name), kind)
+            for name, arrays in state.tensors.items():
+                for part, array in arrays.items():
+                    _check_array(f"{part!r} of {name!r}", part, array)
+            for bucket, thresholds in state.thresholds.items():
+                _check_array(f"{_GUESS!r} of {bucket!r}", _GUESS, thresholds)
+            _optional(state.settled_at)
+            state._check()
             return state
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, AttributeError, LookupError) as error:
             raise CheckpointError(f"this is no dict of residual_state_dict() ({error})") from None
 
     def to_bytes(self) -> bytes:
@@ -166,22 +173,20 @@ class ResidualState:
         )
         for key, array in arrays.items():
             number, part = key.split(".")
-            if part == _GUESS and array.dtype == np.float64 and array.ndim == 1 and not np.isnan(array).any():
+            _check_array(key, part, array)
+            if part == _GUESS:
                 state.thresholds[buckets[int(number)]] = array
-                continue
-            may_overflow = part in (SECOND, SHARED)  # squares may; of one that all have, infinite means never learnt
-            sound = not np.isnan(array).any() if may_overflow else np.isfinite(array).all()
-            if part not in PARTS or array.dtype != np.float32 or array.ndim != 1 or not sound:
-                raise ValueError(f"array {key!r} is not a finite float32 vector of a known kind")
-            state.tensors[names[int(number)]][part] = array
-        if not 0 <= state.rank < state.workers or state.step < 0:
-            raise ValueError(f"rank {state.rank} of {state.workers}, step {state.step}")
-        if state.node_size < 1 or state.workers % state.node_size:
-            raise ValueError(f"nodes of {state.node_size} of {state.workers} workers")
-        state._check_runs()
+            else:
+                state.tensors[names[int(number)]][part] = array
+        state._check()
         return state
 
-    def _check_runs(self) -> None:
+    def _check(self) -> None:
+        """Raise ValueError or KeyError unless ranks, steps and runs are possible."""
+        if not 0 <= self.rank < self.workers or self.step < 0:
+            raise ValueError(f"rank {self.rank} of {self.workers}, step {self.step}")
+        if self.node_size < 1 or self.workers % self.node_size:
+            raise ValueError(f"nodes of {self.node_size} of {self.workers} workers")
         for name, run in self.runs.items():
             sizes = {array.size for array in self.tensors[name].values()}
             if len(run) != 2 or any(not 0 <= run[0] <= run[0] + size <= run[1] for size in sizes):
@@ -266,6 +271,15 @@ _KINDS = {
     "rank": int, "workers": int, "averages": bool, "step": int, "node_size": int, "tensors": dict, "runs": dict,
     "directions": dict, "thresholds": dict, "measured": list, "mode": str, "clips": list,
 }  # fmt: skip
+
+
+def _check_array(key: str, part: str, array: np.ndarray) -> None:
+    """Raise ValueError unless `array` is one that is kept as `part`, or the thresholds of a bucket."""
+    # squares may overflow; of a moment that all have, infinite means never learnt, of a threshold not known
+    sound = not np.isnan(array).any() if part in (SECOND, SHARED, _GUESS) else np.isfinite(array).all()
+    dtype = np.float64 if part == _GUESS else np.float32
+    if part not in (*PARTS, _GUESS) or array.dtype != dtype or array.ndim != 1 or not sound:
+        raise ValueError(f"array {key!r} is not a finite {np.dtype(dtype)} vector of a known kind")
 
 
 def _checked(value: Any, kind: type) -> Any:

@@ -77,7 +77,7 @@ def broadcast_variables(
     else:
         collectives = Collectives(process_set, f"broadcast.{number}")
         name, values = collectives.full_name(""), [variable.read_value() for variable in inner]
-        collectives.in_time("*", values, lambda: assign_from(inner, root_rank, process_set, name))
+        collectives.in_time("*", values, lambda _: assign_from(inner, root_rank, process_set, name))
     have_been_set(inner)
 
 

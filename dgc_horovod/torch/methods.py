@@ -30,6 +30,7 @@ from dgc_horovod.torch.wrapping.notices import (
     DROPPED,
     LATE_CHANGE,
     LATE_HOOK,
+    SCALER_LEFT_OUT,
     SCALER_NOT_PASSED,
     SYNCHRONIZED_TWICE,
     TAKEN_AWAY,
@@ -235,6 +236,7 @@ class ExchangeMethods(StateMethods):
         if not self._dgc_takes_part:
             returned = super(type(self), self).step()  # type: ignore[misc]
             return returned if closure is None else loss
+        self._check_scaler_is_used()
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
@@ -245,7 +247,7 @@ class ExchangeMethods(StateMethods):
             clip_calls.end_step(self)
             if self._dgc_config.on_nonfinite == "stop" and scale_of(self._dgc_scaler)() == 1.0:
                 raise NotFinite(self._dgc.not_finite)
-            self._tell_once("not finite", self._dgc.not_finite)
+            self._tell_once("too large" if self._dgc.buckets.ending.leaves_out else "not finite", self._dgc.not_finite)
             return loss
         self._dgc_with_hooks(self._apply)
         self._dgc_watch.applied(self._dgc.names)
@@ -253,6 +255,13 @@ class ExchangeMethods(StateMethods):
             self._dgc_replicas.begin(self._dgc.buckets.steps)
             settling.watch(self)
         return self._dgc_returned if closure is None else loss
+
+    def _check_scaler_is_used(self: Any) -> None:
+        """A scaler that was passed, and whose scale gradients seem to have, though it does not make this step."""
+        scaler = self._dgc_scaler
+        scales = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and scaler.get_scale() != 1
+        if scales and not (self._dgc_offered or already_unscaled(scaler, self) or self._dgc.buckets.in_join):
+            raise UnsupportedUse(SCALER_LEFT_OUT)
 
     def _dgc_with_hooks(self: Any, act: Callable[[Any], None]) -> None:
         """Torch's own wrapper runs the step hooks, once, around everything that the step does."""

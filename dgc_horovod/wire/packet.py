@@ -20,8 +20,8 @@ from dgc_horovod.wire.codecs.values import Draw
 
 MAGIC = int.from_bytes(b"DGCp", "little")
 VERSION = 2
-FLAG_NONFINITE, FLAG_JOINED, FLAG_CLIPS = 1, 2, 4
-_FLAGS = np.uint16(FLAG_NONFINITE | FLAG_JOINED | FLAG_CLIPS)
+FLAG_NONFINITE, FLAG_JOINED, FLAG_CLIPS, FLAG_OVERFLOW = 1, 2, 4, 8
+_FLAGS = np.uint16(FLAG_NONFINITE | FLAG_JOINED | FLAG_CLIPS | FLAG_OVERFLOW)
 
 HEADER = np.dtype(
     [
@@ -142,8 +142,8 @@ class PacketFormat:
             positions: positions of the elements, int32, ascending and unique, at most `capacity`.
             values: values at them, float32, finite.
             step: schedule step of the sender, >= 0.
-            flags: a sum of FLAG_NONFINITE where a gradient was not finite, FLAG_JOINED where the sender is in join, and
-                FLAG_CLIPS where its script clips updates.
+            flags: a sum of FLAG_NONFINITE where a gradient was not finite, FLAG_JOINED where the sender is in join,
+                FLAG_CLIPS where its script clips updates, FLAG_OVERFLOW where an owner's sums have left fp32's range.
             out: buffer of the packet, `nbytes` uint8, overwritten.
             decoded: buffer for the values, float32, of their size.
             draw: function that makes the random source, for a codec that rounds at random.

@@ -96,7 +96,17 @@ def test_step_hooks_see_the_whole_step_once(ranks):
 
 
 def test_half_precision_overflow_is_skipped(ranks):
-    assert all(value for rank in ranks for value in rank["dtypes.half_overflow"].values())
+    """Every gradient is finite, and an update is not: sent again at every step, it stopped training."""
+    found = [rank["dtypes.half_overflow"] for rank in ranks]
+    assert all(each["weights finite"] and each["v finite"] for each in found)
+    assert found[0]["fingerprint"] == found[1]["fingerprint"] and found[0]["moved"] == found[1]["moved"]
+    for each in found:
+        assert not all(each["moved"][:30]) and all(each["moved"][-10:])
+        assert each["skipped"] == each["moved"].count(False)
+        assert each["where"] == ["no rank: an update was too large"]
+        assert "an update was too large for its parameter's dtype" in each["stopped"]
+    assert [len(each["said"]) for each in found] == [1, 0]
+    assert "an update was too large" in found[0]["said"][0] and "a gradient was not finite" not in found[0]["said"][0]
 
 
 def test_rank_zero_alone_resumes_from_a_stock_checkpoint(ranks):

@@ -9,7 +9,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for Tenso
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ("gradients", "in_graphs", "first_step", "sparse_and_local", "embedding")
+CASES = ("gradients", "in_graphs", "first_step", "sparse_and_local", "half_overflow", "embedding")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,14 @@ def test_sparse_and_local_sources(ranks):
         assert found["as dense"] == [expected] * 3 and found["kinds"] == [False, False]
         assert found["local"] == [found["own"]] * 2 and found["own"] == 18 * (rank + 1)
         assert found["nan everywhere"]
+
+
+def test_half_precision_overflow_is_skipped(ranks):
+    """Infinite updates were handed out."""
+    first, second = (found["keras_tape.half_overflow"] for found in ranks)
+    assert first["applied"] == second["applied"]
+    assert not all(first["applied"][:30]) and all(first["applied"][-10:])
+    assert len(first["said"]) == 1 and "an update was too large" in first["said"][0] and not second["said"]
 
 
 def test_embeddings_and_what_is_refused(ranks):

@@ -98,6 +98,21 @@ def test_a_bucket_is_one_message_whatever_its_tensors():
 
 
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("accumulation", [MomentumCorrection(0.9), AdamCorrection((0.9, 0.999), 1e-8, 1)], ids=str)
+def test_a_state_emptied_after_the_gradients_starts_from_zero(kernels, accumulation):
+    """The library was given no momentum to write to: the process ended."""
+    fresh, used = (make_engines(make_config(), kernels, 1, 300)[0] for _ in range(2))
+    add_gradient(used, DATA["normal"](300, 0), accumulation)
+    used.compress(1.0, 0, 0.1)
+    add_gradient(used, DATA["normal"](300, 1), accumulation)
+    used.clear()
+    add_gradient(fresh, DATA["normal"](300, 1), accumulation)
+    assert used.compress(1.0, 1, 0.1).payload.tobytes() == fresh.compress(1.0, 1, 0.1).payload.tobytes()
+    for part in fresh.state.parts:
+        np.testing.assert_array_equal(used.state.full_vector(part), fresh.state.full_vector(part))
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
 def test_what_is_committed_is_not_taken_back(kernels):
     (engine,) = make_engines(make_config(), kernels, 1, 300)
     add_gradient(engine, DATA["normal"](300, 0), MomentumCorrection(0.9))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dgc_horovod import envvars
 from dgc_horovod.config import MOMENTUM_DTYPES
-from dgc_horovod.errors import BackendUnavailable, ConfigError
+from dgc_horovod.errors import BackendUnavailable, ConfigError, UnsupportedUse
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import (
     CHUNK,
@@ -175,6 +175,19 @@ def test_a_pass_of_several_threads_without_room_for_candidates():
     """It copied no bytes between null pointers, which C++ leaves undefined; the sanitizers of `ci/sanitize` see it."""
     arguments = [300_001], FEEDS[1:2], make_spans(300_001, [], np.inf), 0, False, 1.0, 0
     assert run_pass(NativeKernels(2), *arguments) == run_pass(REFERENCE, *arguments)
+
+
+@pytest.mark.parametrize("gradient", ["float64", "float16", "int32", "too short", "too long"])
+@pytest.mark.parametrize("of", ["numpy", "torch"])
+def test_the_library_is_given_no_address_of_anything_else(gradient, of):
+    """Eight bytes a number were read as two numbers, and what lies behind a vector as its end."""
+    sizes = {"too short": 9, "too long": 11}
+    torch = pytest.importorskip("torch")
+    x = np.ones(sizes.get(gradient, 10), "float32" if gradient in sizes else gradient)
+    gradients = NativeKernels(1).gradients(Bucket(0, (Segment("w", 0, 10),)))
+    gradients.put(0, np.ones(10, np.float32), ErrorFeedback())
+    with pytest.raises(UnsupportedUse, match=r"'w' has \d+ bytes of .*; 10 numbers of float32 are needed"):
+        gradients.put(0, torch.from_numpy(x) if of == "torch" else x, ErrorFeedback())
 
 
 def aimed(kernels, bucket, arrays):

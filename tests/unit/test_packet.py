@@ -14,7 +14,15 @@ from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
-from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE, HEADER, PacketFormat, undrawn
+from dgc_horovod.wire.packet import (
+    FLAG_CLIPS,
+    FLAG_JOINED,
+    FLAG_NONFINITE,
+    FLAG_OVERFLOW,
+    HEADER,
+    PacketFormat,
+    undrawn,
+)
 from tests.helpers.packets import CODERS, random_elements, read, seal, write
 
 NONE, NO_VALUES = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -127,7 +135,7 @@ def test_bits_a_position(numel, capacity):
         ("value_codec", 2, RankMismatch),
         ("index_codec", 3, RankMismatch),
         ("count", 21, CorruptPacket),
-        ("flags", 8, CorruptPacket),
+        ("flags", 16, CorruptPacket),
     ],
 )
 def test_sealed_header_changes_are_named(coder, field, value, error):
@@ -165,7 +173,9 @@ def test_values_that_are_not_finite(coder, values):
         read(coder, wire, seal(out))
 
 
-@pytest.mark.parametrize("flags", [FLAG_NONFINITE, FLAG_JOINED, FLAG_CLIPS, FLAG_NONFINITE | FLAG_JOINED])
+@pytest.mark.parametrize(
+    "flags", [FLAG_NONFINITE, FLAG_JOINED, FLAG_CLIPS, FLAG_OVERFLOW, FLAG_NONFINITE | FLAG_JOINED]
+)
 def test_flags_travel(coder, flags):
     wire = PacketFormat(0, 10, 3)
     out, _ = write(coder, wire, np.empty(0, np.int32), np.empty(0, np.float32), flags=flags)
@@ -184,3 +194,14 @@ def test_a_sum_tells_how_many_are_in_join_and_whether_all_is_finite(workers):
             summed += kinds[flags]
         assert exchange.proceed(0, summed, 70) is None
         assert (exchange.outcome.finite, exchange.outcome.ranks_in_join) == (damaged == 0, joined)
+
+
+@pytest.mark.parametrize("flags", [np.nan, np.inf, -5, 0.5, 9])
+def test_a_sum_of_flags_that_no_ranks_add_up_to_is_refused(flags):
+    """NaN was a ValueError, and -5 was taken for a sum."""
+    bucket, wire = Bucket(0, (Segment("w", 0, 3),)), PacketFormat(0, 3, 1)
+    exchange = DensifiedExchange(bucket, wire, ReferenceKernels(), 2)
+    summed = 2 * exchange.begin(NO_ELEMENTS, 0, 70).buffer
+    summed[3] = flags
+    with pytest.raises(CorruptPacket, match="sum of the flags"):
+        exchange.proceed(0, summed, 70)

@@ -332,6 +332,26 @@ def test_an_epoch_may_be_any_kind_of_number(tmp_path, epoch):
         ResidualState.from_dict({**record, "epoch": "2"})
 
 
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("v", lambda x: x.reshape(1, -1)),
+        ("v", lambda x: x.astype(np.float64)),
+        ("v", lambda x: np.full_like(x, np.nan)),
+        ("v", lambda x: list(x)),
+        ("w", lambda x: x),
+    ],
+    ids=["two dimensions", "float64", "NaN", "a list", "another part"],
+)
+def test_a_dict_with_other_arrays_is_refused(part, change):
+    """It was taken, and `OptimizerExchange.load` failed with half of it loaded."""
+    record = state_of(0, 1).to_dict()
+    assert_equal(ResidualState.from_dict(record), state_of(0, 1))
+    record["tensors"]["b"] = {**record["tensors"]["b"], part: change(record["tensors"]["b"]["v"])}
+    with pytest.raises(CheckpointError, match="no dict of residual_state_dict"):
+        ResidualState.from_dict(record)
+
+
 def test_pickled_arrays_are_refused():
     out = io.BytesIO()
     np.savez(out, head=np.array([{"a": 1}], dtype=object))

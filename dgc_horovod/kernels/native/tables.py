@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import CHUNK, Accumulation, AdamCorrection, Elements, MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket
 
@@ -92,16 +93,30 @@ class NativeGradients:
         self.bucket, self._kernels = bucket, kernels
         self.table = _table(bucket, SEGMENT)
         self._addresses, self._clears = self.table["gradient"], self.table["clears"]
+        self._nbytes = [4 * segment.numel for segment in bucket.segments]
+        self._dtype: Any = None  # the object that was seen to be float32: NumPy's, torch's
         self.arrays: list[Any] = [None] * len(bucket.segments)
         self._feeds: list[Accumulation | None] = [None] * len(bucket.segments)
         self.scratch: Scratch | None = None
 
     def put(self, i: int, gradient: Any, accumulation: Accumulation, clears: bool = False) -> None:
+        if gradient.dtype is not self._dtype or gradient.nbytes != self._nbytes[i]:
+            self._check(i, gradient)
         self.arrays[i] = gradient
         self._addresses[i], self._clears[i] = address(gradient), clears
         if accumulation is not self._feeds[i] and accumulation != self._feeds[i]:  # it seldom changes, except Adam's
             self._feeds[i] = accumulation
             self._describe(self.table[i], accumulation)
+
+    def _check(self, i: int, gradient: Any) -> None:
+        """Raise UnsupportedUse unless the library, which sees an address alone, would read what is there."""
+        dtype, segment = gradient.dtype, self.bucket.segments[i]
+        if str(dtype).removeprefix("torch.") != "float32" or gradient.nbytes != self._nbytes[i]:
+            raise UnsupportedUse(
+                f"the gradient of {segment.name!r} has {gradient.nbytes} bytes of {dtype}; {segment.numel} numbers of "
+                "float32 are needed"
+            )
+        self._dtype = dtype
 
     @staticmethod
     def _describe(row: Any, accumulation: Accumulation) -> None:

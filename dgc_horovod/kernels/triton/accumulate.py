@@ -25,6 +25,7 @@ BAD_GRADIENT, BAD_RESIDUAL = tl.constexpr(1), tl.constexpr(2)
 RESIDUAL_FEED, MOMENTUM_FEED, NESTEROV_FEED, ADAM_FEED, FROZEN_ADAM_FEED = (tl.constexpr(i) for i in range(5))
 
 _SIZE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
+_UPPER, _LARGEST = tl.constexpr(0x7FFF0000), tl.constexpr(0x7F7F0000)  # of a bfloat16: its size, the largest finite one
 
 
 @triton.jit
@@ -57,9 +58,10 @@ def momentum_at(u, at, inside, NARROW: tl.constexpr):
 
 @triton.jit
 def _keep_momentum(u, at, x, inside, NARROW: tl.constexpr):
-    """Write float32 `x` to u, rounded to nearest even where it is narrow."""
+    """Write float32 `x` to u; where it is narrow rounded to nearest even, what is finite to what is finite."""
     if NARROW:
         bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & _UPPER) == _LARGEST, (bits >> 16) << 16, bits)  # no carry to infinity
         tl.store(u + at, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16), mask=inside)
     else:
         tl.store(u + at, x, mask=inside)

@@ -18,7 +18,7 @@ from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
-from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
 from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, all_finite
 
@@ -84,9 +84,9 @@ class AutomaticExchange(GradientExchange):
         self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
     ) -> tuple[list[Gradient], Any, Any]:
         which, probes = self.auto(iterations, rate)
-        with tf.control_dependencies([which]):  # an error that every rank has comes before anything is sent
-            iterations = tf.identity(iterations)
-            gradients = [tf.identity(tf.convert_to_tensor(gradient)) for gradient in gradients]
+        # an error that every rank has comes before anything is sent
+        iterations = behind(which, iterations)
+        gradients = [behind(which, tf.convert_to_tensor(gradient)) for gradient in gradients]
         compress = super()._graph
 
         def compressed() -> list[tf.Tensor]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from dgc_horovod.core.optimizer_exchange import clip_limit
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.tensorflow.clipping.of_optimizer import KINDS
-from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, native
@@ -150,7 +150,11 @@ class Returned:
         if self._norm is None:
             squares = tf.square(tf.linalg.global_norm([_fp32(tf.convert_to_tensor(g)) for g in self._own]))
             name, collectives = "norm", self._collectives  # whose clock is free once the exchange has ended
-            total = collectives.in_time(name, [squares, self._first], lambda: collectives.allreduce(squares, name))
+
+            def reduced(armed: tf.Tensor) -> tf.Tensor:
+                return collectives.allreduce(behind(armed, squares), name)
+
+            total = collectives.in_time(name, [squares, self._first], reduced)
             self._norm = tf.sqrt(total / collectives.size(tf.float32))
         return self._norm
 

@@ -19,7 +19,7 @@ from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.clipping.learned import LearntClipping
 from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
-from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas
 from dgc_horovod.tensorflow.gradients.settling import SettlingWatch
@@ -29,6 +29,8 @@ from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native
+
+_NARROW = (tf.float16, tf.bfloat16)
 
 
 class Exchanged(NamedTuple):
@@ -182,8 +184,8 @@ class GradientExchange:
             with tf.control_dependencies([self._replicas(part, step, weights, everything)]):
                 started = tf.identity(started)
         started = self._taken_over(started, fresh, rate)
-        with tf.control_dependencies([started]):  # an error that every rank has comes before anything is sent
-            gradients = [tf.identity(tf.convert_to_tensor(gradient)) for gradient in gradients]
+        # an error that every rank has comes before anything is sent
+        gradients = [behind(started, tf.convert_to_tensor(gradient)) for gradient in gradients]
         if self._learns:
             gradients = self.clipping.applied(gradients, started)
         if self._inside is not None and self.settings.config.clip_norm is not None:
@@ -191,28 +193,32 @@ class GradientExchange:
         messages, whole = self._compressed(started, gradients)
         results = self._dense_path(whole)
         flags = [tf.reduce_all(tf.math.is_finite(result)) for result in results.values()]
+        dense_path = self._dense_path.nbytes(whole.values()), len(flags)
         for run, message in zip(self.steps.runs, messages, strict=True):
             *updates, flag = self._decoded(run, message)
             flags.append(flag)
             for i, update in zip(run.members, updates, strict=True):
                 update = tf.reshape(update, self.sources[i].shape)
                 results[i] = tf.cast(update, self._dtype(i, gradients[i].dtype))
-        (finite,) = self._call(self.steps.end, flags, [tf.bool], self._dense_path.nbytes(whole.values()))
+                if results[i].dtype in _NARROW:
+                    flags.append(tf.reduce_all(tf.math.is_finite(results[i])))
+        (finite,) = self._call(self.steps.end, flags, [tf.bool], *dense_path)
         finite.set_shape([])
         dense.set_shape([])
         return [results[i] for i in range(len(gradients))], finite, dense if self.update.learns_second else None
 
     def _dtype(self, i: int, dtype: tf.DType) -> tf.DType:
         """Of the result for gradient `i`, which has `dtype`."""
-        wide = self._keeps_fp32 and i in self.steps.place and dtype in (tf.float16, tf.bfloat16)
+        wide = self._keeps_fp32 and i in self.steps.place and dtype in _NARROW
         return tf.float32 if wide else dtype
 
     def _all_dense(self, gradients: Sequence[Gradient], started: tf.Tensor) -> list[Gradient]:
+        gradients = [behind(started, gradient) for gradient in gradients]  # and behind an earlier one of these names
         given = dict(enumerate(gradients))
-        results = self.collectives.in_time("dense.*", gradients, lambda: self._dense_path(given))
+        results = self.collectives.in_time("dense.*", gradients, lambda _: self._dense_path(given))
         results = [results[i] for i in range(len(gradients))]
         with tf.control_dependencies([started, *tf.nest.flatten(results, expand_composites=True)]):
-            ended = self._call(self.steps.end, [True], [tf.bool], self._dense_path.nbytes(gradients))
+            ended = self._call(self.steps.end, [True], [tf.bool], self._dense_path.nbytes(gradients), 1)
         with tf.control_dependencies(ended):
             return [tf.identity(result) for result in results]
 

@@ -58,6 +58,30 @@ def host_call(
     return _as_list(tf.py_function(through_dlpack, list(inputs), list(dtypes)))
 
 
+def behind(gate: tf.Tensor, tensor: Any) -> Any:
+    """`tensor`, once `gate` is there: what a collective inside a graph is given, so that it runs at every step.
+
+    To TensorFlow a collective has no effect beside its result. One on a constant it would run once, while it optimizes
+    the graph, whatever comes before it by a control dependency: ranks would hang, or apply that result for ever. Copies
+    nothing.
+
+    Args:
+        gate: scalar, an integer >= 0 that a host call has returned.
+        tensor: tensor or IndexedSlices.
+    """
+    zero = tf.cast(tf.minimum(tf.reshape(gate, [1]), 0), tf.int32)
+
+    def same(part: tf.Tensor) -> tf.Tensor:
+        # a slice that begins where only the gate knows; TensorFlow sees through a reshape, or a product with zeros
+        whole = tf.reshape(tf.slice(tf.reshape(part, [-1]), zero, [-1]), tf.shape(part))
+        whole.set_shape(part.shape)
+        return whole
+
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(same(tensor.values), same(tensor.indices), tensor.dense_shape)
+    return same(tensor)
+
+
 def _as_list(results: Any) -> list[tf.Tensor]:
     """In eager mode TensorFlow returns a single result as it is."""
     return list(results) if isinstance(results, (list, tuple)) else [results]

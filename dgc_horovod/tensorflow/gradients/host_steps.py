@@ -76,7 +76,7 @@ class HostSteps:
         self._generation_now, self._generation = generation, _FROM_SLOTS
         self._iterations, self.origins = 0, Origins()
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
-        self._under_way = self._told = False
+        self._under_way, self._told = False, set[bool]()
         self._second_moment = SecondMoment(update)
         self._dense = self._resumed = False  # whether the step is the optimizer's own; whether a record was loaded
         if settings.config is not None:
@@ -362,27 +362,27 @@ class HostSteps:
         self._idle_since = time.perf_counter()
         return buffer
 
-    def end(self, dense_bytes: int, *flags: np.ndarray) -> list[Any]:
+    def end(self, dense_bytes: int, dense_parts: int, *flags: np.ndarray) -> list[Any]:
         """Close the step; returns whether every rank may apply it.
 
         Args:
-            dense_bytes: bytes of this rank's gradients on the dense path.
-            flags: whether each part is finite.
+            dense_bytes, dense_parts: bytes of this rank's gradients on the dense path, and how many there are.
+            flags: whether each part is finite, those of the dense path first.
         """
-        finite = all(bool(flag) for flag in flags)
+        finite = all(flags)
         self.collectives.watch.disarm()
         self.collectives.traffic.count_allreduce(dense_bytes, self.collectives.workers)
+        self._under_way = False
         if self.buckets is not None:
+            self.buckets.ending.judge(all(flags[dense_parts:]), all(flags[:dense_parts]))
             said = not_finite if self.buckets.config.local_steps is None else round_not_finite
             text = "" if finite else said(self.buckets.steps, self.buckets.where_not_finite())
             self.buckets.close(finite)
             if self._dense and not finite:
                 self.buckets.drop_residuals()
-            self._under_way = False
             self._say(text)
         else:
             self.counts.end_step()
-            self._under_way = False
         return [np.bool_(finite)]
 
     def _say(self, text: str) -> None:
@@ -390,8 +390,9 @@ class HostSteps:
         assert self.buckets is not None
         if text and self.buckets.config.on_nonfinite == "stop":
             raise NotFinite(text)
-        if text and not self._told and self.collectives.rank == 0:
-            self._told = True
+        kind = self.buckets.ending.leaves_out
+        if text and kind not in self._told and self.collectives.rank == 0:
+            self._told.add(kind)
             _log.warning("dgc_horovod: %s", text)
 
 

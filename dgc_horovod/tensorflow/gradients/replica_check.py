@@ -101,7 +101,7 @@ class Replicas:
         process_set, first = self._collectives.process_set, self._collectives.first_rank
         name = self._collectives.full_name("replicas")
 
-        def assigned() -> Any:
+        def assigned(_: tf.Tensor) -> Any:
             with tf.control_dependencies(assign_from(everything, first, process_set, name)):
                 return tf.constant(True)
 

@@ -94,26 +94,27 @@ class Collectives:
         """The result itself: TensorFlow waits where it is used, and `watch` has the deadline."""
         return pending
 
-    def in_time(self, name: str, given: Sequence[Any], reduce: Callable[[], Any]) -> Any:
-        """What ``reduce()`` puts into the graph, with the clock running from when all of `given` is there.
+    def in_time(self, name: str, given: Sequence[Any], reduce: Callable[[tf.Tensor], Any]) -> Any:
+        """What `reduce` puts into the graph, with the clock running from when all of `given` is there.
 
         Args:
             name: name of what is waited for.
             given: tensors that this rank contributes.
-            reduce: function that makes the operations, and returns their results.
+            reduce: function that makes the operations, and returns their results; it is given what is there when the
+                clock runs, see `behind`.
         """
 
         def arm() -> list[Any]:
             self.watch.arm(self.full_name(name))
-            return [np.bool_(True)]
+            return [np.int32(0)]
 
         def disarm(_: Any) -> list[Any]:
             self.watch.disarm()
             return [np.bool_(True)]
 
         with tf.control_dependencies(tf.nest.flatten(list(given), expand_composites=True)):
-            armed = host_call(arm, [], [tf.bool])
-        results = reduce()
+            armed = host_call(arm, [], [tf.int32])
+        results = reduce(armed[0])
         with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
             disarmed = host_call(disarm, armed, [tf.bool])
         with tf.control_dependencies(disarmed):

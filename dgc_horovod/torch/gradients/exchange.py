@@ -295,14 +295,15 @@ class GradientExchange:
     def finish(self) -> bool:
         """Close the step after every result has been taken; returns whether it may be applied.
 
-        If a gradient was not finite on any rank, or an update is not (in its parameter's dtype), every rank takes back
-        what it had sent, and every ``p.grad`` is filled with NaN: a GradScaler skips the step too (invariant 5).
+        If a gradient was not finite on any rank, every rank takes back what it had sent; if an update alone is not, in
+        its parameter's dtype, it is left out. Every ``p.grad`` becomes NaN: a GradScaler skips, too (invariant 5).
         """
         self._share_norms()  # unless that is done
         self.clipping.take()
-        finite = all(run.finite for run in self.runs) and self._dense_path.finite
+        finite = all(run.finite for run in self.runs)
         narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a dtype of less range
         finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
+        finite = self.buckets.ending.judge(finite, self._dense_path.finite, self._scale_now)
         self.not_finite = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
         self.buckets.close(finite)
         self._shares_norms = self.buckets.all_clip and not self.buckets.ranks_in_join  # as all messages have said

@@ -120,7 +120,7 @@ class LocalMethods:
             text = round_not_finite(self._dgc.buckets.steps, self._dgc.buckets.where_not_finite())
             if self._dgc_config.on_nonfinite == "stop":
                 raise NotFinite(text)
-            self._tell_once("not finite", text)
+            self._tell_once("too large" if self._dgc.buckets.ending.leaves_out else "not finite", text)
 
     def _dgc_clean_state(self: Any) -> None:
         """A rank whose weights were not finite has an inner state that would spoil them again.

@@ -14,6 +14,10 @@ SCALER_NOT_PASSED = (
     "a GradScaler drives this optimizer, which does not know its scale, so residuals of different scales would be "
     "added up; pass grad_scaler=scaler to DistributedOptimizer"
 )
+SCALER_LEFT_OUT = (
+    "step() without the GradScaler that was passed as grad_scaler: gradients would be divided by its scale, which they "
+    "do not have. Call scaler.step(optimizer); to go on without it, scale every loss by one that is not enabled"
+)
 CHANGED_UPDATE = (
     "p.grad was changed between synchronize() and step(). After compression it is an update that arrives in bursts, "
     "and what is clipped off it is lost; pass clip_norm=c to the compression instead (dgcrun: --dgc-clip-norm c)"

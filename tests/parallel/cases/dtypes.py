@@ -10,7 +10,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dgc_horovod.errors import NotFinite
 from dgc_horovod.torch import Compression, DistributedOptimizer, transport
+from tests.helpers.logs import messages
 from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train
 
 
@@ -86,19 +88,44 @@ def channels_last_clipped() -> dict[str, Any]:
 
 
 def half_overflow() -> dict[str, Any]:
-    """fp16 weights whose update leaves fp16's range: the step is applied on no rank, nothing is lost."""
+    """fp16 weights whose update leaves fp16's range: the step is applied on no rank, and training goes on."""
     hvd.init()
     w = nn.Parameter(torch.zeros(40, 50, dtype=torch.float16))
-    optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1e-3), [("w", w)], Compression.topk(0.01))
-    for _ in range(30):
-        optimizer.zero_grad()
-        (w * 6e3).sum().backward()
-        optimizer.step()
+    optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1e-6), [("w", w)], Compression.topk(0.01))
+    moved = []
+    with messages() as texts:
+        for step in range(40):
+            optimizer.zero_grad()
+            before = w.detach().clone()
+            (w * (6e3 if step < 30 else 6e2)).sum().backward()
+            optimizer.step()
+            moved.append(bool((w != before).any()))
     arrays = optimizer._dgc.buckets.state_arrays()["w"]
     return {
         "weights finite": bool(torch.isfinite(w).all()),
         "v finite": bool(torch.isfinite(torch.from_numpy(arrays["v"])).all()),
+        "moved": moved,
+        "skipped": optimizer.compression_stats()["skipped"],
+        "said": [text for text in texts if "large" in text or "finite" in text],
+        "where": sorted({where for _, where in optimizer._dgc.buckets.counts.skips}),
+        "stopped": _stops_at_half_overflow(),
+        "fingerprint": float(w.detach().double().sum()),
     }
+
+
+def _stops_at_half_overflow() -> str:
+    """What is raised where the job is to stop."""
+    w = nn.Parameter(torch.zeros(40, 50, dtype=torch.float16))
+    sgd = torch.optim.SGD([w], lr=1e-6)
+    optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.topk(0.01, on_nonfinite="stop"))
+    try:
+        for _ in range(30):
+            optimizer.zero_grad()
+            (w * 6e3).sum().backward()
+            optimizer.step()
+    except NotFinite as error:
+        return str(error)
+    return ""
 
 
 def through_host_memory() -> dict[str, Any]:

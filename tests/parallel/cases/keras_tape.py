@@ -12,6 +12,7 @@ import tensorflow as tf
 from dgc_horovod.tensorflow import Compression, DistributedGradientTape, broadcast_variables
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import EVERYTHING, keras, shard, smooth_model
+from tests.helpers.logs import messages
 
 
 def _mean(tensor: Any) -> np.ndarray:
@@ -149,6 +150,21 @@ def sparse_and_local() -> dict[str, Any]:
         "own": float(6.0 * 3 * (rank + 1)),
         "nan everywhere": bool(np.isnan(nan[1].numpy()).all()),
     }
+
+
+def half_overflow() -> dict[str, Any]:
+    """A float16 variable, whose gradients are finite, and whose updates leave float16's range."""
+    hvd.init()
+    weight, compression = tf.Variable(tf.zeros((40, 50), tf.float16)), Compression.topk(0.01)
+    applied = []
+    with messages() as texts:
+        for step in range(40):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * tf.cast(6e3 if step < 30 else 6e2, tf.float16))
+            (gradient,) = DistributedGradientTape(tape, compression=compression).gradient(loss, [weight])
+            assert not np.isinf(gradient.numpy()).any()
+            applied.append(not np.isnan(gradient.numpy()).any())
+    return {"applied": applied, "said": [text for text in texts if "large" in text or "finite" in text]}
 
 
 def embedding() -> dict[str, Any]:

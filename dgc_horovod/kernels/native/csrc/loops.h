@@ -30,12 +30,13 @@ typedef double Doubles __attribute__((vector_size(4 * kWidth), aligned(4)));
 inline Floats load(const float* x) { return *reinterpret_cast<const Floats*>(x); }
 inline void store(float* x, Floats y) { *reinterpret_cast<Floats*>(x) = y; }
 
-// The same of bfloat16, rounded to nearest even.
+// The same of bfloat16, rounded to nearest even, what is finite to what is finite.
 inline Floats load(const uint16_t* x) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const HalfBits*>(x), Bits) << 16);
 }
 inline void store(uint16_t* x, Floats y) {
-    const Bits bits = (Bits)y, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Bits at_largest = (Bits)(((Bits)y & 0x7fff0000) == 0x7f7f0000);  // where rounding up would be infinity
+    const Bits bits = (Bits)y & ~(at_largest & 0xffff), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 #if defined(__AVX2__) && !defined(__AVX512F__)  // of which compilers make a dozen instructions
     const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)rounded, (__m256i)rounded), 0x08);
     _mm_storeu_si128((__m128i*)x, _mm256_castsi256_si128(halves));
