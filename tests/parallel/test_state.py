@@ -106,7 +106,7 @@ def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):
     for name in ("missing", "cut", "changed"):
         assert [rank[f"{name}, skipped"] for rank in found] == [True, False], "the damaged rank alone starts from zero"
     assert "averaging" in found[0]["other op"] and "summing" in found[0]["other op"]
-    assert found[0]["stale"].startswith("CheckpointError: the residuals are of rank 9 of 2")
+    assert found[0]["stale"].startswith("CheckpointError: the residuals are of rank 1 of 2")
     assert "rank 1: the directory must be a path, got ''" in found[0]["no name"]
     assert found[0]["no dict"].startswith("CheckpointError: this is no dict of residual_state_dict()")
     assert found[0]["in flight"].startswith("CheckpointError: ") and found[0]["not applied"].startswith(

@@ -201,7 +201,7 @@ def _left_of_whole(exchange: GradientExchange) -> dict[torch.Tensor, torch.Tenso
             v = state.tensors.get(segment.name, {}).get(RESIDUAL)
             if v is not None and v.any():
                 p, first = parameters[segment.name], state.runs.get(segment.name, [0])[0]
-                whole = torch.zeros(p.numel())
+                whole = torch.zeros(p.numel(), dtype=torch.float32)
                 whole[first : first + v.size] = torch.from_numpy(v) * exchange.buckets.topology.node_size
                 left[p] = whole.view(p.shape)
     return left

@@ -60,9 +60,7 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
         rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
         if math.isnan(p):
             return None
-        return torch.tensor(
-            total_norm([*norms, *([] if rest is None else [float(rest)])], p), device=_device(parameters)
-        )
+        return _as_tensor(total_norm([*norms, *([] if rest is None else [float(rest)])], p), parameters)
 
     clip._dgc_stock = stock  # type: ignore[attr-defined]
     return clip
@@ -132,5 +130,9 @@ def _look_again() -> None:
         optimizer._dgc_watch.look_again()
 
 
-def _device(parameters: list[torch.Tensor]) -> torch.device | None:
-    return next((x.grad.device for x in parameters if x.grad is not None), None)
+def _as_tensor(norm: float, parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Where the gradients are, of their dtype, but fp32 at least: bfloat16, the default dtype or not, has 3 digits."""
+    grads = [x.grad for x in parameters if x.grad is not None]
+    dtype = next((grad.dtype for grad in grads if grad.is_floating_point()), torch.float32)
+    device = grads[0].device if grads else None
+    return torch.tensor(norm, dtype=torch.promote_types(dtype, torch.float32), device=device)

@@ -355,7 +355,7 @@ class GradientExchange:
             for run in self.runs:
                 for i, p in enumerate(run.parameters):
                     frozen = p.grad is None  # since before the exchange: its update goes nowhere
-                    grad = torch.empty(run.sizes[i], device=run.device) if frozen else self._given(run, i)
+                    grad = torch.empty(run.sizes[i], device=run.device).float() if frozen else self._given(run, i)
                     output, _ = self._output_for(run, i, grad)
                     run.engine.outputs.put(i, handed(output, run.engine.kernels))
                 run.engine.aggregate_into(self.buckets.mean_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,12 @@ from dgc_horovod.state.residual_state import FIRST, RESIDUAL, SECOND
 from dgc_horovod.torch.gradients import moments
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates.base import Group, Left, Parameter, SplitUpdate, States, fill_state, step_count
+
+_log = logging.getLogger("dgc_horovod")
+_EMPTIED = (
+    "optimizer.state was emptied after the dense steps of Adam: compressed tensors go on with their moments, as the "
+    "second stays, and a checkpoint from now on lacks it. Let the script keep the state, or pass second_moment='own'"
+)
 
 
 class AdamUpdate(SplitUpdate):
@@ -46,7 +53,7 @@ class AdamUpdate(SplitUpdate):
         return float(group["betas"][0])
 
     def adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
-        if not self._was_placeholder(p):
+        if not self._was_placeholder(p, states, exchange):
             return
         state = states[p]
         if state.get("step"):  # else none, or the zeros of `prepare`: the engine has the moments
@@ -101,7 +108,7 @@ class FrozenAdamUpdate(AdamUpdate):
 
     def __init__(self, decoupled: bool) -> None:
         super().__init__(decoupled)
-        self.notice, self._told = "", False
+        self.notice, self._told, self._told_emptied = "", False, False
         self._share = 1  # of a sum over ranks, their number: what a first moment is divided by
         self._unknown: set[Parameter] = set()  # whose second moment nobody has learnt
 
@@ -123,6 +130,8 @@ class FrozenAdamUpdate(AdamUpdate):
     def adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
         if self.dense:
             return
+        if p not in states:
+            self._tell_emptied(exchange)
         state, name, b2 = states[p], exchange.names[p], group["betas"][1]
         if moments.has_shared(exchange, p):
             state.pop("exp_avg", None)  # the zeros of `prepare`; or another worker of the node has it
@@ -153,6 +162,11 @@ class FrozenAdamUpdate(AdamUpdate):
         if not self._told and exchange.collectives.rank == 0:
             tell_frozen(exchange.buckets.steps)
         self._told = True
+
+    def _tell_emptied(self, exchange: GradientExchange) -> None:
+        if not self._told_emptied and exchange.collectives.rank == 0:
+            _log.warning("dgc_horovod: %s", _EMPTIED)
+        self._told_emptied = True
 
     def resume(self, p: Parameter, state: dict[str, Any], directions: int) -> None:
         state.pop("exp_avg", None)

@@ -8,21 +8,23 @@ Adam the direction has been formed locally, and what is left is the plain step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
 from dgc_horovod.notices import ADAM_AFTER
-from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
+from dgc_horovod.state.residual_state import REMAINDER, RESIDUAL, ResidualState
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 
 Group = dict[str, Any]
 Parameter = torch.Tensor
 Left = Mapping[str, torch.Tensor]  # of a tensor, by part
 Compressed = Callable[[Parameter], bool]
-States = Mapping[Parameter, dict[str, Any]]  # of an optimizer
+States = MutableMapping[Parameter, dict[str, Any]]  # of an optimizer
+Made = list[tuple[Parameter, str, "weakref.ref[torch.Tensor]"]]  # parameter, key of its state, what was put there
 _STEP, _MOMENTS = "step", ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # in it
 
 
@@ -40,7 +42,7 @@ class PlainUpdate:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.dense = False  # whether everything is sent at the step under way; told where the second moment is learnt
-        self._prepared = False  # since the last step
+        self._made: Made = []  # by `prepare` since the last step
         self.notice = ADAM_AFTER if kind == "adam" else ""  # for the user, once
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -48,14 +50,12 @@ class PlainUpdate:
 
         Called after wrapping, after loading a state, and whenever somebody asks for it.
         """
-        fill_state(optimizer, self.kind)
-        self._prepared = True
+        self._made += fill_state(optimizer, self.kind)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's own step comes: the zeros of `prepare` become what the parameters have become since."""
-        if self._prepared:
-            self._prepared = False
-            refit_state(optimizer)
+        refit_state(optimizer, self._made)
+        self._made = []
 
     def accumulation(self, p: Parameter, group: Group) -> Accumulation:
         """How this step's gradient of `p` enters the residual."""
@@ -131,17 +131,30 @@ class PlainUpdate:
 class SplitUpdate(PlainUpdate):
     """The user's optimizer steps the dense-path tensors only; compressed ones are applied by `apply`."""
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        super().prepare(optimizer)
-        self._placeholders = {p for group in optimizer.param_groups for p in group["params"]}
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self._taken: set[Parameter] = set()  # whose state has been looked at since `prepare`
 
-    def _was_placeholder(self, p: Parameter) -> bool:
+    def prepare(self, optimizer: Any) -> None:
+        for p in self._taken:
+            self._follow_emptied(p, optimizer.state, optimizer._dgc)
+        super().prepare(optimizer)
+        self._taken = set()
+
+    def _was_placeholder(self, p: Parameter, states: States, exchange: GradientExchange) -> bool:
         """Whether the state of `p` has not been looked at since `prepare`."""
-        try:
-            self._placeholders.remove(p)
-        except KeyError:
+        if p in self._taken:
+            self._follow_emptied(p, states, exchange)
             return False
+        self._taken.add(p)
         return True
+
+    def _follow_emptied(self, p: Parameter, states: States, exchange: GradientExchange) -> None:
+        """A script has emptied the optimizer's state to begin without momentum: what the engine has of it goes too."""
+        if p not in states:
+            states[p] = {}
+            drop_moments(exchange, p)
+            self.set_directions(p, 0)
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -179,16 +192,30 @@ class SplitUpdate(PlainUpdate):
 def step_count(p: Parameter, group: Group, steps: int = 0) -> torch.Tensor:
     """Adam's ``step`` as stock has it: on the device where kernels read it there."""
     on_device = group.get("capturable") or group.get("fused")
-    return torch.full((), float(steps), device=p.device if on_device else None)
+    # not of the default dtype, as in stock: in bfloat16 256 + 1 is 256
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group.get("fused") else torch.float32
+    return torch.full((), float(steps), dtype=dtype, device=p.device if on_device else None)
 
 
-def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
+def drop_moments(exchange: GradientExchange, p: Parameter) -> None:
+    """Empty what this rank keeps of the momentum or the moments of `p`; what waits to be sent stays."""
+    if exchange.names[p] in exchange.buckets.place:
+        engine, i = exchange.buckets.place[exchange.names[p]]
+        kept = engine.state.read(i)
+        engine.state.write(i, {part: x for part, x in kept.items() if part in (RESIDUAL, REMAINDER)})
+
+
+def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> Made:
     """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
 
     With an empty state Horovod's ``broadcast_optimizer_state`` takes a real step; and where one rank alone
     has loaded a checkpoint, the ranks would broadcast different entries and never meet. An entry with nothing in it
     goes: ranks outside the optimizer's process set, which call that function too, have none.
+
+    Returns:
+        The zeros of moments that were made, for `refit_state`.
     """
+    made: Made = []
     known = set(getattr(optimizer, "_dgc_parameters", {}).values())  # one of them may have been frozen since
     # the first buffer of SGD with dampening is the gradient itself, not a part of it: its state stays as it comes
     dampens = kind == "sgd" and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups)
@@ -200,10 +227,13 @@ def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> None:
             for key in _entries(kind, group):
                 if state.get(key) is None:
                     state[key] = step_count(p, group) if key == _STEP else torch.zeros_like(p)
+                    if key != _STEP:
+                        made.append((p, key, weakref.ref(state[key])))
             if state:
                 optimizer.state[p] = state
             else:
                 optimizer.state.pop(p, None)
+    return made
 
 
 def _entries(kind: str, group: Group) -> tuple[str, ...]:
@@ -213,12 +243,14 @@ def _entries(kind: str, group: Group) -> tuple[str, ...]:
     return (_STEP, *_MOMENTS[1:4]) if group["amsgrad"] else (_STEP, *_MOMENTS[1:3])
 
 
-def refit_state(optimizer: torch.optim.Optimizer) -> None:
-    """Zeros of another dtype or device than their parameter's: a script has moved or cast the model since wrapping."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state.get(p, {})
-            for key in _MOMENTS:
-                x = state.get(key)
-                if x is not None and (x.dtype != p.dtype or x.device != p.device) and not x.any():
-                    state[key] = torch.zeros_like(p)
+def refit_state(optimizer: torch.optim.Optimizer, made: Made) -> None:
+    """Let zeros that `fill_state` made follow their parameters: a script has moved or cast the model since.
+
+    All others stay as they are: an optimizer may keep moments in fp32 for weights in half precision.
+    """
+    for p, key, reference in made:
+        state, x = optimizer.state.get(p, {}), reference()
+        if x is None or state.get(key) is not x:
+            continue
+        if (x.dtype != p.dtype or x.device != p.device) and not x.any():
+            state[key] = torch.zeros_like(p)

@@ -27,12 +27,12 @@ class SGDUpdate(SplitUpdate):
 
     def adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
         """Lets go of the zeros of `prepare` before u takes up memory: without decay b would stay zero."""
-        if not self._was_placeholder(p):
+        if not self._was_placeholder(p, states, exchange):
             return
         state = states[p]
         buffer = state.get("momentum_buffer")
         if not group["weight_decay"] and buffer is not None and not buffer.any():
-            state["momentum_buffer"] = None
+            del state["momentum_buffer"]  # not None, which scripts that look for the key would take for a tensor
 
     @torch.no_grad()
     def end_dense_steps(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
@@ -44,7 +44,7 @@ class SGDUpdate(SplitUpdate):
                 buffer = optimizer.state[p].get("momentum_buffer") if p in exchange.place else None
                 if buffer is not None and exchange.is_compressed(p):
                     moments.add_momentum(exchange, p, buffer * (sign / share))
-                    optimizer.state[p]["momentum_buffer"] = None
+                    del optimizer.state[p]["momentum_buffer"]
 
     def accumulation(self, p: Parameter, group: Group) -> Accumulation:
         if group["momentum"] and group["dampening"]:

@@ -60,7 +60,7 @@ def _unfit(folder: Path, compression: Any, model: Any, optimizer: Any) -> dict[s
     found = {"other method": error_of(lambda: load_checkpoint(folder, other, second))}
     load_checkpoint(folder, other, second, residuals="ignored")
     elsewhere = "/proc/none" if hvd.rank() else folder
-    stale = {**optimizer.residual_state_dict(), "rank": 9}
+    stale = {**optimizer.residual_state_dict(), "rank": 1 - hvd.rank()}
     attempts = {
         "other model": lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"),
         "other op": lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)),

@@ -1,0 +1,199 @@
+"""The state of a wrapped optimizer: moments that are the optimizer's own, Adam's steps, and a script's reset."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from dgc_horovod.torch.clipping import calls
+from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, WarmupSchedule
+from dgc_horovod.torch.updates.base import PlainUpdate, step_count
+from tests.helpers.regression import UNROUNDED, batches, distance, smooth_model, weights
+
+WHOLE = {"density": 1.0, "factor_masking": False, "min_numel": 64, **UNROUNDED}
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.05, 0.9),
+    "sgd with decay": lambda parameters: torch.optim.SGD(parameters, 0.05, 0.9, weight_decay=0.1, nesterov=True),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, 0.01),
+}
+RESETS = {
+    "clear": lambda optimizer, p: optimizer.state.clear(),
+    "clear and save": lambda optimizer, p: (optimizer.state.clear(), optimizer.state_dict()),
+    "one tensor": lambda optimizer, p: optimizer.state.pop(p),
+}
+CLEARED = [(name, "clear") for name in OPTIMIZERS]
+
+
+class WideAdam(torch.optim.Optimizer):
+    """Adam with moments in fp32, made in the constructor or where a gradient comes first."""
+
+    def __init__(self, params, eager):
+        super().__init__(params, {"lr": 1e-3})
+        for p in self.param_groups[0]["params"] if eager else []:
+            self.state[p] = self._zeros(p)
+
+    def _zeros(self, p):
+        return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p] = self.state.get(p) or self._zeros(p)
+            state["step"] += 1
+            state["exp_avg"].lerp_(p.grad.float(), 0.1)
+            state["exp_avg_sq"].lerp_(p.grad.float().square(), 0.001)
+            second = state["exp_avg_sq"] / (1 - 0.999 ** state["step"])
+            p.sub_(1e-3 * state["exp_avg"] / (1 - 0.9 ** state["step"]) / (second.sqrt() + 1e-8))
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank; torch's functions of clipping come back."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other, for tensors of this size
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    calls.stop_watching()
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def in_bfloat16():
+    """The default dtype."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def made(make, compression=None):
+    """A model and its optimizer, wrapped unless there is no compression."""
+    model = smooth_model()
+    inner = make(model.parameters())
+    return model, DistributedOptimizer(inner, model.named_parameters(), compression) if compression else inner
+
+
+def train(model, optimizer, steps, seed=0):
+    for x, y in batches(steps, 0, seed=seed):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_moments_of_an_optimizer_of_another_kind_stay_what_they_are(alone, eager):
+    """Zeros in fp32 had become zeros in fp16, and weights NaN; or those of one rank alone, which had saved."""
+    ends = []
+    for compression in (None, Compression.topk(1.0, min_numel=64, **UNROUNDED)):
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.randn(40, 50).half())
+        optimizer = WideAdam([w], eager)
+        if compression:
+            optimizer = DistributedOptimizer(optimizer, [("w", w)], compression)
+        for step in range(4):
+            optimizer.zero_grad()
+            ((w.float() ** 2).sum() * 1e-4 * (step > 0)).backward()  # nothing at first
+            optimizer.step()
+            optimizer.state_dict()
+            assert {optimizer.state[w][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+        ends.append(w.detach())
+    assert ends[0].isfinite().all() and torch.equal(*ends)
+
+
+def test_of_adam_only_the_zeros_that_are_ours_follow_a_cast():
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer, update = torch.optim.Adam([p, q]), PlainUpdate("adam")
+    theirs = optimizer.state[q]["exp_avg"] = torch.zeros(3)
+    update.prepare(optimizer)
+    p.data, q.data = p.data.double(), q.data.double()
+    update.begin(optimizer)
+    assert {optimizer.state[p][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float64}
+    assert optimizer.state[q]["exp_avg"] is theirs and optimizer.state[q]["exp_avg_sq"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_adams_steps_are_counted_as_stock_counts_them(default, fused):
+    """In bfloat16 they had stopped at 256."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    p.grad = torch.ones(3)
+    optimizer = torch.optim.Adam([p], fused=fused)
+    torch.set_default_dtype(default)
+    try:
+        optimizer.step()
+        count = step_count(p, optimizer.param_groups[0], 256)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert count.dtype == optimizer.state[p]["step"].dtype and int(count + 1) == 257
+
+
+def test_the_norm_that_a_script_is_given_is_not_of_the_default_dtype(alone, in_bfloat16):
+    w = torch.nn.Parameter(torch.zeros(40, 50, dtype=torch.float32))
+    optimizer = DistributedOptimizer(torch.optim.SGD([w], 0.1, 0.9), [("w", w)], Compression.dgc(0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (w[0, 0] * 257).backward()
+        optimizer.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_([w], 1e4)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert norm.dtype == torch.float32 and float(norm) == 257
+
+
+@pytest.mark.parametrize(("name", "reset"), [*CLEARED, ("sgd", "clear and save"), ("sgd", "one tensor")])
+def test_a_state_that_a_script_empties_takes_the_momentum_along(alone, name, reset):
+    """The engine had kept it, without a word."""
+    ends = []
+    for compression in (None, Compression.dgc(**WHOLE, **({"second_moment": "own"} if name == "adam" else {}))):
+        model, optimizer = made(OPTIMIZERS[name], compression)
+        train(model, optimizer, 5)
+        before = weights(model)
+        RESETS[reset](optimizer, model[2].weight)
+        train(model, optimizer, 5, seed=1)
+        ends.append(weights(model))
+    assert distance(*ends) < 1e-5 < 1e-2 * distance(before, ends[0])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_after_a_flush_a_script_finds_and_resets_the_momentum(alone, name):
+    ends, key = [], "exp_avg" if name == "adam" else "momentum_buffer"
+    for compression in (None, Compression.dgc(**WHOLE, **({"second_moment": "own"} if name == "adam" else {}))):
+        model, optimizer = made(OPTIMIZERS[name], compression)
+        train(model, optimizer, 5)
+        if compression:
+            assert all(x is not None for state in optimizer.state.values() for x in state.values())
+            optimizer.flush()
+        for p in model.parameters():
+            assert optimizer.state[p][key].any()
+            optimizer.state[p][key].zero_()
+        train(model, optimizer, 5, seed=1)
+        ends.append(weights(model))
+    assert distance(*ends) < 1e-5
+
+
+def test_what_waits_survives_a_reset(alone):
+    model, optimizer = made(OPTIMIZERS["sgd"], Compression.dgc(0.05, min_numel=64))
+    train(model, optimizer, 5)
+    before = copy.deepcopy(optimizer.residual_state_dict()["tensors"])
+    optimizer.state.clear()
+    optimizer._dgc_update.prepare(optimizer)
+    after = optimizer.residual_state_dict()["tensors"]
+    compressed = [name for name, parts in before.items() if "u" in parts and parts["u"].any()]
+    assert compressed
+    for name in compressed:
+        assert not after[name]["u"].any() and torch.equal(after[name]["v"], before[name]["v"])
+
+
+def test_a_second_moment_that_stays_is_told_of(alone, caplog):
+    warmup = WarmupSchedule(steps=2, first_density=1.0)
+    model, optimizer = made(OPTIMIZERS["adam"], Compression.dgc(0.1, min_numel=64, warmup=warmup))
+    train(model, optimizer, 5)
+    assert "was emptied" not in caplog.text
+    for _ in range(2):
+        optimizer.state.clear()
+        train(model, optimizer, 2)
+    assert caplog.text.count("optimizer.state was emptied after the dense steps") == 1
