@@ -29,6 +29,7 @@ from dgc_horovod.tensorflow.auto.agreed import for_a_choice
 from dgc_horovod.tensorflow.auto.exchange import AutomaticExchange
 from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.nodes import transports
@@ -64,7 +65,9 @@ class Distribution:
 
     def __init__(self, settings: Settings, update: PlainUpdate, what: str, stride: int = 1, kind: str = "") -> None:
         self.settings, self.update, self.what, self.kind = settings, update, what, kind
-        self.clock = Clock(stride, lambda: settings.config is not None and settings.process_set.rank() == 0)
+        config = settings.config
+        grows = what == "optimizer" and config is not None and config.local_steps is None
+        self.clock = Clock(stride, lambda: config is not None and settings.process_set.rank() == 0, self, grows)
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
@@ -77,7 +80,7 @@ class Distribution:
         self._frozen: set[Key] = set()
         self._agreeing: Collectives | None = None
         self._topology: Topology | None = None
-        if settings.config is not None:
+        if config is not None:
             joining.note(self)
         # what was loaded, at which iterations and generation, until there is an exchange to take it over
         self._loaded: tuple[ResidualState, int, int] | None = None
@@ -135,7 +138,11 @@ class Distribution:
             process_set = self.settings.process_set
             self._agreeing = Collectives(process_set, unique_tag(f"scaling {process_set.process_set_id}"))
         collectives, flag = self._agreeing, tf.cast(tf.logical_not(finite), tf.float32)
-        return tf.equal(collectives.in_time("finite", [flag], lambda: collectives.allreduce(flag, "finite")), 0.0)
+
+        def reduced(armed: tf.Tensor) -> tf.Tensor:
+            return collectives.allreduce(behind(armed, flag), "finite")
+
+        return tf.equal(collectives.in_time("finite", [flag], reduced), 0.0)
 
     def variable_set(
         self, variables: Sequence[Any], gradients: Sequence[Gradient], local: Collection[Key] = (), number: int = 0
@@ -342,10 +349,8 @@ class Distribution:
 
     def join(self, clock: dict[str, Any], iterations: int) -> None:
         """Be where the others are, as `ResidualState.clock` says; a newcomer begins with nothing."""
-        process_set = self.settings.process_set
-        state = self.residuals(own=False) or ResidualState(
-            process_set.rank(), process_set.size(), self.settings.averages
-        )
+        ranks = self.settings.process_set
+        state = self.residuals(own=False) or ResidualState(ranks.rank(), ranks.size(), self.settings.averages)
         self.resume(dataclasses.replace(state, **clock), iterations)
 
     def clear(self) -> None:

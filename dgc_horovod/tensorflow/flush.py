@@ -20,6 +20,7 @@ from dgc_horovod.tensorflow.wrapping.variables import is_frozen, key_of
 
 def flush(optimizer: Any, distribution: Distribution) -> None:
     """See ``flush`` of the optimizer."""
+    distribution.clock.look(int(optimizer.iterations))
     distribution.residuals()  # errors that should come before anything is changed
     if distribution.holds_loaded:  # before the first step
         trained = [variable for variable in optimizer._trainable_variables if not is_frozen(variable)]
@@ -34,6 +35,9 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
     by_key = {key_of(variable): variable for variable in optimizer._trainable_variables}
     variables = {i: by_key[source.key] for i, source in enumerate(exchange.sources) if i in exchange.steps.place}
     left = _left(exchange)
+    # nothing: even a step with a gradient of zeros would move the weights, by momentum and decay
+    if not any(kept.any() for parts in left.values() for kept in parts.values()):
+        return exchange.steps.take_over_again()
     numbers = list(variables)
     given = [(variables[i], {part: x.reshape(variables[i].shape) for part, x in left[i].items()}) for i in numbers]
     kept = distribution.update.flush(optimizer, given, distribution.compressed)

@@ -170,7 +170,12 @@ class DistributedMethods(UsersClass):
     def load_own_variables(self: Any, store: Any) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
         super().load_own_variables(store)
-        self._dgc.clock.reloaded()
+        self._dgc_reloaded()
+
+    def set_weights(self: Any, weights: Sequence[Any]) -> None:
+        """As Keras'; u and v belong to the weights before and start from zero."""
+        super().set_weights(weights)
+        self._dgc_reloaded()
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # LossScaleOptimizer does so to the one that it wraps
@@ -226,6 +231,7 @@ class DistributedMethods(UsersClass):
         Raises:
             UnsupportedUse: there are several sets of variables.
         """
+        self._dgc.clock.look(int(self.iterations))
         state = self._dgc.residuals()
         return {} if state is None else state.to_dict()
 
@@ -260,6 +266,10 @@ class DistributedMethods(UsersClass):
     def _dgc_weights_loaded(self: Any) -> None:
         """A checkpoint of ours was loaded."""
 
+    def _dgc_reloaded(self: Any) -> None:
+        """The optimizer's variables have been loaded, or set."""
+        self._dgc.clock.reloaded()
+
     def _dgc_apply_as_stock(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """A step of the user's optimizer, without exchange."""
         super().apply(list(gradients), list(variables))
@@ -278,6 +288,7 @@ class DistributedMethods(UsersClass):
 
 
 def _save(optimizer: Any, variables: Sequence[Any], store: Any) -> None:
+    optimizer._dgc.clock.look(int(optimizer.iterations))
     rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
     ours = optimizer._dgc.for_slots(rate)
     for i, variable in enumerate(variables):
@@ -313,6 +324,11 @@ class AgreedScaling(UsersClass):
     def load_own_variables(self: Any, store: Any) -> None:
         """See `DistributedMethods`."""
         super().load_own_variables(store)
+        self._dgc.clock.reloaded()
+
+    def set_weights(self: Any, weights: Sequence[Any]) -> None:
+        """See `DistributedMethods`."""
+        super().set_weights(weights)
         self._dgc.clock.reloaded()
 
     def register_local_var(self: Any, var: Any) -> None:

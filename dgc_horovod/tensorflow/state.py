@@ -51,6 +51,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
                 f"{made % passes} of {passes} passes of a step are accumulated, which a checkpoint does not hold; save "
                 "after the last one"
             )
+        distribution.clock.look(int(used.iterations))
         state = distribution.residuals()
         saved = _dumped(variables, extra) if collectives.rank == 0 else b""
         shapes = [str(_described(variable)) for variable in variables]

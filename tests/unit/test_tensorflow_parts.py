@@ -15,6 +15,7 @@ from horovod.tensorflow.compression import Compressor
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
+from dgc_horovod.stats import ExchangeStats, Traffic
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Clock
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, host_call
@@ -127,20 +128,70 @@ def test_keras_and_tensorflow_variables_are_one():
     assert key_of(variable) == key_of(variable.value) != key_of(keras.Variable(np.ones(3, "float32")))
 
 
+class _Exchange:
+    """One exchange, and the distribution that has it: what a clock asks of both."""
+
+    def __init__(self):
+        self.counts, self.asked = ExchangeStats(1, 1, Traffic()), []
+        self.exchanges, self.steps = [self], self
+
+    def clear(self):
+        self.asked.append("clear")
+
+    def take_over_again(self):
+        self.asked.append("take over")
+
+
+def _clock(stride=1, grows=True):
+    owner = _Exchange()
+    return Clock(stride, lambda: False, owner, grows), owner
+
+
 @pytest.mark.parametrize(
     ("seen", "generations"),
     [([0, 1, 2, 2, 3], [0] * 5), ([0, 1, 9, 10], [0] * 4), ([5, 6, 0], [0, 0, 1]), ([0, 1, 500], [0, 0, 1])],
 )
 def test_the_clock_notices_a_checkpoint(seen, generations):
-    clock = Clock(stride=1, says=lambda: False)
-    assert [clock.generation(iterations) for iterations in seen] == generations
+    clock, owner = _clock()
+    assert [clock.generation(iterations) for iterations in seen] == generations and owner.asked == []
     clock.reloaded()
+    assert owner.asked == ["clear", "take over"]
     assert clock.generation(seen[-1]) == generations[-1] + 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "grows", "noticed"),
+    [
+        ("applied", True, 1),  # to go back by one step had not been noticed
+        ("skipped", True, 0),
+        ("failed", True, 0),
+        ("applied", False, 0),
+    ],
+)
+def test_the_clock_notices_the_same_iterations_after_a_step_that_was_applied(ends, grows, noticed):
+    clock, owner = _clock(grows=grows)
+    seen = []
+    for iterations in (4, 5, 5, 6):
+        seen.append(clock.generation(iterations))
+        if ends != "failed" or iterations != 5:
+            owner.counts.end_step((0, "") if ends == "skipped" else None)
+    assert seen == [0, 0, noticed, noticed]
+
+
+def test_between_two_steps_the_clock_looks_and_goes_on():
+    clock, owner = _clock()
+    for iterations in range(4):
+        clock.generation(iterations)
+        owner.counts.end_step()
+        clock.look(iterations + 1)
+    assert owner.asked == []
+    clock.look(1)
+    assert owner.asked == ["clear", "take over"] and clock.generation(1) > 0
 
 
 def test_the_clock_bears_with_an_exchange_right_after_a_resume():
     """Local steps count the iterations before the last step, which was made before the resume."""
-    clock = Clock(stride=4, says=lambda: False)
+    clock, _ = _clock(stride=4, grows=False)
     generation = clock.resumed(47)
     assert [clock.generation(iterations) for iterations in (46, 47, 50)] == [generation] * 3
 

@@ -129,6 +129,8 @@ class KerasState(ObjectState):
 
     def _remember(self) -> None:
         self._saved = values_of(self._all_variables)
+        if self._distribution is not None:
+            self._distribution.clock.look(self._iterations)
         self._kept: ResidualState | None = (
             None if self._distribution is None else self._distribution.residuals(own=False)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 _log = logging.getLogger("dgc_horovod")
 _SKIPPED_AT_MOST = 100  # exchanges that a script may leave out between two
@@ -15,16 +16,31 @@ class Clock:
     Args:
         stride: iterations from one exchange to the next, >= 1.
         says: function that tells whether to warn the user (on one rank).
+        owner: the `Distribution` whose exchanges they are.
+        grows: whether iterations grow with every step that is applied. A tape knows none, and local steps may have the
+            same at two exchanges.
     """
 
-    def __init__(self, stride: int, says: Callable[[], bool]) -> None:
+    def __init__(self, stride: int, says: Callable[[], bool], owner: Any, grows: bool) -> None:
         self.stride, self._says = stride, says
+        self._owner, self._grows = owner, grows
         self._last: int | None = None
-        self._generation = self._seen = 0
+        self._generation = self._seen = self._applied = 0
 
     def reloaded(self) -> None:
-        """The optimizer's variables have been loaded."""
+        """The optimizer's variables have been loaded: what is kept belongs to weights before, and ends here.
+
+        A flush or a file may come before the next step, which takes over the optimizer's slots.
+        """
         self._generation += 1
+        self._owner.clear()
+        for exchange in self._owner.exchanges:
+            exchange.steps.take_over_again()
+
+    def look(self, iterations: int) -> None:
+        """The same, if the optimizer's iterations have jumped. Between two steps, before what is kept is used."""
+        if self._jump_to(iterations):
+            self.reloaded()
 
     def resumed(self, iterations: int) -> int:
         """Weights, optimizer and residuals have been loaded together, at `iterations`; the generation that they are."""
@@ -34,9 +50,11 @@ class Clock:
 
     def generation(self, iterations: int) -> int:
         """A number that changes when a checkpoint has been loaded. `iterations`: the optimizer's, at an exchange."""
-        last, self._last = self._last, iterations
-        if last is not None and not 0 <= iterations - last <= _SKIPPED_AT_MOST * self.stride:
+        applied = sum(each.steps.counts.steps - each.steps.counts.skipped for each in self._owner.exchanges)
+        again = iterations == self._last and applied > self._applied  # one that has failed is made again
+        if self._jump_to(iterations) or (again and self._grows):
             self._generation += 1
+        last, self._last, self._applied = self._last, iterations, applied
         if self._generation != self._seen or (last is None and iterations >= self.stride):
             self._seen = self._generation
             if self._says():
@@ -46,3 +64,6 @@ class Clock:
                     iterations,
                 )
         return self._generation
+
+    def _jump_to(self, iterations: int) -> bool:
+        return self._last is not None and not 0 <= iterations - self._last <= _SKIPPED_AT_MOST * self.stride
