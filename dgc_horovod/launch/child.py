@@ -114,7 +114,7 @@ def _below(pid: int) -> list[psutil.Process]:
     """Every process that the child has started, ranks and theirs: Horovod leaves behind what an ended rank started."""
     try:
         return psutil.Process(pid).children(recursive=True)  # type: ignore[no-any-return]
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.gradients.replica_check import Replicas
 from dgc_horovod.torch.gradients.scaling import already_unscaled, scale_of
 from dgc_horovod.torch.state_methods import StateMethods
-from dgc_horovod.torch.updates.base import PlainUpdate
+from dgc_horovod.torch.updates.base import PlainUpdate, drop_moments
 from dgc_horovod.torch.wrapping import owners
 from dgc_horovod.torch.wrapping.notices import (
     ADDED_LATER,
@@ -52,6 +52,7 @@ class ExchangeMethods(StateMethods):
     _dgc_stock = False  # whether the framework's own exchange carries the gradients of the present step
     _dgc_is_undecided = False  # whether that may change
     _dgc_returned: Any = None  # by the user's own step, the last time
+    _dgc_left_alone: Collection[torch.Tensor] = ()  # frozen in the backward pass: no update was put into p.grad
     _dgc_offered = False  # whether a GradScaler has looked at the updates; it may skip the step
     _dgc_steps = False  # whether `step` is under way, and not another that somebody has taken from the class before
 
@@ -76,7 +77,9 @@ class ExchangeMethods(StateMethods):
         update.prepare(self)
         self._dgc_frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
         self._dgc_count = sum(len(group["params"]) for group in self.param_groups)
-        self._dgc_group_of: dict[torch.Tensor, dict[str, Any]] = {}
+        # the last known, for one that is in none any more
+        self._dgc_group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._dgc_may_be_regrouped = True
         clip_calls.watch()
         if self._dgc.collectives.rank == 0:
             describe(self._dgc.buckets, update.notice)
@@ -165,8 +168,9 @@ class ExchangeMethods(StateMethods):
 
     def _dgc_group(self: Any, p: torch.Tensor) -> dict[str, Any]:
         """The parameter group of `p`, which a script may have put into another since the last step."""
-        if not self._dgc_group_of:
-            self._dgc_group_of = {p: group for group in self.param_groups for p in group["params"]}
+        if self._dgc_may_be_regrouped:
+            self._dgc_group_of |= {p: group for group in self.param_groups for p in group["params"]}
+            self._dgc_may_be_regrouped = False
         return self._dgc_group_of[p]  # type: ignore[no-any-return]
 
     def _dgc_fade(self: Any, p: torch.Tensor) -> None:
@@ -210,7 +214,7 @@ class ExchangeMethods(StateMethods):
         if not self._dgc_may_apply and self._dgc_update.dense:
             self._dgc.buckets.drop_residuals()
         self._dgc_watch.synchronized(self._dgc.names)
-        self._dgc_group_of, self._dgc_offered = {}, False
+        self._dgc_may_be_regrouped, self._dgc_offered = True, False
 
     def _nothing_new(self: Any) -> bool:
         """Whether what stands in ``p.grad`` is an update already: to exchange it again would compress it twice."""
@@ -236,10 +240,11 @@ class ExchangeMethods(StateMethods):
         if not self._dgc_takes_part:
             returned = super(type(self), self).step()  # type: ignore[misc]
             return returned if closure is None else loss
-        self._check_scaler_is_used()
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
+            else:
+                self._check_scaler_is_used()
             self.synchronize()
         self._dgc_loaded = False
         if not self._dgc_may_apply:
@@ -312,8 +317,11 @@ class ExchangeMethods(StateMethods):
     def _drop_what_was_taken_away(self: Any) -> None:
         """Of a parameter whose update a script has set to None nothing waits: it would come in a burst later on."""
         for p in self._dgc.compressed:
-            if p.grad is None and p.requires_grad:
+            if p.grad is None and p.requires_grad and p not in self._dgc_left_alone:
                 self._dgc.fade(p, 0.0)
+                if not self._dgc_update.learns_second:  # that stays, and with it a first moment of few steps
+                    drop_moments(self._dgc, p)
+                    self._dgc_update.set_directions(p, 0)
                 self._tell_once("taken away", TAKEN_AWAY.format(name=self._dgc.names[p]))
 
     def _dgc_is_exchanging(self: Any) -> bool:

@@ -39,7 +39,7 @@ class StateMethods:
         super(type(self), self).load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
         if self._dgc_takes_part:
             self._dgc_forget()
-            self._dgc_loaded = True
+            self._dgc_loaded = self._dgc_may_be_regrouped = True
 
     def _dgc_forget(self: Any) -> None:
         """u, v and the step under way: the weights and the optimizer's state are about to be others."""

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.regression import batches, distance, smooth_model, weights
 
-# A letter a step: A, B: of the first or second model, scaled; a, b: not scaled; 2: one scaled loss of both. +: a new
-# model and optimizer in place of the first.
+# A letter a step: A, B: of the first or second model, scaled; a, b: not scaled; 2: one scaled loss of both; 3: a loss
+# of each, both scaled before the first is stepped. +: a new model and optimizer in place of the first.
 SCRIPTS = {
     "always": "AAAAAA",
     "switched off": "AAAaaaa",
@@ -24,6 +24,7 @@ SCRIPTS = {
     "one of two, the other first": "bAbAbA",
     "two": "ABABAB",
     "one loss of two": "2222",
+    "scaled ahead": "3333",
 }
 Wrap = Callable[[nn.Module, bool], tuple[nn.Module, Any]]  # a model, whether by the framework alone
 
@@ -47,21 +48,32 @@ def _trained(script: str, wrap: Callable[[nn.Module], tuple[nn.Module, Any]], ra
             models["a"] = smooth_model(2)
             made["a"] = wrap(models["a"])
             continue
-        used = [made[name] for name in ("ab" if letter == "2" else letter.lower())]
+        used = [made[name] for name in ("ab" if letter in "23" else letter.lower())]
         for _, optimizer in used:
             optimizer.zero_grad()
-        loss = sum(F.mse_loss(model(x), y) for model, _ in used)
+        losses = [F.mse_loss(model(x), y) for model, _ in used]
+        if letter == "3":
+            for (model, optimizer), loss in zip(used, [scaler.scale(loss) for loss in losses], strict=True):
+                loss.backward()
+                _step(model, optimizer, scaler)
+            scaler.update()
+            continue
+        loss = sum(losses)
         if letter.islower():
             loss.backward()
             used[0][1].step()
             continue
         scaler.scale(loss).backward()
         for model, optimizer in used:
-            if isinstance(model, DistributedDataParallel):
-                scaler.step(optimizer)
-                continue
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
+            _step(model, optimizer, scaler)
         scaler.update()
     return torch.cat([weights(model) for model in models.values()])
+
+
+def _step(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
+    if isinstance(model, DistributedDataParallel):
+        scaler.step(optimizer)
+        return
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)

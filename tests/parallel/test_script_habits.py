@@ -105,7 +105,7 @@ def test_a_hook_that_comes_after_the_wrapping_is_told_of(ranks):
 def test_parameter_groups_may_change_between_steps(ranks):
     for rank in ranks:
         found = rank["script_edits.regrouped"]
-        assert found.keys() == {"reversed", "merged"} and max(found.values()) < 1e-5, found
+        assert found.keys() == {"reversed", "merged", "left out"} and max(found.values()) < 1e-5, found
 
 
 def test_methods_of_an_optimizer_keep_their_arguments_and_results(ranks):

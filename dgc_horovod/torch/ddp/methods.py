@@ -146,6 +146,7 @@ class DataParallelMethods(ProcessGroupMethods):
         """See `ProcessGroupMethods`; what is frozen stays where it is, as with DDP alone."""
         ProcessGroupMethods._dgc_finish_exchange(self)
         self._dgc_withheld = {p: p.grad for p in self._dgc_parameters.values() if not p.requires_grad}
+        self._dgc_left_alone = set(self._dgc_withheld)
         for p in self._dgc_withheld:
             p.grad = None
 

@@ -14,6 +14,7 @@ _Scaler: Any = torch.amp.GradScaler
 _SEEN = ("scale", "unscale_", "step", "update")  # its methods that are wrapped, and put back by `stop_watching`
 _last: weakref.ref[Any] | None = None  # the scaler that has scaled a loss last
 _stepping: Any = None  # the scaler whose `step` is under way
+_pass: tuple[int, Any] = -1, None  # the last backward pass that went through a scaled loss, and whose scaler's
 _drivers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # optimizer -> its scaler, None: none
 _ticks = itertools.count(1)
 # When a scaler has scaled a loss last, if it was after its `update`, and when an optimizer's last step ended
@@ -23,10 +24,11 @@ _at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 class SeenScaler:
     """Stands for the GradScaler that has scaled the loss of the present step of an optimizer, if one has.
 
-    A scaler counts if it has scaled a loss since the optimizer's last step, and since its own last ``update``. First
-    comes the one that has stepped or unscaled the optimizer last, then the one that has scaled a loss last. That one
-    may be for other optimizers only: so it is taken to be if it drives others while this one's last step was without a
-    scaler, and if it has stepped another before this backward pass.
+    Of a backward pass that goes through a loss that a scaler has scaled it is that scaler. Of another one (in fp32, or
+    a reentrant checkpoint's own), a scaler counts if it has scaled a loss since the optimizer's last step, and since
+    its own last ``update``. First comes the one that has stepped or unscaled the optimizer last, then the one that has
+    scaled a loss last. That one may be for other optimizers only: so it is taken to be if it drives others while this
+    one's last step was without a scaler, and if it has stepped another before this backward pass.
 
     A step without a backward pass on this rank (in join, or without a batch) has the scaler of the step before.
 
@@ -85,6 +87,8 @@ def _of_step(optimizer: Any) -> Any:
     """The scaler that has scaled the gradients of the step under way, or None."""
     if _stepping is not None:
         return _stepping
+    if _in_backward() and _pass[0] == torch._C._current_graph_task_id():
+        return _pass[1]()
     driver, newest = _driver_of(optimizer), _newest()
     if driver is not None and _has_scaled_for(optimizer, driver):
         return driver
@@ -174,9 +178,25 @@ def _noticed(method: Any, name: str) -> Any:
             _at.pop(self, None)
         if name == "step":
             return _stepped_by(self, optimizer, lambda: method(self, *args, **kwargs))
-        return method(self, *args, **kwargs)
+        result = method(self, *args, **kwargs)
+        if name == "scale" and not torch.compiler.is_compiling():
+            _mark(result, self)
+        return result
 
     return noticed
+
+
+def _mark(losses: Any, scaler: Any) -> None:
+    """Let the backward pass through any of `losses` be known for that of `scaler`."""
+    reference = weakref.ref(scaler)
+
+    def passes(_: torch.Tensor) -> None:
+        global _pass
+        _pass = torch._C._current_graph_task_id(), reference
+
+    for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss.register_hook(passes)
 
 
 def _stepped_by(scaler: Any, optimizer: Any, step: Callable[[], Any]) -> Any:

@@ -63,6 +63,8 @@ class LocalMethods:
                 self._tell_once("weights set", WEIGHTS_SET)
         if self._dgc_may_step():
             self._dgc_with_hooks(lambda optimizer: optimizer._dgc_own_step())
+        else:
+            self._dgc_returned = None
         self._dgc_loaded = False
         if takes_part:
             clip_calls.end_step(self)  # it was the gradient's own

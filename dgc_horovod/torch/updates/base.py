@@ -143,11 +143,11 @@ class SplitUpdate(PlainUpdate):
 
     def _was_placeholder(self, p: Parameter, states: States, exchange: GradientExchange) -> bool:
         """Whether the state of `p` has not been looked at since `prepare`."""
-        if p in self._taken:
+        known = p in self._taken or p not in states  # `prepare` has filled it, so it was emptied since
+        if known:
             self._follow_emptied(p, states, exchange)
-            return False
         self._taken.add(p)
-        return True
+        return not known
 
     def _follow_emptied(self, p: Parameter, states: States, exchange: GradientExchange) -> None:
         """A script has emptied the optimizer's state to begin without momentum: what the engine has of it goes too."""

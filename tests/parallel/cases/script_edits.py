@@ -95,10 +95,16 @@ def _merge(optimizer: Any) -> None:
     optimizer.param_groups[:] = [second]
 
 
+def _leave_out(optimizer: Any) -> None:
+    left = optimizer.param_groups[1]["params"]
+    left[-1].requires_grad_(False)  # a frozen one, as scripts do
+    optimizer.param_groups[1]["params"] = left[:-2]
+
+
 def regrouped() -> dict[str, float]:
     """Largest difference to stock Horovod's weights where groups change their order, or one takes in the other."""
     found = {}
-    for name, change in {"reversed": _reverse, "merged": _merge}.items():
+    for name, change in {"reversed": _reverse, "merged": _merge, "left out": _leave_out}.items():
         ends = []
         for way in ("stock", "dense"):
             model, optimizer = _wrapped(way, _in_two_groups)
