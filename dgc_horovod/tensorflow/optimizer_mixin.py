@@ -175,7 +175,7 @@ class DistributedMethods(UsersClass):
     def set_weights(self: Any, weights: Sequence[Any]) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
         super().set_weights(weights)
-        self._dgc_reloaded()
+        self._dgc.clock.reloaded()  # of the model's weights it says nothing: a local round goes on
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # LossScaleOptimizer does so to the one that it wraps

@@ -125,7 +125,11 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | 
     if plan is not None:
         _say_whether_it_pays(_with_link(plan, links), job)
     else:
-        rest = f"-np {hosts.number_of(slots)}" if remote else "-np 16 --link-gbps 1"
+        sizes = {int(place.rsplit(":", 1)[1]) for place in slots.split(",") if ":" in place}
+        one, number = max(sizes, default=1), hosts.number_of(slots)
+        fits = len(sizes) == 1 and number > one  # two hosts or more, of one size
+        rest = f"-np {number if fits else 2 * one}" if remote else "-np 16 --link-gbps 1"
+        rest += f" --workers-per-node {one}" * (bool(remote) and len(sizes) > 1)
         print(f"whether it pays for your model: add --model-size 25.6M --step-ms 180 {rest}")
     return 1 if bad else 0
 

@@ -26,6 +26,7 @@ class Clock:
         self._owner, self._grows = owner, grows
         self._last: int | None = None
         self._generation = self._seen = self._applied = 0
+        self._again_at: int | None = None  # how many steps were applied when iterations had stayed
 
     def reloaded(self) -> None:
         """The optimizer's variables have been loaded: what is kept belongs to weights before, and ends here.
@@ -51,8 +52,13 @@ class Clock:
     def generation(self, iterations: int) -> int:
         """A number that changes when a checkpoint has been loaded. `iterations`: the optimizer's, at an exchange."""
         applied = sum(each.steps.counts.steps - each.steps.counts.skipped for each in self._owner.exchanges)
-        again = iterations == self._last and applied > self._applied  # one that has failed is made again
-        if self._jump_to(iterations) or (again and self._grows):
+        # a step that has failed is made again
+        again = self._grows and iterations == self._last and applied > self._applied
+        if again and self._again_at is not None and applied - self._again_at <= 2 * len(self._owner.exchanges):
+            self._grows = again = False  # a script that sets iterations itself, at every step
+        if again:
+            self._again_at = applied
+        if self._jump_to(iterations) or again:
             self._generation += 1
         last, self._last, self._applied = self._last, iterations, applied
         if self._generation != self._seen or (last is None and iterations >= self.stride):
