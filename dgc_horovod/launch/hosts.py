@@ -85,9 +85,9 @@ def names_of(slots: str) -> list[str]:
     return list(dict.fromkeys(part.rsplit(":", 1)[0] for part in slots.split(",") if part))
 
 
-def number_of(slots: str) -> int:
-    """How many slots there are in ``a:8,b:8``."""
-    return sum(int(part.rsplit(":", 1)[1]) for part in slots.split(",") if part)
+def sizes_of(slots: str) -> list[int]:
+    """How many slots each host of ``a:8,b:8`` has."""
+    return [int(part.rsplit(":", 1)[1]) for part in slots.split(",") if part]
 
 
 def ranks_a_host(slots: str, workers: int) -> int:

@@ -170,7 +170,7 @@ class DistributedMethods(UsersClass):
     def load_own_variables(self: Any, store: Any) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
         super().load_own_variables(store)
-        self._dgc_reloaded()
+        self._dgc.clock.reloaded()
 
     def set_weights(self: Any, weights: Sequence[Any]) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
@@ -265,10 +265,6 @@ class DistributedMethods(UsersClass):
 
     def _dgc_weights_loaded(self: Any) -> None:
         """A checkpoint of ours was loaded."""
-
-    def _dgc_reloaded(self: Any) -> None:
-        """The optimizer's variables have been loaded, or set."""
-        self._dgc.clock.reloaded()
 
     def _dgc_apply_as_stock(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """A step of the user's optimizer, without exchange."""

@@ -125,11 +125,11 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | 
     if plan is not None:
         _say_whether_it_pays(_with_link(plan, links), job)
     else:
-        sizes = {int(place.rsplit(":", 1)[1]) for place in slots.split(",") if ":" in place}
-        one, number = max(sizes, default=1), hosts.number_of(slots)
-        fits = len(sizes) == 1 and number > one  # two hosts or more, of one size
-        rest = f"-np {number if fits else 2 * one}" if remote else "-np 16 --link-gbps 1"
-        rest += f" --workers-per-node {one}" * (bool(remote) and len(sizes) > 1)
+        sizes = hosts.sizes_of(slots)
+        one, alike = max(sizes, default=1), len(set(sizes)) == 1
+        fits = alike and len(sizes) > 1
+        rest = f"-np {sum(sizes) if fits else 2 * one}" if remote else "-np 16 --link-gbps 1"
+        rest += f" --workers-per-node {one}" * (bool(remote) and not alike)
         print(f"whether it pays for your model: add --model-size 25.6M --step-ms 180 {rest}")
     return 1 if bad else 0
 

@@ -141,7 +141,7 @@ def _workers_a_host(args: Any) -> int | None:
                 f"--workers-per-node must be a whole number >= 1, got {_shortened(args.workers_per_node)}"
             )
         return int(args.workers_per_node)
-    slots = {int(part.rpartition(":")[2]) for part in (args.hosts or "").split(",") if part}
+    slots = set(hosts.sizes_of(args.hosts or ""))
     if len(slots) > 1:
         raise ConfigError(f"the hosts {args.hosts} have different numbers of workers; give --workers-per-node instead")
     return slots.pop() if slots else None

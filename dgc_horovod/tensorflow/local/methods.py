@@ -115,9 +115,9 @@ class LocalMethods(DistributedMethods):
         self.exchange()
         super().flush()
 
-    def _dgc_reloaded(self: Any) -> None:
-        """The round under way is given up, outer momentum, and what the ranks have kept."""
-        super()._dgc_reloaded()
+    def load_own_variables(self: Any, store: Any) -> None:
+        """As Keras'; the round under way is given up, outer momentum, and what the ranks have kept."""
+        super().load_own_variables(store)
         self._dgc_restart()
 
     def clear_residuals(self: Any) -> None:
