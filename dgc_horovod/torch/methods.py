@@ -264,8 +264,11 @@ class ExchangeMethods(StateMethods):
     def _check_scaler_is_used(self: Any) -> None:
         """A scaler that was passed, and whose scale gradients seem to have, though it does not make this step."""
         scaler = self._dgc_scaler
-        scales = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and scaler.get_scale() != 1
-        if scales and not (self._dgc_offered or already_unscaled(scaler, self) or self._dgc.buckets.in_join):
+        if self._dgc_offered or not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+            return
+        if already_unscaled(scaler, self) or self._dgc.buckets.in_join:
+            return
+        if scaler.get_scale() != 1:  # last: it waits for the device
             raise UnsupportedUse(SCALER_LEFT_OUT)
 
     def _dgc_with_hooks(self: Any, act: Callable[[Any], None]) -> None:
@@ -279,11 +282,12 @@ class ExchangeMethods(StateMethods):
     def _apply(self: Any, _: Any) -> None:
         """After the hooks before a step, which may clip as well."""
         self._check_untouched()
-        self._drop_what_was_taken_away()
+        compressed = self._dgc.compressed
+        self._drop_what_was_taken_away(compressed)
         clip_calls.cut_late(self)
         clip_calls.end_step(self)
         self._synchronized = False
-        self._dgc_update.step(self, self._dgc.compressed, self._dgc_own_step)
+        self._dgc_update.step(self, compressed, self._dgc_own_step)
 
     def _dgc_own_step(self: Any) -> None:
         self._dgc_update.begin(self)
@@ -314,9 +318,9 @@ class ExchangeMethods(StateMethods):
             elif self._dgc.clipping.by_hand is not None:
                 self._tell_once("clipping", clipping_learned(self._dgc.clipping.by_hand))
 
-    def _drop_what_was_taken_away(self: Any) -> None:
+    def _drop_what_was_taken_away(self: Any, compressed: list[torch.Tensor]) -> None:
         """Of a parameter whose update a script has set to None nothing waits: it would come in a burst later on."""
-        for p in self._dgc.compressed:
+        for p in compressed:
             if p.grad is None and p.requires_grad and p not in self._dgc_left_alone:
                 self._dgc.fade(p, 0.0)
                 if not self._dgc_update.learns_second:  # that stays, and with it a first moment of few steps
