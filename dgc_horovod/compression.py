@@ -31,6 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "local_steps": 15,
         "outer_momentum": 0.5,
         "compress_1d": True,
+        "check_every": 10,  # exchanges, of H steps each
         "min_numel": 64,  # where a packet has so little, small tensors would be a sixth of it
     },
     "random": {"rule": "random", **_TOPK},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 from dgc_horovod import envvars
@@ -94,6 +95,15 @@ def not_finite(step: int, where: str) -> str:
     if where in _TOO_LARGE:
         return _TOO_LARGE[where].format(what=f"step {step}")
     return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
+
+
+def clips_alone(who: str, limit: float, workers: int) -> str:
+    """What is said with local steps of clipping by the script, or its optimizer."""
+    return (
+        f"{who} clips to {limit:g}, with local steps each rank's own gradient, which is noisier than the average. If "
+        f"{limit:g} is the limit of dense training, the like of it here is sqrt(N)*{limit:g} = "
+        f"{math.sqrt(workers) * limit:.3g} (docs/internet.md#steps)"
+    )
 
 
 def step_not_made(rank: int) -> str:

@@ -86,6 +86,8 @@ class ExchangeStats:
     steps: int = 0
     steps_alone: int = 0  # of the script's, without an exchange
     pending: int = 0  # local steps since the last exchange
+    count_pending: Callable[[], int] = lambda: 0  # the same, where a graph counts them
+    density_now: float = 0.0  # density of the last step; 0 before the first
     offered: int = 0  # elements on the sparse path, also of a step that was not finished
     selected: int = 0  # and how many of them were sent
     skipped: int = 0  # steps that were applied on no rank
@@ -108,6 +110,12 @@ class ExchangeStats:
                 self.skips.append(skipped_at)
         self._last_ended = self._clocks()
         self._first_ended = self._first_ended or self._last_ended
+
+    def close(self) -> None:
+        """The job ends: count local steps of a graph that no exchange has followed."""
+        left, self.count_pending = self.count_pending(), lambda: 0
+        self.pending += left
+        self.steps_alone += left
 
     def times(self) -> dict[str, float]:
         """Seconds of all steps but the first, in which ranks that are early wait for others to start, and compile.

@@ -26,7 +26,15 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import density_at
-from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining, released
+from dgc_horovod.state.residual_state import (
+    FROZEN_SINCE,
+    MOMENTUM,
+    RESIDUAL,
+    Arrays,
+    ResidualState,
+    combining,
+    released,
+)
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
 from dgc_horovod.wire.bucket import PADDING
 
@@ -250,6 +258,7 @@ class OptimizerExchange:
                 self.clear()
         else:
             self.rollback()
+        self.counts.density_now = self.density()
         self.steps += 1
         self.counts.end_step(skipped_at)
 
@@ -307,7 +316,7 @@ class OptimizerExchange:
         Raises:
             CheckpointError: it is of another rank, another number of ranks or another model; nothing is changed then.
         """
-        self._check_fits(state)
+        self.check_fits(state)
         self.clear()
         self.steps, self.epoch = state.step, state.epoch
         self.settling.settled_at, self.settling.measured = state.settled_at, list(state.measured)
@@ -347,7 +356,8 @@ class OptimizerExchange:
             return kept.offset, kept.offset + kept.numel
         return 0, self.numel[name] if name in self.layout.dense else 0
 
-    def _check_fits(self, state: ResidualState) -> None:
+    def check_fits(self, state: ResidualState) -> None:
+        """Raise CheckpointError unless `load` can take `state`."""
         node_size = self.topology.node_size
         ours = self.workers, self.rank, self.averages, node_size
         if ours != (state.workers, state.rank, state.averages, state.node_size):
@@ -362,7 +372,7 @@ class OptimizerExchange:
         ours_to_keep += [name for name in self.layout.dense if name in state.tensors]
         missing = [name for name in ours_to_keep if RESIDUAL not in state.tensors.get(name, {})]
         if missing and state.tensors:
-            raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: of another model?")
+            raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: {FROZEN_SINCE}")
 
     def bucket_stats(self) -> list[dict[str, float]]:
         """`BucketMeter.stats` of every bucket."""

@@ -127,7 +127,8 @@ class _Parser(argparse.ArgumentParser):
     """Horovod's parser with our flags; Horovod adds its own to it afterwards."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "prog": "dgcrun", "usage": _USAGE})
+        # no abbreviations: argparse reads them in the script's own arguments, too
+        super().__init__(*args, **{**kwargs, "prog": "dgcrun", "usage": _USAGE, "allow_abbrev": False})
         self.set_defaults(compression_section={})
         ours = self.add_argument_group("compression")
         method, one_of = _PREFIX + envvars.COMPRESSION.name, ours.add_mutually_exclusive_group()

@@ -195,7 +195,9 @@ def show(job: Job) -> str:
     if job.switched_off:
         headline = f"{envvars.ENABLED.name} is off: stock Horovod, whatever else is set"
     elif not job.method:
-        headline = "no compression was asked for: stock Horovod (--dgc turns it on)"
+        headline = (
+            "no compression was asked for: stock Horovod (--dgc turns it on), but for a Compression of the script's own"
+        )
     else:
         headline = f"compression {job.method}"
     found = rows(job)

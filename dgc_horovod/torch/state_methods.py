@@ -151,6 +151,9 @@ class StateMethods:
     def _dgc_finish_round(self: Any) -> None:
         """End what spans several steps: nothing does here."""
 
+    def _dgc_sees_clipping(self: Any, limit: float) -> None:
+        """The script clips gradients that are each rank's own affair: there are none here."""
+
     def _dgc_end_for_another(self: Any) -> None:
         """Another optimizer has the parameters from now on: leave them the same on every rank, as they are here."""
 

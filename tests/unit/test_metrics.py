@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dgc_horovod import metrics, recording, stats
+from dgc_horovod import metrics, recording, stats, unfinished_round
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.diagnostics import Diagnostics
@@ -299,7 +299,7 @@ def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, capsy
 def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     """The ranks end with weights of their own then; and a run shorter than a round had "made no step"."""
     counts = ExchangeStats(2, 100)
-    for module in (stats, summary):
+    for module in (stats, summary, unfinished_round):
         monkeypatch.setattr(module, "all_exchanges", [counts])
     outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "15"}, []))
     counts.steps_alone = counts.pending = 10
@@ -312,6 +312,29 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     counts.steps_alone, counts.pending = 10, 1
     assert "not exchanged: 1" in outcome.line() and "optimizer.exchange()" in outcome.line()
     assert outcome.stats()["bytes_dense"] == 4 * 100 * 11
+
+
+def test_the_summary_counts_the_local_steps_of_a_graph_once(monkeypatch):
+    """A Keras job that ended within a round had "made no step", or left three of seventeen out."""
+    counts = ExchangeStats(2, 100, count_pending=lambda: 3)
+    for module in (stats, summary, unfinished_round):
+        monkeypatch.setattr(module, "all_exchanges", [counts])
+    outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "7"}, []))
+    assert "has made 3 local steps" in outcome.line() and "has made 3 local steps" in outcome.line()
+    assert outcome.stats()["bytes_dense"] == 4 * 100 * 3
+
+
+def test_the_summary_of_a_run_that_ended_in_its_warmup(monkeypatch):
+    """It named the density to which nothing had come down."""
+    counts = ExchangeStats(2, 100, density=0.001, offered=100, selected=75, density_now=0.25)
+    counts.end_step()
+    counts.traffic.count(10, 10)
+    monkeypatch.setattr(summary, "all_exchanges", [counts])
+    outcome = Outcome(resolve({}, {"DGC_COMPRESSION": "dgc"}, []))
+    monkeypatch.setattr(outcome, "stats", lambda: counts.stats())
+    assert "density 0.75 on average (0.25 in the end: the warm-up to 0.001 was not over)" in outcome.line()
+    counts.density_now = 0.001
+    assert "density 0.75 on average (0.001 in the end)" in outcome.line()
 
 
 def test_seconds_of_optimizers_that_step_in_turn_count_once(monkeypatch):

@@ -6,9 +6,10 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from dgc_horovod import envvars, recording
+from dgc_horovod import envvars, recording, unfinished_round
 from dgc_horovod.config import AUTO
 from dgc_horovod.launch.layers import UNCOMPRESSED
 from dgc_horovod.launch.rank.reports import Reports
@@ -17,12 +18,12 @@ from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
 from dgc_horovod.planning.trial import COMPRESSED, HALF
 from dgc_horovod.recording import Recording
-from dgc_horovod.stats import all_exchanges, total
+from dgc_horovod.stats import ExchangeStats, all_exchanges, total
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
 WRAPPED, END = "wrapped", "end"  # what rank 0 reports to dgcrun
-RUN = "run"  # what dgcrun tells it: see `description.of_job`
+RUN = "run"  # what dgcrun tells it: see `job_report.describe`
 NOTHING_WRAPPED = (
     "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
     "itself (hvd.allreduce) cannot be compressed"
@@ -70,6 +71,7 @@ class Outcome:
     def watch_exit(self) -> None:
         """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
         atexit.register(self._exit)
+        unfinished_round.leave_to_summary()
 
     def dismiss(self) -> None:
         """There is nothing to sum up any more."""
@@ -120,7 +122,7 @@ class Outcome:
             return ""
         stats = self.stats()
         if not stats["steps"]:
-            if pending := _pending():
+            if pending := unfinished_round.pending():
                 return f"its optimizer has made {pending} local steps, fewer than come before an exchange (local_steps)"
             return "its optimizer has made no step"
         if not stats["elements"] and self.job.method != AUTO:
@@ -130,7 +132,7 @@ class Outcome:
 
     def line(self) -> str:
         """The summary, for people."""
-        reason = self.why_inactive()
+        left, reason = unfinished_round.pending(), self.why_inactive()
         if reason:
             return not_active(self.job, reason)
         stats = self.stats()
@@ -140,8 +142,9 @@ class Outcome:
             halves = any(counts.mode == HALF for counts in all_exchanges)
             taken = "fp16" if halves else "dense exchange"
             return f"auto: stock Horovod's {taken} was taken; {stats['steps']:,} steps"
-        final = min((counts.density for counts in all_exchanges), default=1.0)
-        return _line(self.job.method, final, stats, "fp16" in self.asked) + _not_exchanged(_pending())
+        alone = sum(counts.steps_alone for counts in all_exchanges)
+        text = _line(self.job.method, alone, _at_end(all_exchanges), stats, "fp16" in self.asked)
+        return "; ".join(filter(None, (text, unfinished_round.warning(left))))
 
     def end(self) -> int:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
@@ -151,6 +154,7 @@ class Outcome:
             self._reports.end()
         if self.rank != 0:
             return 0
+        unfinished_round.pending()  # which the record that ends the file counts, too
         if self._recording is not None:
             self._recording.end()
         failed = getattr(sys, "last_value", None) is not None  # an error of its own ended the script
@@ -168,24 +172,16 @@ def not_active(job: Job, reason: str) -> str:
     return f"NOT ACTIVE: compression {job.method} was asked for, but {reason}{hint}"
 
 
-def _pending() -> int:
-    """Local steps that no exchange has followed."""
-    return max((counts.pending for counts in all_exchanges), default=0)
+def _at_end(exchanges: Sequence[ExchangeStats]) -> tuple[float, float]:
+    """The density that the warm-up comes down to, and that of the last step, where the warm-up was not over."""
+    counts = min(exchanges, key=lambda counts: counts.density)
+    return counts.density, max(counts.density, counts.density_now)
 
 
-def _not_exchanged(steps: int) -> str:
-    if not steps:
-        return ""
-    return (
-        f"; local steps at the end that were not exchanged: {steps}. The ranks' weights differ: call "
-        "optimizer.exchange() before evaluating or saving"
-    )
-
-
-def _line(method: str, final_density: float, stats: dict[str, Any], asked_fp16: bool) -> str:
+def _line(method: str, alone: int, at_end: tuple[float, float], stats: dict[str, Any], asked_fp16: bool) -> str:
     sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
     parts = [
-        f"{stats['steps']:,} steps",
+        f"{stats['steps']:,} exchanges in {stats['steps'] + alone:,} steps" if alone else f"{stats['steps']:,} steps",
         f"a rank sent {_bytes(sent)}, {dense / sent:.3g}x less than fp32 ({_bytes(dense)})",
     ]
     if asked_fp16:
@@ -195,14 +191,16 @@ def _line(method: str, final_density: float, stats: dict[str, Any], asked_fp16: 
     if stats["elements"]:
         compressing = stats["compress_seconds"] + stats["decode_seconds"]
         parts.append(f"{compressing:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks")
-    return f"{method}{_density(final_density, stats)}: {'; '.join(parts)}"
+    return f"{method}{_density(*at_end, stats)}: {'; '.join(parts)}"
 
 
-def _density(final: float, stats: dict[str, Any]) -> str:
+def _density(final: float, last: float, stats: dict[str, Any]) -> str:
     """What was sent on average, and what it came down to where that is not the same."""
     if not stats["elements"]:
         return ""
     mean = stats["selected"] / stats["elements"]
+    if last > final:
+        return f", density {mean:.3g} on average ({last:g} in the end: the warm-up to {final:g} was not over)"
     return f", density {mean:.3g}" + (
         "" if 0.75 * final < mean < 1.25 * final else f" on average ({final:g} in the end)"
     )

@@ -10,9 +10,11 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from dgc_horovod import unfinished_round
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import MID_ROUND, step_not_made
+from dgc_horovod.notices import MID_ROUND, clips_alone, step_not_made
 from dgc_horovod.tensorflow.broadcast import shared_variables
+from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
 from dgc_horovod.tensorflow.distribution import VariableSet
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
@@ -67,6 +69,11 @@ class LocalMethods(DistributedMethods):
         if self._dgc_set is None:
             agreed = self._dgc.variable_set(rounds.variables, rounds.weights)
             object.__setattr__(self, "_dgc_set", agreed)  # Keras need not know
+            counts, clips = agreed.exchange.steps.counts, clipping_of(self)
+            rounds.tell_of_pending(counts, passes_of(self))
+            unfinished_round.watch(hvd.rank())
+            if clips is not None and hvd.rank() == 0:
+                _log.info("dgc_horovod: %s", clips_alone("the optimizer", clips[1], counts.workers))
 
     def _dgc_make_rounds(self: Any) -> LocalRounds:
         """The rounds of all variables that Keras has built it with, whichever of them a step changes."""

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.stats import ExchangeStats
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.wrapping.variables import Key, all_finite, is_frozen, key_of, native
 
@@ -54,6 +55,11 @@ class LocalRounds:
         self._frozen = {i for i, v in enumerate(self.variables) if is_frozen(v) and key_of(v) not in trained}
         self._remember()
         self.calls.assign_add(1)
+
+    def tell_of_pending(self, counts: ExchangeStats, passes: int) -> None:
+        """Let `counts` know how many steps, of so many calls each, no exchange has followed when the job ends."""
+        calls = self.calls  # by itself, as the rest may be gone by then
+        counts.count_pending = lambda: int(calls.numpy()) // passes
 
     def _remember(self) -> None:
         def remember() -> tf.Tensor:

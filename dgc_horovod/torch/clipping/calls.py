@@ -76,6 +76,8 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
         if own and optimizer._dgc_stock and _is_known(limit, p):
             optimizer._dgc.clipping.note_uncompressed(Clip(own, limit, p, optimizer._synchronized))
     for optimizer in owners.live():
+        if _is_known(limit, p) and any(x in optimizer._dgc.names for x in parameters):
+            optimizer._dgc_sees_clipping(limit)
         own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
         norm = _note(optimizer, Clip(own, limit, p)) if own and _is_known(limit, p) else None
         if norm is not None:

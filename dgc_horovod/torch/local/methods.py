@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from dgc_horovod import unfinished_round
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite, UnsupportedUse
-from dgc_horovod.notices import MID_ROUND, WEIGHTS_SET, round_not_finite, step_not_made
+from dgc_horovod.notices import MID_ROUND, WEIGHTS_SET, clips_alone, round_not_finite, step_not_made
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.gradients.dense_path import all_finite
 from dgc_horovod.torch.local.rounds import LocalRounds
@@ -41,6 +42,7 @@ class LocalMethods:
         if self._dgc_rounds is None:
             self._dgc_rounds = LocalRounds(self._dgc, self._dgc_config)
         self._dgc_rounds.go_on_in(self._dgc)
+        unfinished_round.watch(self._dgc.collectives.rank)
 
     def _register_hooks(self: Any) -> None:
         """No gradient is exchanged."""
@@ -156,6 +158,10 @@ class LocalMethods:
     def _dgc_finish_round(self: Any) -> None:
         if self._dgc_rounds.count:
             self.exchange()
+
+    def _dgc_sees_clipping(self: Any, limit: float) -> None:
+        """The script has clipped gradients, which is its own affair here, but not at the limit of dense training."""
+        self._tell_once("clipping", clips_alone("the script", limit, self._dgc.collectives.workers))
 
     @property
     def _dgc_in_round(self: Any) -> bool:
