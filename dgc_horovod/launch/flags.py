@@ -127,8 +127,7 @@ class _Parser(argparse.ArgumentParser):
     """Horovod's parser with our flags; Horovod adds its own to it afterwards."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # no abbreviations: argparse reads them in the script's own arguments, too
-        super().__init__(*args, **{**kwargs, "prog": "dgcrun", "usage": _USAGE, "allow_abbrev": False})
+        super().__init__(*args, **{**kwargs, "prog": "dgcrun", "usage": _USAGE})
         self.set_defaults(compression_section={})
         ours = self.add_argument_group("compression")
         method, one_of = _PREFIX + envvars.COMPRESSION.name, ours.add_mutually_exclusive_group()
@@ -145,6 +144,14 @@ class _Parser(argparse.ArgumentParser):
         if more.get("action") == "version":
             more["version"] = f"dgc_horovod {__version__}, Horovod {horovod.__version__}"
         return super().add_argument(*flags, **more)
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """As argparse's: what a word may abbreviate. Nothing, where that is several flags.
+
+        Up to Python 3.11 argparse asks for every word, the script's own arguments too, and several are an error there.
+        """
+        found: list[Any] = super()._get_option_tuples(option_string)  # type: ignore[misc]
+        return found if len(found) == 1 else []
 
     def format_help(self) -> str:
         """Our flags on one screen, and the names of Horovod's."""

@@ -20,6 +20,12 @@ def test_our_flags_and_horovods_go_together():
     assert args.command == ["python", "train.py", "--density", "7"]
 
 
+@pytest.mark.parametrize("own", ["--mode", "--mode=train", "--p", "--r", "--d", "--dgc-", "--num"])
+def test_arguments_of_the_script_may_look_like_a_part_of_a_flag(own):
+    """`--mode` was "ambiguous: could match --model-size, --model"."""
+    assert flags.parse(["-np", "2", "python", "train.py", own])[0].command == ["python", "train.py", own]
+
+
 @pytest.mark.parametrize("variable", envvars.SETTABLE, ids=lambda v: v.name)
 def test_every_setting_has_a_flag(variable):
     value = [] if variable is envvars.ALLOW_INACTIVE else ["some"]
