@@ -17,6 +17,7 @@ from benchmarks.quality.variants import (
     LATER_LOCAL,
     LOCAL,
     LOCAL_DENSER,
+    LOCAL_GENTLER,
     LOCAL_STEPS,
     OUTER,
     VARIANTS,
@@ -30,6 +31,7 @@ BESIDE = {
     for names in (LOCAL, LOCAL_DENSER)
     for name, averaged, steps in zip(names, AVERAGED, LOCAL_STEPS, strict=True)
 }
+BESIDE |= {name: (averaged, steps) for name, averaged, steps in zip(LOCAL_GENTLER, AVERAGED, LOCAL_STEPS, strict=False)}
 BESIDE |= {name: (averaged, 15) for name, averaged in zip(LATER_LOCAL, LATER_AVERAGED, strict=True)}
 
 
@@ -51,7 +53,9 @@ def table(found: Sequence[Outcome]) -> str:
                 gaps = zip(*((b - a, c - a, c - b) for a, b, c in losses), strict=True)
                 lines.append(
                     [
-                        f"{place}, {config.density:.1%}" + f", after {later} dense steps" * bool(later),
+                        f"{place}, {config.density:.1%}"
+                        + f", momentum {config.outer_momentum}" * (name in LOCAL_GENTLER)
+                        + f", after {later} dense steps" * bool(later),
                         *(spread(values, "+.3f") for values in gaps),
                         len(losses),
                         f"{config.density * (sparse.steps - later) / steps:.1f}",

@@ -33,6 +33,7 @@ from benchmarks.quality.variants import (
     LATER_LOCAL,
     LOCAL,
     LOCAL_DENSER,
+    LOCAL_GENTLER,
     LONGER_DENSE,
     LOWER,
     LOWEST,
@@ -115,7 +116,8 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
 
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds:
-        for variant in ("AdamW, dense", *AVERAGED, *WITH_OUTER, *LOCAL, *LOCAL_DENSER, *LATER_AVERAGED, *LATER_LOCAL):
+        local = (*LOCAL, *LOCAL_DENSER, *LOCAL_GENTLER, *LATER_LOCAL)
+        for variant in ("AdamW, dense", *AVERAGED, *WITH_OUTER, *LATER_AVERAGED, *local):
             yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])
 
 
@@ -132,6 +134,7 @@ def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
         for i, workers in enumerate(WORKERS):
             for variant in ("AdamW, dense", *LOWER, *AVERAGED, *LOCAL, *LOCAL_DENSER):
                 yield Run("gpt", variant, workers, seed + 100 * i)
+        yield from (Run("gpt", variant, 4, seed) for variant in LOCAL_GENTLER)
         yield from (Run("gpt", variant, 4, seed) for variant in WITH_OUTER if " 15" in variant)
         longer = (name for name in (*AVERAGED, *LOCAL, *LOCAL_DENSER) if " 15" in name)
         yield from (Run("gpt", variant, 4, seed, LENGTHS[1]) for variant in ("AdamW, dense", *longer))
