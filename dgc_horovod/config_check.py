@@ -87,9 +87,8 @@ def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    text = str(problem) if isinstance(problem, DGCError) else f"{type(problem).__name__}: {problem}"
     try:
-        compare(text if problem is not None else "nothing")
+        compare("nothing" if problem is None else _words_of(problem))
     except Exception as mismatch:
         raise mismatch from problem
     if problem is not None:
@@ -111,7 +110,7 @@ def together(collectives: Gatherer, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own, cause = str(error) if isinstance(error, DGCError) else f"{type(error).__name__}: {error}", error
+        own, cause = _words_of(error), error
     try:
         texts = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "together")]
     except Exception as lost:
@@ -150,3 +149,7 @@ def _first_difference(a: str, b: str) -> tuple[str, str]:
         if x != y:
             return x, y
     return f"{len(left)} entries", f"{len(right)} entries"
+
+
+def _words_of(error: Exception) -> str:
+    return str(error) if isinstance(error, DGCError) else f"{type(error).__name__}: {error}"

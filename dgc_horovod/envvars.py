@@ -24,12 +24,12 @@ from dgc_horovod.config import (
     ON_NONFINITE,
     SCOPES,
     SECOND_MOMENTS,
+    VALUES,
     check_choice,
     check_whole,
 )
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.rules import RULES
-from dgc_horovod.wire.codecs import VALUE_CODECS
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
@@ -198,7 +198,7 @@ FIELDS = (
     _field("outer_rate", "1.0", "local steps: factor of the mean change, > 0", "number", _WHEN),
     _field("outer_momentum", "0.0", "local steps: Nesterov momentum, in [0, 1)", "number", _WHEN),
     _field("offload", "off", "local steps, PyTorch: residual and last weights lie in host memory", "switch", _WHEN),
-    _field("values", "bf16", "number format sent", "text", _WIRE, choices=tuple(VALUE_CODECS)),
+    _field("values", "bf16", "number format sent", "text", _WIRE, choices=VALUES),
     _field("dense_values", "auto", "of small tensors, sent whole", "text", _WIRE, choices=DENSE_VALUES),
     _field("exchange", "flat", "algorithm", "text", _WIRE, choices=EXCHANGES),
     NODE_SIZE,

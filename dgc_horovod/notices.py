@@ -267,8 +267,9 @@ def _who(exchange: OptimizerExchange) -> str:
     nodes = f"; {place.nodes} nodes of {place.node_size}" if place.node_size > 1 else ""
     if owned:
         return f"{nodes}; sharded: every element has an owner"
-    asked = "sharded" in exchange.config.exchange
-    return nodes + (f"; not sharded: with {place.nodes} senders owners would bring more bytes" if asked else "")
+    if not exchange.config.shards:
+        return nodes
+    return f"{nodes}; not sharded: with {place.nodes} senders owners would bring more bytes"
 
 
 def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:

@@ -20,9 +20,9 @@ from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchan
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import PADDING, Bucket
 from dgc_horovod.wire.codecs.values import Draw
-from dgc_horovod.wire.packet import PacketFormat, undrawn
+from dgc_horovod.wire.packet import HEADER, PacketFormat, undrawn
 
-_HEAD = 36  # bytes that no sound message begins with
+_HEAD = HEADER.itemsize  # bytes that no sound message begins with
 _UNREADABLE = 0xFF  # every byte of what goes round in place of a message of another size
 
 

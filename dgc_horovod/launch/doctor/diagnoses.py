@@ -1,6 +1,6 @@
 """What ``dgcrun --doctor`` makes of the facts: each finding in one line, and what to do about it.
 
-Nothing here looks at the machine; `doctor` does.
+Nothing here looks at the machine; `report` does.
 """
 
 from __future__ import annotations

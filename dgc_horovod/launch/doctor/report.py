@@ -1,7 +1,7 @@
 """``dgcrun --doctor``: what would stop a compressed job here, what would slow it, and whether it pays.
 
-What is made of what is found here stands in `findings`. Frameworks are imported in child processes: one that crashes or
-hangs is a finding.
+What is made of what is found here stands in `diagnoses`. Frameworks are imported in child processes: one that crashes
+or hangs is a finding.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """TensorFlow's clipping functions and Keras' optimizers, where they are given what a compressed tape has returned.
 
 Such tensors carry a mark. Clipping leaves them as they are, and lets their exchange clip each rank's own gradient
-instead; see `learnt_clipping`. What cannot be done so is refused: an update that is clipped is a run quietly ruined.
+instead; see `learned`. What cannot be done so is refused: an update that is clipped is a run quietly ruined.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.names import replace_everywhere
 from dgc_horovod.tensorflow.clipping.learned import INSTEAD, marks, number
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, key_of
@@ -30,11 +30,7 @@ def install() -> None:
     """Let TensorFlow's clipping functions and Keras' optimizers know marks, wherever they are held; once a process."""
     for replacing in (_by_global_norm, _by_norm, _by_value):
         stock = getattr(tf, f"clip{replacing.__name__}")
-        replacement = not_converted(functools.wraps(stock)(replacing(stock)))
-        for module in list(sys.modules.values()):
-            held = [key for key, value in list(getattr(module, "__dict__", {}).items()) if value is stock]
-            for key in held:
-                setattr(module, key, replacement)
+        replace_everywhere(stock, not_converted(functools.wraps(stock)(replacing(stock))))
     own = BaseOptimizer._clip_gradients
     BaseOptimizer._clip_gradients = not_converted(functools.wraps(own)(_of_an_optimizer(own)))
     for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):

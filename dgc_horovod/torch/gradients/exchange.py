@@ -296,7 +296,7 @@ class GradientExchange:
         """Close the step after every result has been taken; returns whether it may be applied.
 
         If a gradient was not finite on any rank, every rank takes back what it had sent; if an update alone is not, in
-        its parameter's dtype, it is left out. Every ``p.grad`` becomes NaN: a GradScaler skips, too (invariant 5).
+        its parameter's dtype, it is left out. Every ``p.grad`` becomes NaN: a GradScaler skips, too.
         """
         self._share_norms()  # unless that is done
         self.clipping.take()
