@@ -160,6 +160,7 @@ def begin_as_environment_says(config: DGCConfig) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    path = envvars.METRICS_FILE.read()
+    text = envvars.METRICS_FILE.read()
+    path = envvars.METRICS_FILE.parse(text) if text else ""
     if path and _current is None:
         atexit.register(begin(path, method_of(config)).end)

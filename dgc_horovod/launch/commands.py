@@ -107,7 +107,9 @@ def _exports(job: Job) -> str:
         return f"export {envvars.ENABLED.name}=0"
     if not job.method:
         raise ConfigError("no compression was asked for, so there is nothing to export; e.g. dgcrun --dgc --print-env")
-    lines = [f"export {name}={shlex.quote(text)}" for name, text in job.variables().items() if text]
+    texts, now = job.variables(), envvars.from_environment()
+    lines = [f"unset {name}" for name, text in texts.items() if not text and name in now]  # it would be used after all
+    lines += [f"export {name}={shlex.quote(text)}" for name, text in texts.items() if text]
     return "\n".join([*lines, f'export PYTHONPATH={shlex.quote(FOLDER)}"${{PYTHONPATH:+:$PYTHONPATH}}"'])
 
 

@@ -97,3 +97,13 @@ def test_the_metrics_file_of_a_report_is_shown(tmp_path, capsys):
     assert commands.run(["--show-config", "--dgc", "--report", str(tmp_path / "x.html")]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "metrics_file" in line]
     assert line.split() == ["metrics_file", str(tmp_path / "x.jsonl"), "flag", "--report"]
+
+
+def test_exports_take_away_what_is_not_used(monkeypatch, capsys):
+    """Beside the exported method they would have been used: a profile's density of dgc for topk."""
+    for name, text in {"COMPRESSION": "dgc", "DENSITY": "0.5", "WARMUP_STEPS": "500", "VALUES": "fp16"}.items():
+        monkeypatch.setenv(f"DGC_{name}", text)
+    assert commands.run(["--compression", "topk", "--dgc-values", "fp32", "--print-env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"unset DGC_DENSITY", "unset DGC_WARMUP_STEPS"} == {line for line in lines if line.startswith("unset")}
+    assert "export DGC_COMPRESSION=topk" in lines and "export DGC_VALUES=fp32" in lines

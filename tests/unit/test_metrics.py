@@ -355,3 +355,10 @@ def test_seconds_of_optimizers_that_step_in_turn_count_once(monkeypatch):
         later.end_step()
     both = stats.times([later, first])
     assert both["step_seconds"] == pytest.approx(first.times()["step_seconds"] + 2) and both["timed_steps"] == 102
+
+
+def test_a_metrics_file_that_is_none_is_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DGC_METRICS_FILE", "none")
+    recording.begin_as_environment_says(DGCConfig())
+    assert not list(tmp_path.iterdir())

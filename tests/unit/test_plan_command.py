@@ -179,6 +179,10 @@ def test_sizes_of_a_model_are_whole(tmp_path, shape):
         ),
         ([*PLAN, "--dgc-local-steps", "15"], "--plan prices .* local steps make one every 15; leave local steps out"),
         (["--doctor", *PLAN[1:], "-np", "4", "--compression", "local"], "--doctor prices an exchange at every step"),
+        (
+            [*PLAN, "--compression", "auto", "--dgc-total-steps", "1000"],
+            "uncompressed exchange in a run of 1,000 steps",
+        ),
         ([*PLAN, "--plot", "plan"], r"--plot plan: the ending decides on the form, .* svg,"),
         ([*PLAN, "--plot", "/no/such/plan.svg"], "no such folder"),
         (["-np", "2", "--plot", "x.svg", "true"], "--plot goes with --plan; leave it out of a job"),

@@ -19,7 +19,7 @@ from dgc_horovod.launch.plan import show
 from dgc_horovod.launch.plan.model_shapes import shapes_of
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import Cluster, Link
-from dgc_horovod.planning.density import fitted
+from dgc_horovod.planning.density import fitted, is_too_short
 from dgc_horovod.planning.machine import Machine
 from dgc_horovod.planning.measure import measured
 from dgc_horovod.planning.shapes import parse_size, tensors
@@ -75,13 +75,18 @@ def to_price(job: Job, command: str) -> DGCConfig:
         command: flag of the command that prices them.
 
     Raises:
-        ConfigError: it has local steps.
+        ConfigError: it has local steps, or auto would compress nothing.
     """
     config = job.config or DGCConfig(**PRESETS["dgc"])
     if config.local_steps is not None:
         raise ConfigError(
             f"{command} prices an exchange at every step, and local steps make one every {config.local_steps}; leave "
             "local steps out of it"
+        )
+    if config.automatic and config.total_steps is not None and is_too_short(config.total_steps):
+        raise ConfigError(
+            f"auto stays with the uncompressed exchange in a run of {config.total_steps:,} steps, so {command} has no "
+            "compression to price; leave --dgc-total-steps out, or ask for --dgc"
         )
     return fitted(config)
 
