@@ -9,7 +9,7 @@ from tests.helpers.torch_ranks import run_torch_ranks
 pytestmark = pytest.mark.parallel
 SAME = 1e-5
 CASES = ["as_stock", "unused", "scaler", "without_ddp", "replicas", "schedulers_and_hooks", "registered_again"]
-CASES += ["shared_memory", "frozen_since", "step_of_before"]
+CASES += ["shared_memory", "frozen_since", "step_of_before", "begun_anew"]
 REFUSED = {
     "plain model": "ConfigError: model must be a DistributedDataParallel, got Sequential",
     "mixed_precision": "UnsupportedUse: this DistributedDataParallel has mixed_precision; use torch.autocast",
@@ -22,6 +22,7 @@ REFUSED = {
     "sparse": "UnsupportedUse: 'module' has sparse gradients",
     "join": "UnsupportedUse: Join with a compressed model",
     "no exchange": "UnsupportedUse: step() without gradients that have been exchanged",
+    "not in the group": "is not in the process_group that it was given",
     "accumulated": "UnsupportedUse: backward() was called again before step()",
 }
 
@@ -83,6 +84,13 @@ def test_schedulers_and_step_hooks(ranks):
 def test_registering_again(ranks):
     found = ranks[0]["ddp.registered_again"]
     assert found["steps"] == 2 and "wrapped by another one since" in found["first"]
+
+
+def test_what_a_message_says_to_do_works(ranks):
+    found = [rank["ddp.begun_anew"] for rank in ranks]
+    assert all(rank == found[0] for rank in found) and found[0]["steps"] == 2
+    assert "make a new DistributedDataParallel and register it with a new optimizer" in found[0]["accumulated"]
+    assert "or the model has been put into another DistributedDataParallel" in found[0]["another DDP"]
 
 
 def test_refusals():

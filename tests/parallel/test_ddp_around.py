@@ -12,7 +12,7 @@ CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_t
 CASES += ["clipping_more_on_one_rank", "takes_turns", "frozen_in_dense_steps"]
 CASES += ["unwritable_metrics", "another_choice", "clipped_by_hand"]
 CASES += ["dropped", "copied", "clipping_in_a_hook", "frozen_later", "limit_without_compression"]
-CASES += ["scaled_now_and_then"]
+CASES += ["scaled_now_and_then", "other_epochs", "same_epochs"]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,30 @@ def test_a_rank_that_makes_no_step(tmp_path):
     said = run_torch_ranks(2, cases, environment={"DGC_TIMEOUT": "12"}, folder=tmp_path)[0]
     assert "CollectiveTimeout: rank 0 of 2 waited 12 s" in said["ddp_around.late"]
     assert "CollectiveTimeout: rank 0 waited 2 s for register()" in said["ddp_around.unregistered"]
+
+
+def test_another_epoch_on_one_rank_is_the_same_error_on_every_rank(ranks):
+    """Gloo ended the process that got the longer packet, from a thread of its own: no error named the epoch."""
+    first, second = (rank["ddp_around.other_epochs"] for rank in ranks)
+    assert first == second and len(first) == 5
+    for name, text in first.items():
+        assert "RankMismatch: step 2: the ranks are at different densities: is the epoch the same" in text, (name, text)
+        assert "rank 0 has" in text and "in epoch 1, rank 1 has" in text and "in epoch 2." in text
+
+
+def test_the_same_epochs_on_every_rank_train_as_counted_ones(ranks):
+    for rank in ranks:
+        (told, sent), (counted, wanted) = (rank["ddp_around.same_epochs"][name] for name in ("told", "counted"))
+        assert told == counted and sent - wanted == 7 * 16  # in the 6 steps of the warm-up and the one after it
+
+
+def test_a_flush_that_not_every_rank_has_come_to(tmp_path):
+    """Its messages met packets of another size, and Gloo ended the process that got the longer ones."""
+    cases = ["ddp_around.flush_alone", "ddp_around.flush_after_more_steps"]
+    for rank in run_torch_ranks(2, cases, environment={"DGC_TIMEOUT": "5"}):
+        for case in cases:
+            assert rank[case].startswith(("CollectiveTimeout: rank", "LostRank: rank")), rank
+            assert "CollectiveTimeout" not in rank[case] or "unequal shards?" in rank[case]
 
 
 def test_a_metrics_file_that_cannot_be_written_stops_every_rank_alike(ranks):

@@ -21,13 +21,26 @@ BROADCAST = (
 _log = logging.getLogger("dgc_horovod")
 
 
-class LocalProcessGroupMethods(LocalMethods, ProcessGroupMethods):  # type: ignore[misc]
+class _LocalMethods(LocalMethods):
+    """What both below have in common."""
+
+    def exchange(self: Any) -> None:
+        """See `LocalMethods.exchange`."""
+        self._dgc_check_density()
+        LocalMethods.exchange(self)
+
+    def _dgc_end_for_another(self: Any) -> None:
+        self._dgc_check_density()
+        LocalMethods._dgc_end_for_another(self)
+
+
+class LocalProcessGroupMethods(_LocalMethods, ProcessGroupMethods):  # type: ignore[misc]
     """In the class of an optimizer of ``DistributedOptimizer``; never instantiated itself."""
 
     _dgc_below = ProcessGroupMethods
 
 
-class LocalDataParallelMethods(LocalMethods, DataParallelMethods):  # type: ignore[misc]
+class LocalDataParallelMethods(_LocalMethods, DataParallelMethods):  # type: ignore[misc]
     """In the class of an optimizer that is registered with a DistributedDataParallel model; never instantiated."""
 
     _dgc_below = DataParallelMethods

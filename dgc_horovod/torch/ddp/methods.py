@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.torch.ddp.densities import SameDensity
 from dgc_horovod.torch.ddp.hook import after_ddp, as_it_is, install
 from dgc_horovod.torch.ddp.nodes import transports
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives
@@ -30,11 +31,13 @@ TOO_MANY_PASSES = (
 ACCUMULATED = (
     "backward() was called again before step(): the second gradient was added to an update, which has been through the "
     "exchange. Put all backward passes of a step but the last inside `with model.no_sync():`. To give an update up, "
-    "call optimizer.zero_grad()"
+    "call optimizer.zero_grad() before the next backward(); after this error make a new DistributedDataParallel and "
+    "register it with a new optimizer"
 )
 NOT_EXCHANGED = (
     "step() without gradients that have been exchanged: since the last step there was no backward pass outside of "
-    "model.no_sync(), or optimizer.zero_grad() came after it"
+    "model.no_sync(), or optimizer.zero_grad() came after it, or the model has been put into another "
+    "DistributedDataParallel since: register that with a new optimizer"
 )
 LOADED_TWICE = (
     "a second load_state_dict() without a step after the first has emptied what load_checkpoint() had brought of u and "
@@ -53,6 +56,7 @@ class ProcessGroupMethods(ExchangeMethods):
     _dgc_takes_part = True
     _dgc_process_group: dist.ProcessGroup  # of our own
     _dgc_settings: ReduceSettings
+    _dgc_same_density: SameDensity | None = None  # where the ranks' densities may differ
 
     def _dgc_agree(self: Any) -> None:
         devices: dict[torch.device, int] = {}
@@ -77,6 +81,27 @@ class ProcessGroupMethods(ExchangeMethods):
         parameters, boundaries, scale = self._dgc_parameters, self._dgc_boundaries, scale_of(self._dgc_scaler)
         groups = transports(collectives, config, self._dgc_settings.averages, parameters)
         return exchange_of(parameters, boundaries, config, groups, self._dgc_settings, scale)
+
+    def _dgc_build(self: Any) -> None:
+        ExchangeMethods._dgc_build(self)
+        warmup = self._dgc.config.warmup
+        if warmup is not None and warmup.needs_epoch and self._dgc.collectives.workers > 1:
+            self._dgc_same_density = SameDensity(self._dgc.buckets, self._dgc.collectives)
+
+    def _dgc_check_density(self: Any) -> None:
+        """Before anything of a step is sent: see `SameDensity`."""
+        if self._dgc_same_density is not None:
+            self._dgc_same_density.check()
+
+    def _dgc_hand_over(self: Any, p: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self._dgc_check_density()
+        return ExchangeMethods._dgc_hand_over(self, p)
+
+    def flush(self: Any) -> None:
+        """See `StateMethods.flush`; a rank that is alone here waits, and meets no packet of the others."""
+        self._dgc_check_between_steps()  # first: a rank that may not flush may call it again, after step()
+        self._dgc.collectives.meet("flush")
+        ExchangeMethods.flush(self)
 
     def _dgc_ready(self: Any, p: torch.Tensor) -> None:
         left = self._dgc_passes_left[p] = self._dgc_passes_left[p] - 1

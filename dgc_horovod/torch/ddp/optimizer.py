@@ -189,6 +189,10 @@ def _group_of(theirs: Any) -> dist.ProcessGroup:
     """Our own group of the same ranks, or of all."""
     if not dist.is_initialized():
         raise UnsupportedUse("call torch.distributed.init_process_group() before, and start the script with torchrun")
+    if theirs is not None and dist.get_rank(theirs) < 0:  # what new_group gives there is a number, and no group
+        raise UnsupportedUse(
+            f"rank {dist.get_rank()} is not in the process_group that it was given; leave the call out on this rank"
+        )
     return new_group(dist.get_process_group_ranks(theirs or dist.group.WORLD), envvars.timeout_seconds())
 
 

@@ -116,6 +116,15 @@ class ProcessGroupCollectives(Collectives):
         found = self.wait(self.allgather(torch.from_numpy(own), name)).numpy().tobytes()
         return [part[:size] for part, size in zip(cut(found, [longest] * len(sizes)), sizes, strict=True)]
 
+    def meet(self, name: str) -> None:
+        """Wait until every rank is here, before collectives that a script may call on one rank alone.
+
+        Collectives of different sizes that meet, as they are matched by their order, end a process. Gloo tells those of
+        two kinds apart, and a barrier is of a kind that nothing else here is of: whoever is elsewhere waits too.
+        """
+        if self.workers > 1:
+            self.wait(self._started(dist.barrier, self._full_name(name), result=torch.empty(0)))
+
     def _started(
         self,
         collective: Any,

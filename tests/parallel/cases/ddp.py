@@ -283,6 +283,8 @@ def refusals() -> dict[str, str]:
     found["DTensor"] = error_of(lambda: DistributedOptimizer(_sgd()(sharded), sharded.named_parameters()))
     embedding = DistributedDataParallel(nn.Embedding(9, 4, sparse=True))
     found["sparse"] = error_of(lambda: register(embedding, _sgd(momentum=0)(embedding)))
+    nothing = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to a rank that is not in the group
+    found["not in the group"] = error_of(lambda: register(model, _sgd()(model), process_group=nothing))
     optimizer = register(model, _sgd()(model), Compression.dgc(0.1))
     x, y = next(iter(batches(1, dist.get_rank())))
 
@@ -303,6 +305,32 @@ def refusals() -> dict[str, str]:
 
     found["join"] = error_of(join)
     return found
+
+
+def begun_anew() -> dict[str, Any]:
+    """A model after an error of its DDP, and once it has been put into another one, as the messages say to go on."""
+    x, y = next(iter(batches(1, dist.get_rank())))
+    plain, found = smooth_model(), {}
+
+    def made() -> tuple[Any, Any]:
+        model = DistributedDataParallel(plain)
+        return model, register(model, _sgd()(model), Compression.dgc(0.1))
+
+    def step(model: Any, optimizer: Any, passes: int = 1) -> None:
+        optimizer.zero_grad()
+        for _ in range(passes):
+            F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    found["accumulated"] = error_of(lambda: step(model, optimizer, passes=2))
+    model, optimizer = made()
+    found["another DDP"] = error_of(lambda: step(DistributedDataParallel(plain), optimizer))
+    model, optimizer = made()
+    F.mse_loss(model(x), y).backward()
+    optimizer.zero_grad()  # an update is given up
+    step(model, optimizer)
+    return {**found, "steps": optimizer.compression_stats()["steps"], "weights": fingerprint(plain)}
 
 
 def registered_again() -> dict[str, Any]:

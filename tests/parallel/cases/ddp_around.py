@@ -244,6 +244,57 @@ def dropped() -> list[str]:
     return sorted(optimizer._dgc_told)
 
 
+def other_epochs() -> dict[str, str]:
+    """The epoch of a warm-up is one ahead on rank 1: packets, dense steps, those of local steps, of nodes."""
+    packets = WarmupSchedule(epochs=4)
+    compressions = {
+        "packets": Compression.dgc(0.001, warmup=packets),
+        "from density 1": Compression.dgc(0.001, warmup=WarmupSchedule(epochs=4, first_density=1.0)),
+        "clipped": Compression.dgc(0.001, warmup=packets, clip_norm=1.0),
+        "nodes": Compression.dgc(0.001, warmup=packets, exchange="hierarchical", node_size=2),
+        "local": Compression.local(steps=1, density=0.001, warmup=packets),
+    }
+    found = {}
+    for name, compression in compressions.items():
+        model, optimizer = _made(compression)
+        optimizer.set_epoch(0)
+        _steps(model, optimizer, 2)
+        optimizer.set_epoch(1 + dist.get_rank())
+        found[name] = error_of(lambda model=model, optimizer=optimizer: _steps(model, optimizer, 1))
+    return found
+
+
+def same_epochs() -> dict[str, Any]:
+    """A warm-up that is told the epochs, and one that counts steps: weights, and bytes sent."""
+    found = {}
+    for name, counted in {"told": None, "counted": 2}.items():
+        warmup = WarmupSchedule(epochs=3, steps_per_epoch=counted)
+        model, optimizer = _made(Compression.dgc(0.01, min_numel=64, warmup=warmup))
+        for epoch in range(6):
+            optimizer.set_epoch(epoch)
+            _steps(model, optimizer, 2)
+        found[name] = fingerprint(model), optimizer.compression_stats()["bytes_sent"]
+    return found
+
+
+def flush_alone() -> str:
+    """Rank 0 flushes, and rank 1 goes on training: what each says."""
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+    _steps(model, optimizer, 2)
+    return error_of(optimizer.flush if dist.get_rank() == 0 else lambda: _steps(model, optimizer, 1))
+
+
+def flush_after_more_steps() -> str:
+    """Rank 0 has a batch more, and DDP's own collectives are over; then all flush: what each says."""
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64), broadcast_buffers=False)
+
+    def train() -> None:
+        _steps(model, optimizer, 2 + (dist.get_rank() == 0))
+        optimizer.flush()
+
+    return error_of(train)
+
+
 def late() -> str:
     """What a rank says that waits for one that makes no step."""
     model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
