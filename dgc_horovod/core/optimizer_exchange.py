@@ -26,15 +26,8 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import density_at
-from dgc_horovod.state.residual_state import (
-    FROZEN_SINCE,
-    MOMENTUM,
-    RESIDUAL,
-    Arrays,
-    ResidualState,
-    combining,
-    released,
-)
+from dgc_horovod.state.method import is_flushed, refuse_missing
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining, released
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
 from dgc_horovod.wire.bucket import PADDING
 
@@ -207,7 +200,7 @@ class OptimizerExchange:
         else:
             self.counts.traffic.count(collective.nbytes, received)
 
-    def clip_factor(self, other_squares: float = 0.0, loss_scale: float = 1.0) -> float:
+    def clip_factor(self, other_squares: float = 0.0) -> float:
         """The factor that brings this rank's whole gradient within its limit; every gradient must have been added.
 
         What is not finite enters as zero, so it counts as zero here.
@@ -215,12 +208,11 @@ class OptimizerExchange:
         Args:
             other_squares: sum of the squares of the gradients that are in no bucket, >= 0; on nodes of several workers,
                 whose engines have slices, of all gradients.
-            loss_scale: factor of the gradients, > 0, see `compress`.
         """
         assert self.config.clip_norm is not None
         limit = clip_limit(self.config.clip_norm, self.topology.nodes, self.averages)
         squares = self.squares(other_squares) if self.topology.node_size == 1 else other_squares
-        norm = math.sqrt(squares) / loss_scale
+        norm = math.sqrt(squares)
         return limit / norm if norm > limit else 1.0
 
     def squares(self, other_squares: float = 0.0) -> float:
@@ -366,13 +358,15 @@ class OptimizerExchange:
                 f"{combining(state.averages)} gradients; this is rank {self.rank} of {self.workers} in nodes of "
                 f"{node_size}, {combining(self.averages)}; load_checkpoint hands them on"
             )
-        for name in state.tensors:
+        # after a flush other layers may be trained
+        anew = self.numel.keys() != state.tensors.keys() and is_flushed(state, self.config.local_steps is not None)
+        for name in self.numel.keys() & state.tensors.keys() if anew else state.tensors:
             state.check_fits(name, self.numel.get(name), *self._keeps(name))
         ours_to_keep = [name for name in self.compressed if name in self.place]
         ours_to_keep += [name for name in self.layout.dense if name in state.tensors]
         missing = [name for name in ours_to_keep if RESIDUAL not in state.tensors.get(name, {})]
-        if missing and state.tensors:
-            raise CheckpointError(f"there are no residuals of {', '.join(map(repr, missing[:3]))}: {FROZEN_SINCE}")
+        if missing and state.tensors and not anew:
+            refuse_missing(missing)
 
     def bucket_stats(self) -> list[dict[str, float]]:
         """`BucketMeter.stats` of every bucket."""

@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from dgc_horovod.config_check import Gatherer, shared_from, together
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.state.manifest import MANIFEST, File, Manifest, digest
+from dgc_horovod.state.method import left_of
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining, handed_on, needed
 
 _log = logging.getLogger("dgc_horovod")
@@ -218,13 +220,14 @@ def load(
     Args:
         given: path of the directory of `save`.
         collectives: transport of the ranks that load.
-        config: compression settings now; None: no residuals are wanted.
+        config: compression settings now; None: nothing is compressed, so that residuals would be lost.
         averages: whether gradients are averaged or summed now.
         residuals: "required", "ignored", or "if sound": without those missing or damaged, whose content is lost.
         node_size: G >= 1, the workers of a node now, see `OptimizerExchange`.
 
     Raises:
-        CheckpointError: on every rank, if a file that is wanted is missing or damaged on any, or of another method.
+        CheckpointError: on every rank, if a file that is wanted is missing or damaged on any, or of another method,
+            or residuals are required that would be lost.
         ConfigError: `residuals` is none of these.
     """
     check_choice("residuals", residuals, RESIDUALS)
@@ -244,6 +247,8 @@ def load(
         empty.step, empty.settled_at = 0, None  # exchanges are counted there, and steps here
     # stock Horovod's files know of no choice, nor do those from before the first step
     empty.mode = manifest.mode if manifest.config and manifest.workers else UNDECIDED
+    if config is None and residuals != IGNORED and manifest.workers:
+        _check_that_nothing_is_lost(directory, collectives, manifest, residuals)
     if config is None or residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)
     found: dict[int, ResidualState] = {}
@@ -251,18 +256,55 @@ def load(
         _check_method(manifest, config, averages)
         cut_alike = _cut_alike(manifest, config)
         for old in needed(topology, manifest.workers, manifest.node_size, cut_alike):
-            try:
-                found[old] = _residuals(directory, manifest, old)
-            except CheckpointError as error:
-                if residuals == REQUIRED:
-                    raise CheckpointError(
-                        f"{error}. With another number of ranks than before ({manifest.workers}), or on nodes with "
-                        'other buckets, every rank must see the directory. residuals="if sound" goes on without the '
-                        "file; what it held is lost"
-                    ) from None
-                _log.warning("dgc_horovod: rank %d goes on without it: %s", collectives.rank, error)
+            state = _wanted(directory, manifest, old, residuals, collectives.rank)
+            if state is not None:
+                found[old] = state
     state = handed_on(found, topology, cut_alike) if found else empty
     return Checkpoint(manifest, model, dataclasses.replace(state, clips=manifest.clips))
+
+
+def _wanted(directory: Path, manifest: Manifest, old: int, residuals: str, rank: int) -> ResidualState | None:
+    """The residuals of an old rank; None where they are missing or damaged and `rank` may go on without."""
+    try:
+        return _residuals(directory, manifest, old)
+    except CheckpointError as error:
+        if residuals == REQUIRED:
+            raise CheckpointError(
+                f"{error}. With another number of ranks than before ({manifest.workers}), or on nodes with other "
+                'buckets, every rank must see the directory. residuals="if sound" goes on without the file; what it '
+                "held is lost"
+            ) from None
+        _log.warning("dgc_horovod: rank %d goes on without it: %s", rank, error)
+        return None
+
+
+def _check_that_nothing_is_lost(directory: Path, collectives: Gatherer, manifest: Manifest, residuals: str) -> None:
+    """Nothing is compressed now: what ranks had kept has no place to go to.
+
+    Raises:
+        CheckpointError: on every rank, if any had kept something and residuals are required.
+    """
+    place = Topology(collectives.rank, collectives.workers, 1)  # what they need together is everything
+    local, tensors, squares = manifest.config.get("local_steps", "None") != "None", 0, 0.0
+    with together(collectives, f"loading {directory}"):
+        for old in needed(place, manifest.workers, manifest.node_size):
+            state = _wanted(directory, manifest, old, residuals, collectives.rank)
+            if state is not None:
+                left = left_of(state, local)
+                tensors, squares = max(tensors, left.tensors), squares + left.squares
+        if tensors and residuals == REQUIRED:
+            raise CheckpointError(
+                f"the checkpoint has residuals, of {tensors} parameters, and nothing is compressed now: flush() before "
+                'saving, or residuals="ignored": what was not sent is lost then'
+            )
+    told = [json.loads(data) for data in collectives.gather_bytes(json.dumps([tensors, squares]).encode(), "left")]
+    if collectives.rank == 0 and any(count for count, _ in told):
+        _log.warning(
+            "dgc_horovod: nothing is compressed now, so what ranks had kept of %d parameters is dropped: a norm of "
+            "%.3g, of all ranks together",
+            max(count for count, _ in told),
+            math.sqrt(sum(each for _, each in told)),
+        )
 
 
 def tell_if_empty(found: Checkpoint, directory: object) -> None:

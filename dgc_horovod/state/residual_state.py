@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import math
 import zipfile
 import zlib
@@ -22,11 +23,16 @@ from dgc_horovod.config import FROZEN, OWN
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
 
+_log = logging.getLogger("dgc_horovod")
 FORMAT = 1
 # residual v, momentum u, Adam's moments, what the rank owes of what it owns (zero where others own), and a second
 # moment that all ranks have
 RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER, SHARED = PARTS = ("v", "u", "first", "second", "remainder", "shared")
 _HEAD, _GUESS = "head", "thresholds"
+FROZEN_SINCE = (  # what may be behind it where other tensors are trained than before, and what to do
+    "a layer was frozen or thawed since they were saved, or it is another model. Train the same layers, call flush() "
+    'before saving to change them, or pass residuals="ignored": what was not sent is lost then'
+)
 UNDECIDED = "undecided"  # mode of a job that chooses an exchange by its clock, and has not
 Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
 
@@ -56,6 +62,7 @@ class ResidualState:
         measured: what that is judged by, see `core.settling.Settling`.
         clips: what the script clips, see `torch.clipping.local.records_of`; the same on every rank. In a checkpoint it
             is in the manifest.
+        method: what the residuals hold, see `state.method.method_of`; "" in records of earlier versions.
     """
 
     rank: int
@@ -72,6 +79,7 @@ class ResidualState:
     settled_at: int | None = None
     measured: list[list[float]] = field(default_factory=list)
     clips: list[list[Any]] = field(default_factory=list)
+    method: str = ""
 
     def __post_init__(self) -> None:
         if self.epoch is not None:
@@ -170,6 +178,7 @@ class ResidualState:
             mode=_checked(head.get("mode", ""), str),
             settled_at=_optional(head.get("settled_at")),
             measured=[[float(x) for x in each] for each in head.get("measured", [])],
+            method=_checked(head.get("method", ""), str),
         )
         for key, array in arrays.items():
             number, part = key.split(".")
@@ -203,10 +212,12 @@ class ResidualState:
         sizes = {array.size for array in self.tensors[name].values()}
         size = max(sizes, default=0)
         start, whole = self.runs.get(name, (0, size))
+        if numel is None:
+            raise CheckpointError(f"there are residuals of {name!r}, which is not trained now: {FROZEN_SINCE}")
         if len(sizes) != 1 or whole != numel:
             raise CheckpointError(
-                f"the residual of {name!r} has {sorted(sizes)} elements, the model's tensor has "
-                f"{'been removed' if numel is None else numel}; they must be of the same model"
+                f"the residual of {name!r} has {sorted(sizes)} elements, the model's tensor has {numel}; they must be "
+                "of the same model"
             )
         if first < last and not start <= first < last <= start + size:
             raise CheckpointError(
@@ -266,10 +277,11 @@ def check_moments(state: ResidualState, keeps_second: bool) -> None:
 
 _HEAD_FIELDS = (
     "rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions", "settled_at", "measured", "mode",
+    "method",
 )  # fmt: skip
 _KINDS = {
     "rank": int, "workers": int, "averages": bool, "step": int, "node_size": int, "tensors": dict, "runs": dict,
-    "directions": dict, "thresholds": dict, "measured": list, "mode": str, "clips": list,
+    "directions": dict, "thresholds": dict, "measured": list, "mode": str, "clips": list, "method": str,
 }  # fmt: skip
 
 
@@ -345,18 +357,41 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
     if _goes_on(topology, one.workers, one.node_size, cut_alike) and rank in states:
         return states[rank]
     made = ResidualState(rank, workers, one.averages, one.step, one.epoch, node_size=topology.node_size)
-    made.settled_at, made.measured, made.mode = one.settled_at, one.measured, one.mode
+    made.settled_at, made.measured, made.mode, made.method = one.settled_at, one.measured, one.mode, one.method
     weights = shares(topology.node, topology.nodes, one.workers, one.averages)
     means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed
+    anew = set() if _of_whole_nodes(states, means) else _with_second(states)
+    if anew and rank == 0:
+        _log.warning(
+            "dgc_horovod: Adam's moments are dropped, and learnt anew: each worker of a node has kept a part of them, "
+            "and the workers are placed otherwise now"
+        )
     for old, state in states.items():
         for name, count in state.directions.items():
-            made.directions[name] = max(count, made.directions.get(name, 0))
+            if name not in anew:
+                made.directions[name] = max(count, made.directions.get(name, 0))
         for name, arrays in state.as_one_of_all().tensors.items():
             for part, array in arrays.items():
                 if part == SHARED:  # the optimizer's own slots have it; a mean would not have its bits
+                    continue
+                if part in (FIRST, SECOND) and name in anew:  # a second moment of zeros would make huge steps
                     continue
                 weight = (weights if is_linear(part, arrays) else means).get(old, 0.0)
                 ours = made.tensors.setdefault(name, {})
                 taken = array * np.float32(weight)
                 ours[part] = ours[part] + taken if part in ours else taken
     return made
+
+
+def _of_whole_nodes(states: Mapping[int, ResidualState], shares_of: Mapping[int, float]) -> bool:
+    """Whether all workers of a node come together, in equal shares: what is no residual is whole then only."""
+    size = next(iter(states.values())).node_size
+    for start in {old // size * size for old in shares_of}:
+        if len({shares_of.get(old, 0.0) if old in states else 0.0 for old in range(start, start + size)}) > 1:
+            return False
+    return True
+
+
+def _with_second(states: Mapping[int, ResidualState]) -> set[str]:
+    """Names of the tensors of which any has a second moment of its own."""
+    return {name for state in states.values() for name, arrays in state.tensors.items() if SECOND in arrays}

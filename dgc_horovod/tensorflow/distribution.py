@@ -32,6 +32,7 @@ from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.kept import check_taken, marked, refuse_several
 from dgc_horovod.tensorflow.nodes import transports
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.reload_detector import Clock
@@ -304,22 +305,14 @@ class Distribution:
         Raises:
             UnsupportedUse: there are several exchanges (several sets of variables), or a step is under way.
         """
-        if len(self.exchanges) > 1:
-            raise UnsupportedUse(
-                "residuals of an optimizer that is given several sets of variables cannot be saved; give each set an "
-                "optimizer of its own"
-            )
+        refuse_several(self, "saved")
         if self.exchanges:
-            return self.exchanges[0].residuals(own)
+            return marked(self.exchanges[0].residuals(own), self)
         return self._loaded[0] if self._loaded is not None else None
 
     def resume(self, state: ResidualState, iterations: int) -> None:
         """Go on from `state`, of this rank, at the optimizer's `iterations`; perhaps when there is an exchange."""
-        if len(self.exchanges) > 1:
-            raise UnsupportedUse(
-                "residuals of an optimizer that is given several sets of variables cannot be loaded; give each set an "
-                'optimizer of its own, or load with residuals="ignored" into a new one'
-            )
+        check_taken(state, self)
         self.epoch = state.epoch
         self._epochs_begun = state.epoch or 0  # it may be begun again
         self._loaded = state, iterations, self.clock.resumed(iterations)

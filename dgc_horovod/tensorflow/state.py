@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import zipfile
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.config_check import together
@@ -16,13 +19,15 @@ from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.residual_state import UNDECIDED
 from dgc_horovod.tensorflow.auto.agreed import those_of_any
-from dgc_horovod.tensorflow.broadcast import shared_variables
+from dgc_horovod.tensorflow.broadcast import own_variables, shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.kept import check_taken, of_these, trained_in
 from dgc_horovod.tensorflow.wrapping.variables import native
 
-_HEAD = "head"
+_log = logging.getLogger("dgc_horovod")
+_HEAD, _OUTER = "head", "outer"
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any = None, **extra: Any) -> None:
@@ -40,7 +45,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
-    distribution, collectives, variables = _parts(model, optimizer)
+    distribution, collectives, variables, outer = _parts(model, optimizer)
     used = _inner(optimizer or model.optimizer)
     used._dgc_finish_round()
 
@@ -53,8 +58,9 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
             )
         distribution.clock.look(int(used.iterations))
         state = distribution.residuals()
-        saved = _dumped(variables, extra) if collectives.rank == 0 else b""
-        shapes = [str(_described(variable)) for variable in variables]
+        trained = trained_in(model, used, distribution)
+        saved = _dumped(variables, outer, trained, extra) if collectives.rank == 0 else b""
+        shapes = [str(_described(variable)) for variable in (*variables, *outer)]
         holds = checkpoint.digest_of_names(shapes, distribution.settings.process_set.process_set_id)
         return checkpoint.Content(holds, saved, state, distribution.settings.config)
 
@@ -81,24 +87,33 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
-    distribution, collectives, variables = _parts(model, optimizer)
-    settings = distribution.settings
+    distribution, collectives, variables, outer = _parts(model, optimizer)
+    used, settings = _inner(optimizer or model.optimizer), distribution.settings
     node_size = distribution.topology_for([variable.shape for variable in model.trainable_variables]).node_size
     found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals, node_size)
     if settings.config is not None and settings.config.automatic:
         found.state.directions = those_of_any(found.state.directions, collectives)
+    with together(collectives, f"loading {directory}"):  # before anything is changed, on any rank
+        saved = _Saved.read(found.model)
+        saved.check(variables, outer)
+        if settings.config is not None:
+            state = of_these(found.state, saved.head, trained_in(model, used, distribution))
+            check_taken(state, distribution)
     with together(collectives, f"loading {directory}"):
-        extra = _assigned(variables, found.model)
-        _inner(optimizer or model.optimizer)._dgc_weights_loaded()
+        saved.assign(variables, outer, collectives.rank)
+        for accumulator in own_variables(used):  # an accumulation under way was of other weights
+            native(accumulator).assign(tf.zeros_like(native(accumulator)))
+        used._dgc_weights_loaded()
         if settings.config is not None:
             if found.manifest.workers not in (0, collectives.workers):
-                found.state.mode = UNDECIDED  # what was fastest for other ranks
-            distribution.resume(found.state, int((optimizer or model.optimizer).iterations))
+                state.mode = UNDECIDED  # what was fastest for other ranks
+            distribution.resume(state, int((optimizer or model.optimizer).iterations))
             checkpoint.tell_if_empty(found, directory)
-    return extra
+    return dict(saved.head["extra"])
 
 
-def _parts(model: Any, optimizer: Any) -> tuple[Distribution, Collectives, list[Any]]:
+def _parts(model: Any, optimizer: Any) -> tuple[Distribution, Collectives, list[Any], list[Any]]:
+    """Exchanges, transport, variables that every method has, and the outer momenta of local steps."""
     optimizer = optimizer or getattr(model, "optimizer", None)
     distribution = getattr(optimizer, "_dgc", None)
     if distribution is None:
@@ -109,10 +124,10 @@ def _parts(model: Any, optimizer: Any) -> tuple[Distribution, Collectives, list[
         raise UnsupportedUse("the model must be built: call model.build(input_shape)")
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    everything = (*model.weights, *shared_variables(optimizer), *_inner(optimizer)._dgc_outer())
-    variables = [native(variable) for variable in everything]
+    variables = [native(variable) for variable in (*model.weights, *shared_variables(optimizer))]
+    outer = [native(variable) for variable in _inner(optimizer)._dgc_outer()]
     patient = Collectives(distribution.settings.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
-    return distribution, patient, variables
+    return distribution, patient, variables, outer
 
 
 def _inner(optimizer: Any) -> Any:
@@ -120,9 +135,11 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _dumped(variables: list[Any], extra: dict[str, Any]) -> bytes:
+def _dumped(variables: list[Any], outer: list[Any], trained: dict[str, Any], extra: dict[str, Any]) -> bytes:
+    variables = [*variables, *outer]
+    fields = {"variables": [_described(variable) for variable in variables], _OUTER: len(outer), **trained}
     try:
-        head = json.dumps({"variables": [_described(variable) for variable in variables], "extra": extra})
+        head = json.dumps({**fields, "extra": extra})
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"keep numbers, texts, lists and dicts only ({error})") from None
     arrays = {str(i): np.frombuffer(variable.numpy().tobytes(), np.uint8) for i, variable in enumerate(variables)}
@@ -135,20 +152,47 @@ def _described(variable: Any) -> list[Any]:
     return [list(map(int, variable.shape)), variable.dtype.name]
 
 
-def _assigned(variables: list[Any], data: bytes) -> dict[str, Any]:
-    """Set the variables to what `_dumped` was given; returns its `extra`."""
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            head = json.loads(arrays[_HEAD].tobytes())
-            values = [arrays[str(i)] for i in range(len(head["variables"]))]
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"the model's file is damaged ({error})") from None
-    ours = [_described(variable) for variable in variables]
-    if ours != head["variables"]:
-        raise CheckpointError(
-            f"the checkpoint is of another model: it has {len(head['variables'])} variables, this model and optimizer "
-            f"{len(ours)}, or their shapes or dtypes differ"
-        )
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(np.frombuffer(value.tobytes(), variable.numpy().dtype).reshape(variable.shape))
-    return dict(head["extra"])
+@dataclass(frozen=True)
+class _Saved:
+    """What `_dumped` was given: its head, and the bytes of each variable; outer momenta come last."""
+
+    head: dict[str, Any]
+    values: list[np.ndarray]
+
+    @classmethod
+    def read(cls, data: bytes) -> _Saved:
+        """Raises CheckpointError for other bytes."""
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                head = json.loads(arrays[_HEAD].tobytes())
+                return cls(head, [arrays[str(i)] for i in range(len(head["variables"]))])
+        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"the model's file is damaged ({error})") from None
+
+    def _others(self, outer: list[Any]) -> int:
+        """How many of the variables are no outer momenta; files of earlier versions do not count them."""
+        return len(self.values) - int(self.head.get(_OUTER, len(outer)))
+
+    def check(self, variables: list[Any], outer: list[Any]) -> None:
+        """Raise CheckpointError unless they can be set; outer momenta may be there now or then alone."""
+        others, given = self._others(outer), self.head["variables"]
+        ours, momenta = ([_described(variable) for variable in each] for each in (variables, outer))
+        if ours != given[:others] or (momenta and given[others:] and momenta != given[others:]):
+            raise CheckpointError(
+                f"the checkpoint is of another model: it has {others} variables, this model and optimizer {len(ours)}, "
+                "or their shapes or dtypes differ; an optimizer has variables of the layers that were trained when it "
+                "was built: freeze the same layers, or freeze and thaw after it is built"
+            )
+
+    def assign(self, variables: list[Any], outer: list[Any], rank: int) -> None:
+        """Set the variables; outer momenta that were not saved begin with zero."""
+        others = self._others(outer)
+        for variable, value in zip((*variables, *outer), self.values, strict=False):
+            variable.assign(np.frombuffer(value.tobytes(), variable.numpy().dtype).reshape(variable.shape))
+        if bool(outer) == (len(self.values) > others):
+            return
+        for momentum in outer:
+            momentum.assign(tf.zeros_like(momentum))
+        if rank == 0:
+            told = "has no outer momentum, which starts from zero" if outer else "has outer momentum, which is dropped"
+            _log.info("dgc_horovod: the checkpoint %s", told)

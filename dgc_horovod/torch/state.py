@@ -14,12 +14,13 @@ from dgc_horovod.config_check import together
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state import checkpoint
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState, check_moments
+from dgc_horovod.state.method import check_kept, method_of
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState
 from dgc_horovod.torch.clipping.local import records_of
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.updates.base import PlainUpdate
+from dgc_horovod.torch.updates.base import PlainUpdate, SplitUpdate
 
 
 def save(
@@ -75,13 +76,15 @@ def load(
     config = None if exchange is None else exchange.config
     node_size = 1 if exchange is None else exchange.buckets.topology.node_size
     found = checkpoint.load(directory, collectives, config, averages, residuals, node_size)
-    with together(collectives, f"loading {directory}"):
+    with together(collectives, f"loading {directory}"):  # before anything is changed, on any rank
         if exchange is not None:
             check_between_steps(optimizer)
+            _split(optimizer, found.state)
         try:
             saved = torch.load(io.BytesIO(found.model), weights_only=True, map_location="cpu")
         except Exception as error:
             raise CheckpointError(f"the model's file cannot be read ({error})") from None
+    with together(collectives, f"loading {directory}"):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         if exchange is not None:
@@ -143,14 +146,28 @@ def copied(optimizer: Any) -> ResidualState:
     state.directions = {name: count for name, count in steps.items() if count}
     state.mode = optimizer._dgc_mode()
     state.clips = records_of(exchange.clipping.asked, exchange.names)
+    state.method = _method_of(optimizer)
     return state
+
+
+def _method_of(optimizer: Any) -> str:
+    update = optimizer._dgc_update
+    return method_of(optimizer._dgc.config, isinstance(update, SplitUpdate), update.kind == "adam")
+
+
+def _split(optimizer: Any, state: ResidualState) -> tuple[ResidualState, Any]:
+    """`split_own` of the update, of a record that has been found to fit; nothing is changed."""
+    exchange, update = optimizer._dgc, optimizer._dgc_update
+    state, own = update.split_own(optimizer, state)
+    check_kept(state, _method_of(optimizer), update)
+    exchange.buckets.check_fits(state)
+    return state, own
 
 
 def put_back(optimizer: Any, state: ResidualState) -> None:
     """`load_residuals`, whatever is under way."""
     exchange, update = optimizer._dgc, optimizer._dgc_update
-    state, own = update.split_own(optimizer, state)
-    check_moments(state, update.keeps_second)
+    state, own = _split(optimizer, state)
     exchange.load(state)
     update.forget()
     update.take_own(optimizer, own)

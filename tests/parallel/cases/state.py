@@ -255,6 +255,7 @@ def stock_and_back() -> dict[str, Any]:
     other.load_state_dict(model.state_dict())
     optimizer.load_state_dict(plain.state_dict())
     train(other, optimizer, 3)
+    optimizer.flush()  # else residuals would be lost
     with _shared_folder() as folder:
         save_checkpoint(folder, other, optimizer, epoch=1)
         third, dense = _made(Compression.none)
