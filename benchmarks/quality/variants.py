@@ -216,11 +216,11 @@ WITH_OUTER = {
 }
 LOCAL = {f"AdamW, local, {steps} steps": _local(steps, outer_rate=1.5) for steps in LOCAL_STEPS}
 LOCAL_DENSER = {f"AdamW, local, {steps} steps, 6%": _local(steps, density=1 / 16) for steps in LOCAL_STEPS}
-# Half the outer momentum, where a round is short and a coordinate is sent often (found on seed 50 of the GPT)
+# Half the outer momentum, where a round is short or the density higher (found on seed 50 of the GPT)
 LESS_OUTER = 0.25
 LOCAL_GENTLER = {
-    f"AdamW, local, {steps} steps, 6%, momentum {LESS_OUTER}": _local(steps, density=1 / 16, outer_momentum=LESS_OUTER)
-    for steps in LOCAL_STEPS[:1]
+    "AdamW, local, 5 steps, 6%, momentum 0.25": _local(5, density=1 / 16, outer_momentum=LESS_OUTER),
+    "AdamW, local, 15 steps, 12%, momentum 0.25": _local(15, density=1 / 8, outer_momentum=LESS_OUTER),
 }
 # The same after some dense steps
 LOCAL_AFTER = 200
