@@ -129,7 +129,7 @@ class DGCConfig:
         check_choice("scope", self.scope, SCOPES)
         check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
         check_choice("second_moment", self.second_moment, SECOND_MOMENTS)
-        check_choice("values", self.values, VALUES)
+        check_choice("values", self.values, tuple(VALUE_CODECS))  # a script may have added one
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
