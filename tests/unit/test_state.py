@@ -18,7 +18,7 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import AdamCorrection, MomentumCorrection
 from dgc_horovod.rules import RULES
 from dgc_horovod.state import checkpoint, manifest
-from dgc_horovod.state.method import ADAM_UPDATES, check_kept
+from dgc_horovod.state.method import ADAM_UPDATES
 from dgc_horovod.state.residual_state import ResidualState, handed_on, needed, shares
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, as_array
@@ -380,44 +380,6 @@ def test_nothing_is_lost_without_a_word_where_nothing_is_compressed(tmp_path, ca
     left = {**flushed, "a": {"v": np.full(5, 1e-3, np.float32)}}
     save(tmp_path, 9, b"Adam", dataclasses.replace(state, tensors=left, method=ADAM_UPDATES))
     assert load(tmp_path, None).model == b"Adam" and not caplog.text
-
-
-def test_residuals_of_another_method_are_refused():
-    class Update:
-        keeps_second = True
-
-    state = dataclasses.replace(state_of(0, 1), method="gradients")
-    assert ResidualState.from_bytes(state.to_bytes()).method == "gradients"
-    for method in (ADAM_UPDATES, "changes of weights"):
-        with pytest.raises(CheckpointError, match=f"hold gradients, and this optimizer's hold {method}"):
-            check_kept(state, method, Update())
-    check_kept(state, "gradients", Update())
-    flushed = {name: {"v": 0 * arrays["v"]} for name, arrays in state.tensors.items()}
-    check_kept(dataclasses.replace(state, tensors=flushed), ADAM_UPDATES, Update())
-    check_kept(dataclasses.replace(state, method=""), ADAM_UPDATES, Update())  # of earlier versions
-    old = {name: value for name, value in state.to_dict().items() if name != "method"}
-    assert ResidualState.from_dict(old).method == ""
-
-
-@pytest.mark.parametrize(("workers", "size", "whole"), [(4, 1, False), (2, 1, True), (1, 1, True), (4, 4, True)])
-def test_moments_of_half_a_tensor_are_learnt_anew(workers, size, whole, caplog):
-    """Adam began with a second moment of zeros for the other half, thousands of steps old: huge steps."""
-    parts = {"v": 0.5, "first": 0.1, "second": 0.01}
-
-    def kept(rank: int) -> ResidualState:
-        arrays = {part: np.full(4, value, np.float32) for part, value in parts.items()}
-        runs = {"w": [rank % 2 * 4, 8]}
-        return ResidualState(rank, 4, True, 9, None, {"w": arrays}, {"w": 9}, node_size=2, runs=runs)
-
-    place = Topology(0, workers, size)
-    found = handed_on({rank: kept(rank) for rank in needed(place, 4, 2)}, place)
-    if whole:
-        assert found.directions == {"w": 9} and not caplog.text
-        for part, value in parts.items():
-            np.testing.assert_allclose(found.tensors["w"][part], value, rtol=1e-6)
-    else:
-        assert (list(found.tensors["w"]), found.directions) == (["v"], {})
-        assert "learnt anew" in caplog.text
 
 
 def test_another_method_is_refused_in_words(tmp_path):
