@@ -10,7 +10,7 @@ import sys
 from dgc_horovod.stats import all_exchanges
 
 _log = logging.getLogger("dgc_horovod")
-_watched_by: set[int] = set()  # processes, by number: one that was forked inherits the handlers of its parent
+_is_told = False  # when this process ends
 
 
 def pending() -> int:
@@ -32,18 +32,21 @@ def warning(steps: int) -> str:
 
 def watch(rank: int) -> None:
     """Warn of them on rank 0 when this process ends, unless it ends by an error; once for all optimizers."""
-    if rank == 0 and not _watched_by:
-        _watched_by.add(os.getpid())
-        atexit.register(_at_exit)
+    global _is_told
+    if rank == 0 and not _is_told:
+        _is_told = True
+        atexit.register(_at_exit, os.getpid())
 
 
 def leave_to_summary() -> None:
     """The line at the end of the job tells of them."""
-    _watched_by.clear()
-    _watched_by.add(0)  # no process
+    global _is_told
+    _is_told = True
 
 
-def _at_exit() -> None:
-    text = warning(pending()) if os.getpid() in _watched_by and getattr(sys, "last_value", None) is None else ""
+def _at_exit(process: int) -> None:
+    if os.getpid() != process or getattr(sys, "last_value", None) is not None:  # forked, or ended by an error
+        return
+    text = warning(pending())
     if text:
         _log.warning("dgc_horovod: %s", text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -72,11 +71,6 @@ class Left:
 
     tensors: int
     squares: float
-
-    @property
-    def norm(self) -> float:
-        """Its norm."""
-        return math.sqrt(self.squares)
 
 
 def left_of(state: ResidualState, local: bool) -> Left:

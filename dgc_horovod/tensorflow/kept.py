@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state.method import CHANGES, check_kept, is_flushed, method_of
 from dgc_horovod.state.residual_state import FROZEN_SINCE, ResidualState
-from dgc_horovod.tensorflow.wrapping.variables import is_frozen, key_of
+from dgc_horovod.tensorflow.updates.base import PlainUpdate
+from dgc_horovod.tensorflow.wrapping.variables import Key, is_frozen, key_of
 
 if TYPE_CHECKING:
     from dgc_horovod.tensorflow.distribution import Distribution
@@ -39,17 +41,35 @@ def check_taken(state: ResidualState, distribution: Distribution) -> None:
     check_kept(state, _method(distribution), distribution.update)
     for exchange in distribution.exchanges:
         buckets = exchange.steps.buckets
-        if buckets is None:
-            continue
-        keys = {str(i): source.key for i, source in enumerate(exchange.sources)}
-        names = {name.partition(" ")[0]: name for name in buckets.numel}
-        tensors = {}
-        for number, arrays in state.tensors.items():
-            rest = distribution.update.without_own(keys[number], arrays) if number in keys else arrays
-            if rest:
-                tensors[names.get(number, number)] = rest
-        runs = {names.get(number, number): run for number, run in state.runs.items()}
-        buckets.check_fits(dataclasses.replace(state, tensors=tensors, runs=runs))
+        if buckets is not None:
+            buckets.check_fits(named(state, distribution.update, [s.key for s in exchange.sources], buckets.numel))
+
+
+def named(state: ResidualState, update: PlainUpdate, keys: Sequence[Key], names: Iterable[str]) -> ResidualState:
+    """`state` without what is the optimizer's own, its tensors by the names of buckets instead of numbers.
+
+    Args:
+        state: record of this rank.
+        update: form in which gradients enter the residual.
+        keys: of the variables that are exchanged.
+        names: of the tensors in buckets.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    name_of = {number_of(name): name for name in names}
+    rest = dict(state.tensors)
+    for i, key in enumerate(keys):
+        if str(i) in rest:
+            rest[str(i)] = update.without_own(key, rest[str(i)])
+    tensors = {name_of.get(number, number): arrays for number, arrays in rest.items() if arrays}
+    runs = {name_of.get(number, number): run for number, run in state.runs.items()}
+    return dataclasses.replace(state, tensors=tensors, runs=runs)
+
+
+def number_of(name: str) -> str:
+    """The number that begins a tensor's name."""
+    return name.partition(" ")[0]  # padding has none
 
 
 def _method(distribution: Distribution) -> str:

@@ -31,6 +31,7 @@ from dgc_horovod.tensorflow.gradients.host_calls import Blocks, kernels_on
 from dgc_horovod.tensorflow.gradients.origins import Origins
 from dgc_horovod.tensorflow.gradients.second_moment import SecondMoment, add_shared, take_shared
 from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.kept import named, number_of
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
@@ -148,11 +149,11 @@ class HostSteps:
             raise UnsupportedUse("residuals can be saved between two steps only")
         state = self.buckets.residuals()
         add_shared(self.buckets, state)
-        tensors = {_number(name): arrays for name, arrays in state.tensors.items()}
+        tensors = {number_of(name): arrays for name, arrays in state.tensors.items()}
         for i, (_, key) in enumerate(self._keys):
             if own and (slots := self.update.own(key)):
                 tensors[str(i)] = {**tensors.get(str(i), {}), **slots}
-        runs = {_number(name): run for name, run in state.runs.items()}
+        runs = {number_of(name): run for name, run in state.runs.items()}
         # without origins the optimizer's slots hold what is to be taken over at the next step
         directions = {} if self._generation == _FROM_SLOTS else self.origins.for_record(self._iterations)
         return dataclasses.replace(state, tensors=tensors, runs=runs, directions=directions)
@@ -168,25 +169,19 @@ class HostSteps:
         assert self.buckets is not None
         if self._generation_now(iterations) != generation:
             return
-        keys = {str(i): key for i, (_, key) in enumerate(self._keys)}
-        whole = state.tensors
-        rest = {n: self.update.without_own(keys[n], x) if n in keys else x for n, x in whole.items()}
-        state = dataclasses.replace(state, tensors={n: arrays for n, arrays in rest.items() if arrays})
-        check_moments(state, self.update.keeps_second)
+        found = named(state, self.update, [key for _, key in self._keys], self.buckets.numel)
+        check_moments(found, self.update.keeps_second)
         self._under_way, self._resumed = False, True
-        names = {_number(name): name for name in self.buckets.numel}
-        tensors = {names.get(number, number): arrays for number, arrays in state.tensors.items()}
-        runs = {names.get(number, number): run for number, run in state.runs.items()}
-        state = dataclasses.replace(state, tensors=tensors, runs=runs)
-        left = self.buckets.load(state)
-        for n in set(whole) & set(keys):
-            self.update.take_own(keys[n], whole[n])
-        take_shared(self.buckets, state)
+        left = self.buckets.load(found)
+        for i, (_, key) in enumerate(self._keys):
+            if str(i) in state.tensors:
+                self.update.take_own(key, state.tensors[str(i)])
+        take_shared(self.buckets, found)
         if left and self.collectives.rank == 0:
             _log.warning(
                 "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
             )
-        self.origins = Origins.from_record(state.directions, map(_number, self._names))
+        self.origins = Origins.from_record(state.directions, map(number_of, self._names))
         self._generation = generation if Origins.is_in(state.directions) else _FROM_SLOTS
         self._homes.adopt(generation)
 
@@ -302,7 +297,7 @@ class HostSteps:
         assert self.buckets is not None
         segments, iterations = run.engine.bucket.segments, self._iterations
         if self.update.keeps_second and run.engine.state.moments is None:  # whatever has emptied them
-            self.origins.forget(_number(segment.name) for segment in segments)
+            self.origins.forget(number_of(segment.name) for segment in segments)
         if self.node_size > 1:
             gradients = run.of_slice(gradients, whole)
             received = 4 * run.engine.bucket.numel * (self.node_size - 1)
@@ -310,7 +305,7 @@ class HostSteps:
         for i, gradient in enumerate(gradients):
             accumulation: Accumulation = ErrorFeedback()
             if not run.engine.bucket.uncompressed:
-                origin = self.origins.of(_number(segments[i].name), iterations) if self.update.keeps_second else 0
+                origin = self.origins.of(number_of(segments[i].name), iterations) if self.update.keeps_second else 0
                 accumulation = self.update.accumulation(iterations - origin, self._dense)
             run.engine.add_gradient(i, gradient, accumulation)
 
@@ -394,7 +389,3 @@ class HostSteps:
         if text and kind not in self._told and self.collectives.rank == 0:
             self._told.add(kind)
             _log.warning("dgc_horovod: %s", text)
-
-
-def _number(name: str) -> str:
-    return name.partition(" ")[0]  # padding has neither
