@@ -86,6 +86,8 @@ class DGCConfig:
             weights and optimizer state of the first rank.
         on_nonfinite: action where a gradient is NaN or infinite on some rank and there is no loss scaling: "skip"
             the step, on every rank; "stop": NotFinite on every rank.
+        max_skipped: number of steps (with local steps: exchanges) in a row that are skipped without loss scaling, after
+            which every rank raises NotFinite, >= 0; 0: any number.
         keep_gradients: PyTorch: whether ``p.grad`` holds this rank's gradient until synchronize() puts the update
             there, as in stock Horovod. False zeroes its memory while it is compressed, instead of afterwards.
     """
@@ -120,6 +122,7 @@ class DGCConfig:
     check_every: int = 100
     on_mismatch: str = "stop"
     on_nonfinite: str = "skip"
+    max_skipped: int = 100
     keep_gradients: bool = True
 
     def __post_init__(self) -> None:
@@ -136,7 +139,7 @@ class DGCConfig:
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         for name in ("momentum_correction", "factor_masking", "automatic", "offload", "compress_1d", "keep_gradients"):
             _check_type(name, getattr(self, name), bool, "True or False")
-        for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0)):
+        for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0), ("max_skipped", 0)):
             check_whole(name, getattr(self, name), least)
         for name in ("node_size", "max_bytes_per_step", "total_steps", "local_steps"):
             if (value := getattr(self, name)) is not None:
@@ -211,7 +214,7 @@ class DGCConfig:
         for name in ("density", "max_density", "clip_norm", "threshold", *_LOCAL):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
-        for name in ("min_numel", "bucket_bytes", "seed", "check_every"):
+        for name in ("min_numel", "bucket_bytes", "seed", "check_every", "max_skipped"):
             object.__setattr__(self, name, int(getattr(self, name)))
 
     @property

@@ -10,6 +10,7 @@ from dgc_horovod import envvars
 from dgc_horovod.core.bucketing import dense_values
 from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.errors import NotFinite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, Trial
 
 _log = logging.getLogger("dgc_horovod")
@@ -97,6 +98,41 @@ def not_finite(step: int, where: str) -> str:
     return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
 
 
+def of_skipped(exchange: OptimizerExchange) -> tuple[str, str]:
+    """What is said of the last step, or exchange of local steps, which was applied on no rank.
+
+    Returns:
+        A key of what is said once: of each kind of reason, and again where 10, 100, 1,000, ... were skipped; the text.
+    """
+    counts, rounds = exchange.counts, exchange.config.local_steps is not None
+    said = round_not_finite if rounds else not_finite
+    text = said(exchange.steps - 1, exchange.where_not_finite())
+    if not is_round(counts.skipped):
+        return ("too large" if exchange.ending.leaves_out else "not finite"), text
+    steps, what = counts.steps - counts.before_skips, "exchanges" if rounds else "steps"
+    return f"{counts.skipped} skipped", f"{text}; skipped {counts.skipped:,} of the last {steps:,} {what}"
+
+
+def is_round(count: int) -> bool:
+    """Whether it is 10, 100, 1,000, ...: what comes so often is told again."""
+    return count > 1 and str(count).rstrip("0") == "1"
+
+
+def stop_if_skipped(exchange: OptimizerExchange) -> None:
+    """After a step that was applied on no rank: raise NotFinite if the job is to stop. The same on every rank, as all
+    have skipped the same steps. Not for steps with a loss scale, which scalers look for in this way.
+    """
+    config, in_a_row = exchange.config, exchange.counts.skipped_in_a_row
+    _, text = of_skipped(exchange)
+    if config.on_nonfinite == "stop":
+        raise NotFinite(text)
+    if 0 < config.max_skipped <= in_a_row:
+        raise NotFinite(
+            f"{text}. {in_a_row:,} in a row were skipped, in which no weight has changed, so every rank stops. Look at "
+            "data and loss of the rank that is named; max_skipped (--dgc-max-skipped) is how many may be, 0: any number"
+        )
+
+
 def clips_alone(who: str, limit: float, workers: int) -> str:
     """What is said with local steps of clipping by the script, or its optimizer."""
     return (
@@ -106,9 +142,10 @@ def clips_alone(who: str, limit: float, workers: int) -> str:
     )
 
 
-def step_not_made(rank: int) -> str:
-    """What a rank says with local steps whose own gradient was not finite."""
-    return f"a gradient was not finite on rank {rank}, and is left out there; the step counts as one of its local steps"
+def step_not_made(rank: int, count: int) -> str:
+    """What a rank says with local steps whose own gradient was not finite in `count` steps: "" most of the times."""
+    text = f"a gradient was not finite on rank {rank}, and is left out there; the step counts as one of its local steps"
+    return text if count == 1 else f"{text}; {count:,} steps so far" if is_round(count) else ""
 
 
 def round_not_finite(exchange: int, where: str) -> str:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dgc_horovod import __version__, advice, envvars, stats
+from dgc_horovod import __version__, advice, at_end, envvars, stats
 from dgc_horovod.compression import method_of
 from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.errors import ConfigError
@@ -33,9 +33,12 @@ RanksOf = Callable[[], Sequence[Mapping[str, Any]]]
 
 
 def rank_figures(rank: int) -> dict[str, Any]:
-    """What a rank tells of itself: times of all its exchanges, and figures of the last step that was looked at."""
+    """What a rank tells of itself: times of all its exchanges, figures of the last step that was looked at, and how
+    many of its local steps it has left out.
+    """
     tallies = list(all_exchanges)
-    return {"rank": rank, "host": socket.gethostname()[:64], **stats.times(tallies), **stats.figures(tallies)}
+    told = {"rank": rank, "host": socket.gethostname()[:64], **stats.times(tallies), **stats.figures(tallies)}
+    return {**told, "left_out": sum(counts.left_out for counts in tallies)}
 
 
 def bounded(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -154,12 +157,15 @@ def begin(path: str, method: str, run: Mapping[str, Any] | None = None, ranks_of
 def begin_as_environment_says(config: DGCConfig) -> None:
     """Begin for a script that has made a compressed optimizer, if ``DGC_METRICS_FILE`` is set; for rank 0 to call.
 
+    What is to be said of it at its end is said in any case.
+
     Args:
         config: compression settings of the optimizer.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    at_end.watch(0)
     text = envvars.METRICS_FILE.read()
     path = envvars.METRICS_FILE.parse(text) if text else ""
     if path and _current is None:

@@ -91,23 +91,29 @@ class ExchangeStats:
     offered: int = 0  # elements on the sparse path, also of a step that was not finished
     selected: int = 0  # and how many of them were sent
     skipped: int = 0  # steps that were applied on no rank
+    skipped_in_a_row: int = 0  # up to the last step
+    left_out: int = 0  # local steps that this rank alone has not made
     skips: list[tuple[int, str]] = field(default_factory=list)  # the first of them: number, and where the reason lay
     figures: dict[str, float] = field(default_factory=dict)  # of how healthy the compression is
     buckets: Callable[[], Callable[[], list[dict[str, float]]] | None] = lambda: None  # while the exchange is alive
 
     def __post_init__(self) -> None:
         self.steps_of: dict[str, int] = {}  # by `mode`
+        self.before_skips = 0  # steps before the first that was skipped
         self._first_ended: dict[str, float] = {}  # seconds spent until the end of the first step, as in `times`
         self._last_ended: dict[str, float] = {}
 
     def end_step(self, skipped_at: tuple[int, str] | None = None) -> None:
         """Count a step; of one that is applied on no rank its number and where the reason lay."""
-        self.steps += 1
-        self.steps_of[self.mode] = self.steps_of.get(self.mode, 0) + 1
-        if skipped_at is not None:
-            self.skipped += 1
+        if skipped_at is None:
+            self.skipped_in_a_row = 0
+        else:
+            self.before_skips = self.before_skips if self.skipped else self.steps
+            self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
             if len(self.skips) < _SKIPS_KEPT:
                 self.skips.append(skipped_at)
+        self.steps += 1
+        self.steps_of[self.mode] = self.steps_of.get(self.mode, 0) + 1
         self._last_ended = self._clocks()
         self._first_ended = self._first_ended or self._last_ended
 

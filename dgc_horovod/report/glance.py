@@ -36,10 +36,12 @@ def tiles(run: Run) -> list[Tile]:
 
 
 def _end(run: Run) -> Tile:
-    steps, seconds = number(run.last, "steps"), number(run.last, "seconds")
+    steps, seconds, skipped = (number(run.last, name) for name in ("steps", "seconds", "skipped"))
     answer = f"{count(steps)} steps in {seconds:,.0f} s"
+    if skipped:
+        answer += f", skipped {count(skipped)} of them"
     if run.ended:
-        return Tile("The run", answer, "It has come to its end.", GOOD)
+        return Tile("The run", answer, "It has come to its end.", LOOK if skipped else GOOD)
     return Tile("The run", answer, "It goes on, or was stopped: there is no last record.", LOOK)
 
 

@@ -12,9 +12,9 @@ import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import unique_tag
-from dgc_horovod.errors import NotFinite, UnsupportedUse
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation
-from dgc_horovod.notices import describe
+from dgc_horovod.notices import describe, of_skipped, stop_if_skipped
 from dgc_horovod.torch import epochs, settling
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -41,6 +41,7 @@ from dgc_horovod.torch.wrapping.notices import (
 _log = logging.getLogger("dgc_horovod")
 FROZEN = 6  # steps after which what waits of a frozen parameter is dropped
 _FADED = 1e-8  # so much of a momentum is nothing
+_UNUSUAL = 10  # steps in a row that a GradScaler skips to find its scale
 
 
 class ExchangeMethods(StateMethods):
@@ -211,8 +212,11 @@ class ExchangeMethods(StateMethods):
         self._dgc_replicas.end(self)
         self._check_nothing_unfrozen()
         self._dgc_may_apply = self._dgc.finish()
-        if not self._dgc_may_apply and self._dgc_update.dense:
-            self._dgc.buckets.drop_residuals()
+        if not self._dgc_may_apply:
+            if self._dgc_update.dense:
+                self._dgc.buckets.drop_residuals()
+            if self._dgc.buckets.counts.skipped_in_a_row >= _UNUSUAL:  # a GradScaler calls no step() that would tell
+                self._tell_once(*of_skipped(self._dgc.buckets))
         self._dgc_watch.synchronized(self._dgc.names)
         self._dgc_may_be_regrouped, self._dgc_offered = True, False
 
@@ -250,9 +254,9 @@ class ExchangeMethods(StateMethods):
         if not self._dgc_may_apply:
             self._synchronized = False
             clip_calls.end_step(self)
-            if self._dgc_config.on_nonfinite == "stop" and scale_of(self._dgc_scaler)() == 1.0:
-                raise NotFinite(self._dgc.not_finite)
-            self._tell_once("too large" if self._dgc.buckets.ending.leaves_out else "not finite", self._dgc.not_finite)
+            if scale_of(self._dgc_scaler)() == 1.0:
+                stop_if_skipped(self._dgc.buckets)
+            self._tell_once(*of_skipped(self._dgc.buckets))
             return loss
         self._dgc_with_hooks(self._apply)
         self._dgc_watch.applied(self._dgc.names)

@@ -42,7 +42,7 @@ def uneven(tmp_path_factory):
 
 def test_the_slow_rank_and_the_skipped_step_are_seen_first(uneven):
     page, output = uneven
-    assert f"the report is {page}" in output
+    assert f"the report is {page}" in output and ": 60 steps, skipped 1 of 60 (applied on no rank); " in output
     found = {tile.question: tile for tile in tiles(last_run(page))}
     assert found["Slowest rank"].state == LOOK and f"rank {SLOW_RANK} " in found["Slowest rank"].answer
     assert found["Skipped steps"].state == LOOK and found["Skipped steps"].answer.startswith("1 of 60")

@@ -82,7 +82,10 @@ def test_a_whole_model_can_be_saved_and_copied(ranks):
 
 def test_not_finite(ranks):
     first, second = (rank["ddp_around.not_finite"] for rank in ranks)
+    (said,) = first.pop("said")
+    assert said.endswith("skipped 10 of the last 10 steps") and second.pop("said") == []
     assert first == second and first["skipped"] == 1
+    assert first["for long"].startswith("NotFinite: step 12: a gradient") and "11 in a row" in first["for long"]
     assert "NotFinite: step 2: a gradient was not finite on rank 1" in first["stops"]
 
 

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.parallel
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(3, ["keras_checks.in_a_loop", "keras_checks.drifting"])
+    return run_ranks(
+        3, ["keras_checks.in_a_loop", "keras_checks.drifting", "keras_checks.for_long"]
+    )
 
 
 def test_a_drifting_replica_stops_all_ranks_with_its_name(ranks):
@@ -30,3 +32,12 @@ def test_or_all_go_on_with_the_first_rank(ranks):
 
 def test_sound_replicas_are_not_disturbed(ranks):
     assert len({text for rank in ranks for text in rank["keras_checks.drifting"]["sound"]}) == 1
+
+
+def test_many_skipped_steps_are_told_again_and_end_in_an_error_on_every_rank(ranks):
+    for i, rank in enumerate(ranks):
+        found = rank["keras_checks.for_long"]
+        assert (found["steps"], found["skipped"]) == (8 + 11, 11)
+        assert "step 18: a gradient was not finite on rank 1" in found["error"] and "11 in a row" in found["error"]
+        assert len(found["said"]) == 2 * (i == 0)
+    assert ranks[0]["keras_checks.for_long"]["said"][1].endswith("skipped 10 of the last 10 steps")

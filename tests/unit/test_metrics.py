@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dgc_horovod import metrics, recording, stats, unfinished_round
+from dgc_horovod import at_end, metrics, recording, stats
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.diagnostics import Diagnostics
@@ -299,7 +300,7 @@ def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, capsy
 def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     """The ranks end with weights of their own then; and a run shorter than a round had "made no step"."""
     counts = ExchangeStats(2, 100)
-    for module in (stats, summary, unfinished_round):
+    for module in (stats, summary, at_end):
         monkeypatch.setattr(module, "all_exchanges", [counts])
     outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "15"}, []))
     counts.steps_alone = counts.pending = 10
@@ -314,10 +315,36 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     assert outcome.stats()["bytes_dense"] == 4 * 100 * 11
 
 
+def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch, caplog):
+    """80 of 90 steps were skipped, and the last line said "90 steps ... 25x less"; so does a script without dgcrun."""
+    counts = ExchangeStats(2, 100, offered=100, selected=100)
+    checks = stats.ReplicaChecks()
+    for module in (stats, summary, at_end, recording):
+        monkeypatch.setattr(module, "all_exchanges", [counts])
+    monkeypatch.setattr(at_end, "replica_checks", checks)
+    outcome = Outcome(resolve({}, {"DGC_COMPRESSION": "dgc"}, []))
+    counts.traffic.count(10, 10)
+    for i in range(1000):
+        counts.end_step((i, "rank 1, among 'w'") if i < 8 else None)
+    assert ": 1,000 steps, skipped 8 of 1,000 (applied on no rank); " in outcome.line()
+    at_end._at_exit(os.getpid())
+    assert not caplog.records, "a loss scaler looks for the largest scale"
+    counts.end_step((1000, "rank 1, among 'w'"))
+    counts.end_step((1001, "rank 1, among 'w'"))
+    assert counts.skipped_in_a_row == 2
+    counts.skipped, counts.left_out = 800, 3
+    checks.count(True), checks.count(False)
+    at_end._at_exit(os.getpid())
+    told = "; ".join(record.getMessage() for record in caplog.records)
+    for text in ("skipped 800 of 1,002", "the ranks' weights differed at 1 of 2 comparisons"):
+        assert text in outcome.line() and text in told
+    assert "rank 0 left out 3 of its local steps" in outcome.line()
+
+
 def test_the_summary_counts_the_local_steps_of_a_graph_once(monkeypatch):
     """A Keras job that ended within a round had "made no step", or left three of seventeen out."""
     counts = ExchangeStats(2, 100, count_pending=lambda: 3)
-    for module in (stats, summary, unfinished_round):
+    for module in (stats, summary, at_end):
         monkeypatch.setattr(module, "all_exchanges", [counts])
     outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "7"}, []))
     assert "has made 3 local steps" in outcome.line() and "has made 3 local steps" in outcome.line()

@@ -127,6 +127,7 @@ def test_a_skipped_step_and_a_replica_that_differed_are_seen_first():
     )
     assert found["Replicas"][2] == found["Advice"][2] == LOOK and "rank 2 is slow" in found["Advice"][1]
     assert "skipped: step 100" in page(run)
+    assert found["The run"][0].endswith(", skipped 1 of them") and found["The run"][2] == LOOK
 
 
 def test_what_strangers_wrote_is_text():

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dgc_horovod import envvars, recording, unfinished_round
+from dgc_horovod import at_end, envvars, recording
 from dgc_horovod.config import AUTO
 from dgc_horovod.launch.layers import UNCOMPRESSED
 from dgc_horovod.launch.rank.reports import Reports
@@ -17,7 +17,7 @@ from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
 from dgc_horovod.planning.trial import COMPRESSED, HALF
-from dgc_horovod.recording import Recording
+from dgc_horovod.recording import Recording, rank_figures
 from dgc_horovod.stats import ExchangeStats, all_exchanges, total
 
 _log = logging.getLogger("dgc_horovod")
@@ -71,7 +71,7 @@ class Outcome:
     def watch_exit(self) -> None:
         """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
         atexit.register(self._exit)
-        unfinished_round.leave_to_summary()
+        at_end.leave_to_summary()
 
     def dismiss(self) -> None:
         """There is nothing to sum up any more."""
@@ -122,7 +122,7 @@ class Outcome:
             return ""
         stats = self.stats()
         if not stats["steps"]:
-            if pending := unfinished_round.pending():
+            if pending := at_end.pending():
                 return f"its optimizer has made {pending} local steps, fewer than come before an exchange (local_steps)"
             return "its optimizer has made no step"
         if not stats["elements"] and self.job.method != AUTO:
@@ -132,7 +132,8 @@ class Outcome:
 
     def line(self) -> str:
         """The summary, for people."""
-        left, reason = unfinished_round.pending(), self.why_inactive()
+        at_end.pending()
+        reason = self.why_inactive()
         if reason:
             return not_active(self.job, reason)
         stats = self.stats()
@@ -141,10 +142,11 @@ class Outcome:
         if self.job.method == AUTO and not any(counts.mode == COMPRESSED for counts in all_exchanges):
             halves = any(counts.mode == HALF for counts in all_exchanges)
             taken = "fp16" if halves else "dense exchange"
-            return f"auto: stock Horovod's {taken} was taken; {stats['steps']:,} steps"
+            return f"auto: stock Horovod's {taken} was taken; {_steps(stats, 0)}"
         alone = sum(counts.steps_alone for counts in all_exchanges)
         text = _line(self.job.method, alone, _at_end(all_exchanges), stats, "fp16" in self.asked)
-        return "; ".join(filter(None, (text, unfinished_round.warning(left))))
+        ranks = self._reports.of_all() if self._reports is not None else [rank_figures(self.rank or 0)]
+        return "; ".join([text, *at_end.warnings(ranks)])
 
     def end(self) -> int:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
@@ -154,7 +156,7 @@ class Outcome:
             self._reports.end()
         if self.rank != 0:
             return 0
-        unfinished_round.pending()  # which the record that ends the file counts, too
+        at_end.pending()  # which the record that ends the file counts, too
         if self._recording is not None:
             self._recording.end()
         failed = getattr(sys, "last_value", None) is not None  # an error of its own ended the script
@@ -181,7 +183,7 @@ def _at_end(exchanges: Sequence[ExchangeStats]) -> tuple[float, float]:
 def _line(method: str, alone: int, at_end: tuple[float, float], stats: dict[str, Any], asked_fp16: bool) -> str:
     sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
     parts = [
-        f"{stats['steps']:,} exchanges in {stats['steps'] + alone:,} steps" if alone else f"{stats['steps']:,} steps",
+        _steps(stats, alone),
         f"a rank sent {_bytes(sent)}, {dense / sent:.3g}x less than fp32 ({_bytes(dense)})",
     ]
     if asked_fp16:
@@ -192,6 +194,13 @@ def _line(method: str, alone: int, at_end: tuple[float, float], stats: dict[str,
         compressing = stats["compress_seconds"] + stats["decode_seconds"]
         parts.append(f"{compressing:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks")
     return f"{method}{_density(*at_end, stats)}: {'; '.join(parts)}"
+
+
+def _steps(stats: dict[str, Any], alone: int) -> str:
+    steps = (
+        f"{stats['steps']:,} exchanges in {stats['steps'] + alone:,} steps" if alone else f"{stats['steps']:,} steps"
+    )
+    return ", ".join(filter(None, (steps, at_end.skipped(stats))))
 
 
 def _density(final: float, last: float, stats: dict[str, Any]) -> str:

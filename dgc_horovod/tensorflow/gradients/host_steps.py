@@ -19,11 +19,11 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.errors import DGCError, NotFinite, UnsupportedUse
+from dgc_horovod.errors import DGCError, UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
-from dgc_horovod.notices import not_finite, round_not_finite
+from dgc_horovod.notices import of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moments
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
@@ -77,7 +77,7 @@ class HostSteps:
         self._generation_now, self._generation = generation, _FROM_SLOTS
         self._iterations, self.origins = 0, Origins()
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
-        self._under_way, self._told = False, set[bool]()
+        self._under_way, self._told = False, set[str]()
         self._second_moment = SecondMoment(update)
         self._dense = self._resumed = False  # whether the step is the optimizer's own; whether a record was loaded
         if settings.config is not None:
@@ -370,22 +370,18 @@ class HostSteps:
         self._under_way = False
         if self.buckets is not None:
             self.buckets.ending.judge(all(flags[dense_parts:]), all(flags[:dense_parts]))
-            said = not_finite if self.buckets.config.local_steps is None else round_not_finite
-            text = "" if finite else said(self.buckets.steps, self.buckets.where_not_finite())
             self.buckets.close(finite)
-            if self._dense and not finite:
-                self.buckets.drop_residuals()
-            self._say(text)
+            if not finite:
+                if self._dense:
+                    self.buckets.drop_residuals()
+                self._tell_skipped(self.buckets)
         else:
             self.counts.end_step()
         return [np.bool_(finite)]
 
-    def _say(self, text: str) -> None:
-        """Tell of a step that was not finite, if it was not."""
-        assert self.buckets is not None
-        if text and self.buckets.config.on_nonfinite == "stop":
-            raise NotFinite(text)
-        kind = self.buckets.ending.leaves_out
-        if text and kind not in self._told and self.collectives.rank == 0:
-            self._told.add(kind)
+    def _tell_skipped(self, buckets: OptimizerExchange) -> None:
+        stop_if_skipped(buckets)
+        key, text = of_skipped(buckets)
+        if key not in self._told and self.collectives.rank == 0:
+            self._told.add(key)
             _log.warning("dgc_horovod: %s", text)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from dgc_horovod import unfinished_round
+from dgc_horovod import at_end
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import MID_ROUND, clips_alone, step_not_made
+from dgc_horovod.stats import ExchangeStats
 from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
 from dgc_horovod.tensorflow.distribution import VariableSet
@@ -23,7 +25,6 @@ from dgc_horovod.tensorflow.optimizer_mixin import DistributedMethods, not_conve
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, all_finite, key_of, native
 
 _log = logging.getLogger("dgc_horovod")
-_told: list[bool] = []  # that a gradient was not finite, once
 NO_SCALER = "local steps with a LossScaleOptimizer: use mixed_bfloat16, which needs none"
 
 
@@ -58,7 +59,7 @@ class LocalMethods(DistributedMethods):
         self._dgc.let_go_of_frozen(trained)
         rounds.begin(trained)
         if self._dgc.settings.config.on_nonfinite == "skip":
-            grads = _finite_or_zero(grads)
+            grads = _finite_or_zero(grads, self._dgc_set.exchange.steps.counts)
         self._dgc_apply_as_stock(grads, known)
         every = self._dgc.settings.config.local_steps * passes_of(self)
         tf.cond(tf.equal(native(self._iterations) % every, 0), self._dgc_exchange, lambda: tf.constant(False))
@@ -71,7 +72,7 @@ class LocalMethods(DistributedMethods):
             object.__setattr__(self, "_dgc_set", agreed)  # Keras need not know
             counts, clips = agreed.exchange.steps.counts, clipping_of(self)
             rounds.tell_of_pending(counts, passes_of(self))
-            unfinished_round.watch(hvd.rank())
+            at_end.watch(hvd.rank())
             if clips is not None and hvd.rank() == 0:
                 _log.info("dgc_horovod: %s", clips_alone("the optimizer", clips[1], counts.workers))
 
@@ -162,7 +163,7 @@ class LocalMethods(DistributedMethods):
             raise UnsupportedUse(MID_ROUND)
 
 
-def _finite_or_zero(grads: list[Gradient]) -> list[Gradient]:
+def _finite_or_zero(grads: list[Gradient], counts: ExchangeStats) -> list[Gradient]:
     """These gradients, or zeros where any element of any is not finite: such a step still counts.
 
     Weights that are not finite would spoil what the model computes until the round is undone, and a running statistic
@@ -170,7 +171,7 @@ def _finite_or_zero(grads: list[Gradient]) -> list[Gradient]:
     """
     given = [tf.convert_to_tensor(_elements(grad)) for grad in grads if grad is not None]
     finite = all_finite(given)
-    tf.cond(finite, lambda: tf.constant(True), lambda: host_call(_tell, [finite], [tf.bool])[0])
+    tf.cond(finite, lambda: tf.constant(True), lambda: host_call(partial(_left_out, counts), [finite], [tf.bool])[0])
     return [None if grad is None else _or_zeros(grad, finite) for grad in grads]
 
 
@@ -186,8 +187,8 @@ def _or_zeros(grad: Any, finite: tf.Tensor) -> Gradient:
     return elements
 
 
-def _tell(finite: Any) -> list[Any]:
-    if not _told:
-        _told.append(True)
-        _log.warning("dgc_horovod: %s", step_not_made(hvd.rank()))
+def _left_out(counts: ExchangeStats, finite: Any) -> list[Any]:
+    counts.left_out += 1
+    if text := step_not_made(hvd.rank(), counts.left_out):
+        _log.warning("dgc_horovod: %s", text)
     return [finite]

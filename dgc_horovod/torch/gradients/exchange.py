@@ -16,7 +16,6 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
-from dgc_horovod.notices import not_finite
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from dgc_horovod.torch.clipping.local import Change, LocalClipping, clips_of
 from dgc_horovod.torch.clipping.norms import norms_of
@@ -92,7 +91,6 @@ class GradientExchange:
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self._untaken = deque(self.runs)  # in this step, where they leave in one order
         self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines are given
-        self.not_finite = ""  # what is to be said of the finished step
         self._norms: list[float] = []  # of its updates, one by one
         self._shares_norms = False  # whether all ranks do in the present step
         self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
@@ -304,7 +302,6 @@ class GradientExchange:
         narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a dtype of less range
         finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
         finite = self.buckets.ending.judge(finite, self._dense_path.finite, self._scale_now)
-        self.not_finite = "" if finite else not_finite(self.buckets.steps, self.buckets.where_not_finite())
         self.buckets.close(finite)
         self._shares_norms = self.buckets.all_clip and not self.buckets.ranks_in_join  # as all messages have said
         if not finite:

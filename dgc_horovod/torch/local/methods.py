@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from dgc_horovod import unfinished_round
+from dgc_horovod import at_end
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.errors import NotFinite, UnsupportedUse
-from dgc_horovod.notices import MID_ROUND, WEIGHTS_SET, clips_alone, round_not_finite, step_not_made
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.notices import MID_ROUND, WEIGHTS_SET, clips_alone, of_skipped, step_not_made, stop_if_skipped
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.gradients.dense_path import all_finite
 from dgc_horovod.torch.local.rounds import LocalRounds
@@ -42,7 +42,7 @@ class LocalMethods:
         if self._dgc_rounds is None:
             self._dgc_rounds = LocalRounds(self._dgc, self._dgc_config)
         self._dgc_rounds.go_on_in(self._dgc)
-        unfinished_round.watch(self._dgc.collectives.rank)
+        at_end.watch(self._dgc.collectives.rank)
 
     def _register_hooks(self: Any) -> None:
         """No gradient is exchanged."""
@@ -93,9 +93,10 @@ class LocalMethods:
         elif self._dgc_takes_part and self._dgc_config.on_nonfinite == "skip":
             grads = (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
             if not all_finite(grad._values() if grad.is_sparse else grad for grad in grads):
-                if "step not made" not in self._dgc_told:
-                    self._dgc_told.add("step not made")
-                    _log.warning("dgc_horovod: %s", step_not_made(self._dgc.collectives.rank))
+                counts = self._dgc.buckets.counts
+                counts.left_out += 1
+                if text := step_not_made(self._dgc.collectives.rank, counts.left_out):
+                    _log.warning("dgc_horovod: %s", text)
                 return False
         return True
 
@@ -121,10 +122,8 @@ class LocalMethods:
             self._dgc_replicas.end(self)  # now, as the next step makes them differ
         if not finite:
             self._dgc_clean_state()
-            text = round_not_finite(self._dgc.buckets.steps, self._dgc.buckets.where_not_finite())
-            if self._dgc_config.on_nonfinite == "stop":
-                raise NotFinite(text)
-            self._tell_once("too large" if self._dgc.buckets.ending.leaves_out else "not finite", text)
+            stop_if_skipped(self._dgc.buckets)
+            self._tell_once(*of_skipped(self._dgc.buckets))
 
     def _dgc_clean_state(self: Any) -> None:
         """A rank whose weights were not finite has an inner state that would spoil them again.

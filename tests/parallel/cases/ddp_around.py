@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, WarmupSchedule, register
 from tests.helpers.errors import error_of, error_told, stay_away
+from tests.helpers.logs import messages
 from tests.helpers.loss_scaling import found_in_scripts
 from tests.helpers.regression import UNROUNDED, batches, fingerprint, smooth_model
 
@@ -26,11 +28,13 @@ def _made(compression: Any, **options: Any) -> tuple[DistributedDataParallel, An
     return model, register(model, optimizer, compression)
 
 
-def _steps(model: Any, optimizer: Any, steps: int, spoilt: int = -1, clip: float | None = None) -> list[float]:
+def _steps(
+    model: Any, optimizer: Any, steps: int, spoilt: Collection[int] = (), clip: float | None = None
+) -> list[float]:
     norms = []
     for step, (x, y) in enumerate(batches(steps, dist.get_rank())):
         optimizer.zero_grad()
-        x = x * torch.nan if step == spoilt and dist.get_rank() == 1 else x
+        x = x * torch.nan if step in spoilt and dist.get_rank() == 1 else x
         F.mse_loss(model(x), y).backward()
         if clip is not None:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
@@ -196,10 +200,14 @@ def copied() -> dict[str, Any]:
 def not_finite() -> dict[str, Any]:
     """A step that one rank cannot make is made by none; or the job stops."""
     model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
-    _steps(model, optimizer, 4, spoilt=2)
+    _steps(model, optimizer, 4, spoilt=[2])
     found = {"skipped": optimizer.compression_stats()["skipped"], "is": fingerprint(model)}
     model, optimizer = _made(Compression.dgc(0.02, min_numel=64, on_nonfinite="stop"))
-    return {**found, "stops": error_of(lambda: _steps(model, optimizer, 4, spoilt=2))}
+    found["stops"] = error_of(lambda: _steps(model, optimizer, 4, spoilt=[2]))
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64, max_skipped=11))
+    with messages() as texts:
+        found["for long"] = error_of(lambda: _steps(model, optimizer, 20, spoilt=range(2, 20)))
+    return {**found, "said": [text for text in texts if "skipped" in text]}
 
 
 def replica_that_differs() -> dict[str, str]:

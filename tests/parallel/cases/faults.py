@@ -12,6 +12,8 @@ import torch
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.state import kept_by
+from tests.helpers.errors import error_of
+from tests.helpers.logs import messages
 from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model
 
 STEPS, MOMENTUM = 24, 0.9
@@ -110,3 +112,35 @@ def stops() -> dict[str, Any]:
         except NotFinite as error:
             return {"error": str(error), "step": step}
     return {"error": "", "step": STEPS}
+
+
+def for_long() -> dict[str, Any]:
+    """One rank's gradients are not finite at most steps; then at all under a GradScaler, which is to go on."""
+    hvd.init()
+    found: dict[str, Any] = {}
+    with messages() as texts:
+        run = Run(max_skipped=12)
+        for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+            gradients = _gradients(run.model, x, y)
+            if step >= 3 and step != 5 and hvd.rank() == 1:
+                gradients[2][3, 4] = np.nan
+            found["stops"] = [step, error_of(lambda gradients=gradients: run.step(gradients))]
+            if found["stops"][1]:
+                break
+    found |= {
+        "said": [text for text in texts if "not finite" in text],
+        "skips": run.optimizer._dgc.buckets.counts.skipped,
+    }
+    with messages() as texts:
+        scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**20), smooth_model()
+        compression = Compression.dgc(0.02, min_numel=16, max_skipped=12)
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression, grad_scaler=scaler)
+        for x, y in batches(STEPS, hvd.rank()):
+            optimizer.zero_grad()
+            scaler.scale(torch.nn.functional.mse_loss(model(x), y) * (np.nan if hvd.rank() == 1 else 1)).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+    told = [text for text in texts if "not finite" in text]
+    return {**found, "scaled": [optimizer.compression_stats()["skipped"], scaler.get_scale(), told]}

@@ -6,11 +6,14 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
+from tests.helpers.errors import error_of
 from tests.helpers.keras_training import BATCH, BATCHES, fingerprint, fit, momentum_sgd, shard, smooth_model
+from tests.helpers.logs import messages
 
 
 def _optimizer(make: Any = momentum_sgd, **fields: Any) -> Any:
@@ -57,3 +60,17 @@ def in_a_loop() -> dict[str, Any]:
         if step == 2 and hvd.rank() == 2:
             model.weights[4].assign_add(1e-6 * tf.ones(model.weights[4].shape))
     return {"error": "", "step": BATCHES}
+
+
+def for_long() -> dict[str, Any]:
+    """One rank's data are broken from the second epoch on."""
+    hvd.init()
+    model, optimizer = smooth_model(), _optimizer(max_skipped=11)
+    fit(model, optimizer, 1)
+    x, y = shard(hvd.rank())
+    x = x * np.nan if hvd.rank() == 1 else x
+    with messages() as texts:
+        error = error_of(lambda: model.fit(x, y, batch_size=BATCH, epochs=9, shuffle=False, verbose=0))
+    stats = optimizer.compression_stats()
+    said = [text for text in texts if "not finite" in text]
+    return {"error": error, "steps": stats["steps"], "skipped": stats["skipped"], "said": said}

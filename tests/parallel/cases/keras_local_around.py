@@ -160,7 +160,8 @@ def spoiled_gradient() -> dict[str, Any]:
             gradient[0, 0] = np.nan
         optimizer.apply([tf.constant(gradient)], [variable])
         sound = bool(np.isfinite(variable.numpy()).all())
-    return {"sound": sound, "apart": _apart(variable), "skipped": optimizer.compression_stats()["skipped"]}
+    counts = optimizer._dgc_set.exchange.steps.counts
+    return {"sound": sound, "apart": _apart(variable), "skipped": counts.skipped, "left out": counts.left_out}
 
 
 def exported() -> dict[str, str]:

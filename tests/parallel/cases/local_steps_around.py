@@ -173,10 +173,19 @@ def spoiled_gradient() -> dict[str, Any]:
         if hvd.rank() == 1 and step == H + 2:
             model[0].weight.grad[0, 0] = float("nan")
         optimizer.step()
-    return {
+    counts = optimizer._dgc.buckets.counts
+    found = {
         "spread": _spread(model), "statistics": bool(torch.isfinite(model[1].running_var).all()),
-        "skipped": optimizer.compression_stats()["skipped"], "moved": not torch.equal(before, weights(model)),
+        "skipped": counts.skipped, "moved": not torch.equal(before, weights(model)), "left out": counts.left_out,
     }  # fmt: skip
+    model = smooth_model()
+    optimizer = wrapped(model, max_skipped=2)
+
+    def spoil(_: int) -> None:
+        if hvd.rank() == 1:
+            model[0].weight.data[0, 0] = float("nan")
+
+    return {**found, "for long": error_of(lambda: train(model, optimizer, 9 * H, after_step=spoil))}
 
 
 def set_within() -> dict[str, float]:
