@@ -7,7 +7,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -18,10 +18,13 @@ from dgc_horovod.errors import ReplicaMismatch
 _log = logging.getLogger("dgc_horovod")
 RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # what a rank sends of one comparison
 _PART_BYTES = 2**24  # of weights that are looked at together: 3 ms
-ADVICE = (
-    "Broadcast weights and optimizer state from rank 0 before the first step, and change weights on all ranks alike; "
-    'on_mismatch="broadcast" goes on with those of the first rank'
+_BROADCAST = "Broadcast weights and optimizer state from rank 0 before the first step"
+_WRITERS = (
+    "something that changes weights besides the optimizer's step (the script, a callback, a layer that writes to its "
+    "weights in the forward pass, such as Embedding(max_norm=...) or spectral normalization); an option of the "
+    "optimizer or a loss scale that was another on some rank for a time; bad memory"
 )
+_GO_ON = 'on_mismatch="broadcast" goes on with the weights of the first rank, which cures no cause'
 _NAMED = 3  # tensors in a message
 ChecksumOf = Callable[[str], int]  # of the tensor of that name
 
@@ -120,9 +123,62 @@ def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> 
     return Difference(step, ranks, differing)
 
 
-def stop_or_tell(found: Difference, stops: bool, rank: int) -> None:
-    """Raise ReplicaMismatch if the ranks are to stop; else log, on rank 0, that they go on."""
+@dataclass
+class Circumstances:
+    """What a rank knows of why its weights may differ from the others'.
+
+    Args:
+        options: what its optimizer steps with (learning rate, loss scale, ...), as text, by name.
+        writers: layers that change weights in the forward pass, in words, by the tensor's name.
+        before: checksums of tensors before the first step, where they were taken.
+        alike_after: number of steps after which the ranks had last found these tensors alike; 0: never.
+    """
+
+    options: dict[str, str] = field(default_factory=dict)
+    writers: dict[str, str] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)
+    alike_after: int = 0
+
+
+def ask(collectives: Gatherer, own: Circumstances) -> list[Circumstances]:
+    """What every rank knows, in rank order. A small collective."""
+    data = json.dumps(asdict(own)).encode()
+    return [Circumstances(**json.loads(text)) for text in collectives.gather_bytes(data, "replicas.why")]
+
+
+def why(found: Difference, told: Sequence[Circumstances]) -> str:
+    """In words, why the ranks differ; where nobody knows, why they may.
+
+    Args:
+        found: where they differ.
+        told: what each rank knows, in rank order.
+    """
+    first, reasons = told[0], []
+    for name, ours in first.options.items():
+        other = next((rank for rank, each in enumerate(told) if each.options.get(name) != ours), None)
+        if other is not None and len(reasons) < _NAMED:
+            reasons.append(f"The {name} is {ours} on rank 0 and {told[other].options.get(name)} on rank {other}")
+    if reasons:
+        reasons.append("Give every rank the same; schedulers and GradScalers must not go by what one rank alone knows")
+    reasons += [first.writers[name] for name in found.names if name in first.writers][:1]
+    known = [name for name in found.names if all(name in each.before for each in told)]
+    begun = [name for name in known if name not in first.writers]
+    if any(each.before[name] != first.before[name] for name in begun for each in told):
+        reasons.append(f"They differed before the first step was applied. {_BROADCAST}")
+    if reasons:
+        return ". ".join(reasons)
+    same = ". What the optimizer steps with (learning rate, ...) is the same on all ranks now" if first.options else ""
+    if found.names == known or first.alike_after:
+        when = f"after step {first.alike_after}" if first.alike_after else "before the first step"
+        return f"They were alike {when}{same}. It may be {_WRITERS}"
+    return (
+        f"It may be that nobody has sent the weights of rank 0 to the others. {_BROADCAST}{same}. Or it is {_WRITERS}"
+    )
+
+
+def stop_or_tell(found: Difference, stops: bool, rank: int, told: Sequence[Circumstances]) -> None:
+    """Raise ReplicaMismatch if the ranks are to stop; else log, on rank 0, that they go on. Both say `why`."""
     if stops:
-        raise ReplicaMismatch(f"{found}. {ADVICE}")
+        raise ReplicaMismatch(f"{found}. {why(found, told)}. {_GO_ON}")
     if rank == 0:
-        _log.warning("dgc_horovod: %s; all go on with those of the first rank", found)
+        _log.warning("dgc_horovod: %s. All go on with those of the first rank. %s", found, why(found, told))

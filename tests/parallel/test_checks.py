@@ -9,7 +9,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 CASES = [
     "drifting", "sound", "other_weights_from_the_start", "repaired_in_time", "another_state_on_rank_zero",
-    "elastic_script_of_fixed_ranks",
+    "elastic_script_of_fixed_ranks", "why_different",
 ]  # fmt: skip
 
 
@@ -39,7 +39,21 @@ def test_sound_replicas_are_not_disturbed(ranks):
 def test_weights_that_nobody_has_broadcast_are_found_at_once(ranks):
     for rank in ranks:
         error = rank["checks.other_weights_from_the_start"]["error"]
-        assert "after step 1 rank" in error and "Broadcast weights" in error
+        assert "after step 1 rank" in error
+        assert "differed before the first step was applied. Broadcast weights" in error and "max_norm" not in error
+
+
+def test_the_cause_of_a_difference_is_named_where_it_can_be_known(ranks):
+    """Every message said that weights were to be broadcast, which cures none of these."""
+    found = [rank["checks.why_different"] for rank in ranks]
+    assert found[0] == found[1] == found[2]
+    assert "The lr of parameter group 0 is 0.1 on rank 0 and 0.025 on rank 2. Give" in found[0]["rate"]
+    assert "The loss scale is 3.0 on rank 0 and 1000.0 on rank 1. Give" in found[0]["scale"]
+    assert "'table.weight'. An Embedding with max_norm has 'table.weight'" in found[0]["embedding"]
+    assert not any("Broadcast" in text for text in found[0].values())
+    drifted = ranks[0]["checks.drifting"]["stop"]["error"]
+    assert "They were alike after step 4. What the optimizer steps with (learning rate, ...) is the same" in drifted
+    assert "max_norm" in drifted and "Broadcast" not in drifted
 
 
 def test_weights_that_the_script_has_set_right_are_right(ranks):

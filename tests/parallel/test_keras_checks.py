@@ -12,7 +12,7 @@ pytestmark = pytest.mark.parallel
 @pytest.fixture(scope="module")
 def ranks():
     return run_ranks(
-        3, ["keras_checks.in_a_loop", "keras_checks.drifting", "keras_checks.for_long"]
+        3, ["keras_checks.in_a_loop", "keras_checks.drifting", "keras_checks.for_long", "keras_checks.why_different"]
     )
 
 
@@ -41,3 +41,11 @@ def test_many_skipped_steps_are_told_again_and_end_in_an_error_on_every_rank(ran
         assert "step 18: a gradient was not finite on rank 1" in found["error"] and "11 in a row" in found["error"]
         assert len(found["said"]) == 2 * (i == 0)
     assert ranks[0]["keras_checks.for_long"]["said"][1].endswith("skipped 10 of the last 10 steps")
+
+
+def test_another_learning_rate_on_one_rank_is_named(ranks):
+    """The message said that weights were to be broadcast."""
+    for rank in ranks:
+        error = rank["keras_checks.why_different"]
+        assert "after step 6 rank 2 has other weights" in error and "Broadcast" not in error
+        assert "The learning rate is 0.05 on rank 0 and 0.0125 on rank 2" in error

@@ -181,7 +181,7 @@ class GradientExchange:
             return self._all_dense(gradients, started), None, None
         if self._replicas is not None:
             part.set_shape([])
-            with tf.control_dependencies([self._replicas(part, step, weights, everything)]):
+            with tf.control_dependencies([self._replicas(part, step, rate, weights, everything)]):
                 started = tf.identity(started)
         started = self._taken_over(started, fresh, rate)
         # an error that every rank has comes before anything is sent

@@ -44,6 +44,8 @@ class Replicas:
         self._collectives, self._stops = collectives, config.on_mismatch == "stop"
         sizes = {str(i): numel_of([s]) * tf.as_dtype(s.dtype).size for i, s in enumerate(sources)}
         self._check = replica_check.ReplicaCheck(sizes, config)
+        self._rounds = config.local_steps is not None  # each rank has a learning rate of its own
+        self._alike_after: dict[int, int] = {}  # number of steps, by the part's first tensor
         self.parts = [[int(i) for i in part] for part in self._check.parts]
 
     def due(self, step: int) -> int:
@@ -51,24 +53,30 @@ class Replicas:
         return self._check.number_due(step) if step and self._collectives.workers > 1 else -1
 
     def __call__(
-        self, part: tf.Tensor, step: tf.Tensor, weights: Sequence[Any], everything: Sequence[Any]
+        self, part: tf.Tensor, step: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any], everything: Sequence[Any]
     ) -> tf.Tensor:
         """Compare `part`, if there is one; a tensor on which what follows must depend.
 
         Args:
             part: index of the part, from `due`; -1: none.
             step: number of steps finished.
+            rate: learning rate, a float32 scalar.
             weights: variables, one for each of the sources.
             everything: variables set to the first rank's values where weights differ: `weights`, and the optimizer's.
         """
-        branches = [lambda: tf.constant(True), *(self._compared(numbers, step, weights) for numbers in self.parts)]
+        branches = [
+            lambda: tf.constant(True),
+            *(self._compared(numbers, step, rate, weights) for numbers in self.parts),
+        ]
         same = tf.switch_case(part + 1, branches)
         return same if self._stops else tf.cond(same, lambda: tf.constant(True), lambda: self._set_right(everything))
 
-    def _compared(self, numbers: Sequence[int], step: tf.Tensor, weights: Sequence[Any]) -> Callable[[], tf.Tensor]:
+    def _compared(
+        self, numbers: Sequence[int], step: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any]
+    ) -> Callable[[], tf.Tensor]:
         def compared() -> tf.Tensor:
             values = [tf.reshape(tf.bitcast(_plain(weights[i]), tf.uint8), [-1]) for i in numbers]
-            (own,) = host_call(self._noting(self._record), [step, *values], [tf.uint8])
+            (own,) = host_call(self._noting(self._record), [step, rate, *values], [tf.uint8])
             theirs = self._collectives.allgather(own, "replicas")
             judge = self._noting(functools.partial(self._judge, numbers))
             (same,) = host_call(judge, [step, theirs], [tf.bool])
@@ -77,10 +85,11 @@ class Replicas:
 
         return compared
 
-    def _record(self, step: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
-        """What this rank sends: the step and a checksum of each tensor."""
+    def _record(self, step: np.ndarray, rate: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
+        """What this rank sends: the learning rate, the step and a checksum of each tensor."""
         self._collectives.watch.arm(f"{self._collectives.full_name('replicas')}, the weights after step {int(step)}")
-        return [np.array([int(step), *(replica_check.checksum([value]) for value in values)], np.uint32).view(np.uint8)]
+        sums = [replica_check.checksum([value]) for value in values]
+        return [np.array([int(np.float32(rate).view(np.uint32)), int(step), *sums], np.uint32).view(np.uint8)]
 
     def _judge(self, numbers: Sequence[int], step: np.ndarray, theirs: np.ndarray) -> list[Any]:
         """Whether all ranks have sent the same.
@@ -90,11 +99,17 @@ class Replicas:
         """
         self._collectives.watch.disarm()
         records = np.ascontiguousarray(theirs).view(np.uint32).reshape(self._collectives.workers, -1)
-        found = replica_check.compared(int(step), [self._names[i] for i in numbers], records.tolist())
+        found = replica_check.compared(int(step), [self._names[i] for i in numbers], records[:, 1:].tolist())
         replica_checks.count(found is None)
         if found is None:
+            self._alike_after[numbers[0]] = int(step)
             return [np.bool_(True)]
-        replica_check.stop_or_tell(found, self._stops, self._collectives.rank)
+        alike_after = self._alike_after.get(numbers[0], 0)
+        told = [
+            replica_check.Circumstances({} if self._rounds else {"learning rate": str(rate)}, {}, {}, alike_after)
+            for rate in np.ascontiguousarray(records[:, 0]).view(np.float32)
+        ]
+        replica_check.stop_or_tell(found, self._stops, self._collectives.rank, told)
         return [np.bool_(False)]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:

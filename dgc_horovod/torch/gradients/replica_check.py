@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import zlib
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from dgc_horovod import replica_check
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
 from dgc_horovod.stats import replica_checks
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
+from dgc_horovod.torch.gradients.scaling import scale_of
+
+_RENORMALIZES = (
+    "An Embedding with max_norm has {name!r}: in the forward pass each rank scales down the rows that it looks up "
+    "itself. Leave max_norm out, and scale the rows on every rank alike, after the step"
+)
 
 
 class Replicas:
@@ -29,6 +37,9 @@ class Replicas:
         self._parameters, self._collectives, self._stops = parameters, collectives, config.on_mismatch == "stop"
         self._check = replica_check.ReplicaCheck({name: p.nbytes for name, p in parameters.items()}, config)
         self._under_way: tuple[Pending, int, list[str]] | None = None
+        self._rounds = config.local_steps is not None
+        self._before: dict[str, int] | None = None  # checksums before the first step, of what is compared after it
+        self._alike_after: dict[str, int] = {}  # number of steps, by tensor
 
     def begin(self, step: int) -> None:
         """After `step` steps: send this rank's checksum, if one is due."""
@@ -45,6 +56,10 @@ class Replicas:
         Raises:
             ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
         """
+        if self._before is None:
+            unused = self._rounds or self._collectives.workers == 1 or self._under_way is not None
+            first = [] if unused else self._check.due(1)
+            self._before = {name: self._checksum_of(name) for name in first}
         if self._under_way is None:
             return
         pending, step, names = self._under_way
@@ -52,12 +67,28 @@ class Replicas:
         same = replica_check.same(self._collectives.wait(pending).numpy())
         replica_checks.count(same)
         if same:
+            self._alike_after |= dict.fromkeys(names, step)
             return
         found = replica_check.find(self._collectives, step, names, self._checksum_of)
         if found is None:  # the script has set it right in the meantime
             return
-        replica_check.stop_or_tell(found, self._stops, self._collectives.rank)
+        told = replica_check.ask(self._collectives, self._circumstances(optimizer, found.names))
+        replica_check.stop_or_tell(found, self._stops, self._collectives.rank, told)
         self.take_over(optimizer)
+
+    def _circumstances(self, optimizer: Any, names: list[str]) -> replica_check.Circumstances:
+        options = {
+            f"{key} of parameter group {i}": _plain(value)
+            for i, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        options["loss scale"] = _plain(scale_of(optimizer._dgc_scaler)())
+        if self._rounds:  # the inner optimizer is each rank's own
+            options.clear()
+        alike_after = min(self._alike_after.get(name, 0) for name in names)
+        writers = {name: _RENORMALIZES.format(name=name) for name in names if _is_renormalized(self._parameters[name])}
+        return replica_check.Circumstances(options, writers, self._before or {}, alike_after)
 
     def take_over(self, optimizer: Any, root: int = 0) -> None:
         """Weights and optimizer state of rank `root`, which says what there is: others may have something else."""
@@ -114,3 +145,14 @@ def _described(x: Any) -> list[Any]:
     if isinstance(x, torch.Tensor):
         return [str(x.dtype).removeprefix("torch."), list(x.shape), None]
     return ["", None, x]
+
+
+def _plain(value: Any) -> str:
+    """A text that is the same for the same number, on whatever device it is."""
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+def _is_renormalized(p: torch.Tensor) -> bool:
+    """Whether `p` is of an embedding that scales rows down when they are looked up; of all objects that there are."""
+    modules = [x for x in gc.get_objects() if issubclass(type(x), (nn.Embedding, nn.EmbeddingBag))]
+    return any(module.max_norm is not None and module.weight is p for module in modules)

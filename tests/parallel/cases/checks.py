@@ -9,6 +9,7 @@ import torch
 
 from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.errors import error_of
 from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train
 
 
@@ -61,6 +62,48 @@ def other_weights_from_the_start() -> dict[str, Any]:
     except ReplicaMismatch as error:
         return {"error": str(error)}
     return {"error": ""}
+
+
+class _Words(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(50, 40, max_norm=1.0)
+        self.rest = torch.nn.Linear(40, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of four rows, which are chosen by the signs of `x`."""
+        return self.rest(self.table((x[:, :4] > 0).long() + 2 * torch.arange(4) + 10 * hvd.rank()).sum(1))
+
+
+def why_different() -> dict[str, str]:
+    """What makes replicas drift apart is named: another option on one rank, another loss scale, an embedding."""
+    hvd.init()
+    found = {}
+    compression = Compression.dgc(0.05, min_numel=16, check_every=2)
+
+    def drift(model: Any, scaler: Any = None, rate_of_last: float = 0.1) -> None:
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression, grad_scaler=scaler)
+        for step, (x, y) in enumerate(batches(8, hvd.rank())):
+            if step == 3 and hvd.rank() == 2:
+                optimizer.param_groups[0]["lr"] = rate_of_last
+            optimizer.zero_grad()
+            loss = model(x)[:, :1].sub(y[:, :1]).square().mean()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+                continue
+            scaler.scale(loss).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+
+    found["rate"] = error_of(lambda: drift(smooth_model(), rate_of_last=0.025))
+    scale = 1000.0 if hvd.rank() == 1 else 3.0
+    found["scale"] = error_of(lambda: drift(smooth_model(), torch.amp.GradScaler("cpu", init_scale=scale)))
+    found["embedding"] = error_of(lambda: drift(_Words()))
+    return found
 
 
 def repaired_in_time() -> dict[str, Any]:

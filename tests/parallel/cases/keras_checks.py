@@ -44,6 +44,19 @@ def drifting() -> dict[str, Any]:
     return found
 
 
+def why_different() -> str:
+    """One rank alone lowers its learning rate."""
+    hvd.init()
+
+    def lower(batch: int, logs: Any) -> None:
+        if batch == 4 and hvd.rank() == 2:
+            model.optimizer.learning_rate = 0.0125
+
+    model = smooth_model()
+    lowering = keras.callbacks.LambdaCallback(on_train_batch_end=lower)
+    return error_of(lambda: fit(model, _optimizer(check_every=3), 2, callbacks=[lowering]))
+
+
 def in_a_loop() -> dict[str, Any]:
     """The same in eager mode, where the error is ours."""
     hvd.init()
