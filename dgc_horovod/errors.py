@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class DGCError(Exception):
@@ -57,3 +59,11 @@ class NotFinite(DGCError, ArithmeticError):
 def nearest(word: object, allowed: Iterable[str]) -> str:
     """The one of `allowed` that was probably meant, or ""."""
     return next(iter(difflib.get_close_matches(str(word), list(allowed), n=1)), "")
+
+
+def shown(value: Any) -> str:
+    """A few words of a value that may be long, or hold itself."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # a number of thousands of digits, or what cannot describe itself
+        return f"a {type(value).__name__} that cannot be shown"

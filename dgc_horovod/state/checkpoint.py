@@ -24,9 +24,10 @@ from dgc_horovod.config import DGCConfig, check_choice
 from dgc_horovod.config_check import Gatherer, shared_from, together
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.state.handing_on import handed_on, needed
 from dgc_horovod.state.manifest import MANIFEST, File, Manifest, digest
 from dgc_horovod.state.method import left_of
-from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining, handed_on, needed
+from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining
 
 _log = logging.getLogger("dgc_horovod")
 MODEL = "model"
@@ -215,7 +216,7 @@ def load(
 
     Manifest and model are read by rank 0 and sent to the others; residuals are read by the rank that goes on from them.
     With another number of ranks than before, or on nodes with other buckets, they are handed on
-    (`residual_state.handed_on`), for which the directory must be on a file system that all ranks see.
+    (`handing_on.handed_on`), for which the directory must be on a file system that all ranks see.
 
     Args:
         given: path of the directory of `save`.
@@ -259,7 +260,7 @@ def load(
             state = _wanted(directory, manifest, old, residuals, collectives.rank)
             if state is not None:
                 found[old] = state
-    state = handed_on(found, topology, cut_alike) if found else empty
+        state = handed_on(found, topology, cut_alike) if found else empty
     return Checkpoint(manifest, model, dataclasses.replace(state, clips=manifest.clips))
 
 
@@ -349,10 +350,15 @@ def _cut_alike(manifest: Manifest, config: DGCConfig) -> bool:
 
 def _residuals(directory: Path, manifest: Manifest, rank: int) -> ResidualState:
     file = manifest.file(f"rank {rank}")
-    state = ResidualState.from_bytes(_sound(directory, file))
-    expected = (rank, manifest.workers, manifest.averages, manifest.step, manifest.node_size)
-    if (state.rank, state.workers, state.averages, state.step, state.node_size) != expected:
-        raise CheckpointError(f"{file.name} is not what {MANIFEST} says")
+    state = ResidualState.from_bytes(_sound(directory, file), file.name)
+    said = {
+        name: getattr(manifest, name) for name in ("workers", "averages", "step", "node_size", "mode", "settled_at")
+    }
+    for name, value in {"rank": rank, **said}.items():
+        if getattr(state, name) != value:
+            raise CheckpointError(
+                f"{file.name} is not what {MANIFEST} says: {name} is {getattr(state, name)!r}, and not {value!r}"
+            )
     return state
 
 
@@ -364,8 +370,6 @@ def _read(path: Path) -> bytes:
 
 
 def _sound(directory: Path, file: File) -> bytes:
-    if Path(file.name).name != file.name:
-        raise CheckpointError(f"{MANIFEST} names a file outside its directory: {file.name!r}")
     data = _read(directory / file.name)
     if len(data) != file.nbytes or digest(data) != file.digest:
         raise CheckpointError(f"{file.name} is damaged: its bytes are not those that were written")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from dgc_horovod import __version__
-from dgc_horovod.errors import CheckpointError
-from dgc_horovod.state.residual_state import FORMAT
+from dgc_horovod.errors import CheckpointError, shown
+from dgc_horovod.state.kinds import MAPPING, TEXT, Kind, checked, mapping_of, whole
+from dgc_horovod.state.residual_state import CLIPS, COMMON, FORMAT
 
 MANIFEST = "manifest.json"
+_DAMAGED = f"{MANIFEST} is damaged"
+_NAME = re.compile(r"(?!\.\.?$)[^/\0]+")  # none that leads elsewhere
 
 
 @dataclass(frozen=True)
@@ -72,22 +76,45 @@ class Manifest:
         """
         try:
             body = json.loads(data)
-            if body.pop("digest") != _digest_of(body):
-                raise ValueError("its digest does not fit")
-            if body["format"] != FORMAT:
-                raise CheckpointError(f"{MANIFEST} has format {body['format']!r}; this version reads {FORMAT}")
-            files = {key: File(**record) for key, record in body["files"].items()}
-            body = {
-                "node_size": 1,
-                "settled_at": None,
-                "mode": "",
-                "clips": [],
-                **body,
-            }  # earlier versions knew none of them
-            others = {field.name: body[field.name] for field in dataclasses.fields(cls) if field.name != "files"}
-            return cls(**others, files=files)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{MANIFEST} is damaged ({error})") from None
+            sealed = isinstance(body, dict) and body.pop("digest", None) == _digest_of(body)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{_DAMAGED} ({error})") from None
+        if not sealed:
+            raise CheckpointError(f"{_DAMAGED} (its digest does not fit)")
+        if type(body.get("format")) is not int or body["format"] != FORMAT:
+            raise CheckpointError(f"{MANIFEST} has format {shown(body.get('format'))}; this version reads {FORMAT}")
+        fields = {**_EARLIER, **checked(_DAMAGED, body, _KINDS, _EARLIER)}
+        files = {
+            key: File(**checked(_DAMAGED, record, _OF_A_FILE, within=f"files.{key}."))
+            for key, record in fields.pop("files").items()
+        }
+        made = cls(**fields, files=files)
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """Raise CheckpointError unless the fields go together."""
+        for rank in range(self.workers):  # ends at the first that is not there, however many are said to be
+            if f"rank {rank}" not in self.files:
+                raise CheckpointError(f"{_DAMAGED}: workers is {self.workers}, and files has no 'rank {rank}'")
+        if self.workers % self.node_size:
+            raise CheckpointError(f"{_DAMAGED}: node_size {self.node_size} must divide workers, {self.workers}")
+
+
+_KINDS = {
+    "holds": TEXT, **{name: COMMON[name] for name in ("step", "epoch", "averages", "node_size", "settled_at", "mode")},
+    "workers": whole(0), "config": mapping_of(TEXT), "clips": CLIPS, "files": mapping_of(MAPPING),
+}  # fmt: skip
+_OF_A_FILE = {
+    "name": Kind("the name of a file in its directory", lambda x: TEXT.holds(x) and bool(_NAME.fullmatch(x))),
+    "nbytes": whole(0), "digest": TEXT,
+}  # fmt: skip
+_EARLIER: dict[str, Any] = {
+    "node_size": 1,
+    "settled_at": None,
+    "mode": "",
+    "clips": [],
+}  # what earlier versions did not know
 
 
 def _digest_of(body: dict[str, Any]) -> str:

@@ -20,8 +20,20 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.config import FROZEN, OWN
-from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.errors import CheckpointError, shown
+from dgc_horovod.state.kinds import (
+    NUMBER,
+    SWITCH,
+    TEXT,
+    Kind,
+    checked,
+    list_of,
+    mapping_of,
+    one_of,
+    optional,
+    tuple_of,
+    whole,
+)
 
 _log = logging.getLogger("dgc_horovod")
 FORMAT = 1
@@ -34,6 +46,7 @@ FROZEN_SINCE = (  # what may be behind it where other tensors are trained than b
     'before saving to change them, or pass residuals="ignored": what was not sent is lost then'
 )
 UNDECIDED = "undecided"  # mode of a job that chooses an exchange by its clock, and has not
+MODES = ("", UNDECIDED, "dense", "fp16", "compressed")  # the others are those of `planning.trial`
 Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
 
 
@@ -101,20 +114,16 @@ class ResidualState:
         Raises:
             CheckpointError: it is no such dict.
         """
-        try:
-            state = cls(**record)
-            for name, kind in _KINDS.items():
-                _checked(getattr(state, name), kind)
-            for name, arrays in state.tensors.items():
-                for part, array in arrays.items():
-                    _check_array(f"{part!r} of {name!r}", part, array)
-            for bucket, thresholds in state.thresholds.items():
-                _check_array(f"{_GUESS!r} of {bucket!r}", _GUESS, thresholds)
-            _optional(state.settled_at)
-            state._check()
-            return state
-        except (TypeError, ValueError, OverflowError, AttributeError, LookupError) as error:
-            raise CheckpointError(f"this is no dict of residual_state_dict() ({error})") from None
+        state = cls(**checked(_NO_DICT, record, _OF_DICT, _EARLIER))
+        if unknown := [name for name in record if name not in _OF_DICT]:
+            raise CheckpointError(f"{_NO_DICT}: there is no field {shown(unknown[0])}")
+        for name, arrays in state.tensors.items():
+            for part, array in arrays.items():
+                _check_array(_NO_DICT, f"tensors.{name}.{part}", part, array)
+        for bucket, thresholds in state.thresholds.items():
+            _check_array(_NO_DICT, f"thresholds.{bucket}", _GUESS, thresholds)
+        state._check(_NO_DICT)
+        return state
 
     def to_bytes(self) -> bytes:
         """As the bytes of an ``.npz`` file, which holds arrays and no code."""
@@ -142,64 +151,59 @@ class ResidualState:
         return dataclasses.replace(changed, tensors=scaled, thresholds={})
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> ResidualState:
+    def from_bytes(cls, data: bytes, name: str = "a residual file") -> ResidualState:
         """What `to_bytes` was called on.
+
+        Args:
+            data: bytes of the file.
+            name: name of the file, for messages.
 
         Raises:
             CheckpointError: these are no such bytes.
         """
+        what = f"{name} is damaged"
         try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                return cls._read({name: arrays[name] for name in arrays.files})
-        except CheckpointError:
-            raise
+            with np.load(io.BytesIO(data), allow_pickle=False) as found:
+                arrays = {key: found[key] for key in found.files}
+            head = json.loads(arrays.pop(_HEAD).tobytes())
         except (
             ValueError, LookupError, TypeError, AttributeError, OSError, EOFError, RuntimeError, MemoryError,
             SyntaxError, NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
         ) as error:  # fmt: skip
-            raise CheckpointError(f"a residual file is damaged ({type(error).__name__}: {error})") from None
-
-    @classmethod
-    def _read(cls, arrays: Arrays) -> ResidualState:
-        head = json.loads(arrays.pop(_HEAD).tobytes())
-        if head["format"] != FORMAT:
-            raise CheckpointError(f"a residual file has format {head['format']!r}; this version reads {FORMAT}")
-        names, buckets = ([_checked(name, str) for name in head[kind]] for kind in ("names", "buckets"))
-        state = cls(
-            _checked(head["rank"], int),
-            _checked(head["workers"], int),
-            _checked(head["averages"], bool),
-            _checked(head["step"], int),
-            head["epoch"],
-            {name: {} for name in names},
-            {_checked(name, str): _checked(steps, int) for name, steps in head["directions"].items()},
-            node_size=_checked(head.get("node_size", 1), int),  # records of earlier versions know no nodes
-            runs={name: [_checked(x, int) for x in run] for name, run in head.get("runs", {}).items()},
-            mode=_checked(head.get("mode", ""), str),
-            settled_at=_optional(head.get("settled_at")),
-            measured=[[float(x) for x in each] for each in head.get("measured", [])],
-            method=_checked(head.get("method", ""), str),
-        )
+            raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
+        fields = checked(what, head, _OF_HEAD, _EARLIER)
+        if fields.pop("format") != FORMAT:
+            raise CheckpointError(f"{name} has format {head['format']}; this version reads {FORMAT}")
+        names, buckets = fields.pop("names"), fields.pop("buckets")
+        state = cls(**fields, tensors={each: {} for each in names})
         for key, array in arrays.items():
-            number, part = key.split(".")
-            _check_array(key, part, array)
+            number, _, part = key.partition(".")
+            owners = buckets if part == _GUESS else names
+            if not (number.isdecimal() and number.isascii() and int(number) < len(owners)):
+                raise CheckpointError(f"{what}: array {key!r} is of none of its {len(owners)} names")
+            _check_array(what, key, part, array)
             if part == _GUESS:
                 state.thresholds[buckets[int(number)]] = array
             else:
                 state.tensors[names[int(number)]][part] = array
-        state._check()
+        state._check(what)
         return state
 
-    def _check(self) -> None:
-        """Raise ValueError or KeyError unless ranks, steps and runs are possible."""
-        if not 0 <= self.rank < self.workers or self.step < 0:
-            raise ValueError(f"rank {self.rank} of {self.workers}, step {self.step}")
-        if self.node_size < 1 or self.workers % self.node_size:
-            raise ValueError(f"nodes of {self.node_size} of {self.workers} workers")
-        for name, run in self.runs.items():
-            sizes = {array.size for array in self.tensors[name].values()}
-            if len(run) != 2 or any(not 0 <= run[0] <= run[0] + size <= run[1] for size in sizes):
-                raise ValueError(f"{name!r} keeps {sizes} elements of the run {run}")
+    def _check(self, what: str) -> None:
+        """Raise CheckpointError unless the fields go together. `what`: begin of the message."""
+        if self.rank >= self.workers:
+            raise CheckpointError(f"{what}: rank {self.rank} must be below workers, {self.workers}")
+        if self.workers % self.node_size:
+            raise CheckpointError(f"{what}: node_size {self.node_size} must divide workers, {self.workers}")
+        for name, (first, numel) in self.runs.items():
+            sizes = {array.size for array in self.tensors.get(name, {}).values()}
+            if name not in self.tensors or any(first + size > numel for size in sizes):
+                raise CheckpointError(f"{what}: runs.{name} is [{first}, {numel}], and {sorted(sizes)} are kept of it")
+        for name, arrays in self.tensors.items():
+            if REMAINDER in arrays and (RESIDUAL not in arrays or arrays[RESIDUAL].size != arrays[REMAINDER].size):
+                raise CheckpointError(
+                    f"{what}: {REMAINDER!r} of {name!r} must go with as many elements of {RESIDUAL!r}"
+                )
 
     def check_fits(self, name: str, numel: int | None, first: int, last: int) -> None:
         """Raise CheckpointError unless the record has what a rank keeps of a tensor.
@@ -279,119 +283,43 @@ _HEAD_FIELDS = (
     "rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions", "settled_at", "measured", "mode",
     "method",
 )  # fmt: skip
-_KINDS = {
-    "rank": int, "workers": int, "averages": bool, "step": int, "node_size": int, "tensors": dict, "runs": dict,
-    "directions": dict, "thresholds": dict, "measured": list, "mode": str, "clips": list, "method": str,
+
+
+def _is_epoch(x: Any) -> bool:
+    """Scripts have whole floats and numbers of NumPy, too."""
+    try:
+        return x is None or (not isinstance(x, (bool, np.bool_)) and abs(math.floor(x)) < 2**63)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+_ARRAY = Kind("an array", lambda x: isinstance(x, np.ndarray))
+_RUN = tuple_of(whole(0), whole(0))
+CLIPS = list_of(tuple_of(list_of(TEXT), NUMBER, optional(NUMBER), SWITCH))
+COMMON = {  # what the manifest has as well
+    "workers": whole(1), "averages": SWITCH, "step": whole(0), "epoch": optional(whole(1 - 2**63)),
+    "node_size": whole(1), "settled_at": optional(whole(0)), "mode": one_of(*MODES),
 }  # fmt: skip
+_OF_RECORD = {
+    **COMMON, "rank": whole(0), "directions": mapping_of(whole(0)), "runs": mapping_of(_RUN),
+    "measured": list_of(tuple_of(NUMBER, NUMBER, NUMBER)), "method": TEXT,
+}  # fmt: skip
+_OF_HEAD = {**_OF_RECORD, "format": whole(0), **dict.fromkeys(("names", "buckets"), list_of(TEXT, distinct=True))}
+_OF_DICT = {
+    **_OF_RECORD, "epoch": Kind("a whole number, or None", _is_epoch), "clips": CLIPS,
+    "tensors": mapping_of(mapping_of(_ARRAY)), "thresholds": mapping_of(_ARRAY),
+}  # fmt: skip
+_EARLIER = ("node_size", "runs", "settled_at", "measured", "mode", "clips", "method")  # earlier versions did not know
+_NO_DICT = "this is no dict of residual_state_dict()"
 
 
-def _check_array(key: str, part: str, array: np.ndarray) -> None:
-    """Raise ValueError unless `array` is one that is kept as `part`, or the thresholds of a bucket."""
-    # squares may overflow; of a moment that all have, infinite means never learnt, of a threshold not known
-    sound = not np.isnan(array).any() if part in (SECOND, SHARED, _GUESS) else np.isfinite(array).all()
-    dtype = np.float64 if part == _GUESS else np.float32
-    if part not in (*PARTS, _GUESS) or array.dtype != dtype or array.ndim != 1 or not sound:
-        raise ValueError(f"array {key!r} is not a finite {np.dtype(dtype)} vector of a known kind")
-
-
-def _checked(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
-
-
-def _optional(number: Any) -> int | None:
-    return None if number is None else int(_checked(number, int))
-
-
-def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, float]:
-    """How much of each old rank's residual a new rank takes over, by old rank.
-
-    The old ranks' residuals lie beside each other on [0, 1), the new ranks' too; a new one takes what lies under it.
-    The combined residual does not change: ``(1/N) * sum of v`` if gradients are averaged, ``sum of v`` if they are
-    summed. From 4 to 2 ranks it is the mean (the sum) of pairs, from 2 to 4 copies (halves).
-
-    Args:
-        rank, workers: index of the new rank, 0 <= rank < workers, and number of ranks now; or of the node, and nodes.
-        before: number of ranks before, >= 1.
-        averages: whether gradients are averaged.
-    """
-    scale = before if averages else workers
-    found = {}
-    for old in range(before):  # in units of 1 / (before * workers)
-        overlap = min((old + 1) * workers, (rank + 1) * before) - max(old * workers, rank * before)
-        if overlap > 0:
-            found[old] = overlap / scale
-    return found
-
-
-def needed(topology: Topology, before: int, node_size: int, cut_alike: bool = True) -> list[int]:
-    """The old ranks whose states a worker goes on from.
-
-    Args:
-        topology: place of the worker now.
-        before, node_size: number of ranks before, and of those of a node.
-        cut_alike: whether the buckets are those of before, and with them what each worker of a node keeps.
-    """
-    if _goes_on(topology, before, node_size, cut_alike):
-        return [topology.rank]
-    return list(shares(topology.node, topology.nodes, before, averages=True))
-
-
-def _goes_on(topology: Topology, before: int, node_size: int, cut_alike: bool) -> bool:
-    """Whether a worker goes on from its own state; what is kept whole fits into any buckets."""
-    return (before, node_size) == (topology.workers, topology.node_size) and (cut_alike or node_size == 1)
-
-
-def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike: bool = True) -> ResidualState:
-    """The state of a worker, from those of the old ranks that `needed` names.
-
-    Where it shares its node, it is that of all its workers together: each takes what it keeps of it.
-
-    Args:
-        states: states of old ranks, by rank, at least one; one that is lost is left out, and counts as zero.
-        topology: place of the worker now.
-        cut_alike: see `needed`.
-    """
-    rank, workers, one = topology.rank, topology.workers, next(iter(states.values()))
-    if _goes_on(topology, one.workers, one.node_size, cut_alike) and rank in states:
-        return states[rank]
-    made = ResidualState(rank, workers, one.averages, one.step, one.epoch, node_size=topology.node_size)
-    made.settled_at, made.measured, made.mode, made.method = one.settled_at, one.measured, one.mode, one.method
-    weights = shares(topology.node, topology.nodes, one.workers, one.averages)
-    means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed
-    anew = set() if _of_whole_nodes(states, means) else _with_second(states)
-    if anew and rank == 0:
-        _log.warning(
-            "dgc_horovod: Adam's moments are dropped, and learnt anew: each worker of a node has kept a part of them, "
-            "and the workers are placed otherwise now"
+def _check_array(what: str, key: str, part: str, array: np.ndarray) -> None:
+    """Raise CheckpointError unless `array` is one that is kept as `part`, or the thresholds of a bucket."""
+    dtype = np.dtype(np.float64 if part == _GUESS else np.float32)
+    if part not in (*PARTS, _GUESS) or array.dtype != dtype or array.ndim != 1:
+        raise CheckpointError(
+            f"{what}: array {key!r} must be a {dtype} vector of a known kind, got {array.dtype}, shape {array.shape}"
         )
-    for old, state in states.items():
-        for name, count in state.directions.items():
-            if name not in anew:
-                made.directions[name] = max(count, made.directions.get(name, 0))
-        for name, arrays in state.as_one_of_all().tensors.items():
-            for part, array in arrays.items():
-                if part == SHARED:  # the optimizer's own slots have it; a mean would not have its bits
-                    continue
-                if part in (FIRST, SECOND) and name in anew:  # a second moment of zeros would make huge steps
-                    continue
-                weight = (weights if is_linear(part, arrays) else means).get(old, 0.0)
-                ours = made.tensors.setdefault(name, {})
-                taken = array * np.float32(weight)
-                ours[part] = ours[part] + taken if part in ours else taken
-    return made
-
-
-def _of_whole_nodes(states: Mapping[int, ResidualState], shares_of: Mapping[int, float]) -> bool:
-    """Whether all workers of a node come together, in equal shares: what is no residual is whole then only."""
-    size = next(iter(states.values())).node_size
-    for start in {old // size * size for old in shares_of}:
-        if len({shares_of.get(old, 0.0) if old in states else 0.0 for old in range(start, start + size)}) > 1:
-            return False
-    return True
-
-
-def _with_second(states: Mapping[int, ResidualState]) -> set[str]:
-    """Names of the tensors of which any has a second moment of its own."""
-    return {name for state in states.values() for name, arrays in state.tensors.items() if SECOND in arrays}
+    # squares may overflow; of a moment that all have, infinite means never learnt, of a threshold not known
+    if np.isnan(array).any() if part in (SECOND, SHARED, _GUESS) else not np.isfinite(array).all():
+        raise CheckpointError(f"{what}: array {key!r} must be finite")

@@ -108,12 +108,13 @@ def of_these(state: ResidualState, then: dict[str, Any], now: dict[str, list[int
     """
     if not state.tensors or TRAINED not in then:
         return state
-    if now[EXCHANGED] is not None and then[EXCHANGED] is not None:
-        one, other = then[EXCHANGED], now[EXCHANGED]
+    exchanged = then.get(EXCHANGED)
+    if now[EXCHANGED] is not None and exchanged is not None:
+        one, other = exchanged, now[EXCHANGED]
     else:  # a variable may have no gradient, so that not all that are trained are exchanged
         one, other = then[TRAINED], now[TRAINED]
-        if one == other and not set(then[EXCHANGED] or ()) <= set(other or ()):
-            one = then[EXCHANGED]
+        if one == other and not set(exchanged or ()) <= set(other or ()):
+            one = exchanged
     if one == other:
         return state
     if is_flushed(state, state.method == CHANGES):

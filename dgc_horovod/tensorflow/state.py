@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +18,22 @@ from dgc_horovod import envvars
 from dgc_horovod.config_check import together
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state import checkpoint
+from dgc_horovod.state.kinds import NAMED, TEXT, checked, list_of, optional, tuple_of, whole
 from dgc_horovod.state.residual_state import UNDECIDED
 from dgc_horovod.tensorflow.auto.agreed import those_of_any
 from dgc_horovod.tensorflow.broadcast import own_variables, shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.kept import check_taken, of_these, trained_in
+from dgc_horovod.tensorflow.kept import EXCHANGED, TRAINED, check_taken, of_these, trained_in
 from dgc_horovod.tensorflow.wrapping.variables import native
 
 _log = logging.getLogger("dgc_horovod")
 _HEAD, _OUTER = "head", "outer"
+_HEAD_KINDS = {
+    "variables": list_of(tuple_of(list_of(whole(0)), TEXT)), _OUTER: whole(0), TRAINED: list_of(whole(-1)),
+    EXCHANGED: optional(list_of(whole(-1))), "extra": NAMED,
+}  # fmt: skip
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any = None, **extra: Any) -> None:
@@ -94,7 +100,7 @@ def load_checkpoint(
     if settings.config is not None and settings.config.automatic:
         found.state.directions = those_of_any(found.state.directions, collectives)
     with together(collectives, f"loading {directory}"):  # before anything is changed, on any rank
-        saved = _Saved.read(found.model)
+        saved = _Saved.read(found.manifest.file(checkpoint.MODEL).name, found.model)
         saved.check(variables, outer)
         if settings.config is not None:
             state = of_these(found.state, saved.head, trained_in(model, used, distribution))
@@ -156,18 +162,30 @@ def _described(variable: Any) -> list[Any]:
 class _Saved:
     """What `_dumped` was given: its head, and the bytes of each variable; outer momenta come last."""
 
+    name: str  # of the file
     head: dict[str, Any]
     values: list[np.ndarray]
 
     @classmethod
-    def read(cls, data: bytes) -> _Saved:
-        """Raises CheckpointError for other bytes."""
+    def read(cls, name: str, data: bytes) -> _Saved:
+        """Raises CheckpointError for other bytes. `name`: of the file, for messages."""
+        what = f"the model's file, {name}, is damaged"
         try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                head = json.loads(arrays[_HEAD].tobytes())
-                return cls(head, [arrays[str(i)] for i in range(len(head["variables"]))])
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"the model's file is damaged ({error})") from None
+            with np.load(io.BytesIO(data), allow_pickle=False) as found:
+                arrays = {key: found[key] for key in found.files}
+            head = json.loads(arrays[_HEAD].tobytes())
+        except (
+            ValueError, KeyError, TypeError, OSError, EOFError, RuntimeError, MemoryError, SyntaxError,
+            NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
+        ) as error:  # fmt: skip
+            raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
+        head = checked(what, head, _HEAD_KINDS, (_OUTER, TRAINED, EXCHANGED))
+        numbers = [str(i) for i in range(len(head["variables"]))]
+        if missing := [number for number in numbers if number not in arrays]:
+            raise CheckpointError(f"{what}: array {missing[0]!r} is missing")
+        if head.get(_OUTER, 0) > len(numbers):
+            raise CheckpointError(f"{what}: {_OUTER} is {head[_OUTER]}, and there are {len(numbers)} variables")
+        return cls(name, head, [arrays[number] for number in numbers])
 
     def _others(self, outer: list[Any]) -> int:
         """How many of the variables are no outer momenta; files of earlier versions do not count them."""
@@ -183,6 +201,13 @@ class _Saved:
                 "or their shapes or dtypes differ; an optimizer has variables of the layers that were trained when it "
                 "was built: freeze the same layers, or freeze and thaw after it is built"
             )
+        for i, (variable, value) in enumerate(zip((*variables, *outer), self.values, strict=False)):
+            expected = variable.shape.num_elements() * variable.dtype.size
+            if value.dtype != np.uint8 or value.shape != (expected,):
+                raise CheckpointError(
+                    f"the model's file, {self.name}, is damaged: array '{i}' must be a vector of {expected} bytes, got "
+                    f"{value.dtype}, shape {value.shape}"
+                )
 
     def assign(self, variables: list[Any], outer: list[Any], rank: int) -> None:
         """Set the variables; outer momenta that were not saved begin with zero."""

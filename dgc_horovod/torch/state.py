@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from dgc_horovod.config_check import together
@@ -16,6 +17,7 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.method import check_kept, method_of
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState
+from dgc_horovod.torch import model_file
 from dgc_horovod.torch.clipping.local import records_of
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
@@ -80,10 +82,11 @@ def load(
         if exchange is not None:
             check_between_steps(optimizer)
             _split(optimizer, found.state)
-        try:
-            saved = torch.load(io.BytesIO(found.model), weights_only=True, map_location="cpu")
-        except Exception as error:
-            raise CheckpointError(f"the model's file cannot be read ({error})") from None
+        name = found.manifest.file(checkpoint.MODEL).name
+        saved = model_file.read(name, found.model)
+        model_file.check_fits(name, saved, model, optimizer)
+        if exchange is not None:
+            optimizer._dgc_check_state_dict(saved["optimizer"])
     with together(collectives, f"loading {directory}"):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -180,7 +183,10 @@ def put_back(optimizer: Any, state: ResidualState) -> None:
 
 def to_dict(state: ResidualState) -> dict[str, Any]:
     """`state` as a dict of plain values and tensors."""
-    return _converted(state.to_dict(), torch.from_numpy)
+    found: dict[str, Any] = _converted(
+        state.to_dict(), lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+    )
+    return found
 
 
 def from_dict(record: Mapping[str, Any]) -> ResidualState:
@@ -189,16 +195,18 @@ def from_dict(record: Mapping[str, Any]) -> ResidualState:
     Raises:
         CheckpointError: it is no such dict.
     """
-    try:
-        return ResidualState.from_dict(_converted(record, lambda x: x.cpu().numpy()))
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"this is no dict of residual_state_dict() ({type(error).__name__}: {error})") from None
+    return ResidualState.from_dict(_converted(record, _as_array))
 
 
-def _converted(record: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    tensors = {name: {part: convert(x) for part, x in arrays.items()} for name, arrays in record["tensors"].items()}
-    thresholds = {bucket: convert(x) for bucket, x in record["thresholds"].items()}
-    return {**record, "tensors": tensors, "thresholds": thresholds}
+def _as_array(x: Any) -> Any:
+    """`x` as an array where it may be one of a record, which says of everything else that it is none."""
+    fit = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.dtype in (torch.float32, torch.float64)
+    return x.detach().cpu().numpy() if fit else x
+
+
+def _converted(x: Any, convert: Callable[[Any], Any]) -> Any:
+    """`x` with all that stands in its mappings converted."""
+    return {key: _converted(y, convert) for key, y in x.items()} if isinstance(x, Mapping) else convert(x)
 
 
 # -- nothing left behind

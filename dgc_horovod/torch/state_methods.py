@@ -41,6 +41,9 @@ class StateMethods:
             self._dgc_forget()
             self._dgc_loaded = self._dgc_may_be_regrouped = True
 
+    def _dgc_check_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
+        """Raise UnsupportedUse for what `load_state_dict` would refuse of what is not torch's: nothing here."""
+
     def _dgc_forget(self: Any) -> None:
         """u, v and the step under way: the weights and the optimizer's state are about to be others."""
         self._dgc.abandon()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sealed import check_sealed
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
@@ -56,6 +57,10 @@ def test_refused(tmp_path):
         assert "CheckpointError" in found["missing"]
         assert "cannot be copied or pickled" in found["copy"] and "add_param_group after wrapping" in found["group"]
         assert "already wrapped" in found["again"]
+
+
+def test_what_was_changed_and_sealed_again_is_one_error_and_changes_nothing(tmp_path):
+    check_sealed(run("DDP", "sealed", tmp_path))
 
 
 def test_resumed_with_another_number_of_ranks(checkpoints):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sealed import check_sealed
 
 pytestmark = pytest.mark.parallel
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    cases = ("refused", "within_an_accumulation", "outer_momentum")
+    cases = ("refused", "within_an_accumulation", "outer_momentum", "sealed")
     return run_ranks(2, [f"keras_changed_state.{case}" for case in cases])
 
 
@@ -29,6 +30,10 @@ def test_what_is_refused_changes_nothing_and_is_loaded_behind_a_flush(ranks):
         run = found[0][name]
         assert text in run["error"] and run["same"], (name, run)
         assert run["flushed"] == "" and run["weights"], (name, run)
+
+
+def test_what_was_changed_and_sealed_again_is_one_error_and_changes_nothing(ranks):
+    check_sealed([rank["keras_changed_state.sealed"] for rank in ranks])
 
 
 def test_a_load_within_an_accumulation_begins_it_anew(ranks):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sealed import check_sealed
 from tests.parallel.cases.state import COMPRESSIONS, OPTIMIZERS
 
 pytestmark = pytest.mark.parallel
@@ -19,6 +20,7 @@ def ranks():
             "state.resume",
             "state.flushed",
             "damaged_state.damage",
+            "damaged_state.sealed",
             "state.stock_and_back",
             "state.to_the_dense_path",
             "state.flush_is_linear",
@@ -82,6 +84,10 @@ def test_adam_goes_on_after_a_flush_with_the_moments_it_had(ranks):
 def test_a_flush_moves_momentum_and_changes_nothing_else(ranks):
     found = ranks[0]["state.flush_is_linear"]
     assert len(found) == 3 and all(distance < 1e-5 for distance in found.values()), found
+
+
+def test_what_was_changed_and_sealed_again_is_one_error_and_changes_nothing(ranks):
+    check_sealed([rank["damaged_state.sealed"] for rank in ranks])
 
 
 def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):

@@ -14,7 +14,8 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.state import checkpoint
-from dgc_horovod.state.residual_state import RESIDUAL, ResidualState, handed_on, needed
+from dgc_horovod.state.handing_on import handed_on, needed
+from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from dgc_horovod.stats import Traffic
 from tests.helpers.data import BACKENDS
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dgc_horovod.core.optimizer_exchange import clip_limit
-from dgc_horovod.errors import CheckpointError, UnsupportedUse
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.clipping.norms import finite_norm, total_norm
 from dgc_horovod.torch.clipping.sharing import SharedNorms
 from dgc_horovod.torch.gradients.collectives import Collectives
@@ -58,19 +58,12 @@ def records_of(clips: Iterable[Clip], names: Mapping[Parameter, str]) -> list[li
 
 
 def clips_of(records: Iterable[Sequence[Any]], names: Mapping[Parameter, str]) -> list[Clip]:
-    """What `records_of` was given, but for parameters that are not there any more.
-
-    Raises:
-        CheckpointError: these are no such records.
-    """
+    """What `records_of` was given, but for parameters that are not there any more."""
     of_name, found = {name: p for p, name in names.items()}, []
-    try:
-        for of, limit, p, updates in records:
-            parameters = tuple(of_name[name] for name in of if name in of_name)
-            if parameters and 0 < limit < math.inf:
-                found.append(Clip(parameters, float(limit), ELEMENTS if p is None else float(p), bool(updates)))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"what the script clips is not readable in the record ({error})") from None
+    for of, limit, p, updates in records:
+        parameters = tuple(of_name[name] for name in of if name in of_name)
+        if parameters and 0 < limit < math.inf:
+            found.append(Clip(parameters, float(limit), ELEMENTS if p is None else float(p), updates))
     return found
 
 

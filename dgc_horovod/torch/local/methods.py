@@ -10,7 +10,7 @@ import torch
 
 from dgc_horovod import at_end
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.errors import UnsupportedUse, shown
 from dgc_horovod.notices import MID_ROUND, WEIGHTS_SET, clips_alone, of_skipped, step_not_made, stop_if_skipped
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.gradients.dense_path import all_finite
@@ -203,14 +203,8 @@ class LocalMethods:
         if not self._dgc_takes_part:
             self._dgc_below.load_state_dict(self, state_dict, *args, **kwargs)
             return
+        outer = self._dgc_check_state_dict(state_dict)
         of_name = {name: p for p, name in self._dgc.names.items()}
-        outer = state_dict.get(_OUTER, {}) if self._dgc_config.outer_momentum else {}
-        others = [name for name, x in outer.items() if name not in of_name or x.shape != of_name[name].shape]
-        if others:
-            raise UnsupportedUse(
-                f"the outer momentum of {others[0]!r} is of no parameter here: pass the same named_parameters as when "
-                "it was saved"
-            )
         inner = {key: x for key, x in state_dict.items() if key != _OUTER}
         self._dgc_below.load_state_dict(self, inner, *args, **kwargs)
         if not self._dgc_rounds.count:  # a step that has raised an error may have begun one
@@ -218,6 +212,19 @@ class LocalMethods:
         for name, x in outer.items():
             p = of_name[name]
             self._dgc_rounds.momentum[p] = self._dgc_rounds.held(x.to(p))
+
+    def _dgc_check_state_dict(self: Any, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+        outer: dict[str, torch.Tensor] = state_dict.get(_OUTER, {}) if self._dgc_config.outer_momentum else {}
+        if not isinstance(outer, dict) or not all(isinstance(x, torch.Tensor) for x in outer.values()):
+            raise UnsupportedUse(f"{_OUTER} in the optimizer's state must be tensors by name, got {shown(outer)}")
+        of_name = {name: p for p, name in self._dgc.names.items()}
+        others = [name for name, x in outer.items() if name not in of_name or x.shape != of_name[name].shape]
+        if others:
+            raise UnsupportedUse(
+                f"the outer momentum of {others[0]!r} is of no parameter here: pass the same named_parameters as when "
+                "it was saved"
+            )
+        return outer
 
     def flush(self: Any) -> None:
         """Apply everything that the ranks have kept: an exchange of the round under way, then a dense one of `e`."""

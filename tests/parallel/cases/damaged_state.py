@@ -12,7 +12,8 @@ from dgc_horovod.state import manifest
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
-from tests.helpers.training import batches, momentum_sgd
+from tests.helpers.sealed import OF_TORCH, outcomes
+from tests.helpers.training import batches, fingerprint, momentum_sgd
 from tests.parallel.cases.state import COMPRESSIONS, HALF, _made, _shared_folder, _train
 
 
@@ -30,6 +31,27 @@ def damage() -> dict[str, Any]:
         found |= _between_backward_and_step(folder, model, optimizer)
         load_checkpoint(folder, model, optimizer)  # still sound
     return found
+
+
+def sealed() -> dict[str, Any]:
+    """Files that somebody has changed and sealed again: one error on every rank, and nothing has changed."""
+    hvd.init()
+    model, optimizer = _made(COMPRESSIONS["clipped, per tensor"])
+    _train(model, optimizer, 0, HALF)
+    with _shared_folder() as folder:
+        save_checkpoint(folder, model, optimizer)
+        _train(model, optimizer, HALF, HALF + 2)
+        return outcomes(
+            OF_TORCH, folder, hvd.rank() == 0, hvd.barrier,
+            lambda: error_of(lambda: load_checkpoint(folder, model, optimizer)),
+            lambda: str([fingerprint(model), kept_as_text(optimizer)]),
+        )  # fmt: skip
+
+
+def kept_as_text(optimizer: Any) -> str:
+    """All that a rank has kept, and its optimizer's state."""
+    kept = {n: {part: x.tobytes() for part, x in a.items()} for n, a in kept_by(optimizer).tensors.items()}
+    return str([kept, optimizer.state_dict()])
 
 
 def _damaged(folder: Path, compression: Any) -> dict[str, Any]:

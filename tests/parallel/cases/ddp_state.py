@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch import ddp
 from dgc_horovod.torch.ddp import Compression, load_checkpoint, register, save_checkpoint
+from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
 from tests.helpers.regression import batches, fingerprint, smooth_model
+from tests.helpers.sealed import OF_TORCH, outcomes
 
 STEPS = 6
 
@@ -109,3 +112,21 @@ def refused() -> dict[str, str]:
         "group": error_of(lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})),
         "again": error_of(lambda: ddp.register(model, optimizer, compression())),
     }
+
+
+def sealed() -> dict[str, Any]:
+    """Files that somebody has changed and sealed again: one error on every rank, and nothing has changed."""
+    model, optimizer = _made()
+    train(model, optimizer, dist.get_rank(), 0)
+    folder = Path(os.environ["DGC_TEST_FOLDER"])
+    save_checkpoint(folder, model, optimizer)
+    train(model, optimizer, dist.get_rank(), 1)
+
+    def kept() -> str:
+        residuals = {name: [x.tolist() for x in a.values()] for name, a in kept_by(optimizer).tensors.items()}
+        return str([fingerprint(model), residuals, optimizer.state_dict()])
+
+    return outcomes(
+        OF_TORCH, folder, dist.get_rank() == 0, dist.barrier,
+        lambda: error_of(lambda: load_checkpoint(folder, model, optimizer)), kept,
+    )  # fmt: skip

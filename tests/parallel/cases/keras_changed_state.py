@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -13,6 +14,7 @@ from dgc_horovod import WarmupSchedule
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import fingerprint
+from tests.helpers.sealed import OF_KERAS, outcomes
 from tests.parallel.cases.keras_state import _SMALL, _remove, _shared_folder
 
 DGC = Compression.dgc(**_SMALL)
@@ -72,6 +74,26 @@ def refused() -> dict[str, Any]:
         name: error_of(lambda: _train(_made(c), 0, steps).optimizer.load_residual_state_dict(kept))  # noqa: B023
         for name, c, steps in (("dgc", DGC, 0), ("dgc, trained", DGC, 2), ("local", Compression.local(steps=2), 0))
     }
+    return found
+
+
+def sealed() -> dict[str, Any]:
+    """Files that somebody has changed and sealed again: one error on every rank, and nothing has changed."""
+    hvd.init()
+    model, folder = _train(_made(DGC), 0, 4), _shared_folder("sealed")
+    save_checkpoint(folder, model)
+    _train(model, 4, 6)
+
+    def kept() -> str:
+        slots = [np.asarray(variable).tolist() for variable in model.optimizer.variables]
+        residuals = model.optimizer.residual_state_dict()["tensors"]
+        return str([fingerprint(model), slots, {n: [x.tolist() for x in a.values()] for n, a in residuals.items()}])
+
+    found = outcomes(
+        OF_KERAS, Path(folder), hvd.rank() == 0, lambda: hvd.allreduce(tf.zeros(1), name="sealed"),
+        lambda: error_of(lambda: load_checkpoint(folder, model)), kept,
+    )  # fmt: skip
+    _remove(folder)
     return found
 
 

@@ -1,0 +1,193 @@
+"""Checkpoints that somebody has changed and sealed again, so that every digest fits."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod.state.manifest import MANIFEST, digest
+
+GONE = object()  # a field that is to be taken away
+JUNK = (
+    GONE, None, "text", "", "\ud800", -1, -(2**80), 2**80, 10**400, 0.5, float("nan"), float("inf"), True, [], [None],
+    [[1]], {}, {"a": {"b": 1}},
+)  # fmt: skip
+
+
+def with_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the manifest in place, and seal it."""
+    body = json.loads((folder / MANIFEST).read_text())
+    del body["digest"]
+    change(body)
+    body["digest"] = digest(json.dumps(body, sort_keys=True).encode())
+    (folder / MANIFEST).write_text(json.dumps(body))
+
+
+def with_file(folder: Path, key: str, change: Callable[[bytes], bytes]) -> None:
+    """Change the bytes of a file that the manifest names by `key`, and seal both."""
+
+    def seal(body: dict[str, Any]) -> None:
+        file = body["files"][key]
+        data = change((folder / file["name"]).read_bytes())
+        (folder / file["name"]).write_bytes(data)
+        file["nbytes"], file["digest"] = len(data), digest(data)
+
+    with_manifest(folder, seal)
+
+
+def of_npz(change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """For `with_file`: `change` is given head and arrays of an ``.npz`` file."""
+
+    def changed(data: bytes) -> bytes:
+        with np.load(io.BytesIO(data)) as found:
+            arrays = {name: found[name] for name in found.files}
+        head = json.loads(arrays.pop("head").tobytes())
+        change(head, arrays)
+        out = io.BytesIO()
+        np.savez(out, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays)
+        return out.getvalue()
+
+    return changed
+
+
+def places(record: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything that stands in mappings and lists."""
+    items = record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def replaced(record: Any, path: tuple[Any, ...], junk: Any) -> Any:
+    """A copy of `record` with `junk` at `path`."""
+    made = copy.deepcopy(record)
+    there = made
+    for key in path[:-1]:
+        there = there[key]
+    if junk is GONE:
+        del there[path[-1]]
+    else:
+        there[path[-1]] = junk
+    return made
+
+
+def of_torch(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """For `with_file`: `change` is given what ``torch.save`` has written."""
+    import torch
+
+    def changed(data: bytes) -> bytes:
+        saved = torch.load(io.BytesIO(data), weights_only=True)
+        change(saved)
+        out = io.BytesIO()
+        torch.save(saved, out)
+        return out.getvalue()
+
+    return changed
+
+
+def _texts(head: dict[str, Any], arrays: dict[str, Any]) -> None:
+    head["directions"] = ["a"]
+
+
+# The same for every adapter: what is changed, by what is in the error.
+OF_ALL: dict[str, Callable[[Path], Any]] = {
+    "manifest.json is damaged: config must be": lambda folder: with_manifest(folder, lambda m: m.update(config="dgc")),
+    "manifest.json is damaged: workers is 99": lambda folder: with_manifest(folder, lambda m: m.update(workers=99)),
+    "rank1.npz is damaged: directions must be": lambda folder: with_file(folder, "rank 1", of_npz(_texts)),
+    "rank1.npz is not what manifest.json says: mode is 'fp16'": lambda folder: with_file(
+        folder, "rank 1", of_npz(lambda head, arrays: head.update(mode="fp16"))
+    ),
+}
+
+
+def _of_another_shape(saved: dict[str, Any]) -> None:
+    last = list(saved["model"])[-1]  # all others would have been loaded before it
+    saved["model"][last] = saved["model"][last].repeat(2)
+
+
+def _of_another_momentum(saved: dict[str, Any]) -> None:
+    state = saved["optimizer"]["state"][0]
+    state["momentum_buffer"] = state["momentum_buffer"].reshape(-1)
+
+
+def _of_another_rate(saved: dict[str, Any]) -> None:
+    saved["optimizer"]["param_groups"][0]["lr"] = "0.1"
+
+
+OF_TORCH: dict[str, Callable[[Path], Any]] = {
+    **OF_ALL,
+    "model.bin, is damaged: extra must be": lambda folder: with_file(
+        folder, "model", of_torch(lambda saved: saved.update(extra=None))
+    ),
+    "model.bin, does not fit the model: ": lambda folder: with_file(folder, "model", of_torch(_of_another_shape)),
+    "optimizer.state[0].momentum_buffer must be a tensor of shape": lambda folder: with_file(
+        folder, "model", of_torch(_of_another_momentum)
+    ),
+    "optimizer.param_groups[0].lr must be a number, got '0.1'": lambda folder: with_file(
+        folder, "model", of_torch(_of_another_rate)
+    ),
+}
+
+
+def _of_another_length(head: dict[str, Any], arrays: dict[str, Any]) -> None:
+    last = max(arrays, key=int)
+    arrays[last] = arrays[last][1:]
+
+
+OF_KERAS: dict[str, Callable[[Path], Any]] = {
+    **OF_ALL,
+    "model.bin, is damaged: extra must be": lambda folder: with_file(
+        folder, "model", of_npz(lambda head, arrays: head.update(extra=None))
+    ),
+    "must be a vector of": lambda folder: with_file(folder, "model", of_npz(_of_another_length)),
+}
+
+
+def outcomes(
+    attacks: dict[str, Callable[[Path], Any]],
+    folder: Path,
+    is_first: bool,
+    meet: Callable[[], Any],
+    load: Callable[[], str],
+    kept: Callable[[], str],
+) -> dict[str, Any]:
+    """The error of each attack, and whether something has changed on this rank; the folder is sound again behind it.
+
+    Args:
+        attacks: attacks by their error's words.
+        folder: a checkpoint, which every rank sees.
+        is_first: whether this is the rank that changes it.
+        meet: barrier of all ranks.
+        load: function that loads, and returns its error's text.
+        kept: function that returns all that a load may change.
+    """
+    found = {}
+    for words, attack in attacks.items():
+        before = kept()
+        meet()
+        sound = {file: file.read_bytes() for file in folder.iterdir()}
+        meet()
+        if is_first:
+            attack(folder)
+        meet()
+        found[words] = {"error": load(), "same": kept() == before}
+        meet()
+        for file, data in sound.items() if is_first else ():
+            file.write_bytes(data)
+        meet()
+    return found
+
+
+def check_sealed(ranks: list[dict[str, Any]]) -> None:
+    """What `outcomes` has found on every rank: the same error, and nothing has changed."""
+    assert len(ranks[0]) >= len(OF_ALL) + 2
+    for words, one in ranks[0].items():
+        assert all(rank[words] == one for rank in ranks), (words, [rank[words] for rank in ranks])
+        assert one["error"].startswith("CheckpointError: ") and words in one["error"], (words, one)
+        assert one["same"], (words, one)
