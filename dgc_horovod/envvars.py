@@ -76,8 +76,21 @@ def _size(text: str) -> int:
     return _whole(amount.removesuffix(unit), _UNITS[unit])
 
 
+def can_carry(text: str) -> bool:
+    """Whether a variable of the environment, a command line or the name of a file can be `text`."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
+        return False
+
+
 def _text(text: str) -> str:
+    if not can_carry(text):
+        raise ValueError
     return text
+
+
+CARRIED = "without NUL and without lone surrogates"
 
 
 # How a kind of value is read, what a flag's help calls it, and what a message says of it.
@@ -87,8 +100,8 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "whole": (_whole, "N", "a whole number below 2^63"),
     "size": (_size, "BYTES", "a whole number of bytes below 2^63, such as 2MB or 500kB"),
     "switch": (_switch, "on|off", "on or off (1/0, true/false, yes/no)"),
-    "text": (_text, "TEXT", "a text"),
-    "path": (_text, "PATH", "a path"),
+    "text": (_text, "TEXT", f"a text {CARRIED}"),
+    "path": (_text, "PATH", f"a path {CARRIED}"),
 }
 
 

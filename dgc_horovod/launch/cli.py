@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ _EXIT_USAGE = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (None: of this process); returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # bytes of names and variables go out as they came
     if words[:1] == ["--build-horovod"]:
         return build_horovod.main(words[1:])
     if importlib.util.find_spec("horovod") is None:

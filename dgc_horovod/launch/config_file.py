@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,15 +10,21 @@ import yaml
 from horovod.runner.common.util.config_parser import LOG_LEVELS
 
 from dgc_horovod import envvars
-from dgc_horovod.errors import ConfigError, nearest
+from dgc_horovod.errors import ConfigError, nearest, shown
 
 SECTION = "compression"
-_NUMBER, _SWITCH, _TEXT, _LEVEL = "a number", "on or off", "a text", f"one of {', '.join(LOG_LEVELS)}"
+_MOST_CHARACTERS, _MOST_WHOLE = 2**20, 2**63
+_NUMBER, _SWITCH, _TEXT, _LEVEL, _EITHER = (
+    "a finite number", "on or off", f"a text {envvars.CARRIED}", f"one of {', '.join(LOG_LEVELS)}", "gloo or mpi",
+)  # fmt: skip
 _LEGAL: dict[str, Callable[[Any], bool]] = {
-    _NUMBER: lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    _NUMBER: lambda value: (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST_WHOLE  # NaN is not
+    ),
     _SWITCH: lambda value: value in (True, False),  # 1 and 0 too
-    _TEXT: lambda value: isinstance(value, str),
+    _TEXT: lambda value: isinstance(value, str) and envvars.can_carry(value),
     _LEVEL: lambda value: value in LOG_LEVELS,
+    _EITHER: lambda value: isinstance(value, str) and value.lower() in ("gloo", "mpi"),
 }
 # Horovod reads these (horovod/runner/common/util/config_parser.py), ignores every other key without a word, and takes
 # every value for what it should be.
@@ -42,7 +47,6 @@ HOROVOD_KEYS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 _OFF = "none"  # the method that `compression: off` stands for
 _CONTROLLER = "controller"  # of Horovod too, and no section
-_MOST_CHARACTERS, _MOST_WHOLE = 2**20, 2**63
 _VARIABLES = {variable.key: variable for variable in envvars.SETTABLE}
 
 
@@ -81,7 +85,7 @@ def section_of(path: str, content: Mapping[str, Any], for_everyone: bool = False
                 f"{path}: {section} is Horovod's, which reads its sections from --config-file only; only {SECTION} may "
                 f"stand in the file that {envvars.CONFIG_FILE.name} names"
             )
-    _check_kind(path, _CONTROLLER, content.get(_CONTROLLER), _TEXT)
+    _check_kind(path, _CONTROLLER, content.get(_CONTROLLER), _EITHER)
     for section, kinds in HOROVOD_KEYS.items():
         values = _section(path, section, content)
         _check_keys(path, section, values, kinds)
@@ -114,7 +118,7 @@ def read(path: str) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"config file {path} is longer than {_MOST_CHARACTERS} characters")
@@ -136,7 +140,7 @@ def _section(path: str, name: str, content: Mapping[str, Any]) -> Mapping[str, A
 def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         hint = "; e.g. compression: {method: dgc}, or compression: off" if name == SECTION else ""
-        raise ConfigError(f"{path}: {name} must be a mapping of keys to values, got {_shown(value)}{hint}")
+        raise ConfigError(f"{path}: {name} must be a mapping of keys to values, got {shown(value)}{hint}")
     return value
 
 
@@ -149,17 +153,9 @@ def _check_keys(path: str, section: str, given: Mapping[str, Any], allowed: Coll
             raise ConfigError(f"{path}: unknown key {key!r}{where}; {hint}allowed: {', '.join(allowed)}")
 
 
-def _shown(value: Any) -> str:
-    """A few words of a value that may be long, or hold itself."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # a number of thousands of digits
-        return f"a {type(value).__name__} that is too long"
-
-
 def _check_kind(path: str, name: str, value: Any, kind: str) -> None:
     if value is not None and not _LEGAL[kind](value):
-        raise ConfigError(f"{path}: {name} must be {kind}, got {_shown(value)}")
+        raise ConfigError(f"{path}: {name} must be {kind}, got {shown(value)}")
 
 
 def _text(path: str, key: str, value: Any) -> str:
@@ -175,4 +171,4 @@ def _text(path: str, key: str, value: Any) -> str:
         )
     if isinstance(value, (str, float)) or (type(value) is int and abs(value) < _MOST_WHOLE):
         return str(value)
-    raise ConfigError(f"{path}: {SECTION}.{key} must be a single value, got {_shown(value)}")
+    raise ConfigError(f"{path}: {SECTION}.{key} must be a single value, got {shown(value)}")

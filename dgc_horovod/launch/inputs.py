@@ -64,6 +64,11 @@ def make_safe(args: Any) -> Ssh:
         ConfigError: something in there could be taken for a command or an option, or there is no rank to start;
             nothing was started.
     """
+    for name, value in vars(args).items():
+        for text in [value] if isinstance(value, str) else value if isinstance(value, (list, tuple, set)) else ():
+            if isinstance(text, str) and not envvars.can_carry(text):
+                flag = "the command" if name == "command" else f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} must be {envvars.CARRIED}, got {text!r}: no process can be given it")
     if args.num_proc is not None and args.num_proc < 1:
         raise ConfigError(f"-np must be at least 1, got {args.num_proc}")
     for name in unsafe_names():
@@ -140,7 +145,7 @@ def _hosts(args: Any) -> str | None:
 def _from_file(path: str) -> str:
     try:
         return horovod_hosts.parse_host_files(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the hostfile {path} cannot be read: {error}") from None
     except IndexError:
         raise ConfigError(

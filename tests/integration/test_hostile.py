@@ -178,6 +178,24 @@ def test_the_command_itself(canary, words):
     assert finished.code == 2 and "must be HOST:SLOTS" in finished.output, finished.output
 
 
+def test_what_no_process_can_be_given(canary):
+    """As words of a command line they cannot come; a program that calls ours may have them, and a file."""
+    for text in ("a\0b", "\ud800"):
+        for words in ([*JOB, "-H", f"{text}:1"], [*JOB, "--hostfile", text], [*JOB, "true", text],
+                      [*JOB, "--output-filename", text], [*JOB, "--timeline-filename", text]):  # fmt: skip
+            with pytest.raises(ConfigError, match=r"HOST:SLOTS|without NUL and without lone surrogates"):
+                commands.run([*words, "true"])
+    for text in ("a\\0b", "\\ud800"):
+        for line in (
+            f'{{compression: {{method: dgc, metrics_file: "{text}"}}}}',
+            f'{{timeline: {{filename: "{text}"}}}}',
+        ):
+            Path("job.yaml").write_text(line)
+            for more in ("--show-config", "--print-env", "--gloo"):
+                with pytest.raises(ConfigError, match=r"job\.yaml: .*(metrics_file|timeline\.filename) must be"):
+                    commands.run(["-np", "1", "--config-file", "job.yaml", more, "true"])
+
+
 def test_names_that_ssh_would_take_for_options(canary):
     for name in ("-Fcanary", "-oProxyCommand", "-v", "--", "-"):
         with pytest.raises(ConfigError, match="no - in front"):
