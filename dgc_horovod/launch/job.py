@@ -106,8 +106,9 @@ def _look_at_the_end(status: StatusServer, job: Job, workers: int) -> int:
     if job.method == "none":
         return 0
     end = status.get(summary.END)
-    if end is not None:  # rank 0 has told the user itself
-        reason = end["inactive"]
+    said = end.get("inactive") if isinstance(end, dict) else None
+    if isinstance(said, str):  # rank 0 has told the user itself
+        reason = said
     elif not status.heard_of:
         reason = (
             "no rank has called hvd.init() of horovod.torch or horovod.tensorflow in a Python that ran dgc_horovod's "
@@ -124,14 +125,14 @@ def _look_at_the_end(status: StatusServer, job: Job, workers: int) -> int:
         )
     else:
         reason = summary.NOTHING_WRAPPED
-    if end is None and reason:
+    if reason and reason != said:
         _say(f"dgc_horovod: {summary.not_active(job, reason)}")
     return summary.EXIT_INACTIVE if reason and not job.get(envvars.ALLOW_INACTIVE) else 0
 
 
 def _has_wrapped(status: StatusServer) -> bool:
     """Whether rank 0 has told of an optimizer of ours, or any rank of steps that one has made."""
-    told = status.get_all(reports.PREFIX).values()
+    told = [figures for figures in status.get_all(reports.PREFIX).values() if isinstance(figures, dict)]
     return bool(status.get(summary.WRAPPED)) or any(figures.get("timed_steps") for figures in told)
 
 

@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name is None or name.endswith(_ALL) or not sized:
             return self._answer(400, b"")
         data = self.rfile.read(int(length))
-        if not _is_json(data):  # cut off, perhaps
+        if not _is_entry(data):  # cut off, perhaps
             return self._answer(400, b"")
         self._answer(200 if self.server.keep(name, data) else 507, b"")
 
@@ -206,12 +206,14 @@ class _AtMost:
         return data
 
 
-def _is_json(data: bytes) -> bool:
+def _is_entry(data: bytes) -> bool:
+    """Whether it is JSON of one value, or of a list or an object of single values: ranks report nothing deeper."""
     try:
-        json.loads(data)
+        entry = json.loads(data)
     except (ValueError, RecursionError):
         return False
-    return True
+    parts = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
+    return not any(isinstance(part, (dict, list)) for part in parts)
 
 
 class StatusBoard:

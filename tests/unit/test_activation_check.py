@@ -10,15 +10,17 @@ import time
 
 import pytest
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, metrics, recording
 from dgc_horovod.errors import NotActivated
 from dgc_horovod.launch import hosts, job
 from dgc_horovod.launch import status_server as desk_module
 from dgc_horovod.launch.rank import activation_check
 from dgc_horovod.launch.rank import reports as reports_module
 from dgc_horovod.launch.rank.reports import Reports
+from dgc_horovod.launch.rank.summary import Outcome
 from dgc_horovod.launch.settings import resolve
 from dgc_horovod.launch.status_server import StatusBoard, StatusServer
+from dgc_horovod.stats import COUNTERS
 
 
 @pytest.fixture
@@ -232,7 +234,8 @@ def test_what_is_kept_is_bounded(server, monkeypatch):
     """In number, name and content, even for those who have the key."""
     monkeypatch.setattr(desk_module, "_MOST_ENTRIES", 3)
     assert [ask(server, "PUT", f"/{server.key}/{name}", b"1") for name in "abcda"] == [200, 200, 200, 507, 200]
-    for name, body in (("a" * 65, b"1"), ("a/b", b"1"), ("", b"1"), ("a", b"[1"), ("a", b"[" * 4000)):
+    deep = [b"[[1]]", b'{"a": {}}', b"[" * 900 + b"]" * 900]  # which whoever reads all entries could not read
+    for name, body in (("a" * 65, b"1"), ("a/b", b"1"), ("", b"1"), ("a", b"[1"), *(("a", each) for each in deep)):
         assert ask(server, "PUT", f"/{server.key}/{name}", body) == 400
     assert server.get("a") == 1
 
@@ -310,3 +313,42 @@ def test_the_ranks_reports_reach_rank_0_and_those_that_have_left_do_not(server):
     alone.go_on_as(0, 2)
     alone.end()
     assert [figures["rank"] for figures in alone.of_all()] == [0, 1]
+
+
+ODD = [None, True, 7, "x", [], [1], {}, {"rank": 1}, {"rank": 1, "last": True}, [1, 2, 3], 10**400, float("nan")]
+COUNTS = {name: 1.0 for name in COUNTERS}
+ODD_VALUES = [None, True, "1", [1], -1, 10**400, float("inf"), float("nan")]
+
+
+def test_what_is_no_report_is_left_out(server, monkeypatch):
+    """An entry that is none had ended the thread and the exit handler of rank 0: no summary, no last record."""
+    address = f"{server.key}@{server.place(['127.0.0.1'])}"
+    view = StatusBoard([address])
+    monkeypatch.setattr(reports_module, "_LAST_SECONDS", 0)
+    for entry in [*ODD, *({"rank": 1, **COUNTS, "step_seconds": odd} for odd in ODD_VALUES)]:
+        reports = Reports(address)
+        reports.go_on_as(0, 3)
+        server.put("figures.1", entry)
+        server.put("figures.7", entry)
+        view.put("figures.2", {"rank": 2, "host": "b\n", **COUNTS, "overlap": 0.5, "a b": 1, "c": "d", "last": True})
+        reports.end()
+        told = reports.of_all()
+        assert [figures["rank"] for figures in told] == [0, 2], entry
+        assert told[1] == {"rank": 2, "host": "", **COUNTS, "overlap": 0.5}
+        reports._judge(told)
+        assert len(list(metrics._numbers({"ranks": recording.bounded(told)}))) >= 2 * len(COUNTERS)
+
+
+def test_a_word_of_another_shape_is_no_word(server, monkeypatch):
+    """Nor is an entry under any other name of ours an error of whoever reads it."""
+    monkeypatch.setenv("DGC_STATUS_SERVER", server.place(["127.0.0.1"]))
+    monkeypatch.setenv("DGC_STATUS_KEY", server.key)
+    monkeypatch.setattr(activation_check, "_LOOK_AT_LEAST_EVERY", 0.01)
+    outcome = Outcome(resolve({"DGC_COMPRESSION": "dgc"}, {}))
+    for entry in ODD[1:]:
+        for key in ("end", "wrapped", "figures.0", "0.rank0", "run", activation_check.verdict(0)):
+            outcome._desk.put(key, entry)
+        assert isinstance(outcome._run(), dict)
+        assert job._look_at_the_end(server, outcome.job, 2) in (0, 3)
+        found = activation_check._await_verdict(outcome._desk, 0, 1, 0.0)
+        assert found == (entry if isinstance(entry, list) else [])

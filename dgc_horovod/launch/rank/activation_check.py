@@ -89,8 +89,8 @@ def _await_verdict(board: StatusBoard, number: int, workers: int, seconds: float
     deadline, pause = time.monotonic() + seconds + 5 * _LOOK_AT_LEAST_EVERY, _LOOK_EVERY
     while time.monotonic() < deadline:
         absent: Any = board.get(verdict(number))
-        if absent is not None:
-            return [int(rank) for rank in absent]
+        if isinstance(absent, list) and all(isinstance(rank, int) for rank in absent):
+            return absent
         time.sleep(pause * random.uniform(0.5, 1))  # not all at once
         pause = min(1.5 * pause, _LOOK_AT_LEAST_EVERY)
     return [rank for rank in range(workers) if board.get(present(number, rank)) is None]

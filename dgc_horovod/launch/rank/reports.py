@@ -7,6 +7,7 @@ the training knows of it: a rank that is slow, or stuck in a collective, reports
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from typing import Any
@@ -29,6 +30,32 @@ def interval(workers: int) -> float:
 def figures_of(rank: int) -> str:
     """The key under which a rank reports its figures."""
     return f"{PREFIX}{rank}"
+
+
+def sound(entry: Any, rank: int) -> dict[str, Any] | None:
+    """The report of a rank, as `Reports` makes them; None if an entry is no such thing.
+
+    Whoever has the job's key can put anything there: of what is no report nothing may come but that it is left out.
+
+    Args:
+        entry: JSON that was found under `figures_of(rank)`.
+        rank: index of the rank.
+    """
+    if not isinstance(entry, dict) or entry.get("rank") != rank or not all(_is_count(entry.get(c)) for c in COUNTERS):
+        return None
+    host = entry.get("host")
+    more = {name: value for name, value in entry.items() if name.isidentifier() and name.isascii() and _is_real(value)}
+    named = host if isinstance(host, str) and host.isprintable() else ""
+    return {**more, "rank": rank, "host": named, "last": entry.get("last") is True}
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is a finite number; a whole one may have thousands of digits."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+    return _is_real(value) and value >= 0
 
 
 class Reports:
@@ -95,8 +122,9 @@ class Reports:
 
     def _read(self) -> int:
         """Read what all have reported; returns how many will report again."""
-        found = self._board.get_all(PREFIX).values()
-        self._all = [figures for figures in found if figures["rank"] < self._workers]  # elastic ones may have left
+        entries = self._board.get_all(PREFIX)
+        found = [sound(entries.get(figures_of(rank)), rank) for rank in range(self._workers)]  # others may have left
+        self._all = [figures for figures in found if figures is not None]
         return self._workers - sum(figures.pop("last") for figures in self._all)
 
 

@@ -64,9 +64,10 @@ class Outcome:
     def _run(self) -> dict[str, Any]:
         """What dgcrun says of the job."""
         try:
-            return (self._desk.get(RUN) if self._desk is not None else None) or {}
+            found = self._desk.get(RUN) if self._desk is not None else None
         except OSError:  # the activation check has told of it
             return {}
+        return found if isinstance(found, dict) else {}
 
     def watch_exit(self) -> None:
         """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
