@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from dgc_horovod import files
 from dgc_horovod.errors import ConfigError
 
 Record = Mapping[str, Any]  # numbers and texts by name; under the names of `_PARTS` one more for each part
@@ -74,9 +74,7 @@ class JsonLines:
         self._next = seconds * (1 + 1 / _OFTEN)
         line = json.dumps({"time": round(time.time(), 3), **record}) + "\n"
         data = (b"\n" if _ends_within_a_line(self._path) else b"") + line.encode()
-        with self._path.open("ab", buffering=0) as file:  # in one piece: another job may write to the same file
-            if file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        files.append(self._path, data)
 
     def close(self) -> None:
         """See `Writer`."""

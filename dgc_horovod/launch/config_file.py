@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from horovod.runner.common.util.config_parser import LOG_LEVELS
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, files
 from dgc_horovod.errors import ConfigError, nearest, shown
 
 SECTION = "compression"
@@ -116,8 +116,8 @@ def read(path: str) -> Mapping[str, Any]:
         ConfigError: it cannot be read, is no YAML of plain values, or no mapping; names the file.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
+        data = files.read(path, 4 * _MOST_CHARACTERS + 1)
+        text = data.decode(errors="strict" if len(data) <= 4 * _MOST_CHARACTERS else "replace")  # that one is cut off
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     if len(text) > _MOST_CHARACTERS:

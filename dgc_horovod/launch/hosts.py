@@ -20,7 +20,7 @@ from horovod.runner.common.util import hosts as horovod_hosts
 from horovod.runner.util import network
 from horovod.runner.util.remote import SSH_COMMAND_PREFIX
 
-from dgc_horovod import __version__, envvars
+from dgc_horovod import __version__, envvars, files
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.marked import marked
@@ -122,8 +122,7 @@ def interpreter_of(command: Sequence[str]) -> str | None:
 
 def _of_script(path: str) -> str | None:
     try:
-        with open(path, "rb") as file:
-            first = file.readline(512).decode(errors="replace")
+        first = files.read(path, 512).split(b"\n")[0].decode(errors="replace")
     except OSError:
         return None
     words = first.removeprefix("#!").split() if first.startswith("#!") else []

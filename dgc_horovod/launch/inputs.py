@@ -21,7 +21,7 @@ from horovod.runner.elastic.discovery import HostDiscoveryScript
 from horovod.runner.util import network
 from horovod.runner.util.lsf import LSFUtils
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, files
 from dgc_horovod.errors import ConfigError
 
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
@@ -144,6 +144,7 @@ def _hosts(args: Any) -> str | None:
 
 def _from_file(path: str) -> str:
     try:
+        files.read(path, 0)  # Horovod would wait for what is in a pipe
         return horovod_hosts.parse_host_files(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the hostfile {path} cannot be read: {error}") from None

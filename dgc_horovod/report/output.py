@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from dgc_horovod import files
 from dgc_horovod.errors import ConfigError
 
 _LINES, _PAGES = ".jsonl", (".html", ".htm")
@@ -36,12 +37,15 @@ def check(page: str, metrics: str) -> None:
             raise ConfigError(f"{page!r} is a folder; {_EXAMPLE} in it")
         if not path.parent.is_dir():
             raise ConfigError(f"{page!r}: there is no such folder; make it, or {_EXAMPLE}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"{page!r} cannot be written: permission denied")
+        problem = files.problem_with(path)
+        if not (problem or path.exists() or os.access(path.parent, os.W_OK)):
+            problem = "permission denied"
     except OSError as error:  # a name that is too long, say
-        raise ConfigError(f"{page!r} cannot be written: {error.strerror}") from None
+        problem = str(error.strerror)
+    if problem:
+        raise ConfigError(f"{page!r} cannot be written: {problem}")
 
 
 def write(page: str, text: str) -> None:
     """Write a page in the encoding that it says it has. Raises OSError."""
-    Path(page).write_text(text, encoding="utf-8", errors="replace")
+    files.write(page, text.encode(errors="replace"))

@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from dgc_horovod import files
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.stats import COUNTERS
 
@@ -83,7 +83,7 @@ def read(path: str) -> list[Run]:
         ConfigError: it cannot be read, or holds no record.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = files.read(path).decode(errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(f"the metrics file {path!r} cannot be read: {error}") from None
     runs: list[Run] = []

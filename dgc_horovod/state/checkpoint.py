@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dgc_horovod import files
 from dgc_horovod.config import DGCConfig, check_choice
 from dgc_horovod.config_check import Gatherer, shared_from, together
 from dgc_horovod.errors import CheckpointError
@@ -139,7 +140,7 @@ def _as_texts(config: DGCConfig) -> dict[str, str]:
 
 def _check_own(directory: Path, holds: str) -> None:
     try:
-        data = (directory / MANIFEST).read_bytes()
+        data = files.read(directory / MANIFEST)
         before = Manifest.from_bytes(data)
     except OSError:
         return  # there is none
@@ -364,7 +365,7 @@ def _residuals(directory: Path, manifest: Manifest, rank: int) -> ResidualState:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return files.read(path)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror or error})") from None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dgc_horovod import files
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.budget import LEAST_DENSITY
 from dgc_horovod.errors import ConfigError
@@ -129,6 +131,8 @@ def check_file(file: Path) -> None:
         raise ConfigError(f"--plot {file}: the ending decides on the form, one of {', '.join(forms)}; e.g. plan.svg")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"--plot {file}: there is no such folder")
+    if problem := files.problem_with(file):
+        raise ConfigError(f"--plot {file} cannot be written: {problem}")
 
 
 def draw(found: Table, title: str, file: Path) -> None:
@@ -150,7 +154,9 @@ def draw(found: Table, title: str, file: Path) -> None:
     figure.suptitle(title, fontsize=11)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False, fontsize=9)
     try:
-        figure.savefig(file)
+        written = io.BytesIO()
+        figure.savefig(written, format=file.suffix.removeprefix("."))
+        files.write(file, written.getvalue())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {file}: {error}") from None
     finally:

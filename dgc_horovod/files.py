@@ -1,0 +1,91 @@
+"""Files whose paths a user gives: opened without a wait, whatever is there.
+
+A pipe that nobody reads, or writes to, would hold up whoever opens it, for ever and without a word.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from typing import IO
+
+AnyPath = str | os.PathLike[str]
+_OWN = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/self/fd/\d+")  # what whoever started us has opened
+
+
+def read(path: AnyPath, most: int = -1) -> bytes:
+    """What is in a file, `most` bytes at most. Raises OSError: it is no regular file, say."""
+    with _opened(path, os.O_RDONLY, "rb") as file:
+        return file.read(most)
+
+
+def write(path: AnyPath, data: bytes) -> None:
+    """Put `data` in place of what is in a file; the null device and a terminal take it too. Raises OSError."""
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
+        file.write(data)
+
+
+def append(path: AnyPath, data: bytes) -> None:
+    """Add `data` to a file, in one piece: another job may write to the same one. Raises OSError.
+
+    A pipe that somebody reads takes it too, where it has room for it: nobody waits for the reader.
+    """
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab") as file:
+        number = file.fileno()
+        if os.write(number, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def problem_with(path: AnyPath) -> str:
+    """Why `write` cannot write there; "" if nothing is known of. Nothing is opened, made or changed."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        return _words(error)
+    if _is_refused(path, found.st_mode, os.O_WRONLY):
+        return f"it is {_kind(found.st_mode)}"
+    return "" if os.access(path, os.W_OK) else "permission denied"
+
+
+def _opened(path: AnyPath, flags: int, mode: str) -> IO[bytes]:
+    try:
+        number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    except ValueError as error:  # a zero byte, or what no name of a file can have
+        raise OSError(errno.EINVAL, _words(error)) from None
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "it is a socket, or a pipe that nobody reads") from None
+        raise
+    try:
+        kind = os.fstat(number).st_mode
+        if _is_refused(path, kind, flags):
+            raise OSError(errno.EINVAL, f"it is {_kind(kind)}")
+        if not flags & os.O_APPEND:
+            os.set_blocking(number, True)
+        return os.fdopen(number, mode)
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def _is_refused(path: AnyPath, kind: int, flags: int) -> bool:
+    if stat.S_ISREG(kind):
+        return False
+    if stat.S_ISDIR(kind) or stat.S_ISBLK(kind) or stat.S_ISSOCK(kind):
+        return True
+    if _OWN.fullmatch(os.fspath(path)) or flags & os.O_APPEND:
+        return False
+    return not (flags & os.O_WRONLY and stat.S_ISCHR(kind))
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _words(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
