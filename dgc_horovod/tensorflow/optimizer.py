@@ -27,6 +27,7 @@ from dgc_horovod.tensorflow.local.update import LocalUpdate
 from dgc_horovod.tensorflow.optimizer_mixin import AgreedScaling, DistributedMethods
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.updates.choice import choose_update
+from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
 
 
@@ -102,11 +103,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
     )
-    if optimizer.__dict__.get("_dgc_taken"):  # another one has its variables: a new one like it, as Horovod makes
-        optimizer = type(optimizer).from_config(optimizer.get_config())
-    wrapped = _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
-    object.__setattr__(optimizer, "_dgc_taken", True)
-    return wrapped
+    return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -136,6 +133,9 @@ def set_right(model: Any, explicit: bool = False) -> None:
 
 def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool) -> Any:
     """`optimizer` as one of ours; of a LossScaleOptimizer, the one inside too."""
+    refuse_own_methods(optimizer, "DistributedOptimizer")
+    if optimizer.__dict__.get("_dgc_taken"):  # another one has its variables: a new one like it, as Horovod makes
+        optimizer = type(optimizer).from_config(optimizer.get_config())
     config = settings.config
     rounds = config.local_steps if config is not None else None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -167,6 +167,7 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
         object.__setattr__(wrapped, name, value)  # Keras need not know
     if passes > 1:
         _accumulate(wrapped, passes)
+    object.__setattr__(optimizer, "_dgc_taken", True)
     return wrapped
 
 
@@ -191,8 +192,10 @@ def _distribute_scaler(scaler: Any, inner: Any) -> Any:
     def again(plain: Any) -> Any:
         return _distribute_scaler(plain, type(inner)._dgc_again(plain.inner_optimizer))
 
+    refuse_own_methods(scaler, "DistributedOptimizer")
     wrapped = _adopt(scaler, AgreedScaling, again)
     wrapped.inner_optimizer = inner
+    object.__setattr__(scaler, "_dgc_taken", True)
     inner.__dict__["_dgc_scaled_by_another"] = False
     return wrapped
 

@@ -20,6 +20,7 @@ from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.optimizer_mixin import UsersClass, not_converted
 from dgc_horovod.tensorflow.updates.base import TapeUpdate
+from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, scaled, sources_of
 
@@ -62,6 +63,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         raise UnsupportedUse(f"gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
     if isinstance(gradtape, _DistributedTape):
         raise UnsupportedUse("this tape is already a DistributedGradientTape; wrap the tf.GradientTape itself")
+    refuse_own_methods(gradtape, "DistributedGradientTape")
     settings = make_settings(
         compression,
         num_groups,

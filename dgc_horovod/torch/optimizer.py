@@ -172,7 +172,8 @@ def _adopt(
     under_construction = type(user_class.__name__, (quiet,), {**methods, "_register_hooks": lambda self: None})
     wrapped: Any = object.__new__(under_construction)
     wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__.pop("step", None)  # a scheduler's wrapper around the unwrapped optimizer's step
+    for name in [name for name in wrapped.__dict__ if callable(getattr(torch.optim.Optimizer, name, None))]:
+        del wrapped.__dict__[name]  # a scheduler's or a script's, around a method of the optimizer from before
     wrapped.__init__(wrapped.param_groups, named, HorovodCompression.none, **settings)
     wrapped.__class__ = final
     return wrapped

@@ -20,6 +20,7 @@ CASES = [
     "local_variables",
     "passes_are_no_state",
     "models_and_optimizers",
+    "own_methods",
 ]
 
 
@@ -99,6 +100,15 @@ def test_models_and_optimizers(ranks):
     assert first["half"] == pytest.approx(-3.0 * (1 + 1.9 + 2.71 + 3.439), rel=1e-2)
     assert "metrics: rank 0 has mape, rank 1 has mae" in first["other metrics"]
     assert first["one optimizer, twice"] == first["two optimizers"], "they had shared their variables"
+
+
+def test_methods_that_a_script_has_put_on_the_object(ranks):
+    """They went on calling the optimizer from before: nothing was exchanged, without a word."""
+    for found in (dict(found["keras_habits.own_methods"]) for found in ranks):
+        assert found.pop("kept") and found.pop("apply_gradients afterwards") == found.pop("apply afterwards") == -2.0
+        assert len(found) == 9
+        for name, said in found.items():
+            assert said.startswith("UnsupportedUse: ") and f"has {name.split()[-1]} of its own" in said, said
 
 
 @pytest.mark.slow

@@ -45,7 +45,9 @@ def test_what_one_rank_refuses_stops_all(ranks, case, words):
     assert re.search(f"^RankMismatch: .*refused: rank 0 has nothing, rank 1 has .*{words}", texts[0], re.S), texts
 
 
-@pytest.mark.parametrize("case", ["empty first", "shared memory", "frozen integers", "DDP gone", "all frozen", "parts"])
+@pytest.mark.parametrize(
+    "case", ["empty first", "shared memory", "frozen integers", "DDP gone", "all frozen", "parts", "own methods"]
+)
 def test_odd_models_train_alike(ranks, case):
     found = [rank["wrapping.works"][case] for rank in ranks]
     assert found[0] == found[1] and found[0][1] == (case == "all frozen"), found

@@ -323,6 +323,37 @@ def models_and_optimizers() -> dict[str, Any]:
     return found
 
 
+def own_methods() -> dict[str, Any]:
+    """A function that a script has put over a method, on the object: before wrapping it is refused, after it works."""
+    hvd.init()
+    found: dict[str, Any] = {}
+
+    def put(thing: Any, name: str) -> Any:
+        before = getattr(thing, name)
+        setattr(thing, name, lambda *given, **named: before(*given, **named))
+        return thing
+
+    scaler = keras.optimizers.LossScaleOptimizer
+    given = {
+        **{name: (put(momentum_sgd(), name), everything()) for name in ("apply_gradients", "update_step", "build")},
+        **{name: (put(momentum_sgd(), name), Compression.none) for name in ("apply", "_clip_gradients")},
+        "stateless_apply": (put(momentum_sgd(), "stateless_apply"), Compression.local(2)),
+        "check_finite": (put(scaler(momentum_sgd()), "check_finite"), Compression.none),
+        "inner apply": (scaler(put(momentum_sgd(), "apply")), Compression.none),
+    }
+    for name, (optimizer, compression) in given.items():
+        found[name] = error_of(lambda o=optimizer, c=compression: DistributedOptimizer(o, compression=c))
+    found["gradient"] = error_of(lambda: DistributedGradientTape(put(tf.GradientTape(), "gradient")))
+    told = DistributedOptimizer(put(momentum_sgd(), "get_config"), compression=everything())
+    found["kept"] = "get_config" in vars(told)
+    for name in ("apply_gradients", "apply"):
+        variable = keras.Variable(tf.zeros((40, 50)))
+        optimizer = put(DistributedOptimizer(keras.optimizers.SGD(1.0), compression=everything()), name)
+        optimizer.apply_gradients([(tf.fill((40, 50), 1.0 + 2.0 * hvd.rank()), variable)])
+        found[f"{name} afterwards"] = float(variable.numpy().mean())
+    return found
+
+
 def slow_and_caught() -> dict[str, Any]:
     """A step slower than DGC_TIMEOUT is no reason to stop, nor is an error that the script has caught."""
     hvd.init()

@@ -184,4 +184,18 @@ def works() -> dict[str, Any]:
     for part in parts:
         part.step()
     found["parts"] = [fingerprint(model), error_of(optimizer.step) == ""]
+
+    model = smooth_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for own in ("load_state_dict", "zero_grad"):  # a script's, around the methods of the optimizer from before
+        setattr(plain, own, lambda *given, before=getattr(plain, own): before(*given))
+    optimizer = _wrapped(model, lambda *_, **__: plain)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+    train(model, optimizer, 2)
+    found["own methods"] = [
+        fingerprint(model),
+        optimizer.param_groups[0]["lr"] != 0.5 or "zero_grad" in vars(optimizer),
+    ]
     return found
