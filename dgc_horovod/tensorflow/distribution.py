@@ -90,8 +90,8 @@ class Distribution:
     def takes_part(self) -> bool:
         """Whether this rank is in the process set."""
         if self._takes_part is None or envvars.horovod_elastic():
-            self._takes_part = bool(self.settings.process_set.included())
-        return self._takes_part
+            self._takes_part = self.settings.process_set.included()  # None: Horovod does not know the set yet
+        return bool(self._takes_part)
 
     @property
     def compresses(self) -> bool:

@@ -30,6 +30,11 @@ def note(distribution: Any) -> None:
     _compressed.add(distribution)
 
 
+def has_unused() -> bool:
+    """Whether an optimizer that is to compress has made no step so far."""
+    return any(each.what == "optimizer" and not each.used for each in _compressed)
+
+
 def install() -> None:
     """Put the meeting before Horovod's join, wherever a script has that from."""
     mpi_ops.MPI_LIB.horovod_join = _join

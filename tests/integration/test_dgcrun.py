@@ -25,6 +25,18 @@ MPI = ["--mpi", "--mpi-args=--oversubscribe --allow-run-as-root"]
 CONTROLLERS = {"gloo": ["--gloo"], "mpi": MPI}
 NEVER = "no rank has called hvd.init"
 NO_OPTIMIZER = "import horovod.torch as hvd; hvd.init(); print('rank', hvd.rank())"
+# An optimizer is wrapped, and the model is compiled with the one inside, or only evaluated.
+UNUSED = """
+import sys, keras, numpy as np, horovod.tensorflow.keras as hvd
+hvd.init()
+model, x = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)]), np.zeros((32, 64), "float32")
+optimizer = keras.optimizers.SGD(0.01)
+model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+model.evaluate(x, x, verbose=0)
+if hvd.size() > 1:
+    model.compile(optimizer, "mse")
+    model.fit(x, x, verbose=0)
+"""
 # As a script that resets PYTHONPATH on one rank only.
 HALF = 'if [ "$HOROVOD_RANK$OMPI_COMM_WORLD_RANK" = 1 ]; then unset PYTHONPATH; fi; exec '
 
@@ -203,8 +215,9 @@ def test_without_a_store_horovod_names_the_missing_ranks():
         (["bash", "-c", f"unset PYTHONPATH; exec {shlex.join(TORCH)}"], NEVER),
         ([sys.executable, "-c", "print('no Horovod here')"], NEVER),
         ([sys.executable, "-c", NO_OPTIMIZER], "has made no DistributedOptimizer"),
+        ([sys.executable, "-c", UNUSED], "has exchanged nothing: the script has made no step with what that has ret"),
     ],
-    ids=["reset", "no Horovod", "no optimizer"],
+    ids=["reset", "no Horovod", "no optimizer", "not used"],
 )
 def test_what_is_not_compressed_is_said_and_fails(command, reason):
     code, output = dgcrun(*DGC, *command)
@@ -214,6 +227,12 @@ def test_what_is_not_compressed_is_said_and_fails(command, reason):
 def test_it_may_be_allowed():
     code, output = dgcrun(*DGC, "--allow-inactive", sys.executable, "-c", NO_OPTIMIZER, workers=1)
     assert code == 0 and output.count("NOT ACTIVE") == 1, output
+
+
+def test_a_method_of_horovods_own_is_active_without_a_step():
+    """What it exchanges nobody counts."""
+    code, output = dgcrun("--compression", "fp16", sys.executable, "-c", UNUSED, workers=1)
+    assert code == 0 and "NOT ACTIVE" not in output, output
 
 
 def test_nothing_large_enough_is_not_active():

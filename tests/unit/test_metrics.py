@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -362,6 +363,22 @@ def test_the_summary_of_a_run_that_ended_in_its_warmup(monkeypatch):
     assert "density 0.75 on average (0.25 in the end: the warm-up to 0.001 was not over)" in outcome.line()
     counts.density_now = 0.001
     assert "density 0.75 on average (0.001 in the end)" in outcome.line()
+
+
+@pytest.mark.parametrize(
+    ("method", "takes_part", "active"), [("dgc", True, False), ("dgc", False, True), ("fp16", True, True)]
+)
+def test_what_makes_its_exchange_at_the_first_step_and_makes_none_is_not_active(
+    monkeypatch, method, takes_part, active
+):
+    """A Keras model compiled with the optimizer inside: "the dense exchange is Horovod's own" was said."""
+    monkeypatch.setattr(summary, "all_exchanges", [])
+    monkeypatch.setattr(unfinished_round, "all_exchanges", [])
+    outcome = Outcome(resolve({}, {"DGC_COMPRESSION": method}, []))
+    outcome.has_wrapped(SimpleNamespace(_dgc=SimpleNamespace(takes_part=takes_part)))
+    assert ("Horovod's own" if active else "has exchanged nothing") in outcome.line()
+    outcome.has_wrapped(SimpleNamespace())  # torch, where `auto` has taken stock Horovod's exchange
+    assert bool(outcome.why_inactive()) != active
 
 
 def test_seconds_of_optimizers_that_step_in_turn_count_once(monkeypatch):

@@ -68,7 +68,7 @@ class Replacements:
             arguments = signature.bind(*args, **kwargs).arguments
             arguments["compression"] = self._choose(arguments.get("compression", compressions.none), compressions)
             made = ours(**arguments)
-            self.outcome.has_wrapped()
+            self.outcome.has_wrapped(made)
             return made
 
         return compressing

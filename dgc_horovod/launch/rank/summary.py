@@ -28,6 +28,10 @@ NOTHING_WRAPPED = (
     "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
     "itself (hvd.allreduce) cannot be compressed"
 )
+NOTHING_EXCHANGED = (
+    "its DistributedOptimizer or DistributedGradientTape has exchanged nothing: the script has made no step with what "
+    "that has returned (is the model compiled with it?)"
+)
 
 
 class Outcome:
@@ -41,6 +45,7 @@ class Outcome:
         self.job = job
         self.rank: int | None = None  # None until hvd.init()
         self.wrapped = 0  # optimizers, tapes and loaded models
+        self._exchanges_later = False  # whether one makes its exchange at its first step, as those of TensorFlow do
         self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
         self._told: set[str] = set()
         self._recording: Recording | None = None
@@ -85,9 +90,11 @@ class Outcome:
             sys.stderr.flush()
             os._exit(code)
 
-    def has_wrapped(self) -> None:
-        """An optimizer, a tape or a model is ours now."""
+    def has_wrapped(self, made: Any) -> None:
+        """An optimizer, a tape or a model is ours now: `made`."""
         self.wrapped += 1
+        exchange = getattr(getattr(made, "optimizer", made), "_dgc", None)
+        self._exchanges_later |= getattr(exchange, "takes_part", False)
         if self.wrapped == 1:
             self._report(WRAPPED, True)
 
@@ -119,8 +126,10 @@ class Outcome:
             return ""
         if not self.wrapped and not all_exchanges:
             return NOTHING_WRAPPED
-        if self.job.method in UNCOMPRESSED or not all_exchanges:  # rank 0 is in no process set
+        if self.job.method in UNCOMPRESSED:
             return ""
+        if not all_exchanges:  # else rank 0 is in no process set, or stock Horovod's exchange was taken at wrapping
+            return NOTHING_EXCHANGED if self._exchanges_later else ""
         stats = self.stats()
         if not stats["steps"]:
             if pending := at_end.pending():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.watchdog import watched
@@ -24,6 +26,8 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 ]
+_log = logging.getLogger("dgc_horovod")
+_INSIDE, _BUILT = b"inside", b"built"  # what ranks tell each other when training begins
 
 
 class _EpochTeller(keras.callbacks.Callback):
@@ -78,7 +82,13 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
         self._done = False
-        ours = Collectives(hvd.global_process_set, "built").gather_bytes(b"built" if self.model.built else b"", "model")
+        own = _INSIDE if self._is_inside() else _BUILT if self.model.built else b""
+        ours = Collectives(hvd.global_process_set, "built").gather_bytes(own, "model")
+        if _INSIDE in ours:
+            raise UnsupportedUse(
+                f"the model of rank {ours.index(_INSIDE)} is compiled with the optimizer that DistributedOptimizer was "
+                "given, which exchanges nothing: compile it with the one that DistributedOptimizer has returned"
+            )
         if all(ours):  # else every rank waits for its first batch
             optimizer = self.model.optimizer
             if not optimizer.built:
@@ -87,6 +97,23 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
             self._broadcast()
         elif self._distribution is not None:
             self._distribution.broadcast_follows = True
+
+    def _is_inside(self) -> bool:
+        """Whether the model's optimizer is one that was wrapped, and not what came of that."""
+        optimizer = self.model.optimizer
+        if self._distribution is not None or optimizer is None:
+            return False
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if any(getattr(each, "_dgc_taken", False) for each in (optimizer, inner)):
+            return True
+        plain = type(self.model).train_step is keras.Model.train_step  # else the script may exchange gradients there
+        if plain and joining.has_unused() and hvd.rank() == 0:
+            _log.warning(
+                "dgc_horovod: this model's %s is not what DistributedOptimizer has returned, so nothing of it is "
+                "exchanged, and what that has returned has made no step: compile the model with it",
+                type(optimizer).__name__,
+            )
+        return False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)

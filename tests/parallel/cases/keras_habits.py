@@ -301,6 +301,17 @@ def models_and_optimizers() -> dict[str, Any]:
     x, y = shard(hvd.rank())
     more = {"batch_size": BATCH, "verbose": 0, "shuffle": False, "callbacks": [begin]}
     found["not compiled again"] = error_of(lambda: plain.fit(x, y, **more))
+    given = [momentum_sgd(), momentum_sgd()]
+    wrapped = [DistributedOptimizer(each, compression=Compression.dgc(0.05)) for each in given]
+    inside = [lambda: fit(smooth_model(), given[0] if hvd.rank() else wrapped[0], 1, [begin])]  # of one rank alone
+    inside += [lambda: fit(smooth_model(), keras.optimizers.LossScaleOptimizer(given[1]), 1, [begin])]
+    found["compiled with what was given"] = [error_of(each) for each in inside]
+    with messages() as said:
+        fit(smooth_model(), momentum_sgd(), 1, [begin])
+        del wrapped, inside
+        gc.collect()
+        fit(smooth_model(), momentum_sgd(), 1, [begin])
+    found["compiled with another"] = [text for text in said if "compile the model with it" in text]
     selected = []
     for _ in range(2):
         warm = Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -187,8 +188,8 @@ def works() -> dict[str, Any]:
 
     model = smooth_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    for own in ("load_state_dict", "zero_grad"):  # a script's, around the methods of the optimizer from before
-        setattr(plain, own, lambda *given, before=getattr(plain, own): before(*given))
+    plain.load_state_dict = partial(plain.load_state_dict)  # a script's, around methods of the optimizer from before
+    plain.zero_grad = partial(plain.zero_grad)
     optimizer = _wrapped(model, lambda *_, **__: plain)
     state = optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.5
