@@ -47,6 +47,38 @@ def test_torch_distributed():
     assert "CollectiveTimeout" in late and "rank 1 of 2 waited 1 s for dgc.late.parted" in late
 
 
+def test_connections_of_torch_distributed_end_with_their_optimizer(tmp_path):
+    """Each register() left a process group, five descriptors and three threads behind."""
+    for before, after in results_of_cycles("again_and_again", tmp_path):
+        assert after == before
+
+
+@pytest.mark.slow
+def test_connections_of_torch_distributed_end_300_times(tmp_path):
+    for before, after in results_of_cycles("again_and_again_150", tmp_path):
+        assert after == before
+
+
+def results_of_cycles(case, folder):
+    found = run_torch_ranks(2, [f"ddp_transports.{case}"], 280, folder=folder)
+    return [rank[f"ddp_transports.{case}"] for rank in found]
+
+
+def test_torch_distributed_in_a_store_of_processes_that_are_dead():
+    """A rank connected to the address of a dead one, which another attempt of torchrun had left in the store."""
+    for rank in run_torch_ranks(2, ["ddp_transports.after_dead_processes"]):
+        assert_all(rank["ddp_transports.after_dead_processes"])
+
+
+def test_torch_distributed_with_a_rank_that_never_connects():
+    """It waited as long as a collective may, and Gloo sometimes longer."""
+    seconds, said = run_torch_ranks(2, ["ddp_transports.never_connects"], fresh=True)[0][
+        "ddp_transports.never_connects"
+    ]
+    assert "CollectiveTimeout: rank 0 waited" in said and "no connection to every rank within 3 s" in said, said
+    assert 3 <= seconds < 40
+
+
 def test_torch_distributed_when_a_rank_has_ended():
     code, log = run([*torchrun(2), "-m", "tests.helpers.torch_rank_main", ".", "ddp_transports.says_that_one_is_gone"])
     assert code and "rank 1 of 2: dgc.gone.gathered has failed, as another rank has ended" in log

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dgc_horovod.compression import config_of
 from dgc_horovod.errors import CollectiveTimeout, ConfigError, LostRank, UnsupportedUse
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
 from dgc_horovod.torch.ddp.models import bare
-from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives
+from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives
 from dgc_horovod.torch.gradients.memory import TakenMemory
 
 
@@ -45,13 +44,6 @@ def test_gradients_behind_one_another_share_a_memory_and_those_upon_one_another_
     assert taken.is_first_in(memory)
 
 
-@pytest.fixture
-def own_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("words", "ours", "is_lost"),
     [
@@ -64,8 +56,8 @@ def own_group():
         ("[pair.cc:534] Connection closed by peer [127.0.0.1]:4242", "x has failed, as another rank", True),
     ],
 )
-def test_a_time_limit_is_told_from_a_lost_rank_in_both_words_of_gloo(own_group, words, ours, is_lost):
+def test_a_time_limit_is_told_from_a_lost_rank_in_both_words_of_gloo(words, ours, is_lost):
     """Of two collectives under way the one that is asked for may be the one that the other's limit has closed."""
-    error = ProcessGroupCollectives(own_group, "t", 12)._failed("x", RuntimeError(words))
+    error = ProcessGroupCollectives(Group([0], 0, None), "t", 12)._failed("x", RuntimeError(words))
     assert ours in str(error)
     assert isinstance(error, CollectiveTimeout) and isinstance(error, LostRank) == is_lost

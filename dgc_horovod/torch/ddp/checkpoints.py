@@ -67,12 +67,11 @@ def _patient(optimizer: Any) -> ProcessGroupCollectives:
         raise UnsupportedUse("pass the optimizer that was given to register() or DistributedOptimizer()")
     seconds = envvars.checkpoint_seconds()
     if not hasattr(optimizer, "_dgc_patient_group"):
-        ranks = dist.get_process_group_ranks(optimizer._dgc_process_group)
-        optimizer._dgc_patient_group = new_group(ranks, seconds)
+        optimizer._dgc_patient_group = new_group(optimizer._dgc_process_group.ranks, seconds)
     return ProcessGroupCollectives(optimizer._dgc_patient_group, checkpoint.CALLS, seconds)
 
 
 def _group_number(optimizer: Any) -> int:
     """0 for all ranks, as Horovod numbers its process sets; else the first rank of a part, which is its own."""
-    ranks = dist.get_process_group_ranks(optimizer._dgc_process_group)
+    ranks = optimizer._dgc_process_group.ranks
     return 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]

@@ -14,7 +14,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.ddp.densities import SameDensity
 from dgc_horovod.torch.ddp.hook import after_ddp, as_it_is, install
 from dgc_horovod.torch.ddp.nodes import transports
-from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives
+from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives
 from dgc_horovod.torch.gradients import moments
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings, all_finite
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -54,7 +54,7 @@ class ProcessGroupMethods(ExchangeMethods):
     """In the class of an optimizer of ``DistributedOptimizer``. Never instantiated itself."""
 
     _dgc_takes_part = True
-    _dgc_process_group: dist.ProcessGroup  # of our own
+    _dgc_process_group: Group
     _dgc_settings: ReduceSettings
     _dgc_same_density: SameDensity | None = None  # where the ranks' densities may differ
 
@@ -74,7 +74,7 @@ class ProcessGroupMethods(ExchangeMethods):
         }
 
     def _dgc_group_name(self: Any) -> str:
-        return f"process group {dist.get_process_group_ranks(self._dgc_process_group)}"
+        return f"process group {self._dgc_process_group.ranks}"
 
     def _dgc_exchange(self: Any) -> GradientExchange:
         config, collectives = self._dgc_config, ProcessGroupCollectives(self._dgc_process_group, self._dgc_tag)

@@ -34,11 +34,10 @@ def transports(
 
     def make(topology: Topology) -> Mapping[str, Collectives]:
         found = {}
-        for ranks in topology.groups:  # all ranks make all of them: then it does not matter in which others each is
-            group = new_group(ranks, envvars.timeout_seconds(), by_members=False)
+        for ranks in topology.groups:  # in one order on every rank, so that none waits for one that waits for it
             if topology.rank in ranks:
                 name = INSIDE if ranks == topology.inside else BETWEEN
-                found[name] = ProcessGroupCollectives(group, collectives.tag)
+                found[name] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), collectives.tag)
         return found
 
     return agreed_transports(collectives, config, launched, averages, parameters, budget.HOST_SPEED, make)

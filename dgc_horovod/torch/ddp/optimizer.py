@@ -32,7 +32,7 @@ from dgc_horovod.torch.ddp.models import (
     data_parallel,
     named_parameters,
 )
-from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
+from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.local.update import LocalUpdate
@@ -93,28 +93,24 @@ def register(
     try:
         _compressed(model, optimizer, config, group)
     except NoChoice as refused:
-        if dist.get_rank(group) == 0:
+        if group.rank == 0:
             tell_stock(str(refused), STOCK)
         limit_averages(optimizer, config.clip_norm)
         _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
     return given
 
 
-def _uncompressed(
-    optimizer: Any, model: DistributedDataParallel, group: dist.ProcessGroup, halves: bool = False
-) -> None:
+def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
     """Leave `optimizer` as it is, with what a checkpoint needs; DDP exchanges its gradients."""
     leave_to_ddp(model, halves)
     vars(optimizer).update(_dgc_process_group=group, _parameter_names=_names_of(named_parameters(model)))
 
 
-def _compressed(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: dist.ProcessGroup
-) -> None:
+def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: Group) -> None:
     may_stay = config.automatic and isinstance(getattr(model, COMPILED, model), DistributedDataParallel)
     with _alike(group), without_a_choice(may_stay):
         found = data_parallel(model)
-        if dist.get_process_group_ranks(found.process_group) != dist.get_process_group_ranks(group):
+        if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:
             raise UnsupportedUse("process_group has other ranks than the one that DistributedDataParallel was given")
         named = named_parameters(found)
         check_same_parameters(optimizer, named)
@@ -185,7 +181,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return optimizer
 
 
-def _group_of(theirs: Any) -> dist.ProcessGroup:
+def _group_of(theirs: Any) -> Group:
     """Our own group of the same ranks, or of all."""
     if not dist.is_initialized():
         raise UnsupportedUse("call torch.distributed.init_process_group() before, and start the script with torchrun")
@@ -196,11 +192,11 @@ def _group_of(theirs: Any) -> dist.ProcessGroup:
     return new_group(dist.get_process_group_ranks(theirs or dist.group.WORLD), envvars.timeout_seconds())
 
 
-def _check_choice(group: dist.ProcessGroup, compression: Any, refused: str = "nothing") -> None:
+def _check_choice(group: Group, compression: Any, refused: str = "nothing") -> None:
     check_agreement(ProcessGroupCollectives(group, "choice"), choice_fields(compression, refused))
 
 
-def _alike(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+def _alike(group: Group) -> AbstractContextManager[None]:
     return refused_alike(lambda refused: _check_choice(group, "dgc", refused))
 
 
@@ -247,7 +243,7 @@ def _adopt(
     optimizer: Any,
     methods: type,
     named: list[tuple[str, torch.Tensor]],
-    group: dist.ProcessGroup,
+    group: Group,
     settings: ReduceSettings,
     passes: int = 1,
     **more: Any,
