@@ -153,7 +153,8 @@ def why(found: Difference, told: Sequence[Circumstances]) -> str:
         found: where they differ.
         told: what each rank knows, in rank order.
     """
-    first, reasons = told[0], []
+    first = told[0]
+    reasons: list[str] = []
     for name, ours in first.options.items():
         other = next((rank for rank, each in enumerate(told) if each.options.get(name) != ours), None)
         if other is not None and len(reasons) < _NAMED:

@@ -373,7 +373,7 @@ def test_what_makes_its_exchange_at_the_first_step_and_makes_none_is_not_active(
 ):
     """A Keras model compiled with the optimizer inside: "the dense exchange is Horovod's own" was said."""
     monkeypatch.setattr(summary, "all_exchanges", [])
-    monkeypatch.setattr(unfinished_round, "all_exchanges", [])
+    monkeypatch.setattr(at_end, "all_exchanges", [])
     outcome = Outcome(resolve({}, {"DGC_COMPRESSION": method}, []))
     outcome.has_wrapped(SimpleNamespace(_dgc=SimpleNamespace(takes_part=takes_part)))
     assert ("Horovod's own" if active else "has exchanged nothing") in outcome.line()
