@@ -15,6 +15,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dgc_horovod.errors import UnsupportedUse
 
+# modules of optimizers that shard their state, or send weights or gradients by themselves
+_DISTRIBUTED = (
+    "torch.distributed.optim.",
+    "deepspeed.runtime.",
+    "fairscale.optim.oss",
+    "fairscale.optim.adascale",
+    "apex.contrib.optimizers.distributed_",
+)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -34,6 +42,11 @@ def without_a_choice(automatic: bool) -> Iterator[None]:
 def check_optimizer(optimizer: torch.optim.Optimizer, sparse_as_dense: bool) -> None:
     """Raise UnsupportedUse for an optimizer, not yet wrapped, whose steps are none that an exchanged gradient fits."""
     name, step = type(optimizer).__name__, inspect.unwrap(type(optimizer).step)
+    if any(base.__module__.startswith(_DISTRIBUTED) for base in type(optimizer).__mro__):
+        raise UnsupportedUse(
+            f"{name} is distributed itself: each rank holds a part of its state, or it sends whole weights, which "
+            "nothing compresses; use the optimizer that is inside of it, such as AdamW"
+        )
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedUse(
@@ -81,6 +94,8 @@ def _trained(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.
 
 def _problem(p: torch.Tensor) -> str:
     """Why `p` cannot be exchanged and what to do, or ""."""
+    if hasattr(p, "_in_backward_optimizers"):
+        return "has an optimizer in the backward pass; momentum correction is part of the optimizer's step()"
     if is_lazy(p):
         return "has no shape yet (a lazy module); call the model once, on any batch, before wrapping the optimizer"
     if p.is_meta:

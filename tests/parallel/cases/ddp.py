@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
@@ -283,6 +285,13 @@ def refusals() -> dict[str, str]:
     found["DTensor"] = error_of(lambda: DistributedOptimizer(_sgd()(sharded), sharded.named_parameters()))
     embedding = DistributedDataParallel(nn.Embedding(9, 4, sparse=True))
     found["sparse"] = error_of(lambda: register(embedding, _sgd(momentum=0)(embedding)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    found["ZeRO"] = error_of(lambda: register(model, zero, Compression.dgc(0.1)))
+    averager = PeriodicModelAverager(2, process_group=dist.group.WORLD)
+    found["post-local"] = error_of(lambda: register(model, PostLocalSGDOptimizer(_sgd()(model), averager)))
+    stepped = smooth_model()
+    _apply_optimizer_in_backward(torch.optim.SGD, stepped.parameters(), {"lr": 0.1})
+    found["in backward"] = error_of(lambda: DistributedOptimizer(_sgd()(stepped), stepped.named_parameters()))
     nothing = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to a rank that is not in the group
     found["not in the group"] = error_of(lambda: register(model, _sgd()(model), process_group=nothing))
     optimizer = register(model, _sgd()(model), Compression.dgc(0.1))
