@@ -22,6 +22,7 @@ REFUSED = {
     "ZeRO": "UnsupportedUse: ZeroRedundancyOptimizer is distributed itself: each rank holds a part of its state",
     "post-local": "UnsupportedUse: PostLocalSGDOptimizer is distributed itself",
     "in backward": "UnsupportedUse: '0.weight' has an optimizer in the backward pass",
+    "inside of DDP": "got Sequential; a DistributedDataParallel is around it already: pass that. transformers.Trainer",
     "sparse": "UnsupportedUse: 'module' has sparse gradients",
     "join": "UnsupportedUse: Join with a compressed model",
     "no exchange": "UnsupportedUse: step() without gradients that have been exchanged",

@@ -45,8 +45,7 @@ LOADED_TWICE = (
 )
 ANOTHERS_STEP = (
     "this step() was taken from the optimizer before register(), and knows nothing of the exchange; accelerate does so "
-    "under fp16. Register in between: model = accelerator.prepare(model); register(model, optimizer, ...); optimizer = "
-    "accelerator.prepare(optimizer)"
+    "under fp16. Pass register() what accelerator.prepare() has returned (trainer.optimizer), and not what is inside"
 )
 
 

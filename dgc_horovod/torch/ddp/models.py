@@ -11,8 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.ddp.hook import has_another
+from dgc_horovod.torch.wrapping.refusals import data_parallel_around
 
 COMPILED = "_orig_mod"  # what torch.compile puts before the name of what it has compiled
+_WRAPPED = (COMPILED, "_forward_module")  # the module that is called, of torch.compile and of Lightning's Fabric
 _OPTIONS = (
     (lambda model: model.mixed_precision is not None, "mixed_precision; use torch.autocast"),
     (lambda model: model._use_python_reducer, 'optimize_ddp = "python_reducer" of torch._dynamo; leave it at True'),
@@ -25,13 +27,13 @@ _OPTIONS = (
 
 
 def data_parallel(model: Any) -> DistributedDataParallel:
-    """The DistributedDataParallel model that was given, or compiled.
+    """The DistributedDataParallel model that was given, with what is around it.
 
     Raises:
         ConfigError: it is none.
         UnsupportedUse: it is sharded, or exchanges gradients in a way that no hook can replace.
     """
-    found = getattr(model, COMPILED, model)
+    found = unwrapped(model)
     if not isinstance(found, DistributedDataParallel):
         if "FullyShardedDataParallel" in type(found).__name__ or hasattr(found, "unshard"):
             raise UnsupportedUse(
@@ -39,10 +41,13 @@ def data_parallel(model: Any) -> DistributedDataParallel:
                 "the gradient of replicas. Use DistributedDataParallel where a replica fits on a device; else see "
                 "HYBRID_SHARD of FSDP, whose exchange between nodes is not compressed"
             )
-        raise ConfigError(
-            f"model must be a DistributedDataParallel, got {type(found).__name__}; wrap it first, or give the "
-            "optimizer of a plain model to dgc_horovod.torch.ddp.DistributedOptimizer"
-        )
+        remedy = "wrap it first, or give the optimizer of a plain model to dgc_horovod.torch.ddp.DistributedOptimizer"
+        if data_parallel_around(getattr(found, "parameters", tuple)()):
+            remedy = (
+                "a DistributedDataParallel is around it already: pass that. transformers.Trainer has it in "
+                "trainer.model_wrapped, Lightning in trainer.strategy.model, and accelerator.prepare(model) returns it"
+            )
+        raise ConfigError(f"model must be a DistributedDataParallel, got {type(found).__name__}; {remedy}")
     for used, what in _OPTIONS:
         if used(found):
             raise UnsupportedUse(f"this DistributedDataParallel has {what}")
@@ -56,9 +61,33 @@ def data_parallel(model: Any) -> DistributedDataParallel:
     return found
 
 
+def unwrapped(model: Any) -> Any:
+    """What a wrapper calls that changes no gradient; any other model as it is."""
+    inner: Any = model
+    while inner is not None:
+        model, modules = inner, getattr(inner, "_modules", {})
+        inner = next((modules[name] for name in _WRAPPED if name in modules), None)
+    return model
+
+
 def bare_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer that accelerate has wrapped, and steps; any other as it is."""
-    return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
+    """The torch optimizer that accelerate or Lightning's Fabric has wrapped, and steps; any other as it is.
+
+    Such a wrapper has no state of its own. One that has (Lookahead) changes what a step does.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer) and getattr(optimizer, "state", None) is inner.state:
+        return bare_optimizer(inner)
+    return optimizer
+
+
+def renew_step(optimizer: Any) -> None:
+    """Let accelerate's wrapper call the step() that there is now: under fp16 it keeps the one that it has found.
+
+    It takes them anew where it is unpickled, and its own step() then leaves them on the torch optimizer.
+    """
+    if hasattr(optimizer, "_optimizer_patched_step_method"):
+        optimizer.__setstate__({})
 
 
 def named_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
@@ -87,7 +116,7 @@ def check_same_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[st
 
 
 def bare(model: Any) -> nn.Module:
-    """The model itself, without what DDP and torch.compile have put around it: its state has their names not."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, COMPILED):
-        model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, COMPILED)
-    return model
+    """The model itself, without DDP, torch.compile and Fabric around it: its state has their names not."""
+    while isinstance(found := unwrapped(model), DistributedDataParallel):
+        model = found.module
+    return found

@@ -26,11 +26,12 @@ from dgc_horovod.torch.ddp.hook import leave_to_ddp
 from dgc_horovod.torch.ddp.local import LocalDataParallelMethods, LocalProcessGroupMethods
 from dgc_horovod.torch.ddp.methods import ANOTHERS_STEP, DataParallelMethods, ProcessGroupMethods
 from dgc_horovod.torch.ddp.models import (
-    COMPILED,
     bare_optimizer,
     check_same_parameters,
     data_parallel,
     named_parameters,
+    renew_step,
+    unwrapped,
 )
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
@@ -64,8 +65,9 @@ def register(
     becomes one over its own. Training goes on as before: ``backward`` exchanges, outside of ``no_sync``.
 
     Args:
-        model: DistributedDataParallel model, compiled or not.
-        optimizer: torch optimizer of all its parameters that require a gradient, and of no others.
+        model: DistributedDataParallel model, also with torch.compile or Lightning's Fabric around it.
+        optimizer: torch optimizer of all its parameters that require a gradient, and of no others; also with what
+            accelerate or Fabric has put around it.
         compression: ``Compression.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig; None: ``Compression.dgc()``;
             ``Compression.none`` and ``.fp16`` leave the exchange to DDP.
         process_group: ranks that take part; None: those of the model.
@@ -81,7 +83,7 @@ def register(
     """
     given, optimizer = optimizer, bare_optimizer(optimizer)
     compression = Compression.dgc() if compression is None else compression
-    config, bare = config_of(compression), getattr(model, COMPILED, model)
+    config, bare = config_of(compression), unwrapped(model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
         _check_choice(group, compression)
@@ -92,6 +94,7 @@ def register(
         return given
     try:
         _compressed(model, optimizer, config, group)
+        renew_step(given)
     except NoChoice as refused:
         if group.rank == 0:
             tell_stock(str(refused), STOCK)
@@ -107,7 +110,7 @@ def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, 
 
 
 def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: Group) -> None:
-    may_stay = config.automatic and isinstance(getattr(model, COMPILED, model), DistributedDataParallel)
+    may_stay = config.automatic and isinstance(unwrapped(model), DistributedDataParallel)
     with _alike(group), without_a_choice(may_stay):
         found = data_parallel(model)
         if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:

@@ -77,13 +77,11 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Sequence[tuple[str
 def check_plain_models(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise UnsupportedUse where DistributedDataParallel exchanges gradients as well."""
     trained = _trained(optimizer, names)
-    for wrapper in _data_parallel_models():
-        for p in wrapper.parameters():
-            if p in trained:
-                raise UnsupportedUse(
-                    f"{trained[p]!r} belongs to a model in DistributedDataParallel, which exchanges every gradient "
-                    "itself, uncompressed; leave the model plain, without DistributedDataParallel around it"
-                )
+    for p in data_parallel_around(trained):
+        raise UnsupportedUse(
+            f"{trained[p]!r} belongs to a model in DistributedDataParallel, which exchanges every gradient "
+            "itself, uncompressed; leave the model plain, without DistributedDataParallel around it"
+        )
 
 
 def _trained(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
@@ -127,9 +125,14 @@ def _is_sharded(p: torch.Tensor) -> bool:
     return distributed is not None and isinstance(p, distributed.DTensor)
 
 
-def _data_parallel_models() -> list[DistributedDataParallel]:
-    """Those that are alive. Their parameters do not know of them; without a process group there are none."""
+def data_parallel_around(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `parameters` that a living DistributedDataParallel exchanges.
+
+    Parameters do not know of it; without a process group there is none.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     gc.collect()  # of those that are not in use any more none counts
-    return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    models = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    exchanged = {p for model in models for p in model.parameters()}
+    return [p for p in parameters if p in exchanged]

@@ -292,6 +292,7 @@ def refusals() -> dict[str, str]:
     stepped = smooth_model()
     _apply_optimizer_in_backward(torch.optim.SGD, stepped.parameters(), {"lr": 0.1})
     found["in backward"] = error_of(lambda: DistributedOptimizer(_sgd()(stepped), stepped.named_parameters()))
+    found["inside of DDP"] = error_of(lambda: register(model.module, _sgd()(model)))
     nothing = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to a rank that is not in the group
     found["not in the group"] = error_of(lambda: register(model, _sgd()(model), process_group=nothing))
     optimizer = register(model, _sgd()(model), Compression.dgc(0.1))
