@@ -13,7 +13,7 @@ pytestmark = pytest.mark.parallel
 CASES = (
     *("dense_steps", "script_clipping", "switching", "conservation"),
     *("choosing", "settling", "resuming", "uneven", "refused"),
-    *("given_up", "beside", "loading"),
+    *("given_up", "beside", "loading", "channels_last"),
 )
 
 
@@ -29,6 +29,12 @@ def _found(ranks, case):
 def test_dense_steps_are_stock_horovods_bit_by_bit(ranks):
     for found in _found(ranks, "dense_steps"):
         assert found == {"SGD": True, "AdamW": True, "fp16": True, "clip_norm": True}
+
+
+def test_a_model_in_channels_last_begins_with_stock_horovod_too(ranks):
+    """It ended in stock Horovod's error, "Tensor is required to be contiguous", where method dgc works."""
+    one, other = _found(ranks, "channels_last")
+    assert one == other and one[0] < 1e-3 and one[2]
 
 
 def test_a_scripts_clipping_is_stocks_first_and_local_afterwards(ranks):

@@ -47,6 +47,8 @@ class HorovodAutomaticMethods(AutomaticMethods):
         """Called by Horovod's hook or synchronize when the gradient of `p` is to be exchanged."""
         if not self._dgc_stock:
             return CompressedMethods._allreduce_grad_async(self, p)
+        if p.grad is not None and not (p.grad.is_sparse or p.grad.is_contiguous()):
+            p.grad = p.grad.contiguous()  # Horovod takes no other: those of channels_last are not
         self._dgc_add_owed(p, p.grad)
         handle, context = _DistributedOptimizer._allreduce_grad_async(self, p)
         return handle if callable(handle) else partial(self._dgc_wait, handle, p), context

@@ -65,6 +65,27 @@ def stock(make: Any, clip: float | None = None, half: bool = False) -> nn.Module
     return model
 
 
+def channels_last() -> list[Any]:
+    """A model of another memory format through every exchange: its distance from the usual one, and its weights."""
+    hvd.init()
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 10)
+        model = nn.Sequential(*layers).to(memory_format=layout)
+        compression = Compression.auto(density=1.0, min_numel=16, values="fp32")
+        optimizer = DistributedOptimizer(_nesterov(model), model.named_parameters(), compression)
+        torch.manual_seed(hvd.rank())
+        for mode in (DENSE, COMPRESSED, HALF, DENSE):
+            take(optimizer, mode)
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(4, 3, 8, 8).to(memory_format=layout)).square().mean().backward()
+                optimizer.step()
+        ends.append(weights(model))
+    return [distance(*ends), fingerprint(model), model[0].weight.is_contiguous(memory_format=torch.channels_last)]
+
+
 def dense_steps() -> dict[str, bool]:
     """Before a choice every bit is stock Horovod's."""
     found = {}
