@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dgc_horovod import envvars
 from dgc_horovod.core.bucketing import dense_values
@@ -23,6 +23,12 @@ ADAM_DIRECTIONS = (
 ADAM_AFTER = (
     "with Adam the mathematics changes: Adam is given bursts of gradient, which costs quality; method dgc with a "
     "warm-up that begins with density 1 loses less (docs/tuning.md#adam-and-adamw)"
+)
+_FIND_THEIR_RATE = ("Prodigy", "DAdapt")  # classes of prodigyopt and dadaptation
+NO_RATE = (
+    "{name} finds its learning rate in the gradients that it is given, and what compression gives it are rare bursts: "
+    "it MAY NOT LEARN AT ALL, as in our trials (docs/tuning.md#by-optimizer). Use SGD, Adam or AdamW with a learning "
+    "rate, or compression none or fp16"
 )
 NOT_LEARNT = (
     "there is no second moment that could stay: the dense steps are over, and none was applied, or the optimizer's "
@@ -59,26 +65,30 @@ def refusal(what: str, instead: str) -> str:
     )
 
 
-def tell_plain(optimizer: str) -> None:
-    """Warn that an optimizer is none whose arithmetic can be split."""
-    _log.warning(
-        "dgc_horovod: momentum correction has a form for SGD, Adam and AdamW; %s runs with plain error feedback, which "
-        "may cost quality (docs/algorithm.md)",
-        optimizer,
-    )
+def of_other(optimizer: type, corrects: bool) -> list[str]:
+    """What is said of an optimizer that is none whose arithmetic can be split.
+
+    Args:
+        optimizer: its class.
+        corrects: whether momentum is to be corrected.
+    """
+    name = optimizer.__name__
+    if any(base.__name__.startswith(_FIND_THEIR_RATE) for base in optimizer.__mro__):
+        return [NO_RATE.format(name=name)]
+    if not corrects:
+        return []
+    runs = f"momentum correction has a form for SGD, Adam and AdamW; {name} runs with plain error feedback"
+    return [f"{runs}, which may cost quality (docs/algorithm.md)"]
 
 
-def tell_no_second_moment(optimizer: str) -> None:
-    """Warn that an optimizer has no second moment that could stay."""
-    _log.warning(
-        "dgc_horovod: second_moment='frozen' and until_settled are for Adam and AdamW; they do nothing for %s",
-        optimizer,
-    )
+def no_second_moment(optimizer: type) -> str:
+    """What is said of an optimizer that has no second moment that could stay, by its class."""
+    return f"second_moment='frozen' and until_settled are for Adam and AdamW; they do nothing for {optimizer.__name__}"
 
 
-def tell_no_momentum(optimizer: str) -> None:
-    """Warn that an optimizer has no momentum that could be kept in bfloat16."""
-    _log.warning("dgc_horovod: momentum_dtype is for SGD; what is kept for %s stays float32", optimizer)
+def no_momentum(optimizer: type) -> str:
+    """What is said of an optimizer that has no momentum that could be kept in bfloat16, by its class."""
+    return f"momentum_dtype is for SGD; what is kept for {optimizer.__name__} stays float32"
 
 
 def tell_frozen(step: int) -> None:
@@ -187,8 +197,8 @@ def make_visible() -> None:
         _log.setLevel(logging.INFO)
 
 
-def describe(exchange: OptimizerExchange, notice: str = "") -> None:
-    """What is compressed and what is not, the one recommendation, and a `notice` of the optimizer."""
+def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
+    """What is compressed and what is not, the one recommendation, and `notices` of the optimizer."""
     make_visible()
     config, numel, place = exchange.config, exchange.numel, exchange.topology
     sparse = [bucket for bucket in exchange.layout.buckets if not bucket.uncompressed]
@@ -211,7 +221,7 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
     )
     if config.max_bytes_per_step is not None and exchange.workers > 1:
         _tell_budget(exchange, config.max_bytes_per_step)
-    if notice and sparse:
+    for notice in notices if sparse else ():
         _log.warning("dgc_horovod: %s", notice)
     _log.debug("dgc_horovod: sent whole: %s", ", ".join(whole))
     if envvars.horovod_autotune():
@@ -227,7 +237,7 @@ def describe(exchange: OptimizerExchange, notice: str = "") -> None:
         and config.warmup is None
         and config.density < 0.01
         and not config.automatic
-        and notice != ADAM_DIRECTIONS  # which recommends another
+        and ADAM_DIRECTIONS not in notices  # which recommends another
     ):
         _log.warning(
             "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "

@@ -212,7 +212,7 @@ class Distribution:
         if self.settings.config is not None and self.settings.config.automatic and not self._sets:
             sent = [kind for kind, own in zip(kinds, local, strict=True) if not own]
             self.settings = for_a_choice(self.settings, sent, self.run_steps)
-            if self.settings.config is None and self._loaded is not None:
+            if self.settings.config is None and self._loaded is not None and start.rank == 0:
                 _log.warning("dgc_horovod: what ranks had kept of gradients is dropped: nothing is compressed")
         if self.settings.config is not None or self.settings.sparse_as_dense:
             kinds = ["dense" if kind == "sparse" else kind for kind in kinds]
@@ -251,7 +251,7 @@ class Distribution:
                 self._loaded = None
             buckets.epoch = self.epoch
             if collectives.rank == 0:
-                describe(buckets, self.update.notice)
+                describe(buckets, self.update.notices)
         return exchange
 
     def _agreed_fields(self, sources: Sequence[Source], local: Sequence[bool], number: int) -> dict[str, str]:

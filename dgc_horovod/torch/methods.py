@@ -83,7 +83,7 @@ class ExchangeMethods(StateMethods):
         self._dgc_may_be_regrouped = True
         clip_calls.watch()
         if self._dgc.collectives.rank == 0:
-            describe(self._dgc.buckets, update.notice)
+            describe(self._dgc.buckets, update.notices)
         for other in owners.in_rounds(self):  # as many on every rank, as they have agreed
             other._dgc_end_for_another()
         self._register_hooks()  # last: after an error no gradient comes here

@@ -59,6 +59,13 @@ def test_adam_is_told_once_on_rank_0(ranks):
     assert [rank["adam_is_told"]["told"] for rank in ranks] == [1, 0]
 
 
+def test_what_is_said_of_other_optimizers_is_said_on_rank_0_too(ranks):
+    """Every rank said it, before it knew whether anything would be compressed."""
+    first, second = (rank["adam_is_told"]["others"] for rank in ranks)
+    assert len(first) == 2 and "RMSprop stays float32" in first[0] and "plain error feedback" in first[1]
+    assert second == []
+
+
 def test_sparse_gradients_need_no_word_of_the_script(ranks):
     assert all(rank["sparse_gradients"] == {"same bits": True, "replicas": True} for rank in ranks)
 

@@ -74,7 +74,10 @@ class FrozenAdamUpdate(AdamUpdate):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self.notice, self.share = "", 1  # of a sum over ranks, their number: what a first moment is divided by
+        self.notices, self.share = (
+            list[str](),
+            1,
+        )  # of a sum over ranks, their number: what a first moment is divided by
 
     @property
     def window(self) -> float:

@@ -29,7 +29,7 @@ class PlainUpdate:
     """Error feedback alone.
 
     Args:
-        notice: text for the user, said once; "" for none.
+        notices: texts for the user, each said once.
     """
 
     is_split = False
@@ -39,8 +39,8 @@ class PlainUpdate:
     flush_is_step = True  # of the user's optimizer
     parts: tuple[str, ...] = (RESIDUAL,)  # what a rank keeps, and hands back
 
-    def __init__(self, notice: str = "") -> None:
-        self.notice = notice
+    def __init__(self, *notices: str) -> None:
+        self.notices = list(notices)
 
     def accumulation(self, iterations: int, dense: bool) -> Accumulation:
         """How gradients enter the residual at the step after `iterations` others, counted from empty moments.

@@ -8,7 +8,7 @@ import keras
 
 from dgc_horovod.config import FROZEN, DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import ADAM_AFTER, refusal, tell_no_momentum, tell_no_second_moment, tell_plain
+from dgc_horovod.notices import ADAM_AFTER, no_momentum, no_second_moment, of_other, refusal
 from dgc_horovod.tensorflow.updates.adam import AdamUpdate, FrozenAdamUpdate
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.updates.sgd import SGDUpdate
@@ -20,20 +20,22 @@ def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> Plain
     Raises:
         UnsupportedUse: Adam's amsgrad under momentum correction.
     """
-    if config is not None and config.second_moment == FROZEN and not _steps_as(kind, keras.optimizers.Adam):
-        tell_no_second_moment(kind.__name__)
+    notices, adam, sgd = [], _steps_as(kind, keras.optimizers.Adam), _steps_as(kind, keras.optimizers.SGD)
+    if config is not None and config.second_moment == FROZEN and not adam:
+        notices.append(no_second_moment(kind))
     if config is None or not config.momentum_correction:
-        return PlainUpdate(ADAM_AFTER if issubclass(kind, keras.optimizers.Adam) else "")
-    if _steps_as(kind, keras.optimizers.SGD):
-        return SGDUpdate(optimizer)
-    if config.momentum_dtype != "fp32":
-        tell_no_momentum(kind.__name__)
-    if _steps_as(kind, keras.optimizers.Adam):
-        if optimizer.amsgrad:
-            raise UnsupportedUse(refusal("Adam's amsgrad", "amsgrad=False"))
-        return FrozenAdamUpdate(optimizer) if config.freezes_second_moment else AdamUpdate(optimizer)
-    tell_plain(kind.__name__)
-    return PlainUpdate()
+        notices += [ADAM_AFTER] if issubclass(kind, keras.optimizers.Adam) else []
+        return PlainUpdate(*notices)
+    if config.momentum_dtype != "fp32" and not sgd:
+        notices.append(no_momentum(kind))
+    if not (adam or sgd):
+        return PlainUpdate(*notices, *of_other(kind, corrects=True))
+    if adam and optimizer.amsgrad:
+        raise UnsupportedUse(refusal("Adam's amsgrad", "amsgrad=False"))
+    form = SGDUpdate if sgd else FrozenAdamUpdate if config.freezes_second_moment else AdamUpdate
+    update: PlainUpdate = form(optimizer)
+    update.notices += notices
+    return update
 
 
 def _steps_as(kind: Any, base: Any) -> bool:

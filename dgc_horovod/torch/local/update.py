@@ -27,7 +27,7 @@ class LocalUpdate(PlainUpdate):
 
     def __init__(self, kind: str, rate: float) -> None:
         super().__init__(kind)
-        self.notice, self._rate = "", rate
+        self.notices, self._rate = [], rate
 
     def add_own(self, optimizer: Any, state: ResidualState) -> None:
         for p, name in optimizer._dgc.names.items():

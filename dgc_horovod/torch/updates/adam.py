@@ -31,7 +31,7 @@ class AdamUpdate(SplitUpdate):
 
     def __init__(self, decoupled: bool) -> None:
         super().__init__("adam")
-        self.notice = ADAM_DIRECTIONS
+        self.notices = [ADAM_DIRECTIONS]
         self._adamw = decoupled
         self._steps: dict[Parameter, int] = {}
 
@@ -108,7 +108,7 @@ class FrozenAdamUpdate(AdamUpdate):
 
     def __init__(self, decoupled: bool) -> None:
         super().__init__(decoupled)
-        self.notice, self._told, self._told_emptied = "", False, False
+        self.notices, self._told, self._told_emptied = [], False, False
         self._share = 1  # of a sum over ranks, their number: what a first moment is divided by
         self._unknown: set[Parameter] = set()  # whose second moment nobody has learnt
 

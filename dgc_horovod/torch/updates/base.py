@@ -43,7 +43,7 @@ class PlainUpdate:
         self.kind = kind
         self.dense = False  # whether everything is sent at the step under way; told where the second moment is learnt
         self._made: Made = []  # by `prepare` since the last step
-        self.notice = ADAM_AFTER if kind == "adam" else ""  # for the user, once
+        self.notices = [ADAM_AFTER] if kind == "adam" else []  # for the user, once
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer's state have what stock's has, on every rank: zeros where the engine keeps the real thing.

@@ -10,7 +10,7 @@ import torch
 
 from dgc_horovod.config import FROZEN, DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import refusal, tell_no_momentum, tell_no_second_moment, tell_plain
+from dgc_horovod.notices import no_momentum, no_second_moment, of_other, refusal
 from dgc_horovod.torch.updates.adam import AdamUpdate, FrozenAdamUpdate
 from dgc_horovod.torch.updates.base import Group, PlainUpdate
 from dgc_horovod.torch.updates.sgd import SGDUpdate
@@ -22,29 +22,34 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
     Raises:
         UnsupportedUse: an option of the optimizer that the split would get wrong.
     """
-    kind = kind_of(optimizer)
+    kind, notices = kind_of(optimizer), []
     if kind != "adam" and (config.second_moment == FROZEN or config.until_settled is not None):
-        tell_no_second_moment(type(optimizer).__name__)
+        notices.append(no_second_moment(type(optimizer)))
     if kind != "sgd" and config.momentum_dtype != "fp32":
-        tell_no_momentum(type(optimizer).__name__)
-    if not config.momentum_correction:
+        notices.append(no_momentum(type(optimizer)))
+    if kind == "other":
+        notices += of_other(type(optimizer), config.momentum_correction)
+    update = _split_of(optimizer, kind, config)
+    update.notices += notices
+    return update
+
+
+def _split_of(optimizer: torch.optim.Optimizer, kind: str, config: DGCConfig) -> PlainUpdate:
+    if not config.momentum_correction or kind == "other":
         return PlainUpdate(kind)
     if kind == "sgd":
         _refuse(optimizer, lambda g: g["momentum"] and g["dampening"], "SGD's dampening", "dampening=0")
         return SGDUpdate(kind)
-    if kind == "adam":
-        form = FrozenAdamUpdate if config.freezes_second_moment else AdamUpdate
-        update = form(isinstance(optimizer, torch.optim.AdamW))
-        _refuse(optimizer, lambda g: g["amsgrad"], "Adam's amsgrad", "amsgrad=False")
-        _refuse(
-            optimizer,
-            lambda g: g["maximize"] and g["weight_decay"] and not update._decoupled(g),
-            "Adam's maximize together with coupled weight decay",
-            "AdamW",
-        )
-        return update
-    tell_plain(type(optimizer).__name__)
-    return PlainUpdate(kind)
+    form = FrozenAdamUpdate if config.freezes_second_moment else AdamUpdate
+    update = form(isinstance(optimizer, torch.optim.AdamW))
+    _refuse(optimizer, lambda g: g["amsgrad"], "Adam's amsgrad", "amsgrad=False")
+    _refuse(
+        optimizer,
+        lambda g: g["maximize"] and g["weight_decay"] and not update._decoupled(g),
+        "Adam's maximize together with coupled weight decay",
+        "AdamW",
+    )
+    return update
 
 
 def _refuse(optimizer: torch.optim.Optimizer, bad: Callable[[Group], Any], what: str, instead: str) -> None:

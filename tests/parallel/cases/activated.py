@@ -113,11 +113,16 @@ def own_choice_is_kept() -> dict[str, Any]:
 
 def adam_is_told() -> dict[str, Any]:
     """One notice that the mathematics changes."""
+    from dgc_horovod.torch import Compression
+
     hvd.init()
     model = smooth_model()
     with messages() as texts:
         hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
-    return {"told": sum("the mathematics changes" in text for text in texts)}
+        compression = Compression.dgc(momentum_dtype="bf16")
+        hvd.DistributedOptimizer(torch.optim.RMSprop(model.parameters()), model.named_parameters(), compression)
+    others = [text for text in texts if "RMSprop" in text]
+    return {"told": sum("the mathematics changes" in text for text in texts), "others": others}
 
 
 def sparse_gradients() -> dict[str, Any]:
