@@ -23,6 +23,7 @@ from dgc_horovod.report.glance import GOOD, LOOK, tiles
 from dgc_horovod.report.page import page
 from dgc_horovod.report.records import Run, read
 from tests.helpers.records import STEPS_A_RECORD, rank, records, write
+from tests.helpers.sealed import JUNK, places, replaced
 
 SLOW = (0.06, 0.06, 0.01, 0.06)  # rank 2 waits least
 HOSTILE = "<script>alert('x')</script><img src=https://example.org/x onerror=alert(1)>\"'&$\\alpha$\x00\ud800"
@@ -170,6 +171,29 @@ def test_no_number_of_a_record_keeps_the_page_from_being_made(odd, monkeypatch):
         last = given[-1] if place == "record" else given[-1][place][0]
         last |= {name: odd for name, value in last.items() if isinstance(value, (int, float))}
         assert "<h1>" in page(Run(json.loads(json.dumps(given))))
+
+
+def test_junk_in_any_field_of_a_file_is_a_page_or_our_error(tmp_path, monkeypatch):
+    """Every field of a record in turn, with what JSON can hold; and lines that are none."""
+    monkeypatch.setattr(plots, "_PLOTS", {})
+    given = json.loads(json.dumps(records(SLOW)[-1:]))
+    given[0]["run"] = {"command": "a", "hosts": "b", "versions": {"a": "b"}, "settings": [["a", "b", "c"]], "id": "c"}
+    kinds = {tuple(0 if isinstance(key, int) else key for key in path): path for path in places(given)}
+    file = tmp_path / "m.jsonl"
+    for path in kinds.values():
+        for junk in (*JUNK, json.loads("[" * 400 + "]" * 400)):
+            file.write_text("\n".join(map(json.dumps, replaced(given, path, junk))))
+            try:
+                assert all("<h1>" in page(run) for run in read(str(file)))
+            except ConfigError as error:
+                assert str(file) in str(error)
+    for line in (b"\xff\xfe", b"\0", b"[" * 10**5, b'{"steps":' + b"9" * 5000 + b"}", b"1", b"null"):
+        file.write_bytes(line)
+        with pytest.raises(ConfigError, match="holds no record"):
+            read(str(file))
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read(name)
 
 
 @pytest.mark.parametrize("odd", [10**400, math.nan, "10", [10]], ids=lambda odd: str(odd)[:5])
