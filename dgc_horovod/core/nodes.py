@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, leaving
 from dgc_horovod.config import DGCConfig, check_whole
 from dgc_horovod.config_check import Gatherer
 from dgc_horovod.core.bucketing import TensorSpec
@@ -184,6 +184,7 @@ def meet_at_exit(meet: Callable[[], object]) -> None:
 
 
 def _meet(meet: Callable[[], object]) -> None:
-    if getattr(sys, "last_value", None) is None:  # others wait for a rank that has failed: they are to know at once
+    # others wait for a rank that has failed: they are to know at once
+    if getattr(sys, "last_value", None) is None and not leaving.has_given_up.is_set():
         with contextlib.suppress(Exception):  # Horovod has been shut down, or somebody did not come
             meet()

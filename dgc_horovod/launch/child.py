@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import psutil
@@ -17,6 +17,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _LOOK_EVERY = 0.1  # seconds
 _RANKS_KILLED_AFTER, _KILLED_AFTER = 10.0, 30.0  # seconds; Horovod gives its ranks 5 to end
+_FROZEN_KILLED_AFTER = 4.0  # seconds, in which those that can hear it end by the signal that Horovod, or mpirun, sends
 
 
 class Child:
@@ -56,14 +57,23 @@ class Child:
         with os.fdopen(self._writing, "w") as pipe:
             pipe.write(text)
 
-    def wait(self) -> int:
-        """Wait for its end; returns its exit code, 128 + n if signal n was to end it. Signals are passed on."""
+    def wait(self, given_up: Callable[[], Collection[Any]] = tuple) -> int:
+        """Wait for its end; returns its exit code, 128 + n if signal n was to end it. Signals are passed on.
+
+        Args:
+            given_up: function that gives the processes of ranks that end because another does not come. That one may be
+                frozen, and hear no signal but SIGKILL.
+        """
         heard = set(_PASSED_ON)
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup; SIGINT is ignored behind any script's "&" too
             heard.discard(signal.SIGHUP)
         before = {number: signal.signal(number, self._pass_on) for number in heard}
         try:
+            is_told = False
             while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+                if not is_told and given_up():
+                    is_told = True
+                    _later(_FROZEN_KILLED_AFTER, self._kill_all_but, given_up)
                 time.sleep(_LOOK_EVERY)  # one long wait would go on where the system gives a signal to another thread
             status = ended[1]
         finally:
@@ -77,6 +87,11 @@ class Child:
             print(f"dgcrun: stopped by {signal.Signals(self._ended_by).name}", file=sys.stderr, flush=True)
             return 128 + self._ended_by
         return code if code >= 0 else 128 - code
+
+    def _kill_all_but(self, given_up: Callable[[], Collection[Any]]) -> None:
+        """Kill the ranks, but for those that end by themselves; whoever starts ranks is to tell how each has ended."""
+        ranks = [rank for starter in _below(self.pid, recursive=False) for rank in _below(starter.pid)]
+        _kill([rank for rank in ranks if rank.pid not in given_up()])
 
     def _pass_on(self, number: int, frame: Any) -> None:
         if number in _ENDING and self._ended_by is None:
@@ -110,10 +125,10 @@ def _end(pid: int) -> None:
     _signal(pid, signal.SIGKILL)
 
 
-def _below(pid: int) -> list[psutil.Process]:
+def _below(pid: int, recursive: bool = True) -> list[psutil.Process]:
     """Every process that the child has started, ranks and theirs: Horovod leaves behind what an ended rank started."""
     try:
-        return psutil.Process(pid).children(recursive=True)  # type: ignore[no-any-return]
+        return psutil.Process(pid).children(recursive=recursive)  # type: ignore[no-any-return]
     except (psutil.Error, OSError):
         return []
 

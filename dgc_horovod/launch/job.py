@@ -59,7 +59,7 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     quiet.daemon = True
     quiet.start()
     child.tell(f"{status.place(_own_addresses(slots))} {status.key}")
-    code = child.wait()
+    code = child.wait(lambda: status.get_all(summary.GIVEN_UP).values())
     quiet.cancel()
     status.close()
     if args.report:

@@ -18,7 +18,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.notices import JOINED, OVERFLOW
 from dgc_horovod.torch import state
@@ -222,6 +222,7 @@ def _take_part(participants: Sequence[_Participant | RoundParticipant]) -> None:
                 participant.begin()
             deadline = time.monotonic() + limit
         if time.monotonic() > deadline:
+            leaving.without_others(hvd)
             raise CollectiveTimeout(
                 f"rank {hvd.rank()} of {hvd.size()} waited {limit:g} s in join() for another rank's next step, or for "
                 "its join(). Meanwhile nobody may exchange anything else with Horovod (a metric by hvd.allreduce, the "

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
@@ -116,4 +116,7 @@ class HorovodCollectives(Collectives):
         return result[0] if isinstance(result, tuple) else result  # an alltoall says how much came from whom
 
     def _timed_out(self, text: str) -> CollectiveTimeout:
-        return _ElasticTimeout(text) if envvars.horovod_elastic() else CollectiveTimeout(text)
+        if envvars.horovod_elastic():
+            return _ElasticTimeout(text)
+        leaving.without_others(hvd)
+        return CollectiveTimeout(text)

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from dgc_horovod import advice
+from dgc_horovod import advice, leaving
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.recording import EVERY, rank_figures
 from dgc_horovod.stats import COUNTERS
@@ -91,7 +91,8 @@ class Reports:
         with contextlib.suppress(OSError):  # dgcrun is gone
             self._report(last=True)
             deadline = time.monotonic() + _LAST_SECONDS
-            while self._rank == 0 and self._read() and time.monotonic() < deadline:
+            alone = leaving.has_given_up.is_set()
+            while self._rank == 0 and self._read() and not alone and time.monotonic() < deadline:
                 time.sleep(_LOOK_EVERY)
 
     def _report_on(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dgc_horovod import at_end, envvars, recording
+from dgc_horovod import at_end, envvars, leaving, recording
 from dgc_horovod.config import AUTO
 from dgc_horovod.launch.layers import UNCOMPRESSED
 from dgc_horovod.launch.rank.reports import Reports
@@ -23,6 +24,7 @@ from dgc_horovod.stats import ExchangeStats, all_exchanges, total
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
 WRAPPED, END = "wrapped", "end"  # what rank 0 reports to dgcrun
+GIVEN_UP = "given-up."  # and any rank, with its process, that ends because another one did not come
 RUN = "run"  # what dgcrun tells it: see `job_report.describe`
 NOTHING_WRAPPED = (
     "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
@@ -162,6 +164,9 @@ class Outcome:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
         if os.getpid() != self._process:
             return 0
+        if leaving.has_given_up.is_set() and self._desk is not None:
+            with contextlib.suppress(OSError):
+                self._desk.put(f"{GIVEN_UP}{self.rank}", self._process)
         if self._reports is not None:
             self._reports.end()
         if self.rank != 0:
@@ -169,7 +174,8 @@ class Outcome:
         at_end.pending()  # which the record that ends the file counts, too
         if self._recording is not None:
             self._recording.end()
-        failed = getattr(sys, "last_value", None) is not None  # an error of its own ended the script
+        # an error of its own ended the script, or is why it has ended
+        failed = getattr(sys, "last_value", None) is not None or leaving.has_given_up.is_set()
         inactive = self.why_inactive()
         if not (failed and inactive):
             print(f"dgc_horovod: {self.line()}{' (ended by an error)' * failed}", file=sys.stderr, flush=True)

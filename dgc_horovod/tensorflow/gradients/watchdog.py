@@ -1,7 +1,8 @@
 """Ends a wait that nobody will answer: TensorFlow's collectives cannot be polled, as torch's can.
 
 One thread a process looks at the deadlines of all that wait. When a time is over it shuts Horovod down: every pending
-operation then fails, on every rank that is still alive.
+operation then fails, on every rank that is still alive. A rank that is frozen keeps Horovod from that, and the
+operation from returning: then the process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout
 from dgc_horovod.notices import timed_out
 
@@ -97,7 +98,7 @@ class _Watcher:
 
     def wait_for_shutdown(self) -> None:
         """See the function of this name."""
-        if self._ending and self._thread is not None:
+        if self._ending and self._thread is not None and not leaving.has_given_up.is_set():
             self._thread.join(_SHUTDOWN_LASTS)
 
     def _look(self) -> None:
@@ -115,7 +116,18 @@ class _Watcher:
                 # registered last runs first, and every hvd.init() registers: not before now.
                 atexit.unregister(self.wait_for_shutdown)
                 atexit.register(self.wait_for_shutdown)
-                hvd.shutdown()
+                self._shut_down()
+
+    def _shut_down(self) -> None:
+        if envvars.horovod_elastic():  # whose ranks go on
+            hvd.shutdown()
+            return
+        if not leaving.within(leaving.SHUTDOWN_SECONDS, hvd.shutdown):
+            _log.error(
+                "dgc_horovod: another rank does not answer any more, and TensorFlow waits for it: the process ends"
+            )
+            leaving.without_others(hvd)
+            leaving.end_now()
 
 
 _watcher = _Watcher()
