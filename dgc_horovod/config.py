@@ -223,6 +223,11 @@ class DGCConfig:
         return self.density if RULES[self.rule].sets_density else self.max_density
 
     @property
+    def sends_all(self) -> bool:
+        """Whether every element is sent at every step."""
+        return self.density == 1.0 and RULES[self.rule].sets_density and self.warmup is None
+
+    @property
     def momentum_bytes(self) -> int:
         """Bytes of an element of SGD's momentum."""
         return {"fp32": 4, "bf16": 2}[self.momentum_dtype]

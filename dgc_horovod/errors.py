@@ -53,7 +53,8 @@ class ReplicaMismatch(DGCError, RuntimeError):
 
 
 class NotFinite(DGCError, ArithmeticError):
-    """A gradient was NaN or infinite on some rank, and the job is to stop then. Raised on every rank."""
+    """A gradient was NaN or infinite on some rank, and the job is to stop then; or an optimizer has made weights that
+    are, of gradients that were not. Raised on every rank."""
 
 
 def nearest(word: object, allowed: Iterable[str]) -> str:

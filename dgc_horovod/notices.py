@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from dgc_horovod import envvars
 from dgc_horovod.core.bucketing import dense_values
-from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN
+from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN, WEIGHTS
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, Trial
@@ -46,6 +46,7 @@ WEIGHTS_SET = (
     "normalizes them, all is well. If it has put in others, such as its best ones, they count as what this rank has "
     "changed, of which little is sent at once: call optimizer.clear_residuals() on every rank, once all have the same"
 )
+LOOKS = 10  # steps after which the weights are looked at, of an optimizer whose arithmetic is not known
 _TOO_LARGE = {
     LEFT_OUT: "{what}: an update was too large for its parameter's dtype, or for float32, though every gradient was "
     f"finite; it is left out on every rank, and after {IN_A_ROW} such steps in a row all that waits. Lower the loss "
@@ -105,6 +106,11 @@ def not_finite(step: int, where: str) -> str:
     """What is said of a step that is not applied: its number from 0, and `OptimizerExchange.where_not_finite`."""
     if where in _TOO_LARGE:
         return _TOO_LARGE[where].format(what=f"step {step}")
+    if where.startswith(WEIGHTS):
+        return (
+            f"step {step}: {where} are not finite, and so gradients are not; the step is applied on no rank, nor is "
+            "any other until the weights are sound: lower the learning rate, and go on from a checkpoint"
+        )
     return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
 
 
@@ -143,6 +149,15 @@ def stop_if_skipped(exchange: OptimizerExchange) -> None:
         )
 
 
+def made_not_finite(step: int, name: str, optimizer: str) -> str:
+    """What is said of an optimizer that has spoilt weights in the step of that number, from 0, or the one before."""
+    return (
+        f"step {step}: {optimizer} has made {WEIGHTS}{name!r} that are not finite, though every gradient was: what "
+        "compression brings are bursts with zeros between, which not every optimizer can take. Use SGD, Adam or AdamW, "
+        "local steps (Compression.local), which leave its steps to it, or no compression"
+    )
+
+
 def clips_alone(who: str, limit: float, workers: int) -> str:
     """What is said with local steps of clipping by the script, or its optimizer."""
     return (
@@ -152,9 +167,20 @@ def clips_alone(who: str, limit: float, workers: int) -> str:
     )
 
 
-def step_not_made(rank: int, count: int) -> str:
-    """What a rank says with local steps whose own gradient was not finite in `count` steps: "" most of the times."""
+def step_not_made(rank: int, count: int, spoilt: str = "") -> str:
+    """What a rank says with local steps of which it left out `count`: "" most of the times.
+
+    Args:
+        rank: index of this rank.
+        count: number of steps whose own gradient was not finite, >= 1.
+        spoilt: name of weights that were not; "" if all were.
+    """
     text = f"a gradient was not finite on rank {rank}, and is left out there; the step counts as one of its local steps"
+    if spoilt:
+        text = (
+            f"{WEIGHTS}{spoilt!r} are not finite on rank {rank}, and so gradients are not, which are left out there; "
+            "such a step counts as one of its local steps"
+        )
     return text if count == 1 else f"{text}; {count:,} steps so far" if is_round(count) else ""
 
 

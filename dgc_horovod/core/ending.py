@@ -9,6 +9,7 @@ from dgc_horovod.core.engine import BucketEngine
 
 # In place of the ranks whose gradient was not finite
 LEFT_OUT, TRIED_AGAIN = "no rank: an update was too large", "no rank: an update times the loss scale was too large"
+WEIGHTS = "the weights of "  # and a name, where they are why no gradient is finite
 IN_A_ROW = 3  # steps with an update that is too large, after which all that waits is left out
 
 
@@ -25,16 +26,21 @@ class Ending:
 
     Args:
         engines: engines of the optimizer.
+
+    Attributes:
+        spoilt: function that an adapter sets: the name of a variable whose weights are not finite, "" if there is none.
+            It is called where a gradient was not finite, and nowhere else.
     """
 
     def __init__(self, engines: Sequence[BucketEngine]) -> None:
         self._engines = engines
-        self._too_large = ""
+        self._too_large = self._spoilt = ""
         self._scale, self._in_a_row = math.inf, 0
+        self.spoilt: Callable[[], str] = str
 
     def begin(self) -> None:
         """A step begins."""
-        self._too_large = ""
+        self._too_large = self._spoilt = ""
 
     def judge(self, updates: bool, others: bool = True, loss_scale: Callable[[], float] = _unscaled) -> bool:
         """Whether the step may be applied: the same on every rank, as updates and flags are.
@@ -47,6 +53,7 @@ class Ending:
         found = [engine.outcome for engine in self._engines]
         if updates or not others or not all(outcome.finite for outcome in found):
             self._scale, self._in_a_row = math.inf, 0
+            self._spoilt = "" if updates and others else self.spoilt()
             return updates and others
         scale = 1.0 if any(outcome.overflowed for outcome in found) else loss_scale()
         if 1 < scale < self._scale:
@@ -66,9 +73,9 @@ class Ending:
         return self.leaves_out and self._in_a_row >= IN_A_ROW
 
     def where(self) -> str:
-        """In words, where a gradient of the last step was not finite; the same text on every rank."""
-        if self._too_large:
-            return self._too_large
+        """In words, where a gradient of the last step was not finite; the same on ranks that have the same weights."""
+        if self._too_large or self._spoilt:
+            return self._too_large or f"{WEIGHTS}{self._spoilt!r}"
         found = [engine for engine in self._engines if engine.outcome.flagged]
         if not found:
             return "some rank"

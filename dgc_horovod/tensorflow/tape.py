@@ -22,7 +22,7 @@ from dgc_horovod.tensorflow.optimizer_mixin import UsersClass, not_converted
 from dgc_horovod.tensorflow.updates.base import TapeUpdate
 from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, scaled, sources_of
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, native, scaled, sources_of
 
 _log = logging.getLogger("dgc_horovod")
 # A script makes a new tape at every step: what belongs to its variables outlives it here.
@@ -159,7 +159,8 @@ class _DistributedTape(UsersClass):
                 gradients[i] = scaled(gradients[i], self._dgc.settings.local_scale)
         if agreed.exchange is None:
             return gradients
-        combined, finite, _ = agreed.exchange([gradients[i] for i in agreed.active])
+        weights = [native(variables[i]) for i in agreed.active]
+        combined, finite, _ = agreed.exchange([gradients[i] for i in agreed.active], weights=weights)
         if finite is not None:
             combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
         if self._dgc.settings.config is not None:

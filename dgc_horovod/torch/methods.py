@@ -6,6 +6,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import describe, of_skipped, stop_if_skipped
 from dgc_horovod.torch import epochs, settling
 from dgc_horovod.torch.clipping import calls as clip_calls
+from dgc_horovod.torch.gradients.dense_path import not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.gradients.replica_check import Replicas
@@ -113,6 +115,8 @@ class ExchangeMethods(StateMethods):
         """Everything that depends on which ranks there are; again whenever they change."""
         config = self._dgc_config
         self._dgc = self._dgc_exchange()
+        if config.local_steps is None:  # else weights are what is exchanged
+            self._dgc.buckets.ending.spoilt = partial(not_finite_of, self._dgc.names)
         self._dgc_replicas = Replicas(self._dgc_parameters, config, self._dgc.collectives)
         if config.warmup is not None and config.warmup.needs_epoch:
             epochs.observe(self._dgc.buckets)
@@ -261,6 +265,7 @@ class ExchangeMethods(StateMethods):
         self._dgc_with_hooks(self._apply)
         self._dgc_watch.applied(self._dgc.names)
         if not self._dgc.buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
+            self._dgc_update.check_weights(self, self._dgc)
             self._dgc_replicas.begin(self._dgc.buckets.steps)
             settling.watch(self)
         return self._dgc_returned if closure is None else loss

@@ -21,6 +21,17 @@ def smooth_model(seed: int = 0) -> nn.Module:
     )
 
 
+class Dividing(torch.optim.SGD):
+    """SGD that divides a gradient by its own size: where nothing of it was sent, 0 by 0."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / p.grad.abs())
+
+
 def target(x: torch.Tensor) -> torch.Tensor:
     """What is to be learnt of `x`."""
     return x[:, :4].sum(1, keepdim=True) + 0.5 * x[:, 4:5] ** 2

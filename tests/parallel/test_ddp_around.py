@@ -87,6 +87,8 @@ def test_not_finite(ranks):
     assert first == second and first["skipped"] == 1
     assert first["for long"].startswith("NotFinite: step 12: a gradient") and "11 in a row" in first["for long"]
     assert "NotFinite: step 2: a gradient was not finite on rank 1" in first["stops"]
+    assert "NotFinite: step 0: Dividing has made the weights of '0.weight' that are not finite" in first["made"]
+    assert "NotFinite: step 0: the weights of '2.weight' are not finite, and so gradients are not" in first["had"]
 
 
 def test_replica_that_differs(ranks):

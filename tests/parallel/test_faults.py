@@ -12,13 +12,21 @@ pytestmark = pytest.mark.parallel
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(4, ["faults.not_finite", "faults.stops", "faults.for_long"])
+    return run_ranks(4, ["faults.not_finite", "faults.stops", "faults.for_long", "faults.spoilt_weights"])
 
 
 def test_a_job_that_is_to_stop_stops_on_every_rank_with_the_culprit(ranks):
     found = [rank["faults.stops"] for rank in ranks]
     assert all(each == found[0] for each in found) and found[0]["step"] == 7
     assert found[0]["error"].startswith("step 7: a gradient was not finite on rank 1, among '2.weight'; ")
+
+
+def test_weights_that_are_not_finite_are_named(ranks):
+    """Gradients were blamed, and every step was skipped to the end."""
+    for rank, found in enumerate(rank["faults.spoilt_weights"] for rank in ranks):
+        assert found["made"].startswith("NotFinite: step 0: Dividing has made the weights of '0.weight' that are not")
+        assert found["had"].startswith("NotFinite: step 0: the weights of '2.weight' are not finite, and so gradients")
+        assert f"the weights of '2.weight' are not finite on rank {rank}, and so gradients" in found["local"]
 
 
 def test_after_a_gradient_that_is_not_finite_the_run_is_that_of_the_reference(ranks):

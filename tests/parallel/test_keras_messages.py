@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
@@ -29,7 +31,9 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"keras_messages.{case}" for case in ("refused", "disagreement", "other_epochs")])
+    return run_ranks(
+        2, [f"keras_messages.{case}" for case in ("refused", "disagreement", "other_epochs", "spoilt_weights")]
+    )
 
 
 def test_what_is_refused(ranks):
@@ -55,6 +59,21 @@ def test_ranks_in_other_epochs_hear_it(ranks):
     for mode in ("eager", "graph"):
         for found in ranks:
             assert "is the epoch the same everywhere?" in found["keras_messages.other_epochs"][mode]
+
+
+def test_weights_that_are_not_finite_are_named(ranks):
+    """Gradients were blamed, and every step was skipped to the end."""
+    first, second = (found["keras_messages.spoilt_weights"] for found in ranks)
+    for found in (first, second):
+        assert re.match(r"NotFinite: step 0: _MyAdafactor has made the weights of '\S*/kernel' that are", found["made"])
+        assert re.match(r"NotFinite: step 0: the weights of '\S*/kernel' are not finite, and so gr", found["had"])
+        assert re.search(r"the weights of '\S*/kernel' are not finite on rank \d, and so gradients", found["local"])
+        assert "finite on the weights" not in found["local"]
+        assert found["refused"].startswith("UnsupportedUse: Adafactor of Keras divides by")
+        assert not found["sent whole"] and not found["steps alone"]
+    assert re.search(r"step 0: the weights of '\S*/kernel' are not finite, and so gradients are not", first["told"])
+    assert re.search(r"step 0: the weights of 'Variable\S*' are not finite, and so gradients are not", first["tape"])
+    assert "stock Horovod stays" in first["chosen"] and "Adafactor" in first["chosen"]
 
 
 def test_a_set_of_ranks(tmp_path):

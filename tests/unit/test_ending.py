@@ -140,6 +140,19 @@ def test_after_an_error_what_was_sent_is_taken_back(ranks_of):
     np.testing.assert_array_equal(engine.state.v, expected)
 
 
+def test_weights_that_are_not_finite_are_said_to_be(ranks_of):
+    """Gradients were, which could not be anything else; the weights are looked at in no other step."""
+    ranks, looks = ranks_of("allgather"), []
+    for each in ranks:
+        each.ending.spoilt = lambda: looks.append(1) or "dense/kernel"
+    assert stepped(ranks, gradient_with(1.0))[0] and not looks
+    assert not stepped(ranks, gradient_with(1.0), nan_on=1)[0] and len(looks) == WORKERS
+    where = ranks[0].where_not_finite()
+    assert where == ranks[0].counts.skips[0][1] == "the weights of 'dense/kernel'"
+    assert "step 1: the weights of 'dense/kernel' are not finite, and so gradients are not" in not_finite(1, where)
+    assert stepped(ranks, gradient_with(1.0))[0] and "the weights" not in ranks[0].where_not_finite()
+
+
 def test_it_is_told_in_its_own_words(ranks_of):
     ranks = ranks_of("allgather")
     stepped(ranks, gradient_with(3e38))

@@ -24,6 +24,7 @@ from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas
 from dgc_horovod.tensorflow.gradients.settling import SettlingWatch
 from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.gradients.weights import WeightsWatch
 from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
@@ -82,6 +83,9 @@ class GradientExchange:
         if settings.config is not None and settings.config.check_every and update.is_optimizers:
             self._replicas = Replicas(sources, settings.config, collectives, self.steps.noting)
             self.steps.part_due = self._replicas.due
+        self._weights = WeightsWatch(sources, self.steps)
+        if settings.config is not None:
+            self.steps.look_due = self._weights.due
         self._settling = None
         waits = settings.config is not None and settings.config.until_settled is not None
         if waits and self.compressed and isinstance(update, FrozenAdamUpdate):
@@ -175,8 +179,8 @@ class GradientExchange:
     ) -> tuple[list[Gradient], Any, Any]:
         if self._settling is not None:
             iterations = self._settling(iterations, rate)
-        dtypes = [tf.int64, tf.bool, tf.int32, tf.int64, tf.bool]
-        started, fresh, part, step, dense = self._call(self.steps.start, [iterations], dtypes)
+        dtypes = [tf.int64, tf.bool, tf.int32, tf.int64, tf.bool, tf.bool]
+        started, fresh, part, step, dense, look = self._call(self.steps.start, [iterations], dtypes)
         if self.settings.config is None:
             return self._all_dense(gradients, started), None, None
         if self._replicas is not None:
@@ -202,7 +206,8 @@ class GradientExchange:
                 results[i] = tf.cast(update, self._dtype(i, gradients[i].dtype))
                 if results[i].dtype in _NARROW:
                     flags.append(tf.reduce_all(tf.math.is_finite(results[i])))
-        (finite,) = self._call(self.steps.end, flags, [tf.bool], *dense_path)
+        with tf.control_dependencies([self._weights(look, flags, weights)]):
+            (finite,) = self._call(self.steps.end, flags, [tf.bool], *dense_path)
         finite.set_shape([])
         dense.set_shape([])
         return [results[i] for i in range(len(gradients))], finite, dense if self.update.learns_second else None

@@ -73,6 +73,7 @@ class HostSteps:
         self.place: dict[int, BucketRun] = {}
         self.error: DGCError | None = None
         self.part_due: Callable[[int], int] = lambda steps: -1  # of the weights, to be compared; see `Replicas.due`
+        self.look_due: Callable[[], bool] = bool  # whether all of them are to be looked at; see `WeightsWatch.due`
         self._homes, self._keys = homes, [(number, source.key) for source in sources]
         self._generation_now, self._generation = generation, _FROM_SLOTS
         self._iterations, self.origins = 0, Origins()
@@ -203,7 +204,8 @@ class HostSteps:
 
     def start(self, iterations: np.ndarray) -> list[Any]:
         """Begin; returns `iterations`, whether the optimizer's slots are to be taken over, what part of the weights is
-        to be compared (-1: none), after how many steps, and whether the step is the optimizer's own.
+        to be compared (-1: none), after how many steps, whether the step is the optimizer's own, and whether the
+        weights are to be looked at.
 
         A step before this one that was not finished (an error in the graph) has sent nothing that counts.
         """
@@ -222,8 +224,9 @@ class HostSteps:
         self._dense = self.update.learns_second and self.buckets is not None and self.buckets.learns_second
         if self.update.learns_second:
             fresh, self._resumed = self._second_moment.begin(fresh or self._resumed, self._dense, self.runs), False
-        part = self.part_due(steps)
-        return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), np.bool_(self._dense)]
+        part, look = self.part_due(steps), np.bool_(self.look_due())
+        own = np.bool_(self._dense)
+        return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), own, look]
 
     def start_as_stock(self, iterations: np.ndarray) -> bool:
         """Begin a step of the user's own optimizer; returns whether what is kept belongs to these weights."""

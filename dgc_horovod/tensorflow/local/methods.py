@@ -59,7 +59,7 @@ class LocalMethods(DistributedMethods):
         self._dgc.let_go_of_frozen(trained)
         rounds.begin(trained)
         if self._dgc.settings.config.on_nonfinite == "skip":
-            grads = _finite_or_zero(grads, self._dgc_set.exchange.steps.counts)
+            grads = _finite_or_zero(grads, known, self._dgc_set.exchange.steps.counts)
         self._dgc_apply_as_stock(grads, known)
         every = self._dgc.settings.config.local_steps * passes_of(self)
         tf.cond(tf.equal(native(self._iterations) % every, 0), self._dgc_exchange, lambda: tf.constant(False))
@@ -163,15 +163,20 @@ class LocalMethods(DistributedMethods):
             raise UnsupportedUse(MID_ROUND)
 
 
-def _finite_or_zero(grads: list[Gradient], counts: ExchangeStats) -> list[Gradient]:
+def _finite_or_zero(grads: list[Gradient], variables: list[Any], counts: ExchangeStats) -> list[Gradient]:
     """These gradients, or zeros where any element of any is not finite: such a step still counts.
 
     Weights that are not finite would spoil what the model computes until the round is undone, and a running statistic
     for ever. Costs a read of every gradient.
     """
     given = [tf.convert_to_tensor(_elements(grad)) for grad in grads if grad is not None]
-    finite = all_finite(given)
-    tf.cond(finite, lambda: tf.constant(True), lambda: host_call(partial(_left_out, counts), [finite], [tf.bool])[0])
+    finite, names = all_finite(given), [getattr(variable, "path", variable.name) for variable in variables]
+
+    def left_out() -> tf.Tensor:
+        sound = tf.stack([all_finite([native(variable)]) for variable in variables])
+        return host_call(partial(_left_out, counts, names), [finite, sound], [tf.bool])[0]
+
+    tf.cond(finite, lambda: tf.constant(True), left_out)
     return [None if grad is None else _or_zeros(grad, finite) for grad in grads]
 
 
@@ -187,8 +192,9 @@ def _or_zeros(grad: Any, finite: tf.Tensor) -> Gradient:
     return elements
 
 
-def _left_out(counts: ExchangeStats, finite: Any) -> list[Any]:
+def _left_out(counts: ExchangeStats, names: list[str], finite: Any, sound: Any) -> list[Any]:
     counts.left_out += 1
-    if text := step_not_made(hvd.rank(), counts.left_out):
+    spoilt = next((name for name, is_sound in zip(names, sound, strict=True) if not is_sound), "")
+    if text := step_not_made(hvd.rank(), counts.left_out, spoilt):
         _log.warning("dgc_horovod: %s", text)
     return [finite]

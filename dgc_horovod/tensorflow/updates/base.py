@@ -30,6 +30,7 @@ class PlainUpdate:
 
     Args:
         notices: texts for the user, each said once.
+        unknown: name of an optimizer of whose arithmetic nothing is known; "" for others.
     """
 
     is_split = False
@@ -39,8 +40,8 @@ class PlainUpdate:
     flush_is_step = True  # of the user's optimizer
     parts: tuple[str, ...] = (RESIDUAL,)  # what a rank keeps, and hands back
 
-    def __init__(self, *notices: str) -> None:
-        self.notices = list(notices)
+    def __init__(self, *notices: str, unknown: str = "") -> None:
+        self.notices, self.unknown = list(notices), unknown
 
     def accumulation(self, iterations: int, dense: bool) -> Accumulation:
         """How gradients enter the residual at the step after `iterations` others, counted from empty moments.

@@ -18,18 +18,25 @@ def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> Plain
     """The split that fits `optimizer`, of the user's class `kind`; plain error feedback where there is none.
 
     Raises:
-        UnsupportedUse: Adam's amsgrad under momentum correction.
+        UnsupportedUse: Adafactor; Adam's amsgrad under momentum correction.
     """
     notices, adam, sgd = [], _steps_as(kind, keras.optimizers.Adam), _steps_as(kind, keras.optimizers.SGD)
+    if config is not None and not config.sends_all and _steps_as(kind, keras.optimizers.Adafactor):
+        raise UnsupportedUse(
+            f"{kind.__name__} of Keras divides by what it knows of rows and columns of a gradient: where nothing of a "
+            "row and a column is sent, as happens under compression, its weights become NaN. Use Adam or AdamW; or "
+            "local steps, Compression.local(...), which leave its steps to it; or Compression.none"
+        )
     if config is not None and config.second_moment == FROZEN and not adam:
         notices.append(no_second_moment(kind))
+    unknown = "" if adam or sgd else kind.__name__
     if config is None or not config.momentum_correction:
         notices += [ADAM_AFTER] if issubclass(kind, keras.optimizers.Adam) else []
-        return PlainUpdate(*notices)
+        return PlainUpdate(*notices, unknown=unknown)
     if config.momentum_dtype != "fp32" and not sgd:
         notices.append(no_momentum(kind))
-    if not (adam or sgd):
-        return PlainUpdate(*notices, *of_other(kind, corrects=True))
+    if unknown:
+        return PlainUpdate(*notices, *of_other(kind, corrects=True), unknown=unknown)
     if adam and optimizer.amsgrad:
         raise UnsupportedUse(refusal("Adam's amsgrad", "amsgrad=False"))
     form = SGDUpdate if sgd else FrozenAdamUpdate if config.freezes_second_moment else AdamUpdate

@@ -48,6 +48,11 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(torch.stack(each).all()) for each in flags.values())
 
 
+def not_finite_of(names: Mapping[torch.Tensor, str]) -> str:
+    """The name of the first of these tensors that is not finite; "" if all are. Costs a read of each."""
+    return "" if all_finite(names) else next(name for x, name in names.items() if not all_finite([x]))
+
+
 class DensePath:
     """The dense tensors of one optimizer, and how far this step has come.
 

@@ -13,7 +13,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse, shown
 from dgc_horovod.notices import MID_ROUND, WEIGHTS_SET, clips_alone, of_skipped, step_not_made, stop_if_skipped
 from dgc_horovod.torch.clipping import calls as clip_calls
-from dgc_horovod.torch.gradients.dense_path import all_finite
+from dgc_horovod.torch.gradients.dense_path import all_finite, not_finite_of
 from dgc_horovod.torch.local.rounds import LocalRounds
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.methods import ExchangeMethods
@@ -93,9 +93,9 @@ class LocalMethods:
         elif self._dgc_takes_part and self._dgc_config.on_nonfinite == "skip":
             grads = (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
             if not all_finite(grad._values() if grad.is_sparse else grad for grad in grads):
-                counts = self._dgc.buckets.counts
+                counts, spoilt = self._dgc.buckets.counts, not_finite_of(self._dgc.names)
                 counts.left_out += 1
-                if text := step_not_made(self._dgc.collectives.rank, counts.left_out):
+                if text := step_not_made(self._dgc.collectives.rank, counts.left_out, spoilt):
                     _log.warning("dgc_horovod: %s", text)
                 return False
         return True

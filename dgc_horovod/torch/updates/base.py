@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from dgc_horovod.errors import NotFinite
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
-from dgc_horovod.notices import ADAM_AFTER
+from dgc_horovod.notices import ADAM_AFTER, LOOKS, made_not_finite
 from dgc_horovod.state.residual_state import REMAINDER, RESIDUAL, ResidualState
+from dgc_horovod.torch.gradients.dense_path import not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 
 Group = dict[str, Any]
@@ -43,6 +45,7 @@ class PlainUpdate:
         self.kind = kind
         self.dense = False  # whether everything is sent at the step under way; told where the second moment is learnt
         self._made: Made = []  # by `prepare` since the last step
+        self._looks = LOOKS if kind == "other" else 0  # that are left, see `check_weights`
         self.notices = [ADAM_AFTER] if kind == "adam" else []  # for the user, once
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -51,6 +54,16 @@ class PlainUpdate:
         Called after wrapping, after loading a state, and whenever somebody asks for it.
         """
         self._made += fill_state(optimizer, self.kind)
+
+    def check_weights(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
+        """After a step: raise NotFinite if an optimizer whose arithmetic is not known has spoilt the weights.
+
+        In the first steps that are compressed only; the same on every rank, as the weights are.
+        """
+        if self._looks and exchange.buckets.counts.density_now < 1:
+            self._looks -= 1
+            if name := not_finite_of(exchange.names):
+                raise NotFinite(made_not_finite(exchange.buckets.steps - 1, name, type(optimizer).__name__))
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's own step comes: the zeros of `prepare` become what the parameters have become since."""

@@ -19,7 +19,7 @@ from dgc_horovod.torch.ddp import Compression, WarmupSchedule, register
 from tests.helpers.errors import error_of, error_told, stay_away
 from tests.helpers.logs import messages
 from tests.helpers.loss_scaling import found_in_scripts
-from tests.helpers.regression import UNROUNDED, batches, fingerprint, smooth_model
+from tests.helpers.regression import UNROUNDED, Dividing, batches, fingerprint, smooth_model
 
 
 def _made(compression: Any, **options: Any) -> tuple[DistributedDataParallel, Any]:
@@ -204,6 +204,12 @@ def not_finite() -> dict[str, Any]:
     found = {"skipped": optimizer.compression_stats()["skipped"], "is": fingerprint(model)}
     model, optimizer = _made(Compression.dgc(0.02, min_numel=64, on_nonfinite="stop"))
     found["stops"] = error_of(lambda: _steps(model, optimizer, 4, spoilt=[2]))
+    model, optimizer = _made(Compression.dgc(0.02, min_numel=64, on_nonfinite="stop"))
+    model.module[2].weight.data[3, 4] = torch.nan
+    found["had"] = error_of(lambda: _steps(model, optimizer, 1))
+    model = DistributedDataParallel(smooth_model())
+    optimizer = register(model, Dividing(model.parameters(), lr=0.05), Compression.dgc(0.02, min_numel=64))
+    found["made"] = error_of(lambda: _steps(model, optimizer, 1))
     model, optimizer = _made(Compression.dgc(0.02, min_numel=64, max_skipped=11))
     with messages() as texts:
         found["for long"] = error_of(lambda: _steps(model, optimizer, 20, spoilt=range(2, 20)))

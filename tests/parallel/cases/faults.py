@@ -14,7 +14,8 @@ from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
 from tests.helpers.logs import messages
-from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model
+from tests.helpers.regression import Dividing
+from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train
 
 STEPS, MOMENTUM = 24, 0.9
 BAD = {"one NaN": np.nan, "one Inf": np.inf, "all overflowed": -np.inf}
@@ -96,6 +97,27 @@ def not_finite() -> dict[str, Any]:
         tensors = kept_by(spoiled.optimizer).tensors
         finite = all(np.isfinite(x).all() for arrays in tensors.values() for x in arrays.values())
         found[kind] = {"same": same, "finite": finite, "fingerprint": fingerprint(spoiled.model), "at": [at, rank]}
+    return found
+
+
+def spoilt_weights() -> dict[str, str]:
+    """What is said of weights that are not finite: an optimizer has made them, or a script; also with local steps."""
+    hvd.init()
+    compressions = {
+        "made": Compression.dgc(0.05, min_numel=16),
+        "had": Compression.dgc(0.05, min_numel=16, on_nonfinite="stop"),
+        "local": Compression.local(2),
+    }
+    found = {}
+    for name, compression in compressions.items():
+        model = smooth_model()
+        plain = (Dividing if name == "made" else torch.optim.SGD)(model.parameters(), lr=0.05)
+        optimizer = DistributedOptimizer(plain, model.named_parameters(), compression=compression)
+        if name != "made":
+            model[2].weight.data[3, 4] = torch.nan
+        with messages() as said:
+            found[name] = error_of(lambda model=model, optimizer=optimizer: train(model, optimizer, 1))
+        found[name] += "; ".join(text for text in said if "weights" in text)
     return found
 
 

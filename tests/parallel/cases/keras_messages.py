@@ -19,7 +19,8 @@ from dgc_horovod.tensorflow import DistributedGradientTape
 from dgc_horovod.tensorflow import DistributedOptimizer as TensorFlowOptimizer
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule
 from tests.helpers.errors import error_of
-from tests.helpers.keras_training import fingerprint, fit, fitted, keras, momentum_sgd, smooth_model
+from tests.helpers.keras_training import fingerprint, fit, fitted, keras, momentum_sgd, shard, smooth_model
+from tests.helpers.logs import messages
 
 
 class _Torchs(ConfiguredCompressor):
@@ -129,6 +130,51 @@ def _applied(optimizer: Any, variable: Any, mode: str) -> str:
 
     run = tf.function(apply) if mode == "graph" else apply
     return error_of(lambda: run(tf.constant(np.random.default_rng(0).standard_normal((40, 50)), tf.float32)))
+
+
+def spoilt_weights() -> dict[str, Any]:
+    """What is said of weights that are not finite: an optimizer has made them, or a script; and of Keras' Adafactor."""
+    hvd.init()
+    dgc, found = Compression.dgc(0.05), {}
+    cases = {
+        "made": (_MyAdafactor(0.01), dgc),
+        "had": (momentum_sgd(), Compression.dgc(0.05, on_nonfinite="stop")),
+        "told": (momentum_sgd(), dgc),
+        "local": (momentum_sgd(), Compression.local(2)),
+        "refused": (keras.optimizers.Adafactor(0.01), Compression.topk(0.05)),
+        "sent whole": (keras.optimizers.Adafactor(0.01), Compression.dgc(1.0)),
+        "steps alone": (keras.optimizers.Adafactor(0.01), Compression.local(2)),
+        "chosen": (keras.optimizers.Adafactor(0.01), Compression.auto()),
+    }
+    for name, (optimizer, compression) in cases.items():
+        model = smooth_model()
+        if name in ("had", "told", "local"):
+            model.layers[1].kernel.assign(model.layers[1].kernel * np.nan)
+        with messages() as said:
+            error = error_of(lambda given=(model, optimizer, compression): _stepped(*given))
+        found[name] = error or "; ".join(text for text in said if "weights" in text or "stays" in text)
+    variable = tf.Variable(tf.fill((40, 50), np.nan))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable**2)
+    with messages() as said:
+        DistributedGradientTape(tape, compression=Compression.topk(0.05)).gradient(loss, [variable])
+    return {**found, "tape": "; ".join(text for text in said if "weights" in text)}
+
+
+class _MyAdafactor(keras.optimizers.Adafactor):
+    """One of whose arithmetic nothing is known."""
+
+    def update_step(self, *arguments: Any) -> None:
+        super().update_step(*arguments)
+
+
+def _stepped(model: Any, plain: Any, compression: Any) -> None:
+    x, y = shard(hvd.rank())
+    optimizer = DistributedOptimizer(plain, compression=compression)
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
 
 def missing_rank() -> dict[str, Any]:
