@@ -14,7 +14,14 @@ CASES = [
     "hand_tables", "loss_scaling", "clipping", "epochs_observed", "larger_batch_identity", "synchronize_twice",
     "resume_on_rank_zero", "step_hooks", "other_memory",
 ]  # fmt: skip
-DTYPES = ["low_precision", "cast_after_wrapping", "channels_last_clipped", "half_overflow", "through_host_memory"]
+DTYPES = [
+    "clipped_doubles",
+    "low_precision",
+    "cast_after_wrapping",
+    "channels_last_clipped",
+    "half_overflow",
+    "through_host_memory",
+]
 
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
@@ -81,6 +88,13 @@ def test_dtypes_and_layouts(ranks, case):
     found = [rank[f"dtypes.{case}"] for rank in ranks]
     assert found[0]["fingerprint"] == found[1]["fingerprint"]
     assert found[0].get("in flight", 1) > 0, "the hooks no longer fire"
+
+
+def test_gradients_in_float64_are_clipped(ranks):
+    """torch has no norm of them in fp32: an error at the next step."""
+    first, second = (rank["dtypes.clipped_doubles"] for rank in ranks)
+    for way, (distance, total) in first.items():
+        assert distance < 1e-3 and total == second[way][1], way
 
 
 def test_tensors_that_horovod_cannot_take_go_through_host_memory(ranks):

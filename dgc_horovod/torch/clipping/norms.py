@@ -50,6 +50,8 @@ def finite_norm(gradient: torch.Tensor, p: float) -> float:
     """The p-norm in fp32; what is not finite counts as zero, as it does where it enters the momentum."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
+    if gradient.dtype == torch.float64:  # of which torch takes no norm in less precision
+        gradient = gradient.float()
     norm = float(torch.linalg.vector_norm(gradient, p, dtype=torch.float32))
     if math.isfinite(norm):
         return norm

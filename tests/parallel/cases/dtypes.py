@@ -87,6 +87,32 @@ def channels_last_clipped() -> dict[str, Any]:
     return {"fingerprint": fingerprint(model)}
 
 
+def clipped_doubles() -> dict[str, Any]:
+    """A model in float64 that is clipped in each way, beside the same in fp32: distance, and the sum of its weights."""
+    hvd.init()
+    found = {}
+    for way in ("script", "elements", "clip_norm", "auto"):
+        ends = []
+        for dtype in (torch.float32, torch.float64):
+            model = smooth_model().to(dtype)
+            given = {"clip_norm": 0.5} if way in ("clip_norm", "auto") else {}
+            compression = Compression.auto(**given) if way == "auto" else Compression.dgc(0.1, min_numel=64, **given)
+            optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
+            for x, y in batches(4, hvd.rank()):
+                optimizer.zero_grad()
+                F.mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
+                optimizer.synchronize()
+                if way == "script":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+                elif way == "elements":
+                    nn.utils.clip_grad_value_(model.parameters(), 0.05)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            ends.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+        found[way] = float((ends[1] - ends[0]).norm() / ends[0].norm()), float(ends[1].sum())
+    return found
+
+
 def half_overflow() -> dict[str, Any]:
     """fp16 weights whose update leaves fp16's range: the step is applied on no rank, and training goes on."""
     hvd.init()

@@ -1,0 +1,69 @@
+"""What scripts do with an optimizer over torch.distributed, beside its step: wrappers, other methods, trial steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
+from tests.helpers.regression import UNROUNDED, batches, distance, smooth_model, weights
+
+FEW = Compression.dgc(0.05, min_numel=64)
+ALL = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
+CHOICES = {"dgc": FEW, "local": Compression.local(steps=2, density=0.05, min_numel=64), "auto": Compression.auto()}
+
+
+def _sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+
+
+def _steps(model: Any, optimizer: Any, steps: int = 4, step: Callable[[], Any] | None = None) -> None:
+    for x, y in batches(steps, dist.get_rank()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        (step or optimizer.step)()
+
+
+def clipped_doubles() -> dict[str, Any]:
+    """A model in float64, some of it or all, that the script clips, or ``clip_norm``: as the same model in fp32."""
+    found: dict[str, Any] = {}
+    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    for how, plain in itertools.product(("norm", "largest", "elements", "clip_norm", "by hand"), (False, True)):
+        ends = []
+        for dtype in dtypes:
+            inner = smooth_model().to(dtype)
+            model: Any = inner if plain else DistributedDataParallel(inner)
+            compression = Compression.dgc(0.1, min_numel=64, clip_norm=0.5 if how == "clip_norm" else None)
+            optimizer = _sgd(model)
+            if plain:
+                DistributedOptimizer(optimizer, model.named_parameters(), compression)
+            else:
+                register(model, optimizer, compression)
+            for x, y in batches(4, dist.get_rank()):
+                optimizer.zero_grad()
+                F.mse_loss(model(x.to(dtype)).double(), y.double()).backward()
+                optimizer.synchronize()
+                _clip(how, model)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            ends.append(weights(model).double())
+            found[f"{how}, {plain=}, {dtype}"] = distance(ends[0], ends[-1]), float(ends[-1].sum())
+    return found
+
+
+def _clip(how: str, model: nn.Module) -> None:
+    if how in ("norm", "largest"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2, 2.0 if how == "norm" else torch.inf)
+    elif how == "elements":
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+    elif how == "by hand":
+        norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad.mul_(min(1.0, 0.2 / float(norm)))

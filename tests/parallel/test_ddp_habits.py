@@ -1,0 +1,24 @@
+"""Over torch.distributed: wrappers, other methods that step, what DDP leaves out, torch's trial step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.torch_ranks import run_torch_ranks
+
+pytestmark = pytest.mark.parallel
+CASES = ["clipped_doubles"]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_torch_ranks(2, [f"ddp_habits.{case}" for case in CASES], timeout=280)
+
+
+def test_gradients_in_float64_are_clipped(ranks):
+    """torch has no norm of them in fp32: an error at the next step."""
+    first, second = (rank["ddp_habits.clipped_doubles"] for rank in ranks)
+    assert len(first) == 40
+    for name, (distance, total) in first.items():
+        assert total == second[name][1], name
+        assert distance < (0.2 if "16" in name else 1e-3), (name, distance)
