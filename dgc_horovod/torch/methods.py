@@ -34,6 +34,7 @@ from dgc_horovod.torch.wrapping.notices import (
     LATE_HOOK,
     SCALER_LEFT_OUT,
     SCALER_NOT_PASSED,
+    STEPPED_TWICE,
     SYNCHRONIZED_TWICE,
     TAKEN_AWAY,
     UNSCALED_TOO_EARLY,
@@ -200,7 +201,8 @@ class ExchangeMethods(StateMethods):
     def synchronize(self: Any) -> None:
         """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank.
 
-        Once done, another call before the next backward pass does nothing.
+        Once done, another call before the next backward pass does nothing, nor does one with nothing new since the last
+        step.
         """
         if not self._dgc_takes_part:
             self._synchronized = True
@@ -228,12 +230,7 @@ class ExchangeMethods(StateMethods):
         """Whether what stands in ``p.grad`` is an update already: to exchange it again would compress it twice."""
         if self._synchronized:
             return all(p.grad is not None or not p.requires_grad for p in self._dgc.names)
-        if self._dgc_watch.unchanged_since_applied():
-            raise UnsupportedUse(
-                "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still "
-                "holds the update that has been applied. Call backward() first"
-            )
-        return False
+        return bool(self._dgc_watch.unchanged_since_applied())
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronize unless that is done or skipped, then apply the optimizer.
@@ -248,6 +245,8 @@ class ExchangeMethods(StateMethods):
         if not self._dgc_takes_part:
             returned = super(type(self), self).step()  # type: ignore[misc]
             return returned if closure is None else loss
+        if not (self._handles or self._synchronized) and self._dgc_watch.unchanged_since_applied():
+            raise UnsupportedUse(STEPPED_TWICE)
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
@@ -356,7 +355,8 @@ class ExchangeMethods(StateMethods):
             )
         if self._dgc_takes_part and self._synchronized and self._dgc_may_apply:
             if not (self._dgc_stock or self._dgc_offered):
-                self._tell_once("dropped", DROPPED)
+                if any(p.grad is not None and bool(p.grad.any()) for p in self._dgc.names):  # else nothing was in it
+                    self._tell_once("dropped", DROPPED)
         self._synchronized = False
         super(type(self), self).zero_grad(*args, **kwargs)  # type: ignore[misc]
 

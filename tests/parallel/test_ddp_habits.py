@@ -7,12 +7,21 @@ import pytest
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["clipped_doubles"]
+CASES = ["synchronized_again", "clipped_doubles"]
 
 
 @pytest.fixture(scope="module")
 def ranks():
     return run_torch_ranks(2, [f"ddp_habits.{case}" for case in CASES], timeout=280)
+
+
+def test_a_synchronization_with_nothing_new_does_nothing(ranks):
+    """It was an error that spoke of a step() which nobody had called."""
+    for rank in ranks:
+        found = rank["ddp_habits.synchronized_again"]
+        assert found["ends"][0] == found["ends"][1] and found["told"] == []
+        assert len(found["errors"]) == 4
+        assert all("step() was called again with no backward pass" in text for text in found["errors"])
 
 
 def test_gradients_in_float64_are_clipped(ranks):

@@ -15,7 +15,7 @@ CASES = [
     "readable_gradients",
     "networks_in_turns",
 ]
-CASES += ["given_up_steps", "copies", "synchronized_twice"]
+CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again"]
 EDITS = ["taken_away", "dropped_update", "late_hooks", "regrouped", "own_methods"]
 
 
@@ -84,6 +84,14 @@ def test_a_second_synchronization_is_warned_of(ranks):
     for rank in ranks:
         (text,) = rank["script_habits.synchronized_twice"]
         assert "without optimizer.skip_synchronize() context" in text
+
+
+def test_a_synchronization_with_nothing_new_does_nothing(ranks):
+    """It was an error that spoke of a step() which nobody had called."""
+    first, second = (rank["script_habits.synchronized_again"] for rank in ranks)
+    assert first == second and first["ends"][0] == first["ends"][1] and first["told"] == []
+    assert len(first["errors"]) == 6
+    assert all("step() was called again with no backward pass" in text for text in first["errors"])
 
 
 def test_gradients_that_a_script_takes_away_do_not_come_later(ranks):

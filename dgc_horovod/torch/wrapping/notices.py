@@ -32,6 +32,10 @@ DROPPED = (
     "exchanged (clip_norm=c); keep a backward pass that is not this model's away from it (detach(), or "
     "requires_grad_(False) meanwhile)"
 )
+STEPPED_TWICE = (
+    "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still holds the "
+    "update that has been applied. Call backward() first"
+)
 LATE_HOOK = (
     "register_post_accumulate_grad_hook() was called after the optimizer had been wrapped: that hook runs when the "
     "exchange may have taken the gradient, and what it changes may take no part. Register it before wrapping"

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
-from tests.helpers.regression import UNROUNDED, batches, distance, smooth_model, weights
+from tests.helpers.errors import error_of
+from tests.helpers.regression import UNROUNDED, batches, distance, fingerprint, smooth_model, weights
 
 FEW = Compression.dgc(0.05, min_numel=64)
 ALL = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
@@ -29,6 +30,28 @@ def _steps(model: Any, optimizer: Any, steps: int = 4, step: Callable[[], Any] |
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         (step or optimizer.step)()
+
+
+def synchronized_again() -> dict[str, Any]:
+    """``synchronize()`` with nothing new since the last step; and a second ``step()``."""
+    ends, errors = [], []
+    for again in (False, True):
+        model = smooth_model()
+        optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), FEW)
+        for x, y in batches(3, dist.get_rank()):
+            if again:
+                optimizer.synchronize()
+                optimizer.synchronize()
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        ends.append(fingerprint(model))
+        errors.append(error_of(optimizer.step))
+        with optimizer.skip_synchronize():
+            optimizer.synchronize()
+            errors.append(error_of(optimizer.step))
+        assert fingerprint(model) == ends[-1]
+    return {"ends": ends, "errors": errors, "told": sorted(optimizer._dgc_told)}
 
 
 def clipped_doubles() -> dict[str, Any]:

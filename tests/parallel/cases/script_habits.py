@@ -17,6 +17,7 @@ from horovod.torch import broadcast_optimizer_state, broadcast_parameters
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.errors import error_of
 from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train, weights
 
 _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -182,6 +183,46 @@ def copies() -> list[str]:
         except UnsupportedUse as error:
             told.append(str(error))
     return told
+
+
+def synchronized_again() -> dict[str, Any]:
+    """A GAN as Horovod's maintainers advise: each network's optimizer is synchronized before its gradients are cleared.
+
+    Weights of the generator, beside those without these calls; what is told; and of a second ``step()``.
+    """
+    hvd.init()
+    ends, told, errors = [], [], []
+    for advised in (False, True):
+        torch.manual_seed(1)
+        generator, discriminator = nn.Linear(64, 64), nn.Linear(64, 64)
+        compression, noise = Compression.dgc(0.02), torch.Generator().manual_seed(hvd.rank())
+        g, d = (
+            DistributedOptimizer(momentum_sgd(model), model.named_parameters(name), compression=compression)
+            for name, model in (("g", generator), ("d", discriminator))
+        )
+        for _ in range(4):
+            z = torch.randn(8, 64, generator=noise)
+            d.zero_grad()
+            discriminator(generator(z).detach()).pow(2).mean().backward()
+            d.step()
+            if advised:
+                g.synchronize()
+                g.synchronize()
+            g.zero_grad()
+            discriminator.requires_grad_(False)
+            discriminator(generator(z)).pow(2).mean().backward()
+            discriminator.requires_grad_(True)
+            g.step()
+            if advised:
+                d.synchronize()
+        ends.append(fingerprint(generator))
+        told += [*g._dgc_told, *d._dgc_told]
+        with g.skip_synchronize():
+            g.synchronize()
+            errors += [error_of(g.step)]
+        errors += [error_of(g.step), error_of(d.step)]
+        assert fingerprint(generator) == ends[-1]
+    return {"ends": ends, "told": told, "errors": errors}
 
 
 def synchronized_twice() -> list[str]:
