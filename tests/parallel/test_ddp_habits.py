@@ -7,12 +7,31 @@ import pytest
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["synchronized_again", "clipped_doubles"]
+CASES = ["unused", "synchronized_again", "clipped_doubles"]
+UNUSED = {
+    "a layer": "'extra.weight', 'extra.bias'",
+    "an output": "'right.weight', 'right.bias'",
+    "a gradient": "'6.bias'",
+}
 
 
 @pytest.fixture(scope="module")
 def ranks():
     return run_torch_ranks(2, [f"ddp_habits.{case}" for case in CASES], timeout=280)
+
+
+def test_a_parameter_that_takes_no_part_in_the_loss_is_named(ranks):
+    """Three causes were named, and none was the one."""
+    first, second = (dict(rank["ddp_habits.unused"]) for rank in ranks)
+    assert first == second
+    said = {name: text for name, text in first.items() if name.endswith(("25", "0.0001"))}
+    assert len(said) == 8
+    for name, text in said.items():
+        names = next(names for begin, names in UNUSED.items() if name.startswith(begin))
+        assert f"no gradient for {names}, and DistributedDataParallel" in text, (name, text)
+        assert "pass find_unused_parameters=True" in text
+    for name in first.keys() - said.keys():
+        assert len(first[name]) == 64, (name, first[name])  # it was trained
 
 
 def test_a_synchronization_with_nothing_new_does_nothing(ranks):

@@ -39,6 +39,12 @@ NOT_EXCHANGED = (
     "model.no_sync(), or optimizer.zero_grad() came after it, or the model has been put into another "
     "DistributedDataParallel since: register that with a new optimizer"
 )
+UNUSED = (
+    "step() without gradients that have been exchanged: the last backward pass has brought no gradient for {names}, "
+    "and DistributedDataParallel waits for one of every parameter. Where a parameter, or an output of the model, takes "
+    "no part in the loss, pass find_unused_parameters=True to DistributedDataParallel. To a loss that is made of "
+    "gradients alone (torch.autograd.grad), which leaves out the last bias, add 0 * output.sum()"
+)
 LOADED_TWICE = (
     "a second load_state_dict() without a step after the first has emptied what load_checkpoint() had brought of u and "
     "v. accelerator.prepare(optimizer) does so: call load_checkpoint() after it"
@@ -47,6 +53,7 @@ ANOTHERS_STEP = (
     "this step() was taken from the optimizer before register(), and knows nothing of the exchange; accelerate does so "
     "under fp16. Pass register() what accelerator.prepare() has returned (trainer.optimizer), and not what is inside"
 )
+_NAMED = 5  # parameters in a message
 
 
 class ProcessGroupMethods(ExchangeMethods):
@@ -216,10 +223,22 @@ class DataParallelMethods(ProcessGroupMethods):
                 loss = closure()
         owners.check(self)
         if not self._synchronized:
-            raise UnsupportedUse(NOT_EXCHANGED)
+            raise UnsupportedUse(self._dgc_why_not_exchanged())
         with self.skip_synchronize():
             returned = ExchangeMethods.step(self)
         return returned if closure is None else loss
+
+    def _dgc_why_not_exchanged(self: Any) -> str:
+        """What is said of a step without an update; DDP calls no hook for a bucket of which a gradient is missing."""
+        trained = {name: p for name, p in self._dgc_parameters.items() if p.requires_grad}
+        waited = {name: p for name, p in trained.items() if p not in self._handles}
+        missing = [repr(name) for name, p in waited.items() if p.grad is None or not p.grad.any()]
+        # of the last forward pass: whether it was outside of no_sync(); the model may be gone
+        in_sync = getattr(self._dgc_model(), "require_forward_param_sync", False)
+        if not (in_sync and 0 < len(missing) < len(trained)):
+            return NOT_EXCHANGED
+        others = f" and {len(missing) - _NAMED} others" if len(missing) > _NAMED else ""
+        return UNUSED.format(names=", ".join(missing[:_NAMED]) + others)
 
 
 def _put(p: torch.Tensor, update: torch.Tensor, taken: set[int]) -> None:

@@ -32,6 +32,77 @@ def _steps(model: Any, optimizer: Any, steps: int = 4, step: Callable[[], Any] |
         (step or optimizer.step)()
 
 
+class _TwoOutputs(nn.Module):
+    """A body with two heads, of which the loss may leave out one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(32, 48), nn.Linear(48, 1), nn.Linear(48, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.left(hidden), self.right(hidden)
+
+
+class _Unused(nn.Module):
+    """A layer that the forward pass leaves out, last in DDP's order or first."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        if first:
+            self.extra = nn.Linear(64, 64)
+        self.used = nn.Linear(32, 1)
+        if not first:
+            self.extra = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def _penalty(model: Any, x: torch.Tensor, as_said: bool = False) -> torch.Tensor:
+    x = x.clone().requires_grad_(True)
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return gradient.square().sum() + (0 * output.sum() if as_said else 0)
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = {
+    "a layer, first": (lambda: _Unused(True), lambda model, x, _: model(x).square().mean()),
+    "a layer, last": (lambda: _Unused(False), lambda model, x, _: model(x).square().mean()),
+    "an output": (_TwoOutputs, lambda model, x, _: model(x)[0].square().mean()),
+    "a gradient penalty": (smooth_model, _penalty),
+}
+
+
+def unused() -> dict[str, Any]:
+    """What is said where a parameter takes no part in the loss, with DDP's buckets of two sizes; and what works."""
+    found: dict[str, Any] = {}
+    for (name, (make, loss)), cap in itertools.product(LOSSES.items(), (25, 0.0001)):
+        model = DistributedDataParallel(make(), bucket_cap_mb=cap)
+        optimizer = register(model, _sgd(model), FEW)
+        x, _ = next(iter(batches(1, dist.get_rank())))
+        loss(model, x, False).backward()
+        found[f"{name}, {cap}"] = error_of(optimizer.step)
+    for name, (make, loss) in LOSSES.items():
+        for way in ("DDP", "without DDP"):
+            torch.manual_seed(0)
+            inner = make()
+            if way == "DDP":
+                model = DistributedDataParallel(inner, find_unused_parameters=loss is not _penalty)
+                optimizer = register(model, _sgd(model), FEW)
+            else:
+                model, optimizer = inner, DistributedOptimizer(_sgd(inner), inner.named_parameters(), FEW)
+
+            def train(model: Any = model, optimizer: Any = optimizer, loss: Any = loss) -> None:
+                for x, _ in batches(3, dist.get_rank()):
+                    optimizer.zero_grad()
+                    loss(model, x, True).backward()
+                    optimizer.step()
+
+            found[f"{name}, {way}"] = error_of(train) or fingerprint(model)
+    return found
+
+
 def synchronized_again() -> dict[str, Any]:
     """``synchronize()`` with nothing new since the last step; and a second ``step()``."""
     ends, errors = [], []
