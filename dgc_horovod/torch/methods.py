@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from dgc_horovod.torch.gradients.replica_check import Replicas
 from dgc_horovod.torch.gradients.scaling import already_unscaled, scale_of
 from dgc_horovod.torch.state_methods import StateMethods
 from dgc_horovod.torch.updates.base import PlainUpdate, drop_moments
-from dgc_horovod.torch.wrapping import owners
+from dgc_horovod.torch.wrapping import owners, steps
 from dgc_horovod.torch.wrapping.notices import (
     ADDED_LATER,
     CHANGED_UPDATE,
@@ -34,6 +35,7 @@ from dgc_horovod.torch.wrapping.notices import (
     LATE_HOOK,
     SCALER_LEFT_OUT,
     SCALER_NOT_PASSED,
+    STEPPED_OTHERWISE,
     STEPPED_TWICE,
     SYNCHRONIZED_TWICE,
     TAKEN_AWAY,
@@ -91,6 +93,7 @@ class ExchangeMethods(StateMethods):
             other._dgc_end_for_another()
         self._register_hooks()  # last: after an error no gradient comes here
         owners.claim(self)
+        steps.watch_inside(self)
 
     def _dgc_agree(self: Any) -> None:
         """Compare with the other ranks what is about to be done."""
@@ -281,11 +284,17 @@ class ExchangeMethods(StateMethods):
 
     def _dgc_with_hooks(self: Any, act: Callable[[Any], None]) -> None:
         """Torch's own wrapper runs the step hooks, once, around everything that the step does."""
-        self._dgc_steps = True
-        try:
+        with self._dgc_stepping():
             torch.optim.Optimizer.profile_hook_step(act)(self)
+
+    @contextmanager
+    def _dgc_stepping(self: Any) -> Iterator[None]:
+        """Inside, the user's own step is ours to call."""
+        before, self._dgc_steps = self._dgc_steps, True
+        try:
+            yield
         finally:
-            self._dgc_steps = False
+            self._dgc_steps = before
 
     def _apply(self: Any, _: Any) -> None:
         """After the hooks before a step, which may clip as well."""
@@ -302,7 +311,8 @@ class ExchangeMethods(StateMethods):
         own_step: Any = super(type(self), self).step.__func__  # type: ignore[misc]
         if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
             own_step = own_step.__wrapped__
-        self._dgc_returned = own_step(self)
+        with self._dgc_stepping():
+            self._dgc_returned = own_step(self)
 
     def _check_nothing_unfrozen(self: Any) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge."""
@@ -317,6 +327,13 @@ class ExchangeMethods(StateMethods):
                     f"{self._parameter_names[p]!r} did not require a gradient when the optimizer was wrapped and "
                     "does now; wrap the optimizer while it does, and freeze it afterwards"
                 )
+
+    def _check_not_stepped_otherwise(self: Any) -> None:
+        """The update that stands in ``p.grad`` is to go, and `step` has not applied it."""
+        methods = steps.other_methods(self)
+        if methods and self._dgc_watch.weights_changed():
+            text = STEPPED_OTHERWISE.format(optimizer=type(self).__name__, methods=", ".join(methods))
+            raise UnsupportedUse(text)
 
     def _check_untouched(self: Any) -> None:
         """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
@@ -355,6 +372,7 @@ class ExchangeMethods(StateMethods):
             )
         if self._dgc_takes_part and self._synchronized and self._dgc_may_apply:
             if not (self._dgc_stock or self._dgc_offered):
+                self._check_not_stepped_otherwise()
                 if any(p.grad is not None and bool(p.grad.any()) for p in self._dgc.names):  # else nothing was in it
                     self._tell_once("dropped", DROPPED)
         self._synchronized = False

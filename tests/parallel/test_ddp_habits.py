@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["unused", "synchronized_again", "clipped_doubles"]
+CASES = ["other_methods", "unused", "synchronized_again", "clipped_doubles"]
 UNUSED = {
     "a layer": "'extra.weight', 'extra.bias'",
     "an output": "'right.weight', 'right.bias'",
@@ -18,6 +18,22 @@ UNUSED = {
 @pytest.fixture(scope="module")
 def ranks():
     return run_torch_ranks(2, [f"ddp_habits.{case}" for case in CASES], timeout=280)
+
+
+def test_an_optimizer_that_is_stepped_by_another_method_is_an_error(ranks):
+    """NaN of one rank got into the weights of all, replicas were not compared, and a notice said what was not so."""
+    first, second = (dict(rank["ddp_habits.other_methods"]) for rank in ranks)
+    assert first == second
+    assert first["inside"] < 1e-5 and first["finite"] and max(first["a wrapper"]) < 1e-5
+    for name in ("dgc", "local", "auto", "without DDP"):
+        text = first[f"around, {name}"]
+        assert text.startswith("UnsupportedUse: Sam was given to register() or DistributedOptimizer(), and SGD"), text
+        assert "Give it optimizer.base instead" in text and first.get(f"stays, {name}", True), name
+    for name in ("zero_grad", "backward"):
+        assert (
+            "ByHand has applied an update without step() (its other methods: second_step())"
+            in first[f"by hand, {name}"]
+        )
 
 
 def test_a_parameter_that_takes_no_part_in_the_loss_is_named(ranks):

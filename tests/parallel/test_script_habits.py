@@ -15,7 +15,7 @@ CASES = [
     "readable_gradients",
     "networks_in_turns",
 ]
-CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again"]
+CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again", "wrapped_before"]
 EDITS = ["taken_away", "dropped_update", "late_hooks", "regrouped", "own_methods"]
 
 
@@ -92,6 +92,12 @@ def test_a_synchronization_with_nothing_new_does_nothing(ranks):
     assert first == second and first["ends"][0] == first["ends"][1] and first["told"] == []
     assert len(first["errors"]) == 6
     assert all("step() was called again with no backward pass" in text for text in first["errors"])
+
+
+def test_what_stands_on_the_object_that_is_wrapped(ranks):
+    for rank in ranks:
+        found = rank["script_habits.wrapped_before"]
+        assert "SGD, which it has as .base, was stepped outside of _Around.step()" in found["inside"]
 
 
 def test_gradients_that_a_script_takes_away_do_not_come_later(ranks):

@@ -102,7 +102,8 @@ class AutomaticMethods:
     def _dgc_stock_step(self: Any) -> None:
         """The framework's own, but for what half precision has made infinite: that is skipped, and fp16 is over."""
         self._dgc_update.begin(self)
-        self._dgc_step_as_stock()
+        with self._dgc_stepping():
+            self._dgc_step_as_stock()
         self._dgc.clipping.uncompressed_step_ends()
         overflowed, self._dgc_overflowed = self._dgc_overflowed, False
         self._dgc_choice.count(self._dgc_halves, skipped=overflowed)

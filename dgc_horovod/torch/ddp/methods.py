@@ -161,6 +161,7 @@ class DataParallelMethods(ProcessGroupMethods):
         all exchanges are waited for, and ``p.grad`` gets what is the same on every rank.
         """
         if self._synchronized and not self._dgc_offered:
+            self._check_not_stepped_otherwise()
             raise UnsupportedUse(ACCUMULATED)
         views = bucket.gradients() if self._dgc_model().gradient_as_bucket_view else None
         for i, p in enumerate(bucket.parameters()):

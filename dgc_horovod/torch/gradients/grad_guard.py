@@ -31,6 +31,7 @@ class GradientWatch:
         self._taken: dict[int, _Seen] = {}  # by id: a tensor's own hash is a call of Python's for each
         self._synchronized: list[_Seen] = []
         self._applied: list[_Applied] = []
+        self._weights: list[_Seen] = []  # some, with the version of themselves
         self._copies: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # of small updates: what goes by way of ``.data`` counts no version
@@ -45,6 +46,7 @@ class GradientWatch:
         """Every ``p.grad`` now holds its update."""
         self._taken = {}
         self._synchronized = [(p, _version(p)) for p in parameters]
+        self._weights = [(p, p._version) for p, _ in self._synchronized[:_SAMPLE] if p.requires_grad]
         self._copy()
 
     def _copy(self) -> None:
@@ -76,6 +78,10 @@ class GradientWatch:
         if any(_version(p) != seen for p, seen in self._synchronized if p.grad is not None):
             return True
         return any(p.grad is not None and not _is_same(p.grad, copy, loss_scale) for p, copy in self._copies)
+
+    def weights_changed(self) -> bool:
+        """Whether weights were written to in place since synchronize: an update that nobody has told of was applied."""
+        return bool(self._weights) and all(p._version != seen for p, seen in self._weights)
 
     def unchanged_since_applied(self) -> bool:
         """Whether every ``p.grad`` is still the update that has been applied."""

@@ -36,6 +36,16 @@ STEPPED_TWICE = (
     "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still holds the "
     "update that has been applied. Call backward() first"
 )
+STEPPED_INSIDE = (
+    "{outer} was given to register() or DistributedOptimizer(), and {inner}, which it has as .{name}, was stepped "
+    "outside of {outer}.step(). Checks for gradients that are not finite and for equal replicas, and local steps, are "
+    "part of step(), and were left out. Give it optimizer.{name} instead; with Horovod, put what is returned back there"
+)
+STEPPED_OTHERWISE = (
+    "{optimizer} has applied an update without step() (its other methods: {methods}). Checks for gradients that are "
+    "not finite and for equal replicas are part of step(), and were left out. Call step(), or use an optimizer whose "
+    "step() makes the update"
+)
 LATE_HOOK = (
     "register_post_accumulate_grad_hook() was called after the optimizer had been wrapped: that hook runs when the "
     "exchange may have taken the gradient, and what it changes may take no part. Register it before wrapping"

@@ -32,6 +32,118 @@ def _steps(model: Any, optimizer: Any, steps: int = 4, step: Callable[[], Any] |
         (step or optimizer.step)()
 
 
+class Sam(torch.optim.Optimizer):
+    """As davda54/sam has it: weights are moved for a second gradient, which an optimizer inside steps with."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.base = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        """Move, by what this rank's own gradient says."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.clone()
+                p.add_(p.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        """Move back, and step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        """Not used."""
+        raise NotImplementedError
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper whose ``step`` is that of the optimizer inside, and which has other methods (Lookahead)."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.inside = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.inside.param_groups
+
+    def sync_lookahead(self) -> None:
+        """Another method."""
+
+    def step(self, closure: Any = None) -> None:
+        """As that of the optimizer inside."""
+        self.inside.step()
+
+
+class ByHand(torch.optim.SGD):
+    """An optimizer that is stepped by a method which makes the update itself."""
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        """Plain SGD."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+def _train_sam(model: Any, sam: Any, spoilt: int = -1) -> None:
+    for i, (x, y) in enumerate(batches(4, dist.get_rank())):
+        with model.no_sync():
+            F.mse_loss(model(x), y).backward()
+        sam.first_step()
+        loss = F.mse_loss(model(x), y)
+        (loss * torch.nan if i == spoilt and dist.get_rank() == 1 else loss).backward()
+        sam.second_step()
+
+
+def other_methods() -> dict[str, Any]:
+    """Optimizers that are stepped by other methods; the one inside registered, or the one around it."""
+    found: dict[str, Any] = {}
+    ends = []
+    for way in ("stock", "inside", "not finite"):
+        model = DistributedDataParallel(smooth_model())
+        sam = Sam(model.parameters(), lr=0.05, momentum=0.9)
+        if way != "stock":
+            register(model, sam.base, ALL)
+        _train_sam(model, sam, spoilt=2 if way == "not finite" else -1)
+        ends.append(weights(model))
+    found["inside"] = distance(ends[0], ends[1])
+    found["finite"] = bool(ends[2].isfinite().all())
+    for name, compression in CHOICES.items():
+        model = DistributedDataParallel(smooth_model())
+        sam = register(model, Sam(model.parameters(), lr=0.05, momentum=0.9), compression)
+        before = fingerprint(model)
+        found[f"around, {name}"] = error_of(lambda model=model, sam=sam: _train_sam(model, sam))
+        found[f"stays, {name}"] = fingerprint(model) == before
+    plain = smooth_model()
+    sam = DistributedOptimizer(Sam(plain.parameters(), lr=0.05), plain.named_parameters(), FEW)
+    found["around, without DDP"] = error_of(sam.base.step)
+    ends = []
+    for compression in (None, ALL, Compression.auto()):
+        model = DistributedDataParallel(smooth_model())
+        optimizer = Around(model.parameters(), lr=0.05, momentum=0.9)
+        if compression is not None:
+            register(model, optimizer, compression)
+        _steps(model, optimizer)
+        ends.append(weights(model))
+        if compression is ALL:
+            optimizer.flush()
+    found["a wrapper"] = [distance(ends[0], end) for end in ends[1:]]
+    for name in ("zero_grad", "backward"):
+        model = DistributedDataParallel(smooth_model())
+        by_hand = register(model, ByHand(model.parameters(), lr=0.05), FEW)
+        x, y = next(iter(batches(1, dist.get_rank())))
+        F.mse_loss(model(x), y).backward()
+        by_hand.second_step()
+        again = by_hand.zero_grad if name == "zero_grad" else F.mse_loss(model(x), y).backward
+        found[f"by hand, {name}"] = error_of(again)
+    return found
+
+
 class _TwoOutputs(nn.Module):
     """A body with two heads, of which the loss may leave out one."""
 

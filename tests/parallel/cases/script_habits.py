@@ -225,6 +225,28 @@ def synchronized_again() -> dict[str, Any]:
     return {"ends": ends, "told": told, "errors": errors}
 
 
+class _Around(torch.optim.SGD):
+    """Another optimizer inside, which makes the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.02)
+        self.base = torch.optim.SGD(self.param_groups, lr=0.02)
+
+    def step(self, closure: Any = None) -> None:
+        """As that of the one inside."""
+        self.base.step()
+
+
+def wrapped_before() -> dict[str, Any]:
+    """What stands inside the object that is wrapped: another optimizer."""
+    hvd.init()
+    model = smooth_model()
+    optimizer = DistributedOptimizer(_Around(model), model.named_parameters(), Compression.dgc(0.02))
+    train(model, optimizer, 3)
+    optimizer.flush()
+    return {"inside": error_of(optimizer.base.step)}
+
+
 def synchronized_twice() -> list[str]:
     """The warnings of a script that lets step() synchronize again."""
     hvd.init()
