@@ -171,9 +171,9 @@ def _adopt(
     quiet = type(user_class.__name__, (user_class,), {"__init__": lambda self, params: None})
     under_construction = type(user_class.__name__, (quiet,), {**methods, "_register_hooks": lambda self: None})
     wrapped: Any = object.__new__(under_construction)
-    wrapped.__dict__.update(optimizer.__dict__)
-    for name in [name for name in wrapped.__dict__ if callable(getattr(torch.optim.Optimizer, name, None))]:
-        del wrapped.__dict__[name]  # a scheduler's or a script's, around a method of the optimizer from before
+    # what stands around a method on the object (a scheduler's, the script's) is of the unwrapped one, as in stock
+    kept = {name: x for name, x in optimizer.__dict__.items() if not callable(getattr(torch.optim.Optimizer, name, None))}
+    wrapped.__dict__.update(kept)
     wrapped.__init__(wrapped.param_groups, named, HorovodCompression.none, **settings)
     wrapped.__class__ = final
     return wrapped

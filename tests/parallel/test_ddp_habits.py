@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["other_methods", "unused", "synchronized_again", "clipped_doubles"]
+CASES = ["wrapped_methods", "other_methods", "unused", "synchronized_again", "clipped_doubles"]
 UNUSED = {
     "a layer": "'extra.weight', 'extra.bias'",
     "an output": "'right.weight', 'right.bias'",
@@ -18,6 +18,15 @@ UNUSED = {
 @pytest.fixture(scope="module")
 def ranks():
     return run_torch_ranks(2, [f"ddp_habits.{case}" for case in CASES], timeout=280)
+
+
+def test_wrappers_around_methods_stay(ranks):
+    """One around ``step`` was dropped without a word, others led past ours."""
+    for rank in ranks:
+        for name, (before, after) in rank["ddp_habits.wrapped_methods"].items():
+            assert before == after, name
+            assert len(set(before["seen"])) == 4, name
+            assert before["calls"] == {"zero_grad": 4, "state_dict": 1} and before["rate"] == 0.05 / 4, name
 
 
 def test_an_optimizer_that_is_stepped_by_another_method_is_an_error(ranks):

@@ -95,8 +95,10 @@ def test_a_synchronization_with_nothing_new_does_nothing(ranks):
 
 
 def test_what_stands_on_the_object_that_is_wrapped(ranks):
+    """Wrappers are of that object alone, as in stock: one around zero_grad() had cleared gradients behind our back."""
     for rank in ranks:
         found = rank["script_habits.wrapped_before"]
+        assert found["calls"] == [] and found["distance"] < 1e-5
         assert "SGD, which it has as .base, was stepped outside of _Around.step()" in found["inside"]
 
 

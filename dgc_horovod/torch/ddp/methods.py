@@ -50,8 +50,9 @@ LOADED_TWICE = (
     "v. accelerator.prepare(optimizer) does so: call load_checkpoint() after it"
 )
 ANOTHERS_STEP = (
-    "this step() was taken from the optimizer before register(), and knows nothing of the exchange; accelerate does so "
-    "under fp16. Pass register() what accelerator.prepare() has returned (trainer.optimizer), and not what is inside"
+    "this step() was taken from the optimizer before register() or DistributedOptimizer(), and knows nothing of the "
+    "exchange. Take it afterwards. accelerate takes it under fp16: pass register() what accelerator.prepare() has "
+    "returned (trainer.optimizer), and not what is inside"
 )
 _NAMED = 5  # parameters in a message
 

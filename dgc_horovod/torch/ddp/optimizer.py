@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -46,6 +45,7 @@ from dgc_horovod.torch.wrapping.refusals import (
     check_plain_models,
     without_a_choice,
 )
+from dgc_horovod.torch.wrapping.steps import lead_to_ours
 
 COMPRESSES = (
     "this optimizer compresses, and what it keeps is a part of its training; for Compression.none or .fp16 make a new "
@@ -130,7 +130,7 @@ def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config
         _adopt(optimizer, methods, named, group, ReduceSettings(averages=True), _dgc_model=weakref.ref(found))
         scaler.belongs_to(optimizer)
         optimizer._attach(config, update, scaler)  # type: ignore[attr-defined]
-        optimizer.register_step_pre_hook(_only_ours)
+    _lead_here(optimizer)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -181,6 +181,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     with _undone_on_error(optimizer):
         _adopt(optimizer, methods, named, group, settings, passes=backward_passes_per_step)
         optimizer._attach(config, update, grad_scaler)  # type: ignore[attr-defined]
+    _lead_here(optimizer)
     return optimizer
 
 
@@ -224,8 +225,14 @@ def _checked(
     return update
 
 
+def _lead_here(optimizer: torch.optim.Optimizer) -> None:
+    """Let who has taken a method of `optimizer` before come to ours; a step that does not is an error."""
+    lead_to_ours(optimizer)
+    optimizer.register_step_pre_hook(_only_ours)
+
+
 def _only_ours(optimizer: Any, *_: Any) -> None:
-    if not (optimizer._dgc_steps or optimizer._dgc_stock):
+    if not optimizer._dgc_steps:
         raise UnsupportedUse(ANOTHERS_STEP)
 
 
@@ -259,7 +266,6 @@ def _adopt(
         for key, value in vars(base).items()
         if not key.startswith("__") or key == "__reduce_ex__"
     }
-    scheduled = optimizer.__dict__.pop("step", None)  # a scheduler's wrapper around the step of before
     optimizer.__class__ = type(own.__name__, (own,), {**ours, "__module__": own.__module__})
     vars(optimizer).update(
         _dgc_process_group=group,
@@ -274,18 +280,8 @@ def _adopt(
         _should_synchronize=True,
         **more,
     )
-    if hasattr(scheduled, "_wrapped_by_lr_sched"):
-        optimizer.step = partial(_counted_step, weakref.ref(optimizer))
-        optimizer.step._wrapped_by_lr_sched = True
 
 
 def _names_of(named: list[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
     """Names by parameter, in the order in which Horovod has them, of which checkpoints keep a digest."""
     return {p: name for name, p in sorted(named, key=lambda entry: entry[0])}
-
-
-def _counted_step(optimizer: Any, *arguments: Any, **named: Any) -> Any:
-    """What a scheduler has put over ``step``: it wants to know that one was made."""
-    found = optimizer()
-    found._opt_called = True
-    return type(found).step(found, *arguments, **named)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from functools import partial
+from types import CellType, MethodType
 from typing import Any
 
 import torch
@@ -35,3 +37,40 @@ def other_methods(optimizer: torch.optim.Optimizer) -> list[str]:
     own, known = type(optimizer).__mro__[1], {*dir(torch.optim.Optimizer), "train", "eval"}  # weights of two kinds
     names = [name for name in dir(own) if not name.startswith("_") and name not in known]
     return [f"{name}()" for name in names if callable(getattr(own, name))]
+
+
+def lead_to_ours(optimizer: Any) -> None:
+    """Let whoever has taken a method of `optimizer` before its class became ours call that of the class of now.
+
+    So a function that stands around ``step`` on the object (a scheduler's, the script's own) stays and ends in our
+    ``step``. Followed are closures, attributes and names of modules; not a local variable, nor arguments of a partial.
+
+    Cost: two passes over all objects of the process.
+    """
+    ours: Any = type(optimizer)
+    own = ours.__mro__[1]
+    names = {id(getattr(own, name)): name for name in vars(ours) if hasattr(own, name)}
+    for taken in gc.get_referrers(optimizer):
+        if isinstance(taken, MethodType) and taken.__self__ is optimizer and id(taken.__func__) in names:
+            _replace(taken, MethodType(getattr(ours, names[id(taken.__func__)]), optimizer))
+    # a scheduler keeps the function itself, beside a weak reference to its optimizer
+    for cell in gc.get_referrers(own.step):
+        for closure in gc.get_referrers(cell) if isinstance(cell, CellType) else ():
+            if isinstance(closure, tuple) and _knows(closure, optimizer):
+                cell.cell_contents = ours.step
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Let whatever holds `old` under a name hold `new`."""
+    for holder in gc.get_referrers(old):  # no comprehension, whose cell for `old` would be one of them
+        if isinstance(holder, CellType):
+            holder.cell_contents = new
+            continue
+        held: Any = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
+        for name, x in list(held.items()) if isinstance(held, dict) else ():
+            if x is old:
+                held[name] = new
+
+
+def _knows(closure: tuple[Any, ...], optimizer: Any) -> bool:
+    return any(isinstance(x, weakref.ref) and x() is optimizer for x in gc.get_referents(*closure))

@@ -32,6 +32,73 @@ def _steps(model: Any, optimizer: Any, steps: int = 4, step: Callable[[], Any] |
         (step or optimizer.step)()
 
 
+class _Keeper:
+    """Something of the script that has taken a method, and counts."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method, self.calls = method, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.method(*args, **kwargs)
+
+
+def _averaging(optimizer: Any, p: torch.Tensor) -> list[torch.Tensor]:
+    """A function of the script around ``step``, in a closure: it collects the weights after each."""
+    taken, seen = optimizer.step, []
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = taken(*args, **kwargs)
+        seen.append(p.detach().clone())
+        return result
+
+    optimizer.step = step
+    return seen
+
+
+def wrapped_methods() -> dict[str, Any]:
+    """Wrappers around methods, and a scheduler below them, that are there before the optimizer is registered or after.
+
+    For each choice: weights, what the script has seen and counted, and learning rates.
+    """
+    found: dict[str, Any] = {}
+    for name, before in itertools.product([*CHOICES, "without DDP"], (True, False)):
+        inner = smooth_model()
+        model: Any = inner if name == "without DDP" else DistributedDataParallel(inner)
+        optimizer = _sgd(model)
+
+        def made(model: Any = model, optimizer: Any = optimizer, name: str = name) -> None:
+            if name == "without DDP":
+                DistributedOptimizer(optimizer, model.named_parameters(), FEW)
+            else:
+                register(model, optimizer, CHOICES[name])
+
+        if not before:
+            made()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        seen = _averaging(optimizer, inner[0].weight)
+        keepers = {method: _Keeper(getattr(optimizer, method)) for method in ("zero_grad", "state_dict")}
+        vars(optimizer).update(keepers)
+        if before:
+            made()
+        _steps(
+            model, optimizer, step=lambda optimizer=optimizer, schedule=schedule: (optimizer.step(), schedule.step())
+        )
+        optimizer.state_dict()
+        stats = optimizer.compression_stats()
+        found.setdefault(name, []).append(
+            {
+                "weights": fingerprint(model),
+                "seen": [float(x.double().sum()) for x in seen],
+                "calls": {method: keeper.calls for method, keeper in keepers.items()},
+                "rate": optimizer.param_groups[0]["lr"],
+                "steps": stats["steps"],
+                "sent": stats["bytes_sent"] if name != "auto" else 0,
+            }
+        )
+    return found
+
+
 class Sam(torch.optim.Optimizer):
     """As davda54/sam has it: weights are moved for a second gradient, which an optimizer inside steps with."""
 

@@ -18,7 +18,7 @@ from horovod.torch import broadcast_optimizer_state, broadcast_parameters
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.errors import error_of
-from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train, weights
 
 _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.02, 0.9),
@@ -238,13 +238,30 @@ class _Around(torch.optim.SGD):
 
 
 def wrapped_before() -> dict[str, Any]:
-    """What stands inside the object that is wrapped: another optimizer."""
+    """What stands on the object that is wrapped, or inside of it: methods of the script, and another optimizer."""
     hvd.init()
+    ends, calls = [], []
+    for factory, compression in (
+        (hvd.DistributedOptimizer, hvd.Compression.none),
+        (DistributedOptimizer, Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)),
+    ):
+        model = smooth_model()
+        optimizer = momentum_sgd(model)
+        for name in ("step", "zero_grad", "state_dict"):
+            setattr(optimizer, name, lambda name=name: calls.append(name))
+        optimizer = factory(optimizer, model.named_parameters(), compression=compression)
+        train(model, optimizer, 3)
+        optimizer.state_dict()
+        ends.append(weights(model))
     model = smooth_model()
     optimizer = DistributedOptimizer(_Around(model), model.named_parameters(), Compression.dgc(0.02))
     train(model, optimizer, 3)
     optimizer.flush()
-    return {"inside": error_of(optimizer.base.step)}
+    return {
+        "calls": calls,
+        "distance": float((ends[0] - ends[1]).abs().max()),
+        "inside": error_of(optimizer.base.step),
+    }
 
 
 def synchronized_twice() -> list[str]:
