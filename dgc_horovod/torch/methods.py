@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class ExchangeMethods(StateMethods):
 
     def _attach(self: Any, config: DGCConfig, update: PlainUpdate, grad_scaler: Any) -> None:
         """Second half of construction: agree with the other ranks, lay out the buckets, hook the gradients."""
+        type(self).step = _real(type(self).step)
         for name in ("step", "synchronize", "zero_grad"):  # which run as they are in a step that a script compiles
             setattr(type(self), name, torch.compiler.disable(getattr(type(self), name)))
         type(self).step.hooked = True  # else torch puts its hooks around it, which are around what it does already
@@ -377,6 +378,19 @@ class ExchangeMethods(StateMethods):
                     self._tell_once("dropped", DROPPED)
         self._synchronized = False
         super(type(self), self).zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+
+def _real(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step`, but for the one by which torch fills an empty state: that is the user's optimizer's own, on this rank."""
+
+    @wraps(step)
+    def stepped(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None or not steps.is_trial(self):
+            return step(self, closure)
+        self._dgc_with_hooks(lambda optimizer: optimizer._dgc_own_step())
+        return self._dgc_returned
+
+    return stepped
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["wrapped_methods", "other_methods", "unused", "synchronized_again", "clipped_doubles"]
+CASES = ["wrapped_methods", "other_methods", "unused", "filled_state", "synchronized_again", "clipped_doubles"]
 UNUSED = {
     "a layer": "'extra.weight', 'extra.bias'",
     "an output": "'right.weight', 'right.bias'",
@@ -57,6 +57,15 @@ def test_a_parameter_that_takes_no_part_in_the_loss_is_named(ranks):
         assert "pass find_unused_parameters=True" in text
     for name in first.keys() - said.keys():
         assert len(first[name]) == 64, (name, first[name])  # it was trained
+
+
+def test_a_state_can_be_asked_for_before_the_first_step(ranks):
+    """torch's trial step was an error, which left learning rates at 0; local steps counted it, on one rank alone."""
+    first, second = (rank["ddp_habits.filled_state"] for rank in ranks)
+    for name, found in first.items():
+        assert found["rate"] == 0.01 and found["stays"], name
+        assert found["ends"] == second[name]["ends"], name
+        assert found["ends"][0] == found["ends"][1], name
 
 
 def test_a_synchronization_with_nothing_new_does_nothing(ranks):

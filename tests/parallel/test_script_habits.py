@@ -15,7 +15,7 @@ CASES = [
     "readable_gradients",
     "networks_in_turns",
 ]
-CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again", "wrapped_before"]
+CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again", "filled_state", "wrapped_before"]
 EDITS = ["taken_away", "dropped_update", "late_hooks", "regrouped", "own_methods"]
 
 
@@ -92,6 +92,14 @@ def test_a_synchronization_with_nothing_new_does_nothing(ranks):
     assert first == second and first["ends"][0] == first["ends"][1] and first["told"] == []
     assert len(first["errors"]) == 6
     assert all("step() was called again with no backward pass" in text for text in first["errors"])
+
+
+def test_a_state_can_be_asked_for_before_the_first_step(ranks):
+    """torch makes a trial step for it, maybe on one rank: that waited for the others, or was a local step ahead."""
+    first, second = (rank["script_habits.filled_state"] for rank in ranks)
+    for name, found in first.items():
+        assert found["rate"] == 0.01 and found["stays"] and found["ends"] == second[name]["ends"], name
+        assert found["ends"][0] == found["ends"][1], name
 
 
 def test_what_stands_on_the_object_that_is_wrapped(ranks):

@@ -1,4 +1,4 @@
-"""Steps that reach an optimizer in other ways than by its own ``step``."""
+"""Steps that reach an optimizer in other ways than by its own ``step``, and one that is no step of training."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ import torch
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.wrapping.notices import STEPPED_INSIDE
+
+
+def is_trial(optimizer: Any) -> bool:
+    """Whether this step only fills the state: ``torch.distributed.checkpoint`` makes it before the first real one.
+
+    Its learning rates and gradients are zeros, and it may be one rank's alone: nothing may be exchanged in it.
+    """
+    if optimizer.state or optimizer._handles or optimizer._synchronized:
+        return False
+    groups = optimizer.param_groups
+    if any(group.get("lr", 0) for group in groups):
+        return False
+    grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+    return all(grad is not None and not grad.is_sparse and not grad.any() for grad in grads)
 
 
 def watch_inside(outer: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
@@ -279,6 +280,41 @@ def unused() -> dict[str, Any]:
                     optimizer.step()
 
             found[f"{name}, {way}"] = error_of(train) or fingerprint(model)
+    return found
+
+
+def _matrices() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48, bias=False), nn.Tanh(), nn.Linear(48, 1, bias=False))
+
+
+def filled_state() -> dict[str, Any]:
+    """torch.distributed.checkpoint asks for the state before the first step, on rank 0 alone too, and gives it back.
+
+    For each optimizer: the learning rate afterwards, whether weights stay, and weights trained with it and without.
+    """
+    found: dict[str, Any] = {}
+    kinds = {"SGD": {}, "RMSprop": {}, "Adagrad": {}, "Muon": {}, "AdamW": {}, "SGD, momentum": {"momentum": 0.9}}
+    ways = [("dgc", kind) for kind in kinds] + [(way, kind) for way in ("local", "auto") for kind in ("SGD", "RMSprop")]
+    for way, kind in [*ways, ("without DDP", "SGD"), ("without DDP", "RMSprop")]:
+        ends = []
+        for asks in (False, True):
+            model: Any = _matrices() if way == "without DDP" else DistributedDataParallel(_matrices())
+            optimizer = getattr(torch.optim, kind.split(",")[0])(model.parameters(), lr=0.01, **kinds[kind])
+            if way == "without DDP":
+                DistributedOptimizer(optimizer, model.named_parameters(), FEW)
+            else:
+                register(model, optimizer, CHOICES[way])
+            before = fingerprint(model)
+            if asks and dist.get_rank() == 0:
+                get_state_dict(model, optimizer)
+            if asks:
+                state = get_state_dict(model, optimizer)
+                set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
+            stays, rate = fingerprint(model) == before, optimizer.param_groups[0]["lr"]
+            _steps(model, optimizer)
+            ends.append([fingerprint(model), optimizer.compression_stats()["steps"]])
+        found[f"{kind}, {way}"] = {"rate": float(rate), "stays": stays, "ends": ends}
     return found
 
 

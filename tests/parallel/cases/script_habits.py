@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from horovod.torch import broadcast_optimizer_state, broadcast_parameters
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch import Compression, DistributedOptimizer
@@ -223,6 +224,34 @@ def synchronized_again() -> dict[str, Any]:
         errors += [error_of(g.step), error_of(d.step)]
         assert fingerprint(generator) == ends[-1]
     return {"ends": ends, "told": told, "errors": errors}
+
+
+def filled_state() -> dict[str, Any]:
+    """torch.distributed.checkpoint asks rank 0 alone, then all, for a state before the first step, and gives it back.
+
+    For each optimizer: learning rate, whether weights stay, and weights trained with that and without.
+    """
+    hvd.init()
+    found: dict[str, Any] = {}
+    ways = {"dgc": Compression.dgc(0.02), "local": Compression.local(steps=2, density=0.02), "auto": Compression.auto()}
+    for kind, way in itertools.product(("SGD", "RMSprop", "SGD, momentum"), ways):
+        ends = []
+        for asks in (False, True):
+            model = smooth_model()
+            momentum = {"momentum": 0.9} if "momentum" in kind else {}
+            optimizer = getattr(torch.optim, kind.split(",")[0])(model.parameters(), lr=0.01, **momentum)
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), ways[way])
+            before = fingerprint(model)
+            if asks and hvd.rank() == 0:
+                get_state_dict(model, optimizer)
+            if asks:
+                state = get_state_dict(model, optimizer)
+                set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
+            stays, rate = fingerprint(model) == before, optimizer.param_groups[0]["lr"]
+            train(model, optimizer, 4)
+            ends.append([fingerprint(model), optimizer.compression_stats()["steps"]])
+        found[f"{kind}, {way}"] = {"rate": rate, "stays": stays, "ends": ends}
+    return found
 
 
 class _Around(torch.optim.SGD):
