@@ -172,7 +172,9 @@ def _adopt(
     under_construction = type(user_class.__name__, (quiet,), {**methods, "_register_hooks": lambda self: None})
     wrapped: Any = object.__new__(under_construction)
     # what stands around a method on the object (a scheduler's, the script's) is of the unwrapped one, as in stock
-    kept = {name: x for name, x in optimizer.__dict__.items() if not callable(getattr(torch.optim.Optimizer, name, None))}
+    kept = {
+        name: x for name, x in optimizer.__dict__.items() if not callable(getattr(torch.optim.Optimizer, name, None))
+    }
     wrapped.__dict__.update(kept)
     wrapped.__init__(wrapped.param_groups, named, HorovodCompression.none, **settings)
     wrapped.__class__ = final
