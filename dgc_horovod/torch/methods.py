@@ -46,6 +46,8 @@ from dgc_horovod.torch.wrapping.notices import (
 _log = logging.getLogger("dgc_horovod")
 FROZEN = 6  # steps after which what waits of a frozen parameter is dropped
 _FADED = 1e-8  # so much of a momentum is nothing
+# of torch's wrapper around every step; its attributes are also on a function that functools.wraps puts around it
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 _UNUSUAL = 10  # steps in a row that a GradScaler skips to find its scale
 
 
@@ -310,7 +312,7 @@ class ExchangeMethods(StateMethods):
     def _dgc_own_step(self: Any) -> None:
         self._dgc_update.begin(self)
         own_step: Any = super(type(self), self).step.__func__  # type: ignore[misc]
-        if getattr(own_step, "hooked", False):  # torch's wrapper, which would run the hooks a second time
+        if getattr(own_step, "__code__", None) is _HOOKED:  # it would run the hooks a second time
             own_step = own_step.__wrapped__
         with self._dgc_stepping():
             self._dgc_returned = own_step(self)

@@ -9,11 +9,25 @@ from tests.helpers.torch_ranks import run_torch_ranks
 pytestmark = pytest.mark.parallel
 
 
-def test_objects_of_the_shapes_that_they_have(tmp_path):
+CASES = ["ddp_frameworks.stand_ins", "ddp_frameworks.patched_class"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_torch_ranks(2, CASES, folder=tmp_path_factory.mktemp("frameworks"))
+
+
+def test_objects_of_the_shapes_that_they_have(ranks):
     """Fabric's were refused; under fp16 accelerate stepped by the method of before, which was refused too."""
-    for rank in run_torch_ranks(2, ["ddp_frameworks.stand_ins"], folder=tmp_path):
+    for rank in ranks:
         for name, (inside, wrapped, steps) in rank["ddp_frameworks.stand_ins"].items():
             assert inside == wrapped and steps == 4, name
+
+
+def test_a_function_around_a_method_of_the_class_stays(ranks):
+    """One made with functools.wraps was taken for torch's own, and left out."""
+    first, second = (rank["ddp_frameworks.patched_class"] for rank in ranks)
+    assert first == second and {name: count for name, (count, _) in first.items()} == {"dgc": 4, "local": 4}
 
 
 @pytest.mark.slow

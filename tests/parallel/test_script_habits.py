@@ -16,6 +16,7 @@ CASES = [
     "networks_in_turns",
 ]
 CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again", "filled_state", "wrapped_before"]
+CASES += ["patched_class"]
 EDITS = ["taken_away", "dropped_update", "late_hooks", "regrouped", "own_methods"]
 
 
@@ -108,6 +109,12 @@ def test_what_stands_on_the_object_that_is_wrapped(ranks):
         found = rank["script_habits.wrapped_before"]
         assert found["calls"] == [] and found["distance"] < 1e-5
         assert "SGD, which it has as .base, was stepped outside of _Around.step()" in found["inside"]
+
+
+def test_a_function_around_a_method_of_the_class_stays(ranks):
+    """One made with functools.wraps was taken for torch's own, and left out."""
+    first, second = (rank["script_habits.patched_class"] for rank in ranks)
+    assert first == second and [count for count, _ in first] == [3, 6]
 
 
 def test_gradients_that_a_script_takes_away_do_not_come_later(ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 import warnings
@@ -21,6 +22,7 @@ from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train, weights
 
+FEW = Compression.dgc(0.02)
 _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.02, 0.9),
     "sgd with decay": lambda model: torch.optim.SGD(model.parameters(), 0.02, 0.9, weight_decay=1e-3),
@@ -291,6 +293,27 @@ def wrapped_before() -> dict[str, Any]:
         "distance": float((ends[0] - ends[1]).abs().max()),
         "inside": error_of(optimizer.base.step),
     }
+
+
+def patched_class() -> list[Any]:
+    """How often a function around ``step`` on the class, as autologging puts it there, is called in three steps."""
+    hvd.init()
+    calls, ends, own = [], [], torch.optim.SGD.step
+
+    @functools.wraps(own)
+    def step(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        return own(*args, **named)
+
+    torch.optim.SGD.step = step  # type: ignore[method-assign]
+    try:
+        for factory, compression in ((hvd.DistributedOptimizer, hvd.Compression.none), (DistributedOptimizer, FEW)):
+            model = smooth_model()
+            train(model, factory(momentum_sgd(model), model.named_parameters(), compression=compression), 3)
+            ends.append([len(calls), fingerprint(model)])
+    finally:
+        torch.optim.SGD.step = own  # type: ignore[method-assign]
+    return ends
 
 
 def synchronized_twice() -> list[str]:
