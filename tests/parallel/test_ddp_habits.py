@@ -7,7 +7,8 @@ import pytest
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["wrapped_methods", "other_methods", "unused", "filled_state", "synchronized_again", "clipped_doubles"]
+CASES = ["wrapped_methods", "other_methods", "unused", "left_out_later"]
+CASES += ["filled_state", "synchronized_again", "clipped_doubles"]
 UNUSED = {
     "a layer": "'extra.weight', 'extra.bias'",
     "an output": "'right.weight', 'right.bias'",
@@ -57,6 +58,15 @@ def test_a_parameter_that_takes_no_part_in_the_loss_is_named(ranks):
         assert "pass find_unused_parameters=True" in text
     for name in first.keys() - said.keys():
         assert len(first[name]) == 64, (name, first[name])  # it was trained
+
+
+def test_a_parameter_that_is_left_out_later_is_told_of(ranks):
+    """Three causes were named, and none was the one."""
+    first, second = (dict(rank["ddp_habits.left_out_later"]) for rank in ranks)
+    assert first == second
+    assert "no gradient for 'right.weight', 'right.bias', and Distributed" in first["frozen, False"]
+    assert "left out a parameter (find_unused_parameters=True" in first["accumulated, False"]
+    assert len(first["frozen, True"]) == len(first["accumulated, True"]) == 64  # it was trained
 
 
 def test_a_state_can_be_asked_for_before_the_first_step(ranks):

@@ -35,15 +35,17 @@ ACCUMULATED = (
     "register it with a new optimizer"
 )
 NOT_EXCHANGED = (
-    "step() without gradients that have been exchanged: since the last step there was no backward pass outside of "
-    "model.no_sync(), or optimizer.zero_grad() came after it, or the model has been put into another "
-    "DistributedDataParallel since: register that with a new optimizer"
+    "step() without gradients that have been exchanged: since the last step there was no forward and backward pass "
+    "outside of model.no_sync(), or it went to model.module, or left out a parameter (find_unused_parameters=True of "
+    "DistributedDataParallel allows that), or optimizer.zero_grad() came after it, or the model has been put into "
+    "another DistributedDataParallel since: register that with a new optimizer"
 )
 UNUSED = (
     "step() without gradients that have been exchanged: the last backward pass has brought no gradient for {names}, "
     "and DistributedDataParallel waits for one of every parameter. Where a parameter, or an output of the model, takes "
-    "no part in the loss, pass find_unused_parameters=True to DistributedDataParallel. To a loss that is made of "
-    "gradients alone (torch.autograd.grad), which leaves out the last bias, add 0 * output.sum()"
+    "no part in the loss, or is frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it. "
+    "To a loss that is made of gradients alone (torch.autograd.grad), which leaves out the last bias, add "
+    "0 * output.sum()"
 )
 LOADED_TWICE = (
     "a second load_state_dict() without a step after the first has emptied what load_checkpoint() had brought of u and "
@@ -232,15 +234,18 @@ class DataParallelMethods(ProcessGroupMethods):
 
     def _dgc_why_not_exchanged(self: Any) -> str:
         """What is said of a step without an update; DDP calls no hook for a bucket of which a gradient is missing."""
-        trained = {name: p for name, p in self._dgc_parameters.items() if p.requires_grad}
-        waited = {name: p for name, p in trained.items() if p not in self._handles}
-        missing = [repr(name) for name, p in waited.items() if p.grad is None or not p.grad.any()]
+        model, parameters = self._dgc_model(), self._dgc_parameters
+        missing = [repr(name) for name, p in parameters.items() if p not in self._handles and _brings_nothing(p)]
         # of the last forward pass: whether it was outside of no_sync(); the model may be gone
-        in_sync = getattr(self._dgc_model(), "require_forward_param_sync", False)
-        if not (in_sync and 0 < len(missing) < len(trained)):
+        in_sync = getattr(model, "require_forward_param_sync", False) and not model.find_unused_parameters
+        if not (in_sync and 0 < len(missing) < len(parameters)):
             return NOT_EXCHANGED
         others = f" and {len(missing) - _NAMED} others" if len(missing) > _NAMED else ""
         return UNUSED.format(names=", ".join(missing[:_NAMED]) + others)
+
+
+def _brings_nothing(p: torch.Tensor) -> bool:
+    return not p.requires_grad or p.grad is None or not p.grad.any()
 
 
 def _put(p: torch.Tensor, update: torch.Tensor, taken: set[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -280,6 +281,27 @@ def unused() -> dict[str, Any]:
                     optimizer.step()
 
             found[f"{name}, {way}"] = error_of(train) or fingerprint(model)
+    return found
+
+
+def left_out_later() -> dict[str, str]:
+    """A parameter that is frozen after DDP was made, and one that only an earlier pass of the step has used."""
+
+    def train(model: Any, optimizer: Any, freezes: bool) -> None:
+        for x, _ in batches(3, dist.get_rank()):
+            optimizer.zero_grad(set_to_none=False)
+            if not freezes:
+                with model.no_sync():
+                    sum(y.square().mean() for y in model(x)).backward()
+            model.module.right.requires_grad_(not freezes)
+            model(x)[0].square().mean().backward()
+            optimizer.step()
+
+    found: dict[str, str] = {}
+    for name, finds in itertools.product(("frozen", "accumulated"), (False, True)):
+        model = DistributedDataParallel(_TwoOutputs(), find_unused_parameters=finds)
+        optimizer = register(model, _sgd(model), FEW)
+        found[f"{name}, {finds}"] = error_of(partial(train, model, optimizer, name == "frozen")) or fingerprint(model)
     return found
 
 
