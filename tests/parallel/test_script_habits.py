@@ -16,7 +16,7 @@ CASES = [
     "networks_in_turns",
 ]
 CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again", "filled_state", "wrapped_before"]
-CASES += ["patched_class"]
+CASES += ["patched_class", "written_weights"]
 EDITS = ["taken_away", "dropped_update", "late_hooks", "regrouped", "own_methods"]
 
 
@@ -115,6 +115,14 @@ def test_a_function_around_a_method_of_the_class_stays(ranks):
     """One made with functools.wraps was taken for torch's own, and left out."""
     first, second = (rank["script_habits.patched_class"] for rank in ranks)
     assert first == second and [count for count, _ in first] == [3, 6]
+
+
+def test_weights_that_the_script_has_written_to_are_told_from_another_step(ranks):
+    """The optimizer alone was blamed, whose other methods had not been called."""
+    first, second = (rank["script_habits.written_weights"] for rank in ranks)
+    assert first == second and len(first["cleared"]) == 64
+    assert "(its other methods: adjust()), or the script has written to all weights" in first["not cleared"]
+    assert "calls optimizer.zero_grad() between the two" in first["not cleared"]
 
 
 def test_gradients_that_a_script_takes_away_do_not_come_later(ranks):

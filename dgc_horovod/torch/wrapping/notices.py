@@ -42,9 +42,10 @@ STEPPED_INSIDE = (
     "part of step(), and were left out. Give it optimizer.{name} instead; with Horovod, put what is returned back there"
 )
 STEPPED_OTHERWISE = (
-    "{optimizer} has applied an update without step() (its other methods: {methods}). Checks for gradients that are "
-    "not finite and for equal replicas are part of step(), and were left out. Call step(), or use an optimizer whose "
-    "step() makes the update"
+    "{optimizer} has applied an update without step() (its other methods: {methods}), or the script has written to all "
+    "weights. Checks for gradients that are not finite and for equal replicas are part of step(), and were left out. "
+    "Call step(), or use an optimizer whose step() makes the update. A script that drops the update, and writes to "
+    "weights (clamp_, load_state_dict), calls optimizer.zero_grad() between the two"
 )
 LATE_HOOK = (
     "register_post_accumulate_grad_hook() was called after the optimizer had been wrapped: that hook runs when the "

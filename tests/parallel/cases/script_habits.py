@@ -295,6 +295,37 @@ def wrapped_before() -> dict[str, Any]:
     }
 
 
+class Adjusted(torch.optim.SGD):
+    """An optimizer with another method, which applies no update."""
+
+    def adjust(self) -> None:
+        """Halve the learning rate."""
+        for group in self.param_groups:
+            group["lr"] /= 2
+
+
+def written_weights() -> dict[str, str]:
+    """The script drops an update and goes back to weights from before: without and with zero_grad() between the two."""
+    hvd.init()
+    found = {}
+    for clears in (False, True):
+        model, optimizer = _wrapped(lambda model: Adjusted(model.parameters(), 0.02))
+
+        def drop(model: nn.Module = model, optimizer: Any = optimizer, clears: bool = clears) -> None:
+            before = copy.deepcopy(model.state_dict())
+            train(model, optimizer, 2)
+            x, y = next(iter(batches(1, hvd.rank())))
+            F.mse_loss(model(x), y).backward()
+            optimizer.synchronize()
+            if clears:
+                optimizer.zero_grad()
+            model.load_state_dict(before)
+            train(model, optimizer, 2)
+
+        found["cleared" if clears else "not cleared"] = error_of(drop) or fingerprint(model)
+    return found
+
+
 def patched_class() -> list[Any]:
     """How often a function around ``step`` on the class, as autologging puts it there, is called in three steps."""
     hvd.init()
