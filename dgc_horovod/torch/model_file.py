@@ -1,14 +1,15 @@
-"""The model's file of a checkpoint, looked at before anything is changed: whether it can be loaded."""
+"""The model's file of a checkpoint: loaded, or an error behind which model and optimizer are what they were."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.kinds import MAPPING, NAMED, NUMBER, SWITCH, TEXT, Kind, checked, list_of, optional
@@ -34,14 +35,43 @@ def read(name: str, data: bytes) -> dict[str, Any]:
     return checked(f"the model's file, {name}, is damaged", saved, _FIELDS)
 
 
-def check_fits(name: str, saved: Mapping[str, Any], model: Any, optimizer: Any) -> None:
-    """Raise CheckpointError unless `model` and `optimizer` can load what `read` has returned; changes nothing."""
-    what = f"the model's file, {name}, does not fit"
+@contextmanager
+def put_back_on_error(model: Any) -> Iterator[None]:
+    """Let parameters and buffers of `model` be what they were, where what is done inside fails.
+
+    A model's own hooks and methods say what can be loaded, and may change what they are given: they are called once.
+    What they keep elsewhere is not put back.
+
+    Cost: a copy of the model, on the host.
+    """
+    found = chain(getattr(model, "parameters", tuple)(), getattr(model, "buffers", tuple)())
+    kept = [(x, x.detach().to("cpu", copy=True)) for x in found if not torch.nn.parameter.is_lazy(x)]
     try:
-        with _WritingNothing():
-            model.load_state_dict(saved["model"])
+        yield
+    except BaseException:
+        for x, before in kept:
+            if x.shape == before.shape:
+                x.detach().copy_(before)
+            else:  # a hook has made room
+                x.data = before.to(x.device)
+        raise
+
+
+def load_model(name: str, saved: Mapping[str, Any], model: Any) -> None:
+    """Load into `model` what `read` has returned; see `put_back_on_error`.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    try:
+        model.load_state_dict(saved["model"])
     except Exception as error:  # of torch, or of the model's own hooks
-        raise CheckpointError(f"{what} the model: {error}") from None
+        raise CheckpointError(f"the model's file, {name}, does not fit the model: {error}") from None
+
+
+def check_fits(name: str, saved: Mapping[str, Any], optimizer: Any) -> None:
+    """Raise CheckpointError unless `optimizer` can load what `read` has returned; changes nothing."""
+    what = f"the model's file, {name}, does not fit"
     ours, theirs = optimizer.state_dict(), saved["optimizer"]
     if not ours.keys() >= _GROUPS.keys():
         return  # an optimizer with a form of its own
@@ -68,13 +98,6 @@ def check_fits(name: str, saved: Mapping[str, Any], model: Any, optimizer: Any) 
                 kinds["momentum_buffer"] = optional(kinds["momentum_buffer"])  # torch's, without a step
             within = f"optimizer.state[{key}]."
             checked(f"{what} the optimizer", fields["state"][key], kinds, ("momentum_buffer",), within)
-
-
-class _WritingNothing(TorchDispatchMode):
-    """Inside it nothing is copied into a tensor: torch itself says whether it could be."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is torch.ops.aten.copy_.default else func(*args, **(kwargs or {}))
 
 
 def _like(ours: Any) -> Kind | None:

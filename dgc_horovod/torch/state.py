@@ -78,17 +78,17 @@ def load(
     config = None if exchange is None else exchange.config
     node_size = 1 if exchange is None else exchange.buckets.topology.node_size
     found = checkpoint.load(directory, collectives, config, averages, residuals, node_size)
-    with together(collectives, f"loading {directory}"):  # before anything is changed, on any rank
+    with model_file.put_back_on_error(model), together(collectives, f"loading {directory}"):
         if exchange is not None:
             check_between_steps(optimizer)
             _split(optimizer, found.state)
         name = found.manifest.file(checkpoint.MODEL).name
         saved = model_file.read(name, found.model)
-        model_file.check_fits(name, saved, model, optimizer)
+        model_file.load_model(name, saved, model)
+        model_file.check_fits(name, saved, optimizer)
         if exchange is not None:
             optimizer._dgc_check_state_dict(saved["optimizer"])
     with together(collectives, f"loading {directory}"):
-        model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         if exchange is not None:
             put_back(optimizer, found.state)

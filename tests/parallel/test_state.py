@@ -21,6 +21,7 @@ def ranks():
             "state.flushed",
             "damaged_state.damage",
             "damaged_state.sealed",
+            "damaged_state.particular",
             "state.stock_and_back",
             "state.to_the_dense_path",
             "state.flush_is_linear",
@@ -88,6 +89,12 @@ def test_a_flush_moves_momentum_and_changes_nothing_else(ranks):
 
 def test_what_was_changed_and_sealed_again_is_one_error_and_changes_nothing(ranks):
     check_sealed([rank["damaged_state.sealed"] for rank in ranks])
+
+
+def test_a_model_is_loaded_by_its_own_hooks_once_or_is_what_it_was(ranks):
+    for found in (rank["damaged_state.particular"] for rank in ranks):
+        assert "rank 1" in found["error"] and "not mine" in found["error"], found
+        assert found["same"] and found["loaded"] and found["seen"] == 3, found
 
 
 def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):

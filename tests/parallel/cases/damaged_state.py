@@ -48,6 +48,68 @@ def sealed() -> dict[str, Any]:
         )  # fmt: skip
 
 
+class Particular(torch.nn.Module):
+    """A model that changes what it is given to load, and looks at what it has loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(64, 64), 0
+        self.register_buffer("norm", torch.zeros(()))
+        self._register_state_dict_hook(self._write)
+        self._register_load_state_dict_pre_hook(self._prepare)
+        self.register_load_state_dict_post_hook(self._look)
+
+    @staticmethod
+    def _write(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
+        found["norm"], found["layer.weight"] = module.layer.weight.norm(), 2 * found["layer.weight"]
+
+    def _prepare(self, found: dict[str, Any], *_: Any) -> None:
+        found["layer.weight"].div_(2)
+
+    def _look(self, *_: Any) -> None:
+        if not torch.allclose(self.norm, self.layer.weight.norm()):
+            raise RuntimeError("other weights than were saved")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": [self.seen]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"].pop()
+
+    def load_state_dict(self, found: Any, *arguments: Any, **more: Any) -> Any:
+        found["layer.bias"] = found.pop("bias of before", found.get("layer.bias"))
+        return super().load_state_dict(found, *arguments, **more)
+
+
+def particular() -> dict[str, Any]:
+    """A model is loaded by its own methods and hooks, once; and not at all, where one rank's refuses."""
+    hvd.init()
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = Particular()
+        return model, DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1))
+
+    model, optimizer = made()
+    for seen in range(1, 4):
+        model.layer(torch.ones(2, 64) * seen).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.seen = seen
+    other, second = made()
+    with _shared_folder() as folder:
+        save_checkpoint(folder, model, optimizer)
+        if hvd.rank() == 1:
+            refusing = other.register_load_state_dict_post_hook(lambda *_: exec("raise RuntimeError('not mine')"))
+        before = fingerprint(other)
+        error = error_of(lambda: load_checkpoint(folder, other, second))
+        same = fingerprint(other) == before
+        if hvd.rank() == 1:
+            refusing.remove()
+        load_checkpoint(folder, other, second)
+    return {"error": error, "same": same, "loaded": fingerprint(other) == fingerprint(model), "seen": other.seen}
+
+
 def kept_as_text(optimizer: Any) -> str:
     """All that a rank has kept, and its optimizer's state."""
     kept = {n: {part: x.tobytes() for part, x in a.items()} for n, a in kept_by(optimizer).tensors.items()}
