@@ -55,6 +55,10 @@ _TOO_LARGE = {
     "though every gradient was finite; the step is applied on no rank, and the update is sent again while the loss "
     "scale falls",
 }
+OF_A_TAPE = (
+    "; a tape applies nothing: it returns NaN, on every rank, and the script is to leave the step out "
+    "(tf.math.is_finite), else the weights become NaN"
+)
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
 

@@ -44,6 +44,8 @@ def test_sparse_and_local_sources(ranks):
         assert found["as dense"] == [expected] * 3 and found["kinds"] == [False, False]
         assert found["local"] == [found["own"]] * 2 and found["own"] == 18 * (rank + 1)
         assert found["nan everywhere"]
+        assert len(found["nan told"]) == (rank == 0)
+        assert all("a tape applies nothing: it returns NaN, on every rank" in text for text in found["nan told"])
 
 
 def test_half_precision_overflow_is_skipped(ranks):

@@ -23,7 +23,7 @@ from dgc_horovod.errors import DGCError, UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
-from dgc_horovod.notices import of_skipped, stop_if_skipped
+from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moments
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
@@ -387,4 +387,4 @@ class HostSteps:
         key, text = of_skipped(buckets)
         if key not in self._told and self.collectives.rank == 0:
             self._told.add(key)
-            _log.warning("dgc_horovod: %s", text)
+            _log.warning("dgc_horovod: %s%s", text, "" if self.update.is_optimizers else OF_A_TAPE)

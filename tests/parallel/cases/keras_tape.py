@@ -140,7 +140,8 @@ def sparse_and_local() -> dict[str, Any]:
     packed = gradient(Compression.topk(1.0, **EVERYTHING))
     local = gradient(Compression.none, local=True)
     unscaled = gradient(Compression.none, local=True, scale_local_gradients=False)
-    nan = gradient(Compression.topk(0.5, min_numel=1), scale=float("nan") if rank == 1 else 1.0)
+    with messages() as texts:
+        nan = gradient(Compression.topk(0.5, min_numel=1), scale=float("nan") if rank == 1 else 1.0)
     return {
         "sparse": isinstance(plain[0], tf.IndexedSlices),
         "rows": sorted(plain[0].indices.numpy().tolist()),
@@ -149,6 +150,7 @@ def sparse_and_local() -> dict[str, Any]:
         "local": [float(g[1].numpy().sum()) * (size if g is local else 1) for g in (local, unscaled)],
         "own": float(6.0 * 3 * (rank + 1)),
         "nan everywhere": bool(np.isnan(nan[1].numpy()).all()),
+        "nan told": [text for text in texts if "not finite on rank 1" in text],
     }
 
 
