@@ -35,6 +35,7 @@ def without_others(horovod: Any) -> None:
     c = ctypes.CDLL(None)
     if hasattr(c, "on_exit"):  # glibc's: a handler that is given the exit code; what is registered last runs first
         c.on_exit(c._exit, None)
+        c.__cxa_atexit(c.fflush, None, None)  # of all files that libraries in C have open
 
 
 def within(seconds: float, work: Callable[[], object]) -> bool:
@@ -55,3 +56,4 @@ def end_now() -> None:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)

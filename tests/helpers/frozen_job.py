@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
 import sys
@@ -14,9 +15,13 @@ LAST = 10
 
 
 def began(rank: int) -> None:
-    """Tell who this is, and leave a file at the end, as a script's own exit handler would."""
+    """Tell who this is, and leave files at the end, as a script's own exit handler and a library in C would."""
     (FOLDER / f"pid.{rank}").write_text(str(os.getpid()))
     atexit.register(lambda: (FOLDER / f"handled.{rank}").touch())
+    c = ctypes.CDLL(None)
+    c.fopen.restype = ctypes.c_void_p
+    file = c.fopen(os.fsencode(FOLDER / f"written.{rank}"), b"w")
+    c.fputs(b"in the buffer of a library in C", ctypes.c_void_p(file))
 
 
 def stepped(rank: int, steps: int) -> None:

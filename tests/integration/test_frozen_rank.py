@@ -84,5 +84,6 @@ def test_nobody_waits_for_a_rank_that_is_frozen(kind, controller, tmp_path):
     assert first > TIMEOUT - 1 and "CollectiveTimeout" in log, log[-4000:]
     assert (tmp_path / "saved.0").exists() == (kind != "keras"), "what a script does with the error is done"
     assert (tmp_path / "handled.0").exists(), "and so are exit handlers"
+    assert (tmp_path / "written.0").read_text(), "what was written is in its file"
     if controller:
         assert "(ended by an error)" in log and '"final": true' in (tmp_path / "m.jsonl").read_text()
