@@ -157,11 +157,12 @@ def _check_own(directory: Path, holds: str) -> None:
 
 def _remove(directory: Path, which: Callable[[str], bool]) -> None:
     """Remove those of our files of whose token `which` says so; several ranks may do it at once."""
-    for file in directory.glob(f"{_PREFIX}*"):
-        ours = _OURS.fullmatch(file.name)
-        if ours and which(ours[1]) and file.is_file():
-            with suppress(OSError):
-                file.unlink(missing_ok=True)
+    with suppress(OSError):  # there may be no such folder
+        for file in directory.glob(f"{_PREFIX}*"):
+            ours = _OURS.fullmatch(file.name)
+            if ours and which(ours[1]) and file.is_file():
+                with suppress(OSError):
+                    file.unlink(missing_ok=True)
 
 
 def _write(directory: Path, name: str, data: bytes) -> File:

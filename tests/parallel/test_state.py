@@ -111,6 +111,7 @@ def test_damage_is_one_error_on_every_rank_or_a_choice(ranks):
         "code",
         "another optimizer",
         "no name",
+        "a long name",
         "no name to load",
     ):
         assert found[0][name].startswith("CheckpointError: "), (name, found[0][name])

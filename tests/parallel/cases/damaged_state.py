@@ -153,6 +153,7 @@ def _unfit(folder: Path, compression: Any, model: Any, optimizer: Any) -> dict[s
         "another optimizer": lambda: save_checkpoint(folder, *_other()),
         "code": lambda: save_checkpoint(folder, model, optimizer, extra=hvd.Average, run=error_of),
         "no name": lambda: save_checkpoint("" if hvd.rank() else folder, model, optimizer),
+        "a long name": lambda: save_checkpoint(folder / ("x" * 300), model, optimizer),
         "no name to load": lambda: load_checkpoint("" if hvd.rank() else folder, model, optimizer),
         "no dict": lambda: optimizer.load_residual_state_dict(None),
         "stale": lambda: optimizer.load_residual_state_dict(stale),
