@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.errors import BackendUnavailable, UnsupportedUse
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Kernels
 
@@ -56,6 +57,23 @@ def host_call(
         return [_as_tensor(result, kernels) for result in function(*arrays)]
 
     return _as_list(tf.py_function(through_dlpack, list(inputs), list(dtypes)))
+
+
+def held_by(holder: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, as a graph is given it: `holder` alone keeps it, and all that it refers to, alive.
+
+    TensorFlow keeps the graphs of models that are gone, and those keep the Python functions that they call.
+    """
+    holder.append(function)
+    known = weakref.ref(function)
+
+    def call(*arguments: Any) -> Any:
+        alive = known()
+        if alive is None:
+            raise UnsupportedUse("a graph outlives the DistributedOptimizer whose steps it makes; keep the optimizer")
+        return alive(*arguments)
+
+    return call
 
 
 def behind(gate: tf.Tensor, tensor: Any) -> Any:

@@ -27,7 +27,7 @@ from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moments
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
-from dgc_horovod.tensorflow.gradients.host_calls import Blocks, kernels_on
+from dgc_horovod.tensorflow.gradients.host_calls import Blocks, held_by, kernels_on
 from dgc_horovod.tensorflow.gradients.origins import Origins
 from dgc_horovod.tensorflow.gradients.second_moment import SecondMoment, add_shared, take_shared
 from dgc_horovod.tensorflow.gradients.transport import Collectives
@@ -79,6 +79,7 @@ class HostSteps:
         self._iterations, self.origins = 0, Origins()
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._under_way, self._told = False, set[str]()
+        self._calls: list[Any] = []  # made by `noting`
         self._second_moment = SecondMoment(update)
         self._dense = self._resumed = False  # whether the step is the optimizer's own; whether a record was loaded
         if settings.config is not None:
@@ -134,7 +135,7 @@ class HostSteps:
                 self.collectives.watch.disarm()
                 raise
 
-        return noting
+        return held_by(self._calls, noting)
 
     # -- what is kept between steps
 

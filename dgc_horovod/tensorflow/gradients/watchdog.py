@@ -104,10 +104,9 @@ class _Watcher:
     def _look(self) -> None:
         while not self._ending:
             time.sleep(_LOOK_EVERY)
-            with self._lock:
-                deadlines = [(watch, watch.deadline) for watch in self._watches]
             now = time.monotonic()
-            late = [watch for watch, deadline in deadlines if deadline is not None and now > deadline]
+            with self._lock:  # no list of all that outlives a look: it would keep each of them alive until the next
+                late = [w for w in self._watches if (deadline := w.deadline) is not None and now > deadline]
             for watch in late:
                 watch.expire()
             if late:

@@ -93,7 +93,7 @@ class LocalRounds:
             exchange.steps.counts.steps_alone += max(0, int(calls) // passes - 1)
             return [np.int64(calls)]
 
-        counted = host_call(count, [self.calls], [tf.int64])
+        counted = host_call(exchange.steps.noting(count), [self.calls], [tf.int64])
 
         def apply() -> tf.Tensor:
             for i, (anchor, mean) in enumerate(zip(self.anchors, found.gradients, strict=True)):
