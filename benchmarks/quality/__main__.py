@@ -24,6 +24,7 @@ studies:
   lowest      what brings the LSTM at density 0.1% closer to dense training; up to 30 times the length
   optimizers  Nesterov's momentum and AdamW
   adam        AdamW with a frozen second moment, after so many dense steps; 1, 4 and 10 times the length
+  shared      AdamW by error feedback with one factored second moment of all ranks, without a dense step
   local       AdamW with local steps, averaged and compressed, from the start and after dense steps
   gpt         the same two for a GPT of 5.1 M parameters, beside PowerSGD
   auto        runs of 300 and of 30,000 steps at the density that --compression auto takes for them

@@ -45,6 +45,7 @@ from benchmarks.quality.variants import (
     REFRESHED_AFTER,
     RUN_LENGTHS,
     SETTLED,
+    SHARED,
     UNMASKED,
     VARIANTS,
     WITH_OUTER,
@@ -115,6 +116,12 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
         yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])
 
 
+def _shared(seeds: Sequence[int]) -> Iterator[Run]:
+    for i, workers in enumerate(WORKERS):
+        for seed, variant in itertools.product(seeds, ("AdamW, dense", *SHARED)):
+            yield Run("transformer", variant, workers, seed + 500 + 100 * i, LENGTHS[1])
+
+
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds:
         local = (*LOCAL, *LOCAL_DENSER, *LOCAL_GENTLER, *LATER_LOCAL)
@@ -179,6 +186,7 @@ STUDIES = {
     "lowest": _lowest,
     "optimizers": _optimizers,
     "adam": _adam,
+    "shared": _shared,
     "local": _local,
     "gpt": _gpt,
     "auto": _auto,
@@ -222,6 +230,8 @@ def settings(run: Run) -> str:
         others = (*others, "dense", variant.dense_steps)
     if variant.refresh_every:
         others = (*others, "refreshed", variant.refresh_every)
+    if variant.shared is not None:
+        others = (*others, variant.shared)
     if variant.power_sgd:
         others = (*others, variant.power_sgd, variant.dense_steps)
     text = repr((task, fields, *others)).replace(", until_settled=None", "")  # which most runs are older than

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.quality.shared_moment import SKETCH, SQUARES, Shared
 from benchmarks.quality.tasks import Settings
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
@@ -39,6 +40,7 @@ class Variant:
         power_sgd: rank of torch's PowerSGD, on real ranks only; 0: none.
         dense_steps: dense steps before PowerSGD (>= 2), local steps or compression begin, of the optimizer as it is.
         refresh_every: steps between two refreshes of a frozen second moment, as a trial; 0: none.
+        shared: AdamW by error feedback with a second moment of all ranks, as a trial; None: the product's.
         received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
 
@@ -57,6 +59,7 @@ class Variant:
     power_sgd: int = 0
     dense_steps: int = 0
     refresh_every: int = 0
+    shared: Shared | None = None
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """The optimizer on all parameters of `model`, not wrapped."""
@@ -170,6 +173,12 @@ SETTLED = {
     for change in CHANGES
     for falls in (False, True)
 }
+# By error feedback on g / sqrt(v) with one factored v of all ranks, from the first step on: no dense step, no momentum
+SHARED = {
+    "AdamW, shared": Variant(_dgc(), warmup=0, optimizer="adamw", shared=Shared()),
+    "AdamW, shared, own squares": Variant(_dgc(), warmup=0, optimizer="adamw", shared=Shared(source=SQUARES)),
+    "AdamW, shared, four sketches": Variant(_dgc(), warmup=0, optimizer="adamw", shared=Shared(source=SKETCH)),
+}
 # The larger model: a shorter dense part, and densities that send what local steps do every 5, 15 and 30 steps
 GPT_DENSE = 200
 
@@ -276,6 +285,7 @@ VARIANTS = {
     **OWN,
     **REFRESHED,
     **SETTLED,
+    **SHARED,
     **LOWER,
     **LONGER_DENSE,
     **OWN_GPT,
