@@ -21,7 +21,7 @@ def assert_all(found: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
 def test_horovod_for_torch(controller):
-    # over MPI whoever has waited in vain ends without the others, whom mpirun ends then: tests/integration/test_frozen_rank
+    # over MPI mpirun ends all once one has waited in vain: tests/integration/test_frozen_rank.py
     cases = ["of_all", "with_a_deadline"][: 1 + (controller == "gloo")]
     for number, rank in enumerate(run_ranks(2, [f"transports.{case}" for case in cases], controller)):
         said = rank.pop("transports.with_a_deadline", None)
