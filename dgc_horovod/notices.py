@@ -143,12 +143,11 @@ def stop_if_skipped(exchange: OptimizerExchange) -> None:
     have skipped the same steps. Not for steps with a loss scale, which scalers look for in this way.
     """
     config, in_a_row = exchange.config, exchange.counts.skipped_in_a_row
-    _, text = of_skipped(exchange)
     if config.on_nonfinite == "stop":
-        raise NotFinite(text)
+        raise NotFinite(of_skipped(exchange)[1])
     if 0 < config.max_skipped <= in_a_row:
         raise NotFinite(
-            f"{text}. {in_a_row:,} in a row were skipped, in which no weight has changed, so every rank stops. Look at "
+            f"{of_skipped(exchange)[1]}. {in_a_row:,} in a row were skipped, in which no weight has changed, so every rank stops. Look at "
             "data and loss of the rank that is named; max_skipped (--dgc-max-skipped) is how many may be, 0: any number"
         )
 

@@ -39,4 +39,6 @@ def with_a_deadline() -> str:
         time.sleep(3)
         return ""
     transport = HorovodCollectives(hvd.global_process_set, "late", timeout=1.0)
-    return error_of(lambda: transport.wait(transport.alltoall(torch.zeros(transport.workers), "parted")))
+    said = error_of(lambda: transport.wait(transport.alltoall(torch.zeros(transport.workers), "parted")))
+    time.sleep(4)  # until the other one has told: who has waited in vain ends alone, and mpirun ends all with it
+    return said
