@@ -148,7 +148,8 @@ def stop_if_skipped(exchange: OptimizerExchange) -> None:
     if 0 < config.max_skipped <= in_a_row:
         raise NotFinite(
             f"{of_skipped(exchange)[1]}. {in_a_row:,} in a row were skipped, in which no weight has changed, so every "
-            "rank stops. Look at data and loss of the rank that is named; max_skipped (--dgc-max-skipped) is how many may be, 0: any number"
+            "rank stops. Look at data and loss of the rank that is named; max_skipped (--dgc-max-skipped) "
+            "is how many may be, 0: any number"
         )
 
 
