@@ -83,14 +83,16 @@ def check_fits(name: str, saved: Mapping[str, Any], optimizer: Any) -> None:
         )
     defaults = getattr(optimizer, "defaults", {})  # torch has some for flags that were not known when it was saved
     needed = {key for key, value in defaults.items() if isinstance(value, tuple) or NUMBER.holds(value)}
+    own = next(base for base in type(optimizer).__mro__ if base.__module__.partition(".")[0] != "horovod")
+    known = own.__module__.startswith("torch.optim")  # what others keep may grow, or be converted when it is loaded
     for i, (our_group, group) in enumerate(zip(ours["param_groups"], groups, strict=True)):
         within = f"optimizer.param_groups[{i}]."
         kinds = {key: kind for key, value in our_group.items() if (kind := _like(value))}
+        if known:
+            kinds.update({key: _UNSET for key, value in our_group.items() if value is None and key in defaults})
         number = len(our_group["params"])
         kinds["params"] = Kind(f"a list of {number} whole numbers", lambda x, n=number: _is_list(x, n, int))  # type: ignore[misc]
         checked(f"{what} the optimizer", group, kinds, kinds.keys() - needed - {"params"}, within)
-    own = next(base for base in type(optimizer).__mro__ if base.__module__.partition(".")[0] != "horovod")
-    known = own.__module__.startswith("torch.optim")  # what others keep may grow, or be converted when it is loaded
     for key, state in ours["state"].items() if known else ():
         if fields["state"].get(key, {}) != {}:
             kinds = {part: kind for part, value in state.items() if (kind := _like(value))}
@@ -115,6 +117,9 @@ def _like(ours: Any) -> Kind | None:
         number = len(ours)
         return Kind(f"{number} numbers", lambda x: _is_list(x, number) and all(map(_is_number, x)))
     return optional(TEXT) if isinstance(ours, str) else None
+
+
+_UNSET = Kind("None, a flag or a text", lambda x: x is None or isinstance(x, (bool, str)))  # None lets torch choose
 
 
 def _is_list(x: Any, length: int, of: type = object) -> bool:

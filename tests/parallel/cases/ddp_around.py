@@ -368,10 +368,14 @@ def another_choice() -> dict[str, Any]:
 
 
 class AcceleratedOptimizer:
-    """What accelerate puts around an optimizer, known by its name."""
+    """What accelerate puts around an optimizer, known by the state that it shares with it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
 
 
 def clipped_by_hand() -> dict[str, Any]:
