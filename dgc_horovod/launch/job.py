@@ -55,6 +55,7 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     status = StatusServer()  # after the fork: its thread would not survive one
     description = job_report.describe(args, job, slots)
     status.put(summary.RUN, description)
+    status.put(summary.END, None)  # it has its place, whoever may fill all others
     quiet = threading.Timer(_QUIET_SECONDS, _say_if_quiet, (status,))
     quiet.daemon = True
     quiet.start()

@@ -97,6 +97,7 @@ class _Server(ThreadingHTTPServer):
         self.times: dict[str, float] = {}  # when each was put there last
         self._open: dict[socket.socket, float] = {}  # since when, the oldest first
         self._changed = threading.Condition()
+        self.listing = threading.Lock()  # held while many entries are sent, which may be 128 MiB
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -153,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self._name()
         if name is not None and name.endswith(_ALL):
-            return self._answer(200, self.server.beginning_with(name[: -len(_ALL)]))
+            with self.server.listing:
+                return self._answer(200, self.server.beginning_with(name[: -len(_ALL)]))
         data = None if name is None else self.server.entries.get(name)
         self._answer(404 if data is None else 200, data or b"")
 
@@ -209,7 +211,7 @@ class _AtMost:
 def _is_entry(data: bytes) -> bool:
     """Whether it is JSON of one value, or of a list or an object of single values: ranks report nothing deeper."""
     try:
-        entry = json.loads(data)
+        entry = json.loads(data.decode())  # from bytes JSON would take UTF-16 too, which does not go with other entries
     except (ValueError, RecursionError):
         return False
     parts = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
@@ -278,7 +280,7 @@ class _Store:
             for base in list(self._bases):
                 try:
                     answer = self._ask(base, key, data)
-                except (OSError, http.client.HTTPException) as error:
+                except (OSError, ValueError, http.client.HTTPException) as error:  # no host can have such a name
                     failed = OSError(str(error) or type(error).__name__)
                     continue
                 self._bases, self._failed = [base], None  # the one that works

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+import psutil
 import pytest
 
 from dgc_horovod import envvars, metrics, recording
@@ -235,9 +236,46 @@ def test_what_is_kept_is_bounded(server, monkeypatch):
     monkeypatch.setattr(desk_module, "_MOST_ENTRIES", 3)
     assert [ask(server, "PUT", f"/{server.key}/{name}", b"1") for name in "abcda"] == [200, 200, 200, 507, 200]
     deep = [b"[[1]]", b'{"a": {}}', b"[" * 900 + b"]" * 900]  # which whoever reads all entries could not read
-    for name, body in (("a" * 65, b"1"), ("a/b", b"1"), ("", b"1"), ("a", b"[1"), *(("a", each) for each in deep)):
+    others = [
+        *('"x"'.encode(name) for name in ("utf-16", "utf-16-le", "utf-32")),
+        b"\xef\xbb\xbf1",
+        b'"\xff"',
+    ]  # nor these
+    cases = [("a" * 65, b"1"), ("a/b", b"1"), ("", b"1"), ("a", b"[1"), *(("a", each) for each in deep + others)]
+    for name, body in cases:
         assert ask(server, "PUT", f"/{server.key}/{name}", body) == 400
-    assert server.get("a") == 1
+    assert server.get("a") == 1 and server.get_all("") == {"a": 1, "b": 1, "c": 1}
+
+
+def test_readers_of_all_entries_wait_for_each_other(server):
+    """Each had a copy of up to 128 MiB, for as long as it did not read it."""
+    for number in range(40):
+        server.put(f"own{number}", "x" * 2**20)
+    before, connections = psutil.Process().memory_info().rss, []
+    try:
+        for _ in range(12):
+            connections.append(socket.create_connection(("127.0.0.1", server.port), 10))
+            connections[-1].sendall(f"GET /{server.key}/own* HTTP/1.0\r\n\r\n".encode())
+        time.sleep(1)
+        assert ask(server, "PUT", f"/{server.key}/a", b"1") == 200  # meanwhile
+        assert psutil.Process().memory_info().rss - before < 4 * 40 * 2**20
+    finally:
+        for connection in connections:
+            connection.close()
+    view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
+    assert len(view.get_all("own")) == 40
+
+
+@pytest.mark.parametrize(
+    ("place", "key"),
+    [("a..b:80", "k"), (f"{'x' * 70}:80", "k"), ("[:9", "k"), ("\udcff:9", "k"), ("127.0.0.1:9", "\udcff")],
+    ids=ascii,
+)
+def test_a_place_that_no_machine_can_have_is_out_of_reach(monkeypatch, place, key):
+    """It had ended in an error of Python's codecs."""
+    monkeypatch.setattr(desk_module, "_PAUSES", ())
+    with pytest.raises(OSError, match=r"."):
+        StatusBoard([f"{key}@{place}"]).get("a")
 
 
 def test_a_request_of_endless_headers_is_cut_off(server):
