@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (None: of this process); returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # bytes of names and variables go out as they came
+        # names and variables go out in the bytes that they came in, whatever PYTHONIOENCODING says
+        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")
     if words[:1] == ["--build-horovod"]:
         return build_horovod.main(words[1:])
     if importlib.util.find_spec("horovod") is None:

@@ -147,10 +147,10 @@ def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
 def _check_keys(path: str, section: str, given: Mapping[str, Any], allowed: Collection[str]) -> None:
     for key in given:
         if key not in allowed:
-            near = nearest(key, allowed)
+            near = nearest(key, allowed) if isinstance(key, str) else ""
             hint = f"did you mean {near!r}? " if near else ""
             where = f" in {section}" if section else ""
-            raise ConfigError(f"{path}: unknown key {key!r}{where}; {hint}allowed: {', '.join(allowed)}")
+            raise ConfigError(f"{path}: unknown key {shown(key)}{where}; {hint}allowed: {', '.join(allowed)}")
 
 
 def _check_kind(path: str, name: str, value: Any, kind: str) -> None:

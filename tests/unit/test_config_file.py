@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -81,6 +82,8 @@ def test_a_file_with_horovods_sections_and_ours(tmp_path):
         ("compression: {1: 2}", "unknown key 1 in compression"),
         ("compression: {~: 2}", "unknown key None in compression"),
         ("compression: {[a]: 2}", "not valid YAML"),
+        ("compression:\n  ? 0x" + "1" * 5000 + "\n  : 2", "unknown key a int that cannot be shown in compression"),
+        ("? " + "a" * 5000 + "\n: 2", r"unknown key 'a{12}\.{3}a{13}'; allowed"),
         ("compression: {metrics_file: 2020-01-01}", "metrics_file must be a single value"),
         ("compression: {metrics_file: !!binary aGk=}", "metrics_file must be a single value"),
         ("compression: {density: !!set {a}}", "density must be a single value"),
@@ -118,8 +121,9 @@ def test_no_variable_has_what_no_process_can_be_given(tmp_path, variable, text):
 
 def test_other_bytes_of_the_system_come_out_as_they_came_in(tmp_path):
     """Names of files may be any bytes but NUL; to print them had ended in a traceback."""
-    environment = {**os.environb, b"DGC_METRICS_FILE": b"\xffm.jsonl", b"PYTHONIOENCODING": b"utf-8"}
-    for words in (["--show-config"], ["--dgc", "--print-env"]):
+    name = b"\xff\xc3\xa9\xe9\x9b\xaa.jsonl"
+    for words, encoding in itertools.product((["--show-config"], ["--dgc", "--print-env"]), (b"utf-8", b"latin-1")):
+        environment = {**os.environb, b"DGC_METRICS_FILE": name, b"PYTHONIOENCODING": encoding}
         command = [sys.executable, "-m", "dgc_horovod.launch.cli", "-np", "1", *words, "true"]
         found = subprocess.run(command, env=environment, capture_output=True, timeout=100, check=False)
-        assert found.returncode == 0 and b"\xffm.jsonl" in found.stdout, found
+        assert found.returncode == 0 and name in found.stdout, found
