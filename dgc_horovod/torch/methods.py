@@ -35,7 +35,6 @@ from dgc_horovod.torch.wrapping.notices import (
     LATE_HOOK,
     SCALER_LEFT_OUT,
     SCALER_NOT_PASSED,
-    STEPPED_OTHERWISE,
     STEPPED_TWICE,
     SYNCHRONIZED_TWICE,
     TAKEN_AWAY,
@@ -166,6 +165,8 @@ class ExchangeMethods(StateMethods):
         """Hand the gradient of `p` to the exchange; a function that waits for what belongs into ``p.grad`` then."""
         if p.grad is None:  # unused in this step; another rank may have used it
             p.grad = torch.zeros_like(p)
+        if self._synchronized and self._dgc_may_apply and not self._dgc_offered:
+            steps.check_update_left(self, p)
         self._synchronized = False
         if self._dgc_membership is not None:
             self._dgc_membership.check(self)
@@ -220,6 +221,7 @@ class ExchangeMethods(StateMethods):
             raise UnsupportedUse(UNSCALED_TOO_EARLY)
         if self._dgc_watch.changed_since_taken():
             self._tell_once("late change", LATE_CHANGE)
+        brought = bool(self._handles)
         self._dgc_finish_exchange()
         self._dgc_replicas.end(self)
         self._check_nothing_unfrozen()
@@ -229,7 +231,7 @@ class ExchangeMethods(StateMethods):
                 self._dgc.buckets.drop_residuals()
             if self._dgc.buckets.counts.skipped_in_a_row >= _UNUSUAL:  # a GradScaler calls no step() that would tell
                 self._tell_once(*of_skipped(self._dgc.buckets))
-        self._dgc_watch.synchronized(self._dgc.names)
+        self._dgc_watch.synchronized(self._dgc.names, brought)
         self._dgc_may_be_regrouped, self._dgc_offered = True, False
 
     def _nothing_new(self: Any) -> bool:
@@ -331,13 +333,6 @@ class ExchangeMethods(StateMethods):
                     "does now; wrap the optimizer while it does, and freeze it afterwards"
                 )
 
-    def _check_not_stepped_otherwise(self: Any) -> None:
-        """The update that stands in ``p.grad`` is to go, and `step` has not applied it."""
-        methods = steps.other_methods(self)
-        if methods and self._dgc_watch.weights_changed():
-            text = STEPPED_OTHERWISE.format(optimizer=type(self).__name__, methods=", ".join(methods))
-            raise UnsupportedUse(text)
-
     def _check_untouched(self: Any) -> None:
         """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
         if self._dgc_watch.changed_since_synchronized(scale_of(self._dgc_scaler)()):
@@ -375,7 +370,7 @@ class ExchangeMethods(StateMethods):
             )
         if self._dgc_takes_part and self._synchronized and self._dgc_may_apply:
             if not (self._dgc_stock or self._dgc_offered):
-                self._check_not_stepped_otherwise()
+                steps.check_not_stepped_otherwise(self)
                 if any(p.grad is not None and bool(p.grad.any()) for p in self._dgc.names):  # else nothing was in it
                     self._tell_once("dropped", DROPPED)
         self._synchronized = False

@@ -83,6 +83,7 @@ def test_a_synchronization_with_nothing_new_does_nothing(ranks):
     for rank in ranks:
         found = rank["ddp_habits.synchronized_again"]
         assert found["ends"][0] == found["ends"][1] and found["told"] == []
+        assert found["added"].startswith("UnsupportedUse: backward() was called between synchronize() and step()")
         assert len(found["errors"]) == 4
         assert all("step() was called again with no backward pass" in text for text in found["errors"])
 

@@ -17,7 +17,7 @@ CASES = [
 ]
 CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again", "filled_state", "wrapped_before"]
 CASES += ["patched_class", "written_weights"]
-EDITS = ["taken_away", "dropped_update", "late_hooks", "regrouped", "own_methods"]
+EDITS = ["taken_away", "dropped_update", "updates_left", "late_hooks", "regrouped", "own_methods"]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,19 @@ def test_gradients_that_a_script_takes_away_do_not_come_later(ranks):
 
 def test_an_update_that_is_dropped_is_told_of(ranks):
     assert ranks[0]["script_edits.dropped_update"] == ["dropped"]
+
+
+def test_an_update_that_was_not_applied_does_not_enter_a_momentum_again(ranks):
+    """It did so without a word, 1.7 times as much at each step; nor was told what the model's zero_grad drops."""
+    for rank in ranks:
+        found = dict(rank["script_edits.updates_left"])
+        refused = found.pop("added to, momentum")
+        assert refused["error"].startswith("UnsupportedUse: backward() was called between synchronize() and step()")
+        assert [each["error"] for each in found.values()] == [""] * 8
+        assert found.pop("dropped by the model, momentum")["distance"] > 1e-3  # of which rank 0 is told
+        assert max(each["distance"] for each in found.values()) < 1e-5
+    told = {name: each["told"] for name, each in ranks[0]["script_edits.updates_left"].items() if each["told"]}
+    assert told == {f"dropped by the model, {way}": ["dropped"] for way in ("feedback", "momentum")}
 
 
 def test_a_hook_that_comes_after_the_wrapping_is_told_of(ranks):

@@ -21,7 +21,7 @@ from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.node_exchange import exchange_of
 from dgc_horovod.torch.gradients.scaling import scale_of
 from dgc_horovod.torch.methods import FROZEN, ExchangeMethods
-from dgc_horovod.torch.wrapping import owners
+from dgc_horovod.torch.wrapping import owners, steps
 from dgc_horovod.torch.wrapping.arguments import agreed_fields
 
 TOO_MANY_PASSES = (
@@ -164,8 +164,9 @@ class DataParallelMethods(ProcessGroupMethods):
         all exchanges are waited for, and ``p.grad`` gets what is the same on every rank.
         """
         if self._synchronized and not self._dgc_offered:
-            self._check_not_stepped_otherwise()
-            raise UnsupportedUse(ACCUMULATED)
+            steps.check_not_stepped_otherwise(self)
+            if any(self._dgc_watch.writes_to(p) is not None for p in bucket.parameters()):
+                raise UnsupportedUse(ACCUMULATED)
         views = bucket.gradients() if self._dgc_model().gradient_as_bucket_view else None
         for i, p in enumerate(bucket.parameters()):
             if p not in self._dgc.names:  # frozen since DDP was made

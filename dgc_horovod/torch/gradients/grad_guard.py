@@ -29,7 +29,8 @@ class GradientWatch:
 
     def __init__(self) -> None:
         self._taken: dict[int, _Seen] = {}  # by id: a tensor's own hash is a call of Python's for each
-        self._synchronized: list[_Seen] = []
+        self._synchronized: list[_Applied] = []
+        self.brought = False  # whether a backward pass has, what the last synchronize has exchanged
         self._applied: list[_Applied] = []
         self._weights: list[_Seen] = []  # some, with the version of themselves
         self._copies: list[
@@ -42,15 +43,15 @@ class GradientWatch:
         if self._synchronized:
             self._synchronized, self._copies = [], []
 
-    def synchronized(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Every ``p.grad`` now holds its update."""
-        self._taken = {}
-        self._synchronized = [(p, _version(p)) for p in parameters]
-        self._weights = [(p, p._version) for p, _ in self._synchronized[:_SAMPLE] if p.requires_grad]
+    def synchronized(self, parameters: Iterable[torch.Tensor], brought: bool) -> None:
+        """Every ``p.grad`` now holds its update. `brought`: whether a backward pass has brought its gradient."""
+        self._taken, self.brought = {}, brought
+        self._synchronized = list(map(_applied, parameters))
+        self._weights = [(p, p._version) for p, _, _ in self._synchronized[:_SAMPLE] if p.requires_grad]
         self._copy()
 
     def _copy(self) -> None:
-        there = [p for p, _ in self._synchronized if p.grad is not None and not p.grad.is_sparse]
+        there = [p for p, _, _ in self._synchronized if p.grad is not None and not p.grad.is_sparse]
         small = [p for p in there if 0 < p.numel() <= _SMALL and p.device.type == "cpu"]
         self._copies = [(p, p.grad.clone()) for p in small[:_SAMPLE] if p.grad is not None]
 
@@ -62,7 +63,7 @@ class GradientWatch:
     def look_again(self) -> None:
         """What has changed up to now was meant to, and is known of."""
         self._taken = {key: (p, _version(p)) for key, (p, _) in self._taken.items()}
-        self._synchronized = [(p, _version(p)) for p, _ in self._synchronized]
+        self._synchronized = [_applied(p) for p, _, _ in self._synchronized]
         self._copy()
 
     def changed_since_taken(self) -> bool:
@@ -75,9 +76,14 @@ class GradientWatch:
         Args:
             loss_scale: loss scale, > 0; a GradScaler's unscale_, which divides by it, does not count as a change.
         """
-        if any(_version(p) != seen for p, seen in self._synchronized if p.grad is not None):
+        if any(_version(p) != seen for p, _, seen in self._synchronized if p.grad is not None):
             return True
         return any(p.grad is not None and not _is_same(p.grad, copy, loss_scale) for p, copy in self._copies)
+
+    def writes_to(self, p: torch.Tensor) -> int | None:
+        """How often the update of `p` was written to since synchronize; None where ``p.grad`` is another tensor."""
+        _, ref, seen = next((each for each in self._synchronized if each[0] is p), (p, None, 0))
+        return _version(p) - seen if ref is not None and p.grad is ref() else None
 
     def weights_changed(self) -> bool:
         """Whether weights were written to in place since synchronize: an update that nobody has told of was applied."""

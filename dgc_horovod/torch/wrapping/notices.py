@@ -27,10 +27,16 @@ TAKEN_AWAY = (
     "what waits of it and its momentum are dropped, else they would come in a burst later on"
 )
 DROPPED = (
-    "optimizer.zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum, and a "
+    "zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum, and a "
     "part of them comes with later updates. To keep gradients that are too large out, limit them before they are "
     "exchanged (clip_norm=c); keep a backward pass that is not this model's away from it (detach(), or "
     "requires_grad_(False) meanwhile)"
+)
+ADDED_TO_UPDATE = (
+    "backward() was called between synchronize() and step(): its gradient was added to an update, which has been "
+    "through the exchange and the momentum, and would go through them once more. Sum all backward passes of a step "
+    "before they are exchanged (backward_passes_per_step), or call step() after each; to give the update up, call "
+    "optimizer.zero_grad() before backward()"
 )
 STEPPED_TWICE = (
     "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still holds the "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.torch.wrapping.notices import STEPPED_INSIDE
+from dgc_horovod.torch.wrapping.notices import ADDED_TO_UPDATE, DROPPED, STEPPED_INSIDE, STEPPED_OTHERWISE
 
 
 def is_trial(optimizer: Any) -> bool:
@@ -51,6 +51,28 @@ def other_methods(optimizer: torch.optim.Optimizer) -> list[str]:
     own, known = type(optimizer).__mro__[1], {*dir(torch.optim.Optimizer), "train", "eval"}  # weights of two kinds
     names = [name for name in dir(own) if not name.startswith("_") and name not in known]
     return [f"{name}()" for name in names if callable(getattr(own, name))]
+
+
+def check_update_left(optimizer: Any, p: torch.Tensor) -> None:
+    """A backward pass has brought a gradient of `p`, and no step has applied the update that stood in ``p.grad``.
+
+    Where a momentum has made it, it must not enter that again; with error feedback alone it is a gradient, as in stock
+    Horovod. If the gradient is not added to it, the model's own ``zero_grad`` has dropped it.
+    """
+    if not optimizer._dgc_watch.brought:
+        return
+    if optimizer._dgc_watch.writes_to(p) != optimizer.backward_passes_per_step:
+        optimizer._tell_once("dropped", DROPPED)
+    elif optimizer._dgc.compressed and any(map(optimizer._dgc_update.fading, optimizer.param_groups)):
+        raise UnsupportedUse(ADDED_TO_UPDATE)
+
+
+def check_not_stepped_otherwise(optimizer: Any) -> None:
+    """The update that stands in ``p.grad`` is to go, and ``step`` has not applied it."""
+    methods = other_methods(optimizer)
+    if methods and optimizer._dgc_watch.weights_changed():
+        text = STEPPED_OTHERWISE.format(optimizer=type(optimizer).__name__, methods=", ".join(methods))
+        raise UnsupportedUse(text)
 
 
 def lead_to_ours(optimizer: Any) -> None:

@@ -248,14 +248,18 @@ def bf16_model() -> dict[str, Any]:
     return {"is": fingerprint(model.float()), "losses": losses}
 
 
-def dropped() -> list[str]:
-    """What is told of an update that is not applied."""
-    model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
-    x, y = next(iter(batches(1, dist.get_rank())))
-    F.mse_loss(model(x), y).backward()
-    optimizer.zero_grad()
-    _steps(model, optimizer, 2)
-    return sorted(optimizer._dgc_told)
+def dropped() -> list[Any]:
+    """What is told of an update that is not applied, where the optimizer drops it, and where the model does."""
+    found = []
+    for by in (1, 0):
+        made = model, optimizer = _made(Compression.dgc(0.02, min_numel=64))
+        for i, (x, y) in enumerate(batches(3, dist.get_rank())):
+            F.mse_loss(model(x), y).backward()
+            if i:
+                optimizer.step()
+            made[by].zero_grad()
+        found += [sorted(optimizer._dgc_told), fingerprint(model)]
+    return found
 
 
 def other_epochs() -> dict[str, str]:

@@ -359,7 +359,12 @@ def synchronized_again() -> dict[str, Any]:
             optimizer.synchronize()
             errors.append(error_of(optimizer.step))
         assert fingerprint(model) == ends[-1]
-    return {"ends": ends, "errors": errors, "told": sorted(optimizer._dgc_told)}
+    told = sorted(optimizer._dgc_told)
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.synchronize()
+    added = error_of(lambda: F.mse_loss(model(x), y).backward())
+    return {"ends": ends, "errors": errors, "told": told, "added": added}
 
 
 def clipped_doubles() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.errors import error_of
 from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, weights
 
 WAYS = ("stock", "dense", "sparse")
@@ -58,6 +59,34 @@ def dropped_update() -> list[str]:
     optimizer.synchronize()
     optimizer.zero_grad()
     return _told(optimizer)
+
+
+def updates_left() -> dict[str, Any]:
+    """Updates that no step has applied when the next backward pass comes: errors, what is told, distance to stock."""
+    found, stock = {}, {}
+    for way in ("stock", "feedback", "momentum"):
+        for what in ("none", "added to", "dropped by the model"):
+            model, optimizer = _wrapped("stock" if way == "stock" else "dense")
+            if way == "feedback":
+                plain = Compression.topk(1.0, values="fp32", dense_values="fp32", min_numel=16)
+                optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), plain)
+
+            def train(what: str = what, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+                for x, y in batches(3, hvd.rank()):
+                    optimizer.synchronize()  # the first time with gradients of zeros
+                    optimizer.zero_grad()
+                    if what != "none":
+                        F.mse_loss(model(x), -y).backward()
+                        optimizer.synchronize()
+                    if what == "dropped by the model":
+                        model.zero_grad()
+                    F.mse_loss(model(x), y).backward()
+                    optimizer.step()
+
+            error, end = error_of(train), weights(model)
+            distance = float((end - stock.setdefault(what, end)).norm() / end.norm())
+            found[f"{what}, {way}"] = {"error": error, "told": _told(optimizer), "distance": distance}
+    return found
 
 
 def late_hooks() -> list[list[str]]:
