@@ -8,24 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.core.settling import Settling
 from dgc_horovod.notices import (
     JOINED,
     OVERFLOW,
     SPARSE,
-    UNLEARNT,
     tell_choice,
     tell_given_up,
     tell_too_short,
-    tell_waits,
 )
 from dgc_horovod.planning.density import is_too_short
 from dgc_horovod.planning.prediction import Observed, predicted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, SETTLING, TIMED, Trial
-from dgc_horovod.schedule import WarmupSchedule
 
 PROBED, REPEATS = 2**20, 3  # elements, at most, of an allreduce that is timed, and how often
-_SETTLED = 0.25  # see `WarmupSchedule.until_settled`
 _WORTH = 10  # a run has so many times the steps that a choice takes, or none is made
 
 
@@ -34,21 +29,19 @@ class Choice:
 
     Args:
         buckets: buckets of the compressed exchange.
-        window: ``1/(1-b2)`` of an Adam whose second moment is learnt in dense steps, the longest; 0: there is none.
         stock: whose the uncompressed exchange is, in words.
         on_gloo: whether it is Gloo's, on a CPU.
 
     Attributes:
         trial: trial under way, or ended.
-        settling: when the second moment has settled, without which nothing is timed.
         given_up: whether the uncompressed exchange is to stay, whatever the clock says: the same on every rank once all
             have ended a step, or are in join.
         script_clips: whether the script has clipped gradients of this rank by itself.
         script_accumulates: whether it has made a step of several exchanged gradients, or of none.
     """
 
-    def __init__(self, buckets: OptimizerExchange, window: float, stock: str, on_gloo: bool) -> None:
-        self.buckets, self._window, self._stock, self._on_gloo = buckets, window, stock, on_gloo
+    def __init__(self, buckets: OptimizerExchange, stock: str, on_gloo: bool) -> None:
+        self.buckets, self._stock, self._on_gloo = buckets, stock, on_gloo
         self._dense: list[float] = []  # seconds of a dense step, and those of waiting, the same on every rank
         self.given_up = self.script_clips = self.script_accumulates = False
         self.begin()
@@ -56,15 +49,10 @@ class Choice:
     def begin(self) -> None:
         """Choose anew; where there is nothing to choose, the uncompressed exchange stays."""
         config, self.trial = self.buckets.config, Trial()
-        until = WarmupSchedule(steps=1, first_density=1.0, until_settled=_SETTLED)
-        self.settling = Settling(until if self._window else None, config.final_density)
-        settles_at = round(2 * self._window)  # the first step at which it may have, see `Settling`
-        total, least = config.total_steps, max(_WORTH * (SETTLING + TIMED), 2 * settles_at)
-        short = total is not None and (total < least or is_too_short(total))
+        total = config.total_steps
+        short = total is not None and (total < _WORTH * (SETTLING + TIMED) or is_too_short(total))
         if self.buckets.workers == 1 or not self.buckets.compressed or short or self.given_up:
             self.trial.stay()
-        elif self._window and self.speaks:
-            tell_waits(settles_at)
         if total is not None and short and self.speaks:
             tell_too_short(total, config.density, self._stock)
 
@@ -88,34 +76,6 @@ class Choice:
         buckets.counts.end_step((buckets.steps, OVERFLOW) if skipped else None)
         buckets.steps += 1
 
-    # -- Adam's second moment
-
-    @property
-    def measures_second(self) -> bool:
-        """Whether the ranks are to look now whether Adam's second moment has settled; the same on every rank."""
-        return not self.trial.ended and self.settling.is_due(self.buckets.steps)
-
-    def judged(self, *measured: float) -> list[float]:
-        """What a rank gives then: seven numbers, of which only those of the one that `speaks` say anything.
-
-        Args:
-            measured: of that one, the number of compressed tensors that have had no gradient yet, and step, norm, rate
-                and window, see `Settling.judge`.
-        """
-        if not self.speaks:
-            return [1.0, *[0.0] * 6]
-        unlearnt, step, *rest = measured
-        return [1.0, float(unlearnt), *self.settling.judge(int(step), *rest)]
-
-    def settled(self, sums: Sequence[float]) -> None:
-        """Take the sums over the ranks of what `judged` gave."""
-        ranks, unlearnt, *told = sums
-        if round(ranks) != self.buckets.workers:  # Horovod's join has answered
-            return self.give_up(JOINED)
-        self.settling.take(told, self.buckets.steps)
-        if unlearnt and self.settling.settled_at is not None:
-            self.give_up(UNLEARNT)
-
     # -- times
 
     def step_ended(self, now: float, waited: float) -> bool:
@@ -128,7 +88,7 @@ class Choice:
         Returns:
             Whether the ranks are to compare: `own`, `compare`, and where that says so the link, `expect`.
         """
-        if (self._window and self.settling.settled_at is None) or not self.trial.step_ended(now, waited):
+        if not self.trial.step_ended(now, waited):
             return False
         if self.buckets.ranks_in_join:
             self.give_up(JOINED)  # those in join answer nothing but steps

@@ -82,10 +82,10 @@ class Presets:
             density: k/n, fraction of the elements sent each step, in (0, 1].
             fields: any other field of DGCConfig, such as ``warmup`` and ``clip_norm``.
 
-        Adam and AdamW send their direction instead of the momentum: docs/algorithm.md#adam.
+        Adam and AdamW divide the gradient by a second moment that all ranks share: docs/algorithm.md#adam.
 
-        Memory: 8 bytes an element (u, v), 6 with ``momentum_dtype="bf16"``; Adam 12, or 16 where its second moment
-        stays. Cost: one pass over gradient, u and v, 20 bytes an element, or 16; Adam 28, or 24.
+        Memory: 8 bytes an element (u, v), 6 with ``momentum_dtype="bf16"``; Adam 4. Cost: one pass over gradient, u and
+        v, 20 bytes an element, or 16; Adam 12, and half a byte for what is measured.
         """
         return cls._preset("dgc", density=density, **fields)
 

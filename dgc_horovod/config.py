@@ -20,8 +20,6 @@ VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
-OWN, FROZEN = "own", "frozen"
-SECOND_MOMENTS = (AUTO, OWN, FROZEN)
 # What fades by less than half a unit in the last of bfloat16's 8 binary digits, 2**-8 of it, does not fade at all.
 _MOST_MOMENTUM = {"fp32": 1.0, "bf16": 0.99}
 MOMENTUM_DTYPES = tuple(_MOST_MOMENTUM)
@@ -39,13 +37,10 @@ class DGCConfig:
         rule: selection rule: exact (top-k), sampled (threshold from a 1% sample), gaussian (threshold
             from mean and deviation), random, threshold (everything at or above a fixed magnitude).
         scope: elements ranked together: "bucket": all of a bucket; "tensor": those of each tensor, as in the papers.
-        momentum_correction: whether momentum is accumulated locally, before selection (DGC section 3.1). For SGD the
-            momentum, for Adam and AdamW the local Adam direction; other optimizers have no such form.
+        momentum_correction: whether momentum is accumulated locally, before selection (DGC section 3.1). With Adam and
+            AdamW, whether gradients are divided by the second moment there; other optimizers have no such form.
         momentum_dtype: number format in which SGD's momentum is kept, under momentum correction: fp32; or bf16, of half
             the memory, for momenta of up to 0.99. What enters the residual is the sum before it is rounded.
-        second_moment: Adam's, under momentum correction: "own": each rank learns its own, from its own gradients;
-            "frozen": all learn one in the dense steps that the warm-up begins with, and it stays; "auto": frozen where
-            the warm-up begins with density 1, else own.
         factor_masking: whether momentum is cleared where an element was sent (DGC section 3.2). Meant for densities of
             2% and less: where much is sent, it takes the momentum away.
         clip_norm: L2 norm c at which the averaged whole-model gradient would be clipped, > 0; each rank
@@ -97,7 +92,6 @@ class DGCConfig:
     scope: str = "bucket"
     momentum_correction: bool = True
     momentum_dtype: str = "fp32"
-    second_moment: str = AUTO
     factor_masking: bool = True
     clip_norm: float | None = None
     warmup: WarmupSchedule | None = None
@@ -131,7 +125,6 @@ class DGCConfig:
         check_choice("rule", self.rule, tuple(RULES))
         check_choice("scope", self.scope, SCOPES)
         check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
-        check_choice("second_moment", self.second_moment, SECOND_MOMENTS)
         check_choice("values", self.values, tuple(VALUE_CODECS))  # a script may have added one
         check_choice("dense_values", self.dense_values, DENSE_VALUES)
         check_choice("exchange", self.exchange, EXCHANGES)
@@ -174,21 +167,10 @@ class DGCConfig:
             raise ConfigError(
                 f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
             )
-        if self.second_moment == FROZEN and not (self.momentum_correction and self._begins_dense):
-            raise ConfigError(
-                "second_moment='frozen' goes with momentum correction, and with dense steps to learn it in: pass "
-                "warmup=WarmupSchedule(steps=..., first_density=1.0), or --dgc-warmup-steps N "
-                "--dgc-warmup-first-density 1"
-            )
         if self.momentum_dtype != "fp32" and not self.momentum_correction:
             raise ConfigError(
                 f"momentum_dtype={self.momentum_dtype!r} goes with momentum correction: use Compression.dgc(...) or "
                 "auto(...), or --compression dgc; other methods leave the momentum to the optimizer"
-            )
-        if self.until_settled is not None and not self.freezes_second_moment:
-            raise ConfigError(
-                "until_settled goes with a second moment that is learnt in dense steps and stays: momentum correction, "
-                "first_density=1.0 and second_moment='auto' or 'frozen'"
             )
         self._check_local()
         self._normalise()
@@ -241,17 +223,7 @@ class DGCConfig:
             )
 
     @property
-    def freezes_second_moment(self) -> bool:
-        """Whether Adam's second moment is learnt in dense steps, and stays."""
-        return self.momentum_correction and self.second_moment != OWN and self._begins_dense
-
-    @property
-    def until_settled(self) -> float | None:
-        """`WarmupSchedule.until_settled` of the warm-up, if there is one."""
-        return self.warmup.until_settled if self.warmup is not None else None
-
-    @property
-    def _begins_dense(self) -> bool:
+    def begins_dense(self) -> bool:
         """Whether everything is sent at the first step, and no budget can change that."""
         first = self.warmup.first_density if self.warmup is not None else 0
         whole = self.density == 1 and self.max_bytes_per_step is None

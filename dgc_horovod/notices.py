@@ -16,27 +16,18 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, Trial
 _log = logging.getLogger("dgc_horovod")
 
 ADAM_DIRECTIONS = (
-    "with Adam the mathematics changes: each rank's own Adam direction is compressed and averaged, not the gradient, "
-    "which costs quality; a warm-up that begins with density 1, WarmupSchedule(steps=..., first_density=1.0), loses "
-    "less (docs/tuning.md#adam-and-adamw)"
+    "Adam runs with beta1 = 0 on compressed tensors, as what waits to be sent has momentum already, and with a second "
+    "moment by rows and columns that all ranks share (docs/tuning.md#adam-and-adamw)"
 )
 ADAM_AFTER = (
-    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs quality; method dgc with a "
-    "warm-up that begins with density 1 loses less (docs/tuning.md#adam-and-adamw)"
+    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs quality; method dgc loses none "
+    "(docs/tuning.md#adam-and-adamw)"
 )
 _FIND_THEIR_RATE = ("Prodigy", "DAdapt")  # classes of prodigyopt and dadaptation
 NO_RATE = (
     "{name} finds its learning rate in the gradients that it is given, and what compression gives it are rare bursts: "
     "it MAY NOT LEARN AT ALL, as in our trials (docs/tuning.md#by-optimizer). Use SGD, Adam or AdamW with a learning "
     "rate, or compression none or fp16"
-)
-NOT_LEARNT = (
-    "there is no second moment that could stay: the dense steps are over, and none was applied, or the optimizer's "
-    "state was not loaded with the residuals. Load it, or begin the warm-up anew"
-)
-NEVER_LEARNT = (
-    "{name!r} has a gradient now, and had none in the dense steps: there is no second moment to divide it by. Let the "
-    "dense steps be later or longer, train it with an optimizer of its own, or pass second_moment='own'"
 )
 MID_ROUND = (
     "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
@@ -86,24 +77,9 @@ def of_other(optimizer: type, corrects: bool) -> list[str]:
     return [f"{runs}, which may cost quality (docs/algorithm.md)"]
 
 
-def no_second_moment(optimizer: type) -> str:
-    """What is said of an optimizer that has no second moment that could stay, by its class."""
-    return f"second_moment='frozen' and until_settled are for Adam and AdamW; they do nothing for {optimizer.__name__}"
-
-
 def no_momentum(optimizer: type) -> str:
     """What is said of an optimizer that has no momentum that could be kept in bfloat16, by its class."""
     return f"momentum_dtype is for SGD; what is kept for {optimizer.__name__} stays float32"
-
-
-def tell_frozen(step: int) -> None:
-    """Say that the dense steps are over, at a step counted from 0."""
-    _log.info("dgc_horovod: step %d: from here on Adam's second moment stays as it is", step)
-
-
-def tell_unknown(name: str) -> None:
-    """Warn of a tensor whose second moment nobody has learnt."""
-    _log.warning("dgc_horovod: %s had no gradient in the dense steps: it cannot be trained after them", name)
 
 
 def not_finite(step: int, where: str) -> str:
@@ -267,7 +243,7 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
         and config.warmup is None
         and config.density < 0.01
         and not config.automatic
-        and ADAM_DIRECTIONS not in notices  # which recommends another
+        and ADAM_DIRECTIONS not in notices  # Adam needs none
     ):
         _log.warning(
             "dgc_horovod: density warm-up is off; the DGC paper warms up over 4 epochs: "
@@ -302,7 +278,6 @@ JOINED_IN_FP16 = "a rank has called hvd.join(), and would not see an overflow of
 SPARSE = "there are sparse gradients, which compression would make dense"
 OVERFLOW = "a sum of gradients was beyond half precision"
 SEVERAL = "the variables that are trained have changed"
-UNLEARNT = "a tensor has had no gradient yet, so that nothing is known of Adam's second moment there"
 
 
 def tell_given_up(why: str, stock: str) -> None:
@@ -314,15 +289,6 @@ def tell_stock(why: str, stock: str) -> None:
     """Warn that a job which may choose its exchange has no choice."""
     make_visible()
     _log.warning("dgc_horovod: auto: %s stays, as this cannot be compressed: %s", stock, why)
-
-
-def tell_waits(steps: int) -> None:
-    """Tell when a choice can be looked for."""
-    make_visible()
-    _log.info(
-        "dgc_horovod: auto: Adam's second moment is learnt in dense steps first, %d at least; then steps are timed",
-        steps,
-    )
 
 
 def tell_too_short(total_steps: int, density: float, stock: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dgc_horovod.errors import ConfigError
@@ -26,10 +26,6 @@ class WarmupSchedule:
             Where the epoch is observed instead, the density changes at the start of an epoch only.
         first_density: density of the first stage, in (0, 1]; a final density at or above it needs no warm-up.
         factor: ratio of the densities of one stage and the stage before, in (0, 1).
-        until_settled: change of Adam's second moment, > 0, at or below which it has settled: 0.25 is by a quarter in
-            ``1/(1-b2)`` steps; not before twice as many, nor while the learning rate rises. With a `first_density` of 1
-            the first stage ends then, and the others are as long as it was; the length given is the longest. None:
-            every stage has its length.
     """
 
     steps: int | None = None
@@ -37,7 +33,6 @@ class WarmupSchedule:
     steps_per_epoch: int | None = None
     first_density: float = 0.25
     factor: float = 0.25
-    until_settled: float | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -62,13 +57,6 @@ class WarmupSchedule:
             raise ConfigError(f"WarmupSchedule: first_density must be in (0, 1], got {self.first_density!r}")
         if not (isinstance(self.factor, numbers.Real) and 0 < self.factor < 1):
             raise ConfigError(f"WarmupSchedule: factor must be in (0, 1), got {self.factor!r}")
-        if self.until_settled is not None and not (
-            isinstance(self.until_settled, numbers.Real) and 0 < self.until_settled < math.inf
-        ):
-            raise ConfigError(
-                f"WarmupSchedule: until_settled must be a positive finite number, got {self.until_settled!r}; 0.25 is "
-                "a change by a quarter"
-            )
 
     @property
     def needs_epoch(self) -> bool:
@@ -80,11 +68,6 @@ class WarmupSchedule:
         if self.first_density <= final_density:
             return 0
         return math.ceil(math.log(final_density / self.first_density) / math.log(self.factor) - 1e-9)
-
-    def with_first_stage(self, steps: int, final_density: float) -> WarmupSchedule:
-        """The same row of densities, each for `steps` optimizer steps, >= 1."""
-        length = steps * max(1, self.stages(final_density))
-        return replace(self, steps=length, epochs=None, steps_per_epoch=None, until_settled=None)
 
     def fraction_done(self, step: int, epoch: int | None) -> float:
         """How much of the warm-up lies behind `step`: 0 at its start, >= 1 after its end."""

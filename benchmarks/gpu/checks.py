@@ -57,7 +57,7 @@ def densities(size: Size) -> None:
 
 
 def denormals(size: Size) -> None:
-    """Where there are divisions and roots."""
+    """Where there are divisions and products."""
     _same(size, DGCConfig(density=0.02), feeds=FEEDS["Adam"], data="denormal")
     _same(size, DGCConfig(density=0.02, values="8bit"), data="denormal")
 

@@ -12,10 +12,10 @@ import numpy as np
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.exchange.in_process import carry
-from dgc_horovod.kernels.contract import Accumulation, AdamCorrection, ErrorFeedback, MomentumCorrection
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, MomentumCorrection, SharedMoment
 from dgc_horovod.wire.bucket import Bucket, Segment
 
-Feeds = Callable[[int, int], Accumulation]  # of a step and a segment
+Feeds = Callable[[Any, int, Segment], Accumulation]  # of the kernels, the step and the segment
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,21 @@ class Size:
     long_run: int = 0
 
 
+def _shared_moment(kernels: Any, step: int, segment: Segment) -> SharedMoment:
+    """Of rows of 100 columns, where a tensor is a run of a larger one."""
+    rng = np.random.default_rng([step, segment.start])
+    rows, columns = (rng.random(size).astype(np.float32) * 9 for size in (segment.numel // 100 + 2, 100))
+    return SharedMoment(kernels.from_host(rows), kernels.from_host(columns), 5.0, segment.start % 70)
+
+
 FEEDS: dict[str, Feeds] = {
-    "momentum": lambda step, i: MomentumCorrection(0.9),
-    "Nesterov": lambda step, i: MomentumCorrection(0.9, True),
-    "no momentum": lambda step, i: ErrorFeedback(),
-    "Adam": lambda step, i: AdamCorrection((0.9, 0.999), 1e-8, step + 1),
-    "Adam, frozen": lambda step, i: AdamCorrection((0.9, 0.999), 1e-8, step + 1, frozen=step > 0),
-    "several": lambda step, i: MomentumCorrection(0.5 + 0.1 * (i % 3), i % 2 == 0),
+    "momentum": lambda kernels, step, segment: MomentumCorrection(0.9),
+    "Nesterov": lambda kernels, step, segment: MomentumCorrection(0.9, True),
+    "no momentum": lambda kernels, step, segment: ErrorFeedback(),
+    "Adam": _shared_moment,
+    "several": lambda kernels, step, segment: MomentumCorrection(
+        0.5 + 0.1 * (int(segment.name) % 3), int(segment.name) % 2 == 0
+    ),
 }
 
 DATA: dict[str, Callable[[np.random.Generator, int], Any]] = {
@@ -88,7 +96,7 @@ def transcript(
             at = step % bucket.numel
             g[at] = np.nan if (step, rank) == (size.steps - 2, 1) else g[at]
             for i, segment in enumerate(bucket.segments):
-                engine.add_gradient(i, _placed(kernels, g[segment.place], shift), feeds(step, i))
+                engine.add_gradient(i, _placed(kernels, g[segment.place], shift), feeds(kernels, step, segment))
             message = engine.compress(0.5, step, config.final_density)
             messages.append(replace(message, payload=message.payload.copy()))
         buffers: list[Any] = [message.payload for message in messages]

@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 from benchmarks import ranks
 from benchmarks.internet import tables
-from benchmarks.internet.tables import DENSE
+from benchmarks.internet.tables import DENSE, PER_STEP
 from benchmarks.internet.worker import NO_OP
 from benchmarks.netlab import Lab, NetlabError, lab
 from benchmarks.quality.processes import pool
 from benchmarks.quality.training import Run, train
-from benchmarks.quality.variants import AVERAGED, LOCAL, LOCAL_DENSER, PER_STEP
+from benchmarks.quality.variants import AVERAGED, LOCAL, LOCAL_DENSER
 from benchmarks.ranks import LaunchError, exit_on_signals
 from benchmarks.report import environment, read_results, write_results
 

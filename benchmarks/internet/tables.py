@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.internet.worker import NO_OP
-from benchmarks.quality.variants import AVERAGED, GPT_DENSE, LOCAL, LOCAL_DENSER, LOCAL_STEPS, LOWER, PER_STEP
+from benchmarks.quality.variants import AVERAGED, LOCAL, LOCAL_DENSER, LOCAL_STEPS
 from benchmarks.report import RESULTS, markdown
 
 FILE = RESULTS / "internet.json.xz"
-DENSE, FROZEN = "AdamW, dense", list(LOWER)[1]  # which sends as much a step as local steps of 15
-TRAINED = (DENSE, FROZEN, *LOCAL_DENSER, *LOCAL, *AVERAGED)
+DENSE, PER_STEP = "AdamW, dense", "AdamW, dgc, 0.1% in 2 bits"  # which sends as much a step as local steps of 15
+TRAINED = (DENSE, PER_STEP, *LOCAL_DENSER, *LOCAL, *AVERAGED)
 TARGETS = (2.0, 1.8)  # nats a byte, beside what is so much worse than dense at its end
 MARGINS = (0.2, 0.1)
 LONG_ROUND = 15  # steps, of which nearly all exchange nothing
@@ -26,9 +26,7 @@ def step_ms(run: Mapping[str, Any]) -> float:
 
 def curve(learnt: Runs, timed: Runs, name: str) -> list[tuple[float, float]]:
     """(seconds behind the link, loss on what is not trained on) of a whole run."""
-    first, then = (step_ms(timed[each]) for each in ((DENSE, PER_STEP) if name == FROZEN else (name, name)))
-    steps = [(min(step, GPT_DENSE), max(0, step - GPT_DENSE), loss) for step, loss, _ in learnt[name]["curve"]]
-    return [((first * before + then * after) / 1e3, loss) for before, after, loss in steps]
+    return [(step_ms(timed[name]) * step / 1e3, loss) for step, loss, _ in learnt[name]["curve"]]
 
 
 def seconds_to(points: Sequence[tuple[float, float]], target: float) -> float | None:
@@ -55,10 +53,10 @@ def _table(learnt: Runs, timed: Runs) -> str:
     behind, dense = timed[DENSE], curve(learnt, timed, DENSE)
     targets = sorted([*TARGETS, *(learnt[DENSE]["loss"] + margin for margin in MARGINS)], reverse=True)
     lines = [[NO_OP, "", "", f"{step_ms(timed[NO_OP]):.0f}", _times(behind, timed[NO_OP]), *[""] * (1 + len(targets))]]
-    for name in (DENSE, FROZEN, *AVERAGED, *LOCAL, *LOCAL_DENSER):
-        own = timed[PER_STEP if name == FROZEN else name]
+    for name in (name for name in (DENSE, PER_STEP, *AVERAGED, *LOCAL, *LOCAL_DENSER) if name in timed):
+        own = timed[name]
         less = f"{behind['sent'] / own['sent']:,.0f}×" if own["sent"] else ""  # a run shorter than H sends nothing
-        line = [f"{name} (after its dense steps)" if name == FROZEN else name, f"{own['sent'] / 1e3:,.1f}", less]
+        line = [name, f"{own['sent'] / 1e3:,.1f}", less]
         line += [f"{step_ms(own):,.0f}", _times(behind, own)]
         if name in learnt:
             points = curve(learnt, timed, name)

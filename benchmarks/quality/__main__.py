@@ -23,10 +23,10 @@ studies:
   longer      the gap to dense training in runs of 1, 4 and 10 times the length
   lowest      what brings the LSTM at density 0.1% closer to dense training; up to 30 times the length
   optimizers  Nesterov's momentum and AdamW
-  adam        AdamW with a frozen second moment, after so many dense steps; 1, 4 and 10 times the length
-  shared      AdamW by error feedback with one factored second moment of all ranks, without a dense step
+  adam        AdamW at several densities, 4 to 32 ranks; 1, 4 and 10 times the length
+  adam-gpt    the same for a GPT of 5.1 M parameters, four ranks
   local       AdamW with local steps, averaged and compressed, from the start and after dense steps
-  gpt         the same two for a GPT of 5.1 M parameters, beside PowerSGD
+  gpt         the same for a GPT of 5.1 M parameters, beside PowerSGD
   auto        runs of 300 and of 30,000 steps at the density that --compression auto takes for them
   real        some of the runs on Horovod's own ranks; the others are simulated in one process
   exchanges   nodes and shards of 16, 32 and 64 workers, beside a flat exchange of as many bytes
@@ -34,7 +34,10 @@ studies:
   selection   what top-k and the Gaussian rule leave behind, on vectors and on gradients
 
 All but gpt take a day on two cores, gpt ten hours. What has been run is kept, so that a study that was stopped goes
-on; to measure anew: --file. `python -m benchmarks.page` makes docs/quality.md of it.
+on; to measure anew: --file. `python -m benchmarks.page` makes docs/quality.md of it. The studies of AdamW at each step
+have a file of their own, which that page reads:
+
+  python -m benchmarks.quality adam adam-gpt --file benchmarks/results/quality-adam.json.xz
 """
 
 

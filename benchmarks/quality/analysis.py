@@ -26,7 +26,6 @@ class Outcome:
     traffic: float
     curve: list[list[float]]
     selected: list[list[float]]
-    settled_at: int | None = None  # dense steps, where they end once the second moment has settled
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ def outcomes(results: Results) -> list[Outcome]:
         loss = math.inf if kept["diverged"] else kept["loss"]
         accuracy = math.nan if kept["diverged"] else 100 * kept["accuracy"]
         traffic, selected = kept.get("traffic", 1.0), kept.get("selected", [])
-        counts = traffic, kept["curve"], selected, kept.get("settled_at")
-        found.append(Outcome(Run(**kept["run"]), loss, accuracy, *counts))
+        found.append(Outcome(Run(**kept["run"]), loss, accuracy, traffic, kept["curve"], selected))
     place = {name: i for i, name in enumerate(VARIANTS)}
     return sorted(found, key=lambda each: (place.get(each.run.variant, len(place)), each.run.seed))
 

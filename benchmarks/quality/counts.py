@@ -26,7 +26,7 @@ class Counts:
         """A step is done."""
         if self._exchange is not None:
             counts, config = self._exchange.counts, self._exchange.config
-            k = self._k(density_at(config.final_density, self._exchange.settling.warmup, counts.steps - 1))
+            k = self._k(density_at(config.final_density, config.warmup, counts.steps - 1))
             self._since.append((counts.selected - self._before) / k)
             self._before = counts.selected
 
@@ -40,15 +40,12 @@ class Counts:
     def found(self) -> dict[str, Any]:
         """What there is of a compressed run.
 
-        ``selected``: [least, mean, most] in k up to each point of the curve; ``traffic``: bytes sent, in fp32's;
-        ``settled_at``: number of dense steps, where they end once the second moment has settled.
+        ``selected``: [least, mean, most] in k up to each point of the curve; ``traffic``: bytes sent, in fp32's.
         """
         if self._exchange is None:
             return {}
         stats = self._exchange.counts.stats()
-        found = {"selected": self._closed, "traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
-        waits = self._exchange.config.until_settled is not None
-        return found | ({"settled_at": self._exchange.settling.settled_at} if waits else {})
+        return {"selected": self._closed, "traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
 
     def _k(self, density: float) -> int:
         if density not in self._k_at:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.quality.analysis import Outcome
 from benchmarks.quality.large import ALL_TASKS
-from benchmarks.quality.runs import LENGTHS, WORKERS
+from benchmarks.quality.runs import ADAM_SEED, LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import (
@@ -24,7 +24,7 @@ from benchmarks.quality.variants import (
 )
 from benchmarks.report import markdown
 
-DENSE, FIRST_SEED = "AdamW, dense", 500  # of this study on the small model
+DENSE = "AdamW, dense"
 # local variant -> the one without compression, and H
 BESIDE = {
     name: (averaged, steps)
@@ -90,7 +90,7 @@ def outer(found: Sequence[Outcome]) -> str:
 
 def _of_task(found: Sequence[Outcome], task: str) -> dict[Run, Outcome]:
     """The outcomes of this study."""
-    return {each.run: each for each in found if each.run.seed >= (FIRST_SEED if task == "transformer" else 0)}
+    return {each.run: each for each in found if each.run.seed >= (ADAM_SEED if task == "transformer" else 0)}
 
 
 def _places(found: Sequence[Outcome]) -> list[tuple[str, int, float]]:

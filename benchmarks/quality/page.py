@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.plots import IMAGES
 from benchmarks.quality import (
     adam_tables,
     analysis,
@@ -26,18 +27,24 @@ PAGE = ROOT / "docs" / "quality.md"
 
 def texts() -> dict[tuple[Path, str], str]:
     """The generated parts of the page, by marker."""
-    found, kept = analysis.outcomes(runs.load()), selection.load()
+    (found, adam), kept = _found(), selection.load()
     made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
     made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
+    made["adam-made-by"] = made_by(adam, runs.ADAM_KEPT) if adam else adam_tables.NOTHING
     made["quality"] = tables.by_length(found)
     made |= {"local": local_tables.table(found), "outer": local_tables.outer(found)}
-    made |= exchange_tables.blocks(found) | adam_tables.blocks(found) | auto_tables.blocks(found)
+    made |= exchange_tables.blocks(found) | adam_tables.blocks(found, adam) | auto_tables.blocks(found)
     return {(PAGE, marker): text for marker, text in made.items()}
 
 
-def made_by(found: Sequence[Outcome]) -> str:
+def _found() -> list[list[Outcome]]:
+    """The runs of the study, and those of AdamW, which has a file of its own."""
+    return [analysis.outcomes(runs.load(file)) for file in (runs.KEPT, runs.ADAM_KEPT)]
+
+
+def made_by(found: Sequence[Outcome], file: Path = runs.KEPT) -> str:
     """How many runs there are, and with what."""
-    used = read_results(runs.KEPT)["environment"]  # of all of them, see `runs.complete`
+    used = read_results(file)["environment"]  # of all of them, see `runs.complete`
     versions = ", ".join(f"{name} {used[name]}" for name in ("torch", "horovod", "numpy", "python", "dgc-horovod"))
     steps = sum(each.curve[-1][0] for each in found if each.curve)
     seeds = len({each.run.seed for each in found})
@@ -50,6 +57,6 @@ def made_by(found: Sequence[Outcome]) -> str:
 
 def draw() -> None:
     """The plots of the page."""
-    found = analysis.outcomes(runs.load())
+    found, adam = _found()
     plots.draw(found, selection.load())
-    adam_tables.draw(found, ROOT / "docs" / "images" / "quality_frozen_adam.svg")
+    adam_tables.draw(adam, IMAGES / "quality_adam.svg")

@@ -23,29 +23,21 @@ from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import (
     ABLATION,
     ADAM,
+    ADAM_DENSE,
     AUTOMATIC,
     AVERAGED,
+    BETAS,
     CHOICES,
     EXCHANGES,
-    FALLING,
-    FROZEN_AFTER,
     LATER_AVERAGED,
     LATER_LOCAL,
     LOCAL,
     LOCAL_DENSER,
     LOCAL_GENTLER,
-    LONGER_DENSE,
-    LOWER,
     LOWEST,
     OPTIMIZERS,
-    OWN,
-    OWN_GPT,
     POWER_SGD,
-    REFRESHED,
-    REFRESHED_AFTER,
     RUN_LENGTHS,
-    SETTLED,
-    SHARED,
     UNMASKED,
     VARIANTS,
     WITH_OUTER,
@@ -53,8 +45,10 @@ from benchmarks.quality.variants import (
 )
 from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
 
-KEPT = RESULTS / "quality.json.xz"
+KEPT, ADAM_KEPT = RESULTS / "quality.json.xz", RESULTS / "quality-adam.json.xz"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
+ADAM_WORKERS, ADAM_SEED = (4, 8, 16, 32), 500  # the first seed of AdamW on the small model
+FIRST_DENSE = tuple(ADAM_DENSE)[:2]  # by b1
 NODES = {16: 4, 32: 4, 64: 8}  # workers, of them in a node
 LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, density 0.1%")
 LONGEST = 30.0
@@ -67,7 +61,7 @@ _NOT_LEARNING = (
     "max_bytes_per_step",
     "local_steps", "local_decay", "outer_rate", "outer_momentum", "offload",  # where there are none
     "automatic", "total_steps",  # there is nothing to choose in a simulation
-    "second_moment", "momentum_dtype",  # which `settings` tells apart below
+    "momentum_dtype",  # which `settings` tells apart below
 )  # fmt: skip
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 3  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
@@ -106,41 +100,35 @@ def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
 
 
 def _adam(seeds: Sequence[int]) -> Iterator[Run]:
-    long = [name for steps, name in zip(FROZEN_AFTER, ADAM, strict=True) if steps >= REFRESHED_AFTER]
-    further = {1.0: ADAM, 4.0: (*long, *FALLING, *OWN), 10.0: long}
-    for i, workers in enumerate(WORKERS):
-        for seed, length in itertools.product(seeds, LENGTHS):
-            for variant in ("AdamW, dense", "AdamW, dgc", *further[length]):
-                yield Run("transformer", variant, workers, seed + 500 + 100 * i, length)
-    for seed, variant in itertools.product(seeds, (*SETTLED, *REFRESHED)):
-        yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])
+    """The second length shows most: all densities with four ranks, and up to 32 ranks."""
+    fewest, least = ADAM_WORKERS[0], "AdamW, dgc, 0.1% in 2 bits"
+    named = {workers: [*FIRST_DENSE, "AdamW, dgc"] for workers in ADAM_WORKERS}
+    named |= {workers: [*named[workers], "AdamW, dgc, 0.3% in 2 bits"] for workers in WORKERS}
+    for i, workers in enumerate(ADAM_WORKERS):
+        for seed, variant in itertools.product(seeds, (*ADAM_DENSE, *ADAM) if workers == fewest else named[workers]):
+            yield Run("transformer", variant, workers, seed + ADAM_SEED + 100 * i, LENGTHS[1])
+    for length, seed, variant in itertools.product(LENGTHS, seeds, (*FIRST_DENSE, "AdamW, dgc", least)):
+        yield Run("transformer", variant, fewest, seed + ADAM_SEED, length)
 
 
-def _shared(seeds: Sequence[int]) -> Iterator[Run]:
-    for i, workers in enumerate(WORKERS):
-        for seed, variant in itertools.product(seeds, ("AdamW, dense", *SHARED)):
-            yield Run("transformer", variant, workers, seed + 500 + 100 * i, LENGTHS[1])
+def _adam_gpt(seeds: Sequence[int]) -> Iterator[Run]:
+    for seed, variant in itertools.product(seeds, (*FIRST_DENSE, "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits")):
+        yield Run("gpt", variant, 4, seed)
 
 
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds:
         local = (*LOCAL, *LOCAL_DENSER, *LOCAL_GENTLER, *LATER_LOCAL)
         for variant in ("AdamW, dense", *AVERAGED, *WITH_OUTER, *LATER_AVERAGED, *local):
-            yield Run("transformer", variant, min(WORKERS), seed + 500, LENGTHS[1])
+            yield Run("transformer", variant, min(WORKERS), seed + ADAM_SEED, LENGTHS[1])
 
 
 def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
-    """The larger model, a seed after the other: per step with four ranks, local steps with four and eight; longer."""
-    per_step = (
-        *(f"AdamW, frozen after {steps}" for steps in ("200", "400", "100, density falls")),
-        *LONGER_DENSE,
-        *OWN_GPT,
-    )
+    """The larger model, a seed after the other: local steps with four and eight ranks, longer; PowerSGD."""
     for seed in seeds:
-        yield from (Run("gpt", variant, 4, seed) for variant in ("AdamW, dense", "AdamW, dgc", *per_step))
         yield from (Run("gpt", variant, 4, seed, real=True) for variant in POWER_SGD)
         for i, workers in enumerate(WORKERS):
-            for variant in ("AdamW, dense", *LOWER, *AVERAGED, *LOCAL, *LOCAL_DENSER):
+            for variant in ("AdamW, dense", *AVERAGED, *LOCAL, *LOCAL_DENSER):
                 yield Run("gpt", variant, workers, seed + 100 * i)
         yield from (Run("gpt", variant, 4, seed) for variant in LOCAL_GENTLER)
         yield from (Run("gpt", variant, 4, seed) for variant in WITH_OUTER if " 15" in variant)
@@ -186,7 +174,7 @@ STUDIES = {
     "lowest": _lowest,
     "optimizers": _optimizers,
     "adam": _adam,
-    "shared": _shared,
+    "adam-gpt": _adam_gpt,
     "local": _local,
     "gpt": _gpt,
     "auto": _auto,
@@ -222,20 +210,17 @@ def settings(run: Run) -> str:
     if config is not None and config.local_steps is not None:
         others = (*others, config.local_steps, config.local_decay, config.outer_rate, config.outer_momentum)
         others = (*others, "after", variant.dense_steps) if variant.dense_steps else others
-    if config is not None and config.freezes_second_moment and variant.optimizer == "adamw":
-        others = (*others, "frozen")
+    if variant.optimizer == "adamw":
+        others = (*others, variant.betas) if variant.betas != BETAS else others
+        splits = config is not None and config.momentum_correction and config.local_steps is None
+        others = (*others, "shared second moment") if splits else others
     if run.task not in TASKS:
         others = (*others, task.adamw_lr, task.ramp, digest())
     if variant.dense_steps and config is not None and config.local_steps is None:
         others = (*others, "dense", variant.dense_steps)
-    if variant.refresh_every:
-        others = (*others, "refreshed", variant.refresh_every)
-    if variant.shared is not None:
-        others = (*others, variant.shared)
     if variant.power_sgd:
         others = (*others, variant.power_sgd, variant.dense_steps)
-    text = repr((task, fields, *others)).replace(", until_settled=None", "")  # which most runs are older than
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
 
 
 def complete(plan: Iterable[Run], file: Path, processes: int) -> None:

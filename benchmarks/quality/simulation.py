@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.quality.refresh import Refresh
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.settling import measured
 from dgc_horovod.torch.updates.base import States
 from dgc_horovod.torch.updates.choice import choose_update
 
@@ -89,8 +87,13 @@ class Loopback(Collectives):
 class _Exchange(GradientExchange):
     """The exchange of one rank."""
 
+    def share_second(self) -> None:
+        """Post what this rank has seen of Adam's second moment, before any rank waits."""
+        self._sums.launch()
+
     def follow(self, finite: bool) -> None:
         """End a step as another rank has: all read the same."""
+        self._sums.take()
         self.buckets.close(finite)
         self._forget_step(finite)
 
@@ -146,7 +149,6 @@ class CompressedRanks(DenseRanks):
         masks_below: density above which momentum is not masked.
         node_size: G >= 1, a divisor of N: so many workers average their gradients densely, and are one sender.
         shard_density: elements that the owners of shards send on, in those of one sender; 0: they send on all.
-        refresh: of a frozen second moment, or None.
         dense_steps: steps before compression begins, of `DenseRanks`, as with the product's ``auto``.
         dense_clip_norm: the clip_norm of these.
         others: see `DenseRanks`.
@@ -160,7 +162,6 @@ class CompressedRanks(DenseRanks):
         masks_below: float = 1.0,
         node_size: int = 1,
         shard_density: float = 0.0,
-        refresh: Refresh | None = None,
         dense_steps: int = 0,
         dense_clip_norm: float | None = None,
     ) -> None:
@@ -168,12 +169,9 @@ class CompressedRanks(DenseRanks):
         self._dense_left, self._compressed_clip_norm = dense_steps, self.clip_norm
         if dense_steps:
             self.clip_norm = dense_clip_norm
-        self._refresh = refresh
         self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
         self._node_size, senders = node_size, self.workers // node_size
         self._updates = [choose_update(self.optimizer, config) for _ in range(senders)]
-        for update in self._updates:  # each counts its own steps
-            update.prepare(self.optimizer)
         self._group = self.optimizer.param_groups[0]
         self.exchanges = [
             _Exchange(
@@ -186,8 +184,11 @@ class CompressedRanks(DenseRanks):
             )
             for rank in range(senders)
         ]
+        for update, exchange in zip(self._updates, self.exchanges, strict=True):  # each counts its own steps
+            vars(self.optimizer)["_dgc"] = exchange  # as a wrapped one has
+            update.prepare(self.optimizer)
         self.exchange = self.exchanges[0].buckets
-        self._states: list[States] = []  # of every rank's optimizer, once they differ
+        self._states: list[States] = []  # of every rank's optimizer, as the first compressed step finds it
         self._owners = Owners(self.exchanges[0].compressed, shard_density) if shard_density else None
 
     def step(self, loss_of: LossOf) -> float:
@@ -198,15 +199,14 @@ class CompressedRanks(DenseRanks):
         self._board.clear()
         self._set_masking()
         density = self.exchanges[0].buckets.density()
-        if not (self._states or self.exchanges[0].buckets.learns_second):
+        if not self._states or self._updates[0].dense:
             self._states = [{p: dict(state) for p, state in self.optimizer.state.items()} for _ in self._updates]
         for sender, exchange in enumerate(self.exchanges):
             losses.append(self._backward(self._loss_of_node(sender, loss_of)))
-            if self._refresh is not None and self._states:
-                self._refresh.add(list(self.parameters.values()))
             accumulation_of = functools.partial(self._accumulation_of, sender)
             # as hooks do: the last parameter's gradient is there first
             results = {p: exchange.add_gradient(p, accumulation_of) for p in reversed(self.parameters.values())}
+            exchange.share_second()
             of_first = of_first or {p: (p.grad, result) for p, result in results.items()}
         for p, (grad, _) in of_first.items():
             p.grad = grad
@@ -223,9 +223,6 @@ class CompressedRanks(DenseRanks):
                 self._owners.reselect(density)
             compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
             self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
-            self._settle()
-        if self._refresh is not None and self._states:
-            self._refresh.close(self.exchanges)
         for exchange in self.exchanges:  # no script clips
             exchange.clipping.step_ends()
         return sum(losses) / len(losses)
@@ -240,14 +237,6 @@ class CompressedRanks(DenseRanks):
                 self.optimizer.state.update(state)  # each rank takes momentum over from a state of its own
                 update.end_dense_steps(self.optimizer, exchange)
         return loss
-
-    def _settle(self) -> None:
-        """End dense steps as `torch.settling.watch` does."""
-        first, *_ = every = [exchange.buckets for exchange in self.exchanges]
-        if self._updates[0].dense and first.settling.is_due(first.steps):
-            told = first.settling.judge(*measured(self.optimizer, self.exchanges[0].compressed))
-            for buckets in every:
-                buckets.settling.take(told, buckets.steps)
 
     def _loss_of_node(self, node: int, loss_of: LossOf) -> Tensor:
         """The mean over the workers of a node, whose gradient is the mean of theirs."""
@@ -264,10 +253,9 @@ class CompressedRanks(DenseRanks):
 
     def _accumulation_of(self, sender: int, p: Tensor) -> tuple[Accumulation, float]:
         exchange, update = self.exchanges[sender], self._updates[sender]
-        update.dense = update.learns_second and exchange.buckets.learns_second
-        states = self._states[sender] if self._states else self.optimizer.state
-        update.adopt_state(p, self._group, states, exchange)
-        return update.accumulation(p, self._group), update.decay_before(self._group)
+        update.dense = update.dense_is_stock and exchange.buckets.sends_all and not exchange.buckets.second.known
+        update.adopt_state(p, self._group, self._states[sender], exchange)
+        return update.accumulation(p, self._group, exchange), update.decay_before(self._group)
 
 
 class Owners:

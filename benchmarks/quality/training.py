@@ -14,8 +14,6 @@ from torch import Generator
 from benchmarks.quality.counts import Counts
 from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.local_ranks import LocalRanks
-from benchmarks.quality.refresh import Refresh
-from benchmarks.quality.shared_moment import SharedMomentRanks
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
 from benchmarks.quality.tasks import WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
@@ -91,12 +89,6 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
     if config.local_steps is not None:
         make = functools.partial(variant.make_optimizer, settings=task.settings)
         return LocalRanks(task.model, make, run.workers, task.settings.clip_norm, config, variant.dense_steps)
-    if variant.shared is not None:
-        plain = config.replace(clip_norm=None, momentum_correction=False, factor_masking=False)
-        given = {"local_clip": task.settings.clip_norm, "seed": run.seed}
-        return SharedMomentRanks(*basics, config=plain, shared=variant.shared, **given)
-    b2 = optimizer.param_groups[0].get("betas", (0.0, 0.0))[1]
-    refresh = Refresh(variant.refresh_every, b2, task.settings.clip_norm) if variant.refresh_every else None
     return CompressedRanks(
         *basics,
         config=config,
@@ -104,7 +96,6 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
         masks_below=variant.masks_below,
         node_size=variant.node_size,
         shard_density=variant.shard_density,
-        refresh=refresh,
         dense_steps=variant.dense_steps,
         dense_clip_norm=task.settings.clip_norm,
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.quality.shared_moment import SKETCH, SQUARES, Shared
 from benchmarks.quality.tasks import Settings
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
@@ -17,7 +16,7 @@ from dgc_horovod.planning.density import fitting
 from dgc_horovod.planning.trial import SETTLING, TIMED
 from dgc_horovod.schedule import WarmupSchedule
 
-MOMENTUM = 0.9
+MOMENTUM, BETAS = 0.9, (0.9, 0.99)
 LOCALLY, AFTERWARDS, NEVER = "locally", "afterwards", "never"
 
 
@@ -35,12 +34,11 @@ class Variant:
         falls: whether the density falls over the whole run, from 12/7 to 3/7 of the task's own, at equal traffic.
         optimizer: "sgd", "nesterov" (both with momentum 0.9) or "adamw".
         rate: highest learning rate of SGD, in the task's own.
+        betas: AdamW's; beta1 = 0 where tensors are compressed.
         node_size: workers of a node, which average densely and are one sender.
         shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
         power_sgd: rank of torch's PowerSGD, on real ranks only; 0: none.
         dense_steps: dense steps before PowerSGD (>= 2), local steps or compression begin, of the optimizer as it is.
-        refresh_every: steps between two refreshes of a frozen second moment, as a trial; 0: none.
-        shared: AdamW by error feedback with a second moment of all ranks, as a trial; None: the product's.
         received: function of N: density, in the task's own, that brings as many bytes as another exchange; or None.
     """
 
@@ -53,18 +51,17 @@ class Variant:
     falls: bool = False
     optimizer: str = "sgd"
     rate: float = 1.0
+    betas: tuple[float, float] = BETAS
     node_size: int = 1
     shard_density: float = 0.0
     received: Callable[[int], float] | None = None
     power_sgd: int = 0
     dense_steps: int = 0
-    refresh_every: int = 0
-    shared: Shared | None = None
 
     def make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """The optimizer on all parameters of `model`, not wrapped."""
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(model.parameters(), lr=settings.adamw_lr, betas=(0.9, 0.99))
+            return torch.optim.AdamW(model.parameters(), lr=settings.adamw_lr, betas=self.betas)
         nesterov = self.optimizer == "nesterov"
         return torch.optim.SGD(model.parameters(), lr=self.rate * settings.lr, momentum=MOMENTUM, nesterov=nesterov)
 
@@ -130,80 +127,35 @@ CHOICES = {
     "dgc, density 1%": Variant(_dgc(density=0.01)),
     "dgc, density 0.1%": Variant(_dgc(density=0.001)),
 }
-# With another optimizer; the learning rate of Nesterov's form is that of the task
+
+
+def _adamw(**fields: Any) -> Variant:
+    """Without a density warm-up."""
+    return Variant(_dgc(**fields), warmup=0, optimizer="adamw")
+
+
+# AdamW without compression, and with; other densities than the 1% of the tasks are in the names
+ADAM_DENSE = {
+    "AdamW, dense": Variant(None, clips=AFTERWARDS, optimizer="adamw"),
+    "AdamW, dense, b1 0.5": Variant(None, clips=AFTERWARDS, optimizer="adamw", betas=(0.5, 0.99)),
+    "AdamW, dense, b2 0.999": Variant(None, clips=AFTERWARDS, optimizer="adamw", betas=(0.9, 0.999)),
+}
+ADAM = {
+    **{f"AdamW, dgc, {density:.0%}": _adamw(density=density) for density in (0.5, 0.25, 0.1, 0.03)},
+    "AdamW, dgc": _adamw(),
+    **{f"AdamW, dgc, {density:.1%} in 2 bits": _adamw(density=density, values="2bit") for density in (3e-3, 1e-3)},
+    "AdamW, dgc, b2 0.999": replace(_adamw(), betas=(0.9, 0.999)),
+}
+# Other optimizers than SGD; the learning rate of Nesterov's form is that of the task
 OPTIMIZERS = {
     "Nesterov, dense": Variant(None, clips=AFTERWARDS, optimizer="nesterov"),
     "Nesterov, dgc": Variant(_dgc(), optimizer="nesterov"),
-    "AdamW, dense": Variant(None, clips=AFTERWARDS, optimizer="adamw"),
-    "AdamW, dgc": Variant(_dgc(), optimizer="adamw"),
-    "AdamW, dgc, density 100%": Variant(_dgc(density=1.0, second_moment="own"), optimizer="adamw"),
+    "AdamW, dense": ADAM_DENSE["AdamW, dense"],
     "AdamW, topk": Variant(PRESETS["topk"], clips=AFTERWARDS, optimizer="adamw"),
 }
-
-
-def _after_dense(
-    steps: int, falls: bool = False, until_settled: float | None = None, refresh_every: int = 0, **fields: Any
-) -> Variant:
-    """AdamW, dense for so many steps, or at most so many until the second moment has settled.
-
-    The density falls at once, or (to 1%) by way of as many steps each at 25%, 6.25% and 1.6%.
-    """
-    row = {"steps": (4 if falls else 1) * steps, "factor": 0.25 if falls else 1e-3}
-    warmup = WarmupSchedule(**row, first_density=1.0, until_settled=until_settled)
-    return Variant(_dgc(warmup=warmup, **fields), warmup=0, optimizer="adamw", refresh_every=refresh_every)
-
-
-# AdamW with a second moment that is learnt in so many dense steps and stays; the same with each rank's own
-FROZEN_AFTER, FALLING_AFTER, OWN_AFTER = (20, 40, 60, 100, 200, 400), (100, 200, 400), (400,)
-ADAM = {f"AdamW, frozen after {steps}": _after_dense(steps) for steps in FROZEN_AFTER}
-FALLING = {f"AdamW, frozen after {steps}, density falls": _after_dense(steps, True) for steps in FALLING_AFTER}
-OWN = {f"AdamW, own after {steps}": _after_dense(steps, second_moment="own") for steps in OWN_AFTER}
-# The same, with a second moment that is refreshed every so many steps
-REFRESHED_AFTER, REFRESHED_EVERY = 200, (1, 10, 100)
-REFRESHED = {
-    f"AdamW, frozen after {REFRESHED_AFTER}, refreshed every {every}": _after_dense(
-        REFRESHED_AFTER, refresh_every=every
-    )
-    for every in REFRESHED_EVERY
-}
-# The same until it has settled, at most so many steps: by how much it may still change in 100 steps (b2 is 0.99)
-LONGEST_DENSE, CHANGES = 800, (0.25, 0.1)
-SETTLED = {
-    f"AdamW, settled to {change:.0%}{', density falls' * falls}": _after_dense(LONGEST_DENSE, falls, change)
-    for change in CHANGES
-    for falls in (False, True)
-}
-# By error feedback on g / sqrt(v) with one factored v of all ranks, from the first step on: no dense step, no momentum
-SHARED = {
-    "AdamW, shared": Variant(_dgc(), warmup=0, optimizer="adamw", shared=Shared()),
-    "AdamW, shared, own squares": Variant(_dgc(), warmup=0, optimizer="adamw", shared=Shared(source=SQUARES)),
-    "AdamW, shared, four sketches": Variant(_dgc(), warmup=0, optimizer="adamw", shared=Shared(source=SKETCH)),
-}
-# The larger model: a shorter dense part, and densities that send what local steps do every 5, 15 and 30 steps
-GPT_DENSE = 200
-
-
-def _coarse(density: float, dense_steps: int = GPT_DENSE, **fields: Any) -> Variant:
-    warmup = WarmupSchedule(steps=dense_steps, first_density=1.0, factor=1e-4)
-    return Variant(_dgc(density=density, values="2bit", warmup=warmup, **fields), warmup=0, optimizer="adamw")
-
-
-LOWER = {
-    f"AdamW, frozen after {GPT_DENSE}, {density:.2%} in 2 bits": _coarse(density) for density in (3e-3, 1e-3, 5e-4)
-}
-LONGER_DENSE = {"AdamW, frozen after 400, 0.30% in 2 bits": _coarse(3e-3, dense_steps=400)}
-OWN_GPT = {
-    f"AdamW, own after {GPT_DENSE}": _after_dense(GPT_DENSE, second_moment="own"),
-    f"AdamW, own after {GPT_DENSE}, 0.30% in 2 bits": _coarse(3e-3, second_moment="own"),
-}
-# the last of their steps alone, to be timed
-PER_STEP = "AdamW, own, 0.10% in 2 bits"
-OWN_GPT_TIMED = {PER_STEP: Variant(_dgc(density=1e-3, values="2bit"), warmup=0, optimizer="adamw")}
-# torch's own, which sends about as many bytes as a density of 1%
+# torch's own, which sends about as many bytes as a density of 1%, after some dense steps
 POWER_SGD = {
-    f"AdamW, PowerSGD 2 after {GPT_DENSE}": Variant(
-        None, clips=AFTERWARDS, optimizer="adamw", power_sgd=2, dense_steps=GPT_DENSE
-    )
+    "AdamW, PowerSGD 2 after 200": Variant(None, clips=AFTERWARDS, optimizer="adamw", power_sgd=2, dense_steps=200)
 }
 
 
@@ -280,16 +232,8 @@ VARIANTS = {
     **WITHOUT,
     **CHOICES,
     **OPTIMIZERS,
+    **ADAM_DENSE,
     **ADAM,
-    **FALLING,
-    **OWN,
-    **REFRESHED,
-    **SETTLED,
-    **SHARED,
-    **LOWER,
-    **LONGER_DENSE,
-    **OWN_GPT,
-    **OWN_GPT_TIMED,
     **POWER_SGD,
     **AVERAGED,
     **WITH_OUTER,

@@ -6,12 +6,12 @@ import numpy as np
 
 from dgc_horovod.exchange.shards import Shards
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, State
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, REMAINDER, RESIDUAL, SECOND, Arrays
+from dgc_horovod.state.residual_state import MOMENTUM, REMAINDER, RESIDUAL, Arrays
 from dgc_horovod.wire.bucket import Bucket
 
 
 class BucketState(State):
-    """The residual v, and the momentum u or Adam's two moments from their first use on.
+    """The residual v, and the momentum u from its first use on.
 
     What the rank keeps as an owner of elements has waited longer than its residual; but it is as much of what has not
     been applied. Where it cannot stay what it is, it becomes residual.
@@ -21,16 +21,9 @@ class BucketState(State):
         kernels: backend on the device that holds the gradients.
         rank: index of this worker among those that exchange the bucket.
         shards: which of them owns which elements; None where nobody does.
-        shares_second: whether Adam's second moment is that of all ranks, so that `read` does not give it.
         momentum_dtype: of u, "fp32" or "bf16"; it is read and written as float32.
 
-    Attributes:
-        shared: indices of the segments that have the second moment of all ranks. It is an adapter's copy, made anew
-            where it is lost.
-        begun: indices of the segments whose residual and first moment are of Adam's directions by it; before, the
-            residual is of gradients.
-
-    Memory: v, 4 bytes an element; with momentum 4 more, or 2, with Adam's moments 8 more; 4 for each of a shard.
+    Memory: v, 4 bytes an element; with momentum 4 more, or 2; 4 for each of a shard.
     """
 
     def __init__(
@@ -39,21 +32,16 @@ class BucketState(State):
         kernels: Kernels,
         rank: int = 0,
         shards: Shards | None = None,
-        shares_second: bool = False,
         momentum_dtype: str = "fp32",
     ) -> None:
         super().__init__(kernels.new(bucket.numel))
         self._bucket, self._kernels, self._rank, self._shards = bucket, kernels, rank, shards
-        self._shares_second, self._momentum_dtype = shares_second, momentum_dtype
-        self.shared: set[int] = set()
-        self.begun: set[int] = set()
+        self._momentum_dtype = momentum_dtype
 
     def clear(self) -> None:
-        """Empty the residual, the momentum, the moments and the remainder."""
+        """Empty the residual, the momentum and the remainder."""
         self._kernels.fill_zero(self.v)
-        self.u = self.moments = self.remainder = None
-        self.shared.clear()
-        self.begun.clear()
+        self.u = self.remainder = None
 
     def drop_residual(self) -> None:
         """Empty the residual alone."""
@@ -109,20 +97,14 @@ class BucketState(State):
         else:
             u += self._kernels.from_host(values)
 
-    def adam_moments(self) -> tuple[Array, Array]:
-        """First and second local moments of the whole bucket, made at first use."""
-        if self.moments is None:
-            self.moments = self._kernels.new(self._bucket.numel), self._kernels.new(self._bucket.numel)
-        return self.moments
-
     def move_in(self, i: int, other: BucketState, j: int) -> None:
-        """Take over the residual, momentum and moments of segment j of `other` for segment i; there they end."""
+        """Take over the residual and momentum of segment j of `other` for segment i; there they end."""
         self.write(i, other.read(j))
         other.write(j, {})
 
     def read(self, i: int) -> Arrays:
-        """Copies, on the host, of what is kept of segment i: "v", and "u", "first", "second", "remainder" if it is."""
-        place, parts = self._bucket.segments[i].place, self._parts()
+        """Copies, on the host, of what is kept of segment i: "v", and "u", "remainder" if it is."""
+        place, parts = self._bucket.segments[i].place, self._arrays()
         found = {name: self._kernels.to_host(x[place]).copy() for name, x in parts.items() if x is not None}
         if self.remainder is not None:
             found[REMAINDER] = self._owed(place)
@@ -132,12 +114,6 @@ class BucketState(State):
         """Keep of segment i what `read` gave; what it did not give is zero."""
         if MOMENTUM in arrays:
             self.momentum()
-        if FIRST in arrays:
-            self.adam_moments()
-        self.shared.discard(i)
-        self.begun.discard(i)
-        if self._shares_second and FIRST in arrays:
-            self.begun.add(i)
         place = self._bucket.segments[i].place
         for name, x in self._arrays().items():
             if x is not None:
@@ -151,18 +127,12 @@ class BucketState(State):
             self._owe(place, np.zeros(place.stop - place.start, np.float32))
 
     def rescale(self, factor: float) -> None:
-        """Make u and v, or Adam's moments, what they would be, had the first gradient been `factor` times as large."""
-        first = self.moments[0] if self.moments is not None else None
-        if first is None or self._shares_second:
-            for x in (self.v, self.u, self.remainder, first):
-                if x is self.u and self._is_narrow:
-                    self._kernels.write(x, self._kernels.to_host(x) * np.float32(factor))
-                elif x is not None:
-                    x *= factor
-        elif self.moments is not None:  # v has a direction, which is the same for any size of one gradient
-            first, second = self.moments
-            first *= factor
-            second *= factor * factor
+        """Make u and v what they would be, had the first gradient been `factor` times as large."""
+        for x in (self.v, self.u, self.remainder):
+            if x is self.u and self._is_narrow:
+                self._kernels.write(x, self._kernels.to_host(x) * np.float32(factor))
+            elif x is not None:
+                x *= factor
 
     def fade(self, i: int, factor: float) -> None:
         """Multiply the residual of segment i by `factor`, in [0, 1]: what is faded out is never sent."""
@@ -173,7 +143,7 @@ class BucketState(State):
 
     def full_vector(self, part: str) -> np.ndarray:
         """A copy on the host of one part over the bucket, the remainder in the residual; zeros where it is not kept."""
-        kept = self._parts()[part]
+        kept = self._arrays()[part]
         if kept is None:
             return np.zeros(self._bucket.numel, np.float32)
         found = self._kernels.to_host(kept).copy()
@@ -182,12 +152,7 @@ class BucketState(State):
     @property
     def parts(self) -> list[str]:
         """What is kept: names of `full_vector`."""
-        return [name for name, x in self._parts().items() if x is not None]
-
-    def _parts(self) -> dict[str, Array | None]:
-        """The arrays that are this rank's own, by part."""
-        return {part: x for part, x in self._arrays().items() if part != SECOND or not self._shares_second}
+        return [name for name, x in self._arrays().items() if x is not None]
 
     def _arrays(self) -> dict[str, Array | None]:
-        first, second = self.moments or (None, None)
-        return {RESIDUAL: self.v, MOMENTUM: self.u, FIRST: first, SECOND: second}
+        return {RESIDUAL: self.v, MOMENTUM: self.u}

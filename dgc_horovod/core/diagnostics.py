@@ -33,7 +33,7 @@ class Diagnostics:
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds, self.next_look, self._cost = seconds, 0.0, 0.0
         self._looks: bool | None = None  # at the step under way; None: it has not begun
-        self._gradient = self._residual = 0.0  # sums of squares
+        self._gradient = self._residual = self._entered = 0.0  # sums of squares; of what enters the residual
         self._pairs = self._all_pairs = 0  # of ranks that send the same element; those if all sent the same elements
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
@@ -44,7 +44,9 @@ class Diagnostics:
                 self._looks = time.perf_counter() >= self.next_look
         if self._looks and not engine.bucket.uncompressed:
             with self._looking():
-                self._gradient += scale**2 * engine.gradients.squared_norm()
+                square = scale**2 * engine.gradients.squared_norm()
+                self._gradient += square
+                self._entered += engine.bucket.numel if engine.adds_directions else square  # each about 1
 
     def compressed(self, engine: BucketEngine) -> None:
         """What `engine` sends is taken out of v. Costs a read of v in such a step."""
@@ -73,21 +75,22 @@ class Diagnostics:
         Returns:
             Nothing unless the step was looked at and is `finite`. ``gradient_norm`` and ``residual_norm``: L2 norms of
             this rank's gradient (clipped, of the compressed tensors) and of v after what was sent is taken out;
-            ``residual_ratio``: the second in the first, where that is not 0.
+            ``residual_ratio``: the second in that of what enters at a step, the gradient or Adam's direction, where
+            that is not 0.
             ``overlap``, in [0, 1]: of the elements that a rank sends, the share that another rank sends as well, on
             average over all pairs of ranks; not there where the exchange does not show who sends what.
         """
         figures: dict[str, float] = {}
         if self._looks and finite:
             figures = {"gradient_norm": math.sqrt(self._gradient), "residual_norm": math.sqrt(self._residual)}
-            if self._gradient:
-                figures["residual_ratio"] = math.sqrt(self._residual / self._gradient)
+            if self._entered:
+                figures["residual_ratio"] = math.sqrt(self._residual / self._entered)
             if self._all_pairs:
                 figures["overlap"] = self._pairs / self._all_pairs
         if self._looks:
             self.next_look = time.perf_counter() + max(self._seconds, self._cost / _SHARE)
         self._looks, self._cost = None, 0.0
-        self._gradient = self._residual = 0.0
+        self._gradient = self._residual = self._entered = 0.0
         self._pairs = self._all_pairs = 0
         return figures
 

@@ -1,6 +1,6 @@
 """One bucket's step: accumulate, select, encode | decode, aggregate. No framework, no communication.
 
-The engine holds what belongs to this rank alone: the residual v and the momentum u (or Adam's moments).
+The engine holds what belongs to this rank alone: the residual v and the momentum u.
 `BucketEngine.compress` turns a bucket's gradients into one message; whoever owns the communication brings
 back what the ranks sent and hands it to `BucketEngine.receive`, after which `BucketEngine.aggregate_into` gives
 the aggregated update and `BucketEngine.rollback` takes the step back. How it travels is in `exchange`.
@@ -9,7 +9,6 @@ the aggregated update and `BucketEngine.rollback` takes the step back. How it tr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -27,7 +26,6 @@ from dgc_horovod.kernels.contract import (
     NO_ELEMENTS,
     AccumulateResult,
     Accumulation,
-    AdamCorrection,
     Array,
     Elements,
     Kernels,
@@ -35,6 +33,7 @@ from dgc_horovod.kernels.contract import (
     Outputs,
     Sender,
     SentRecord,
+    SharedMoment,
     joined,
 )
 from dgc_horovod.rules import RULES
@@ -62,9 +61,9 @@ class BucketEngine:
         bucket: layout of the slice that this worker keeps; the whole bucket where G is 1.
         whole: layout of the whole bucket.
 
-    Memory, of the slice: v, 4 bytes an element; u from the first step with momentum, 4 or 2 more (Adam: two moments, 8
-    more); with owners 4 for each element of a shard; for the candidates and packets of a step about 80 bytes for each
-    of the k elements selected, and 8 for each received.
+    Memory, of the slice: v, 4 bytes an element; u from the first step with momentum, 4 or 2 more; with owners 4 for
+    each element of a shard; for the candidates and packets of a step about 80 bytes for each of the k elements
+    selected, and 8 for each received.
     """
 
     def __init__(
@@ -76,8 +75,7 @@ class BucketEngine:
         slices = bucket.slices(node_size)
         self.bucket = bucket = slices[self.topology.local_rank]
         shards = Shards(bucket.numel, self.topology.nodes) if config.shards else None
-        kept = config.freezes_second_moment, config.momentum_dtype
-        self.state = BucketState(bucket, kernels, self.topology.node, shards, *kept)
+        self.state = BucketState(bucket, kernels, self.topology.node, shards, config.momentum_dtype)
         self.gradients = kernels.gradients(bucket)
         self.outputs: Outputs = (
             kernels.outputs(bucket) if node_size == 1 else SlicedOutputs(self.whole, slices, kernels)
@@ -86,7 +84,7 @@ class BucketEngine:
         self._workspace: Workspace | None = None
         self._sent: SentRecord | None = None
         self._step = self._round = 0
-        self._made: Callable[[], object] | None = None  # what makes the momentum or the moments of this step
+        self._has_momentum = self.adds_directions = False  # this step: momentum; directions in place of gradients
         self.in_join = self.clips = False  # whether this rank is, and whether its script clips updates: messages say so
         self.outcome = Outcome()  # of the last exchange that is through
 
@@ -108,11 +106,9 @@ class BucketEngine:
         """
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             self.config.check_momentum(accumulation.momentum)
-            self._made = self.state.momentum
-            self._made()
-        elif isinstance(accumulation, AdamCorrection):
-            self._made = self.state.adam_moments
-            self._made()
+            self._has_momentum = True
+            self.state.momentum()
+        self.adds_directions = isinstance(accumulation, SharedMoment)
         self.gradients.put(i, gradient, accumulation, in_place)
         if in_place:
             self.outputs.put(i, gradient, cleared=True)
@@ -140,9 +136,9 @@ class BucketEngine:
         workspace.records["threshold"] = workspace.predictor.thresholds if looks else math.inf
         want_sums = rule.needs_sums and not self.bucket.uncompressed
         self._step, self._round = step, 0
-        if self._made is not None:
-            self._made()  # anew, where `clear` came after the gradients
-            self._made = None
+        if self._has_momentum:
+            self.state.momentum()  # anew, where `clear` came after the gradients
+            self._has_momentum = False
         sender = None if self.in_join or self.clips else workspace.sender  # what a device writes has no flag
         if sender is not None and workspace.predictor.thresholds[0] < math.inf and sender.takes(self.gradients):
             seen, sent = self._send_from_device(workspace, sender, scale)
@@ -222,7 +218,7 @@ class BucketEngine:
     # -- state
 
     def clear(self) -> None:
-        """Empty the residual, the momentum and the moments."""
+        """Empty the residual and the momentum."""
         self.state.clear()
         self._sent = None
         if self._workspace is not None:

@@ -12,40 +12,26 @@ import numpy as np
 
 from dgc_horovod import advice
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.adam import AdamStep
 from dgc_horovod.core.bucket_stats import BucketMeter
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.budget import card_bytes, within_budget
+from dgc_horovod.core.clipping import clip_limit
 from dgc_horovod.core.diagnostics import Diagnostics
 from dgc_horovod.core.ending import Ending
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.settling import Settling
+from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, Round
 from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.kernels.contract import Kernels
+from dgc_horovod.kernels.contract import Accumulation, Array, Kernels
 from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state.method import is_flushed, refuse_missing
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining, released
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
 from dgc_horovod.wire.bucket import PADDING
-
-
-def clip_limit(c: float, workers: int, averages: bool) -> float:
-    """DGC 3.1, local gradient clipping: the norm to which one rank's gradient is clipped.
-
-    The paper's ``c * N**-0.5`` is for a gradient already divided by N; with Horovod a rank's gradient is the mean over
-    its own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). Of M nodes whose workers average first
-    each has one gradient, the mean over its workers' shards: there the rule is ``sqrt(M)*c``.
-
-    Args:
-        c: threshold of the averaged gradient, > 0.
-        workers: number of gradients that are averaged, N or M.
-        averages: whether they are averaged or summed.
-    """
-    root = math.sqrt(workers)
-    return c * root if averages else c / root
 
 
 class OptimizerExchange:
@@ -104,7 +90,9 @@ class OptimizerExchange:
         self.epoch: int | None = None  # that the warm-up was told last
         self.diagnostics, self._advice = Diagnostics(), advice.Compression()
         self.ending = Ending(self.engines)
-        self.settling = Settling(config.warmup, config.final_density)
+        shapes = {spec.name: spec.shape for spec in specs if spec.name in self._compressed}
+        self.second = SecondMoments(shapes, config.seed, self.topology.nodes, averages)
+        self.adam = AdamStep(self.second, self.place, workers, self.topology.nodes, traffic)
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
     def is_compressed(self, name: str) -> bool:
@@ -122,23 +110,24 @@ class OptimizerExchange:
 
     def density(self) -> float:
         """Density of the step under way."""
-        return density_at(self.config.final_density, self.settling.warmup, self.steps, self.epoch)
+        return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
 
     @property
-    def learns_second(self) -> bool:
-        """Whether a second moment that is to stay is learnt at the step under way: never again, once it stays."""
-        sends_all = RULES[self.config.rule].sets_density and self.density() == 1.0
-        return sends_all and not any(engine.state.begun for engine in self.engines)
+    def sends_all(self) -> bool:
+        """Whether every element is sent at the step under way."""
+        return RULES[self.config.rule].sets_density and self.density() == 1.0
 
     def drop_residuals(self) -> None:
         """Empty the residuals: of a dense step that is not applied nothing is kept."""
         for engine in self.engines:
             engine.state.drop_residual()
 
-    def forget_shared(self) -> None:
-        """The second moments that all ranks have are others now."""
-        for engine in self.engines:
-            engine.state.shared.clear()
+    def add_gradient(
+        self, engine: BucketEngine, i: int, gradient: Array, accumulation: Accumulation, in_place: bool = False
+    ) -> None:
+        """`BucketEngine.add_gradient`; of Adam's gradients the ranks learn something beside."""
+        self.adam.measure(engine.bucket.segments[i].name, gradient, accumulation)
+        engine.add_gradient(i, gradient, accumulation, in_place)
 
     def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
         """`BucketEngine.compress` at the present step.
@@ -149,6 +138,7 @@ class OptimizerExchange:
             loss_scale: factor of the loss, hence of every gradient, > 0.
         """
         traffic, meter = self.counts.traffic, self.meters[engine]
+        self.adam.scale = clip / loss_scale
         self.ending.begin()
         self.diagnostics.before(engine, clip / loss_scale)
         meter.begins()
@@ -247,9 +237,10 @@ class OptimizerExchange:
             for engine in self.engines:
                 engine.commit()
             if self.ending.empties:
-                self.clear()
+                self.empty()
         else:
             self.rollback()
+        self.adam.close(finite, self.ranks_in_join)
         self.counts.density_now = self.density()
         self.steps += 1
         self.counts.end_step(skipped_at)
@@ -272,18 +263,26 @@ class OptimizerExchange:
     def rollback(self) -> None:
         """Take back what the step under way has sent."""
         self.diagnostics.close(False)
+        self.adam.close(False)
         for engine in self.engines:
             engine.rollback()
 
-    def clear(self) -> None:
-        """Empty u, v and the local moments: the weights are about to be others."""
+    def empty(self) -> None:
+        """Empty u and v: all that was not sent is applied, or lost."""
         for engine in self.engines:
             engine.clear()
 
+    def clear(self) -> None:
+        """Empty u and v, and know nothing of Adam's second moment: the weights are about to be others."""
+        self.empty()
+        self.second.clear()
+
     def rescale(self, factor: float) -> None:
-        """`BucketState.rescale` of every bucket."""
+        """Let what is kept be what it would, had all gradients been `factor` times as large."""
+        self.second.rescale(factor)
         for engine in self.engines:
-            engine.state.rescale(factor)
+            if engine.bucket.uncompressed or not self.second.known:  # a direction is the same for any size
+                engine.state.rescale(factor)
 
     def residuals(self) -> ResidualState:
         """A copy of all that this rank keeps. Between two steps only."""
@@ -296,7 +295,7 @@ class OptimizerExchange:
         for name in self.numel.keys() - self.place.keys() - set(self.layout.dense):  # other workers of the node have it
             state.tensors[name], state.runs[name] = {RESIDUAL: np.empty(0, np.float32)}, [0, self.numel[name]]
         state.thresholds = {_key(engine): engine.thresholds for engine in self.engines}
-        state.settled_at, state.measured = self.settling.settled_at, list(self.settling.measured)
+        state.second = self.second.saved()
         return state
 
     def load(self, state: ResidualState) -> Arrays:
@@ -311,7 +310,7 @@ class OptimizerExchange:
         self.check_fits(state)
         self.clear()
         self.steps, self.epoch = state.step, state.epoch
-        self.settling.settled_at, self.settling.measured = state.settled_at, list(state.measured)
+        self.second.load(state.second)
         for name, arrays in state.tensors.items():
             self.keep(name, arrays, state.runs.get(name, [0])[0])
         for engine in self.engines:
@@ -362,6 +361,7 @@ class OptimizerExchange:
         anew = self.numel.keys() != state.tensors.keys() and is_flushed(state, self.config.local_steps is not None)
         for name in self.numel.keys() & state.tensors.keys() if anew else state.tensors:
             state.check_fits(name, self.numel.get(name), *self._keeps(name))
+        self.second.check_fits(state.second)
         ours_to_keep = [name for name in self.compressed if name in self.place]
         ours_to_keep += [name for name in self.layout.dense if name in state.tensors]
         missing = [name for name in ours_to_keep if RESIDUAL not in state.tensors.get(name, {})]

@@ -1,26 +1,339 @@
-"""Adam's second moment where it is learnt in dense steps, is the same on every rank, and then stays."""
+"""Adam's second moment by rows and columns, the same on every rank, learnt from small sums that the ranks exchange.
+
+For a tensor seen as a matrix of a x b, of its gradient G_i on rank i::
+
+    R = b2^E R + (1-b2^E) rowmeans(mean_i(G_i^2)),  C alike by columns,  m = mean(R)      Adafactor, arXiv 1804.04235
+    M = b2^E M + (1-b2^E) |rowsums(mean_i(G_i) * S)|^2 / (a*b),  S: random signs          of the mean gradient
+    den^2 = (M + eps^2) * (R / m) * (C / m);  what enters is 1.4 * G_i / den, bounded by 10
+
+The squares of each rank's own gradient are larger than those of the mean, whose level products with random signs
+tell, as these can be added up. A tensor is measured at every E-th step, a quarter of them at each. What is learnt at a
+step counts from the next one on; a tensor of which nothing is known yet is measured only: its gradient does not enter
+the residual.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
-FLOOR = 1e-2  # of the mean over a tensor
+from dgc_horovod.errors import CheckpointError
+from dgc_horovod.kernels.contract import Array, Kernels, SharedMoment
+
+INTERVAL = 4  # E, steps from one measurement of a tensor to the next
+FLOOR = 1e-2  # of R and C in their mean: a row that has seldom had a gradient would be moved too far by its next
+BOUND = 10.0  # of what enters: Adam's own at b2 = .99, whose second moment has the present gradient in it
+POOLS = 64  # of products that are added up: the more, the less the level of a mean gradient varies by chance
+GAIN = 1.4  # of Adam's learning rate: what is sent is of many steps, whose noise has cancelled, and bears longer ones
+_LEAST_COLUMNS = 16  # with fewer, the pass takes several times as long as memory does
+_MEAN, _SAMPLES, _STEPS, _NUMBERS = range(4)  # in `Moment.values`, before the rows and the columns
 
 
-def bounded(second: np.ndarray) -> np.ndarray:
-    """The second moment of a tensor that the steps to come divide by the root of.
+def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor: its leading dimensions by the others, cut where there are fewest of both.
 
-    A row that had no gradient in the dense steps would be moved by ``g / eps``. So no element is below a hundredth of
-    the tensor's mean. Where nothing was learnt it is infinite, and nothing moves: a whole tensor of zeros, and elements
-    that are not finite.
+    Rows are put together until there are 16 columns; the last one may be incomplete then.
+    """
+    numel = math.prod(shape)
+    columns = min((math.prod(shape[i:]) for i in range(len(shape) + 1)), key=lambda b: numel // b + b)
+    columns = min(columns * -(-_LEAST_COLUMNS // columns), numel)
+    return -(-numel // columns), columns
+
+
+class Moment:
+    """What is known of one tensor; the same on every rank.
 
     Args:
-        second: second moments of the whole tensor, float32, each divided by its ``1-b2**step``.
+        shape: shape of the tensor, of at least one element.
+        gradients: M >= 1, how many gradients are put together, of ranks or of nodes.
+        averages: whether they are averaged or summed.
 
-    Source: the bound is ours; from 0 to 0.01 it makes no difference to the quality study, 0.1 costs 0.01 nats.
+    Attributes:
+        values: all of it, float64: M of the module, how many measurements it is an average of, Adam's steps so far, R
+            and C, of which the ratios count.
     """
-    finite = np.isfinite(second)
-    mean = float(np.mean(second[finite], dtype=np.float64)) if finite.any() else 0.0
-    if not mean:
-        return np.full_like(second, np.inf)
-    return np.where(finite, np.maximum(second, np.float32(FLOOR * mean)), np.float32(np.inf))
+
+    def __init__(self, shape: Sequence[int], gradients: int, averages: bool) -> None:
+        self.numel, (self.a, self.b) = math.prod(shape), matrix_of(shape)
+        self._gradients, self._sum = gradients, 1 if averages else gradients  # of so many is what stock Adam knows
+        self.values = np.zeros(_NUMBERS + self.a + self.b)
+        self.rows, self.columns = self.values[_NUMBERS:][: self.a], self.values[_NUMBERS + self.a :]
+
+    @property
+    def steps(self) -> int:
+        """Adam's steps so far."""
+        return int(self.values[_STEPS])
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self.values[_STEPS] = count
+
+    @property
+    def known(self) -> bool:
+        """Whether a gradient has been seen."""
+        return bool(self.values[_SAMPLES]) and bool(self.rows.any())
+
+    def _mean_square(self) -> float:
+        level = float(self.rows.mean())
+        return min(max(float(self.values[_MEAN]), level / self._gradients), level)
+
+    def factors(self, eps: float) -> tuple[np.ndarray, np.ndarray]:
+        """What elements of each row and each column are multiplied by, for the mean or a part of the sum of directions.
+
+        Zeros where nothing is known.
+        """
+        if not self.known:
+            return np.zeros(self.a), np.zeros(self.b)
+        rows, columns = (np.maximum(x / x.mean(), FLOOR) for x in (self.rows, self.columns))
+        return GAIN / (self._sum * np.sqrt((self._mean_square() + eps**2) * rows)), 1 / np.sqrt(columns)
+
+    def square(self) -> np.ndarray:
+        """The second moment of every element, as stock Adam has it, flat float32; zeros where nothing is known."""
+        if not self.known:
+            return np.zeros(self.numel, np.float32)
+        rows, columns = self.rows / self.rows.mean(), self.columns / self.columns.mean()
+        return np.outer(self._sum**2 * self._mean_square() * rows, columns).astype(np.float32).reshape(-1)[: self.numel]
+
+    def take(self, square: np.ndarray, steps: int, b2: float) -> None:
+        """Be that of stock Adam.
+
+        Args:
+            square: its second moment, flat, which it has divided by ``1-b2**steps``.
+            steps: number of its steps, >= 0.
+            b2: decay of the second moment.
+        """
+        whole = np.zeros(self.a * self.b)
+        whole[: self.numel] = square
+        matrix = whole.reshape(self.a, self.b) / self._sum**2
+        self.rows[:], self.columns[:] = matrix.sum(1) / self._per_row(), matrix.sum(0) / self._per_column()
+        self.values[[_MEAN, _SAMPLES, _STEPS]] = self.rows.mean(), max(steps // INTERVAL, bool(steps)), steps
+
+    def learn(self, told: np.ndarray, b2: float) -> None:
+        """Take in a measurement: sums of squares by row and by column, and the rows' products, means over ranks."""
+        rows, columns = told[: self.a] / self._per_row(), told[self.a :][: self.b] / self._per_column()
+        mean = np.square(told[self.a + self.b :]).sum() / self.numel
+        if not (np.isfinite(told).all() and math.isfinite(mean)):
+            return
+        keep = b2**INTERVAL
+        self.values[_SAMPLES] += 1
+        share = (1 - keep) / (1 - keep ** self.values[_SAMPLES])
+        self.values[[_MEAN, *range(_NUMBERS, self.values.size)]] *= 1 - share
+        self.values[_MEAN] += share * mean
+        self.rows += share * rows
+        self.columns += share * columns
+
+    def _last(self) -> int:
+        """How many elements the last row has."""
+        return self.numel - (self.a - 1) * self.b
+
+    def _per_row(self) -> np.ndarray:
+        return np.where(np.arange(self.a) == self.a - 1, self._last(), self.b)
+
+    def _per_column(self) -> np.ndarray:
+        return np.where(np.arange(self.b) < self._last(), self.a, self.a - 1)
+
+
+class _Tensor:
+    """A tensor, what is known of it, and what this rank's passes multiply its gradient by."""
+
+    def __init__(self, number: int, moment: Moment) -> None:
+        self.number, self.moment = number, moment
+        self.feed: SharedMoment | None = None  # from its first gradient on
+        self.kernels: Kernels | None = None
+        self.b2 = self.eps = 0.0
+
+    @property
+    def size(self) -> int:
+        """How many numbers are told of it when it is measured."""
+        return self.moment.a + self.moment.b + POOLS
+
+    def refresh(self) -> None:
+        """Let passes to come divide by what is known now."""
+        if self.feed is not None and self.kernels is not None:
+            rows, columns = self.moment.factors(self.eps)
+            self.kernels.write(self.feed.rows, rows.astype(np.float32))
+            self.kernels.write(self.feed.columns, columns.astype(np.float32))
+
+
+class SecondMoments:
+    """Those of all compressed tensors of one optimizer.
+
+    Args:
+        shapes: shape of each tensor, by name, in one order on all ranks.
+        seed: of the signs, the same on all ranks.
+        gradients: M >= 1, how many gradients are put together, of ranks or of nodes.
+        averages: whether they are averaged or summed.
+
+    Memory: 24 bytes for each row and column.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], seed: int, gradients: int, averages: bool) -> None:
+        self._seed = seed
+        moments = {name: Moment(shape, gradients, averages) for name, shape in shapes.items()}
+        self._tensors = {name: _Tensor(i, moment) for i, (name, moment) in enumerate(moments.items())}
+        self._measured: dict[str, tuple[Kernels, Array, int]] = {}
+
+    def __getitem__(self, name: str) -> Moment:
+        return self._tensors[name].moment
+
+    @property
+    def known(self) -> bool:
+        """Whether something is known of any of them."""
+        return any(x.moment.known for x in self._tensors.values())
+
+    def begin(self, name: str, b2: float, eps: float) -> None:
+        """Adam's b2 and eps of a tensor at the step under way."""
+        tensor = self._tensors[name]
+        changed, tensor.b2, tensor.eps = tensor.eps != eps, b2, eps
+        if changed:
+            tensor.refresh()
+
+    def feed(self, name: str, kernels: Kernels, offset: int) -> SharedMoment:
+        """How the gradient of a tensor enters the residual.
+
+        Args:
+            name: name of the tensor.
+            kernels: backend that has it.
+            offset: index in the tensor of the first element that this rank keeps.
+        """
+        tensor = self._tensors[name]
+        if tensor.feed is None:
+            tensor.kernels = kernels
+            tensor.feed = SharedMoment(kernels.new(tensor.moment.a), kernels.new(tensor.moment.b), BOUND, offset)
+            tensor.refresh()
+        return tensor.feed
+
+    def refresh(self, name: str) -> None:
+        """What is known of a tensor has been changed."""
+        self._tensors[name].refresh()
+
+    # -- measurements
+
+    def due(self) -> list[str]:
+        """Tensors that are measured at the step under way; the same on every rank."""
+        return [name for name in self._tensors if self.is_due(name)]
+
+    @property
+    def phase(self) -> int:
+        """Place of the step under way among those in which every tensor is measured once."""
+        return next((x.moment.steps % INTERVAL for x in self._tensors.values()), 0)
+
+    def is_due(self, name: str) -> bool:
+        """Whether a tensor is among them."""
+        tensor = self._tensors[name]
+        return tensor.number % INTERVAL == tensor.moment.steps % INTERVAL or not tensor.moment.known
+
+    def measure(self, name: str, gradient: Array) -> None:
+        """Look at this rank's gradient of a tensor that has a feed, and is due.
+
+        Cost: one read of it.
+        """
+        tensor = self._tensors[name]
+        assert tensor.kernels is not None and tensor.feed is not None
+        signs = tensor.kernels.from_host(self._signs(tensor))
+        found = tensor.kernels.measure(gradient, tensor.feed.offset, signs)
+        self._measured[name] = tensor.kernels, found, tensor.feed.offset // tensor.moment.b
+
+    def _signs(self, tensor: _Tensor) -> np.ndarray:
+        seeds = self._seed, tensor.number, tensor.moment.steps
+        draw = np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds)))
+        return draw.integers(0, 2, 2 * tensor.moment.b).astype(np.float32) * 2 - 1
+
+    def message(self, scale: float) -> np.ndarray:
+        """What the ranks add up, float32: sums of squares by row and by column, and products with the signs.
+
+        Everything has been measured that is due.
+
+        Args:
+            scale: factor of this rank's gradients (clipping, loss scale), > 0.
+        """
+        told = []
+        for name in self.due():
+            tensor = self._tensors[name]
+            rows, columns, pools = (np.zeros(n) for n in (tensor.moment.a, tensor.moment.b, POOLS))
+            if name in self._measured:
+                kernels, found, first = self._measured.pop(name)
+                numbers, b = kernels.to_host(found).astype(np.float64), columns.size
+                here = np.arange(first, first + (numbers.size - b) // 2)
+                rows[here], columns[:], products = np.split(numbers, [here.size, here.size + b])
+                pools[:] = np.bincount(here % POOLS, products, POOLS)  # signs are random: a sum is as good as each
+            told += [scale**2 * rows, scale**2 * columns, scale * pools]
+        return np.concatenate(told).astype(np.float32) if told else np.empty(0, np.float32)
+
+    def learn(self, summed: np.ndarray, senders: float) -> None:
+        """Take in what all ranks have told of a step that is applied.
+
+        Args:
+            summed: sum of their messages.
+            senders: how many gradients are in it, in [0, M]: those of ranks in join are none.
+        """
+        at = 0
+        for name in self.due():
+            tensor = self._tensors[name]
+            told = summed[at : at + tensor.size].astype(np.float64)
+            at += tensor.size
+            if senders:
+                tensor.moment.learn(told / senders, tensor.b2)
+                tensor.refresh()
+        for tensor in self._tensors.values():
+            tensor.moment.steps += 1
+
+    def drop(self) -> None:
+        """Nothing is learnt from the step under way."""
+        self._measured.clear()
+
+    # -- what is kept
+
+    def clear(self) -> None:
+        """Know nothing."""
+        self.drop()
+        for name in self._tensors:
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Know nothing of a tensor."""
+        self._tensors[name].moment.values[:] = 0
+        self._tensors[name].refresh()
+
+    def rescale(self, factor: float) -> None:
+        """Know what it would, had the gradients been `factor` times as large."""
+        for tensor in self._tensors.values():
+            steps = tensor.moment.steps
+            samples = tensor.moment.values[_SAMPLES]
+            tensor.moment.values *= factor**2
+            tensor.moment.values[[_SAMPLES, _STEPS]] = samples, steps
+            tensor.refresh()
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """A copy of what is known, by tensor: the same on every rank. Empty where nothing is."""
+        return {name: x.moment.values.copy() for name, x in self._tensors.items()} if self.known else {}
+
+    def packed(self) -> np.ndarray:
+        """All that is known in one vector, as `unpack` reads it, of as many numbers on every rank."""
+        return np.concatenate([x.moment.values for x in self._tensors.values()] or [np.empty(0)])
+
+    def unpack(self, values: np.ndarray) -> None:
+        """Know what another rank has `packed`."""
+        sizes = [x.moment.values.size for x in self._tensors.values()]
+        for tensor, part in zip(self._tensors.values(), np.split(values, np.cumsum(sizes)[:-1]), strict=False):
+            tensor.moment.values[:] = part
+            tensor.refresh()
+
+    def check_fits(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Raise CheckpointError unless `load` can take it."""
+        for name, values in saved.items():
+            if name in self._tensors and values.size != self._tensors[name].moment.values.size:
+                raise CheckpointError(
+                    f"the second moment of {name!r} has {values.size} numbers in the record, and "
+                    f"{self._tensors[name].moment.values.size} here: it is of another model"
+                )
+
+    def load(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Know what was `saved`, and nothing else."""
+        self.clear()
+        for name, values in saved.items():
+            if name in self._tensors:
+                self._tensors[name].moment.values[:] = values
+                self._tensors[name].refresh()

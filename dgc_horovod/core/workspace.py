@@ -96,8 +96,8 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: To
     capacity = max(sum(part.k for part in each) for each in parts)  # packets of all slices are of one size
     indices = "every" if bucket.uncompressed else "elias-fano"
     values = bucket.values or config.values
-    if density == 1 and config.freezes_second_moment and values in _COARSE:
-        values = "bf16"  # a second moment is learnt: squares of what is rounded coarsely are too large
+    if density == 1 and config.momentum_correction and config.begins_dense and values in _COARSE:
+        values = "bf16"  # the steps are Adam's own: squares of what is rounded coarsely are too large
     wire = PacketFormat(bucket.index, slices[0].numel, capacity, values, indices)
     exchange = choose(wire, topology.nodes, config.shards, topology.node_size)
     rounds = rounds_of(exchange.rounds_of(wire, topology.nodes), topology.nodes, topology.node_size)

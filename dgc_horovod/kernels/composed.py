@@ -11,13 +11,13 @@ from dgc_horovod.kernels.contract import (
     CHUNK,
     AccumulateResult,
     Accumulation,
-    AdamCorrection,
     Array,
     Elements,
     ErrorFeedback,
     MomentumCorrection,
     Receiver,
     Sender,
+    SharedMoment,
     State,
     joined,
     sum_stride,
@@ -58,6 +58,9 @@ class Primitives(Protocol):
     def all_finite(self, x: Array) -> bool:
         """Whether `x` holds neither NaN nor infinity."""
 
+    def spread(self, x: Array, index: np.ndarray) -> Array:
+        """``x[index]``, int64 on the host."""
+
     def zero_unless_finite(self, x: Array) -> Array:
         """A copy of `x` with zero in place of what is not finite."""
 
@@ -70,16 +73,8 @@ class Primitives(Protocol):
     def accumulate_momentum(self, u: Array, v: Array, g: Array, scale: float, momentum: float, nesterov: bool) -> None:
         """As `MomentumCorrection`."""
 
-    def accumulate_adam(
-        self,
-        first: Array,
-        second: Array,
-        v: Array,
-        g: Array,
-        scale: float,
-        adam: AdamCorrection,
-    ) -> None:
-        """As `AdamCorrection`."""
+    def accumulate_shared(self, v: Array, g: Array, scale: float, rows: Array, columns: Array, bound: float) -> None:
+        """As `SharedMoment`, with a row's and a column's factor for every element."""
 
     def positions_at_least(self, x: Array, threshold: float) -> np.ndarray:
         """Ascending int32 positions of the non-zero elements with ``|x| >= threshold``."""
@@ -152,10 +147,11 @@ class ComposedKernels(Primitives, Protocol):
 
     def _accumulate(self, state: State, here: slice, gradient: Array, accumulation: Accumulation, scale: float) -> None:
         v = state.v[here]
-        if isinstance(accumulation, AdamCorrection):
-            assert state.moments is not None
-            first, second = (moment[here] for moment in state.moments)
-            self.accumulate_adam(first, second, v, gradient, scale, accumulation)
+        if isinstance(accumulation, SharedMoment):
+            at = np.arange(accumulation.offset, accumulation.offset + len(v))
+            row, column = np.divmod(at, len(accumulation.columns))
+            rows, columns = self.spread(accumulation.rows, row), self.spread(accumulation.columns, column)
+            self.accumulate_shared(v, gradient, scale, rows, columns, accumulation.bound)
         elif isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             assert state.u is not None
             self.accumulate_momentum(state.u[here], v, gradient, scale, accumulation.momentum, accumulation.nesterov)

@@ -51,39 +51,28 @@ class MomentumCorrection:
     nesterov: bool = False
 
 
-@dataclass(frozen=True)
-class AdamCorrection:
-    """Adam's direction on the local gradient enters the residual.
+@dataclass(frozen=True, eq=False)
+class SharedMoment:
+    """The gradient over the root of a factored second moment enters the residual (Adafactor, arXiv 1804.04235).
 
-    ``first = b1*first + (1-b1)*g; second = b2*second + (1-b2)*g*g;``
-    ``v += (first / (1-b1**step)) / (sqrt(second) / sqrt(1-b2**step) + eps)``.
-
-    With a frozen second moment, which has been divided by its ``1-b2**step`` already (1-bit Adam, arXiv 2102.02888):
-    ``first = b1*first + (1-b1)*g;  v += (first / (1-b1**step)) / (sqrt(second) + eps)``.
+    ``d = ((scale*g) * rows[p // b]) * columns[p % b];  v += min(max(d, -bound), bound)`` for the element at index p of
+    a tensor, seen as a matrix of b columns.
 
     Args:
-        betas, eps: Adam's b1 and b2, in [0, 1), and its eps, >= 0.
-        step: number of this parameter's step, from 1.
-        frozen: whether the second moment stays as it is.
+        rows, columns: what elements of a row and of a column are multiplied by, >= 0, float32 Arrays of the backend,
+            one a row of the tensor and b >= 1. Others may be written into them between two passes.
+        bound: the largest magnitude that enters, > 0. Adam's own is ``1/sqrt(1-b2)``, as the present gradient is in
+            its second moment.
+        offset: index in the tensor of the segment's first element, >= 0.
     """
 
-    betas: tuple[float, float]
-    eps: float
-    step: int
-    frozen: bool = False
-
-    @property
-    def correction1(self) -> float:
-        """What the first moment is divided by."""
-        return 1.0 - float(self.betas[0] ** self.step)
-
-    @property
-    def root2(self) -> float:
-        """What the root of the second moment is divided by."""
-        return 1.0 if self.frozen else (1.0 - float(self.betas[1] ** self.step)) ** 0.5
+    rows: Array
+    columns: Array
+    bound: float
+    offset: int = 0
 
 
-Accumulation = ErrorFeedback | MomentumCorrection | AdamCorrection
+Accumulation = ErrorFeedback | MomentumCorrection | SharedMoment
 
 
 class Elements(NamedTuple):
@@ -107,7 +96,7 @@ def joined(parts: Sequence[Elements]) -> Elements:
 
 @dataclass
 class State:
-    """What one rank keeps of a bucket: the residual v, the momentum u, or Adam's two moments; made at first use.
+    """What one rank keeps of a bucket: the residual v, and the momentum u, made at first use.
 
     All are float32 but u, which may be bfloat16.
 
@@ -116,7 +105,6 @@ class State:
 
     v: Array
     u: Array | None = None
-    moments: tuple[Array, Array] | None = None
     remainder: Array | None = None
 
 
@@ -296,15 +284,15 @@ class Kernels(Protocol):
 
         Args:
             gradients: gradients of this backend, one of each segment; let go of afterwards.
-            state: v, and u or moments where a feed needs them.
+            state: v, and u where a feed needs it.
             scale: factor of the gradients, > 0.
             ranges: RANGE records of the bucket, in ascending order.
             max_candidates: largest number of candidates wanted, >= 0.
             want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
 
         Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element, 16 where u is bfloat16;
-        without 12, Adam 28, or 24 with a frozen second moment; each 4 more where gradients are cleared. What is written
-        is in the cache already, and so takes little time.
+        without 12, also with a shared second moment; each 4 more where gradients are cleared. What is written is in the
+        cache already, and so takes little time.
         """
 
     # -- looking at v
@@ -320,6 +308,18 @@ class Kernels(Protocol):
 
     def squares(self, arrays: Sequence[Array]) -> float:
         """The sums of squares of `sums`, of several vectors, added in their order."""
+
+    def measure(self, x: Array, offset: int, signs: Array) -> Array:
+        """Sums of squares of a run of a matrix by row and by column, and the product of each row with random signs.
+
+        Args:
+            x: elements `offset` and next of the matrix, in the order of rows; as a gradient, see `takes_tensors`.
+            offset: index of the first of them, >= 0.
+            signs: random signs, (2*b,) float32, for b columns: those of row r begin at `first_sign` of it.
+
+        Returns:
+            Of the rows that x touches, of all columns, of those rows: one float32 vector, in an own order of addition.
+        """
 
     def sampled_sums(self, x: Array) -> tuple[float, float]:
         """`sums` of every `sum_stride`-th chunk of x: a first guess needs no more."""
@@ -380,6 +380,11 @@ class Kernels(Protocol):
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
         """What reads packets of that form; None: the host does."""
+
+
+def first_sign(row: Any, columns: int) -> Any:
+    """Where the signs of a row begin in `Kernels.measure`: elsewhere for each, or rows that are alike had one sign."""
+    return row * 7919 % columns
 
 
 def sum_stride(chunks: int) -> int:

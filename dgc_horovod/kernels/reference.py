@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dgc_horovod.kernels.composed import ComposedKernels
-from dgc_horovod.kernels.contract import CHUNK, LANES, AdamCorrection
+from dgc_horovod.kernels.contract import CHUNK, LANES, first_sign
 from dgc_horovod.kernels.numpy_arrays import NumpyArrays
 
 
@@ -65,24 +65,25 @@ class ReferenceKernels(NumpyArrays, ComposedKernels):
         else:
             v += moved
 
-    def accumulate_adam(
-        self,
-        first: np.ndarray,
-        second: np.ndarray,
-        v: np.ndarray,
-        g: np.ndarray,
-        scale: float,
-        adam: AdamCorrection,
+    def spread(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+        return x[index]
+
+    def accumulate_shared(
+        self, v: np.ndarray, g: np.ndarray, scale: float, rows: np.ndarray, columns: np.ndarray, bound: float
     ) -> None:
-        b1, b2 = adam.betas
-        g = _scaled(g, scale)
-        first *= np.float32(b1)
-        first += g * np.float32(1 - b1)
-        if not adam.frozen:
-            second *= np.float32(b2)
-            second += g * g * np.float32(1 - b2)
-        spread = np.sqrt(second) / np.float32(adam.root2) + np.float32(adam.eps)
-        v += first / np.float32(adam.correction1) / spread
+        most = np.float32(bound)
+        v += np.clip(_scaled(g, scale) * rows * columns, -most, most)
+
+    def measure(self, x: np.ndarray, offset: int, signs: np.ndarray) -> np.ndarray:
+        b = signs.size // 2
+        before = offset % b
+        whole = np.zeros(-(-(before + x.size) // b) * b)
+        whole[before : before + x.size] = x.reshape(-1)
+        matrix = whole.reshape(-1, b)
+        first = first_sign(offset // b + np.arange(len(matrix)), b)
+        products = matrix * signs[first[:, None] + np.arange(b)]
+        square = matrix**2
+        return np.concatenate([square.sum(1), square.sum(0), products.sum(1)]).astype(np.float32)
 
     def count_at_least(self, x: np.ndarray, threshold: float) -> int:
         return int(np.count_nonzero(np.abs(x) >= np.float32(threshold)))

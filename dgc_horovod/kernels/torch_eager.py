@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dgc_horovod.kernels.composed import ComposedKernels
-from dgc_horovod.kernels.contract import CHUNK, LANES, AdamCorrection, Elements
+from dgc_horovod.kernels.contract import CHUNK, LANES, Elements, first_sign
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SUM_BLOCK = 256 * CHUNK  # elements widened to float64 at a time: bounds the temporary at 8 MiB
@@ -112,28 +112,24 @@ class TorchEagerKernels(ComposedKernels):
         else:
             v.add_(moved)
 
-    def accumulate_adam(
-        self,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        scale: float,
-        adam: AdamCorrection,
-    ) -> None:
-        b1, b2 = adam.betas
-        g = _scaled(g, scale)
-        first.mul_(b1).add_(g * (1 - b1))
-        if not adam.frozen:
-            second.mul_(b2).add_((g * g).mul_(1 - b2))
-        # torch's float32 square root on CPU is not correctly rounded; by way of float64 it is
-        root = second.double().sqrt().float()
-        spread = root.div_(self._scalar(adam.root2)).add_(adam.eps)
-        v.add_((first / self._scalar(adam.correction1)).div_(spread))
+    def spread(self, x: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+        return x[torch.from_numpy(index).to(self.device)]
 
-    def _scalar(self, value: float) -> torch.Tensor:
-        # torch may divide by a Python number as a multiplication with its inverse; by a tensor it divides
-        return torch.tensor(value, dtype=torch.float32, device=self.device)
+    def accumulate_shared(
+        self, v: torch.Tensor, g: torch.Tensor, scale: float, rows: torch.Tensor, columns: torch.Tensor, bound: float
+    ) -> None:
+        v.add_((_scaled(g, scale) * rows).mul_(columns).clamp_(-bound, bound))
+
+    def measure(self, x: torch.Tensor, offset: int, signs: torch.Tensor) -> torch.Tensor:
+        b = signs.numel() // 2
+        before = offset % b
+        matrix = x.reshape(-1)
+        if before or x.numel() % b:
+            matrix = torch.nn.functional.pad(matrix, (before, -(before + x.numel()) % b))
+        matrix = matrix.view(-1, b)
+        first = first_sign(torch.arange(len(matrix), device=x.device) + offset // b, b)
+        square, products = matrix.square(), matrix * signs.unfold(0, b, 1)[first]
+        return torch.cat([square.sum(1), square.sum(0), products.sum(1)])
 
     def count_at_least(self, x: torch.Tensor, threshold: float) -> int:
         return int(torch.count_nonzero(x.abs() >= threshold))

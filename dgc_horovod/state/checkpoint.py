@@ -120,7 +120,6 @@ def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], t
                 kept.averages,
                 kept.node_size,
                 fields,
-                kept.settled_at,
                 kept.mode,
                 kept.clips,
                 dict(sorted(files.items())),
@@ -245,9 +244,9 @@ def load(
     topology = Topology(collectives.rank, collectives.workers, node_size)
     place = topology.rank, topology.workers
     empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
-    empty.settled_at, empty.clips = manifest.settled_at, manifest.clips
+    empty.clips = manifest.clips
     if config is not None and manifest.config and _differ_in_local_steps(manifest.config, _as_texts(config)):
-        empty.step, empty.settled_at = 0, None  # exchanges are counted there, and steps here
+        empty.step = 0  # exchanges are counted there, and steps here
     # stock Horovod's files know of no choice, nor do those from before the first step
     empty.mode = manifest.mode if manifest.config and manifest.workers else UNDECIDED
     if config is None and residuals != IGNORED and manifest.workers:
@@ -263,6 +262,8 @@ def load(
             if state is not None:
                 found[old] = state
         state = handed_on(found, topology, cut_alike) if found else empty
+    if residuals != REQUIRED:
+        state = _with_second_of_any(state, collectives)
     return Checkpoint(manifest, model, dataclasses.replace(state, clips=manifest.clips))
 
 
@@ -279,6 +280,16 @@ def _wanted(directory: Path, manifest: Manifest, old: int, residuals: str, rank:
             ) from None
         _log.warning("dgc_horovod: rank %d goes on without it: %s", rank, error)
         return None
+
+
+def _with_second_of_any(state: ResidualState, collectives: Gatherer) -> ResidualState:
+    """`state` with Adam's second moment of the first rank that has it: one whose file is lost must know what all do."""
+    having = [data == b"yes" for data in collectives.gather_bytes(b"yes" if state.second else b"no", "second")]
+    if all(having) or not any(having):
+        return state
+    alone = dataclasses.replace(state, tensors={name: {} for name in state.second}, runs={}, thresholds={})
+    data = shared_from(collectives, alone.to_bytes(), "second of any", having.index(True))
+    return dataclasses.replace(state, second=ResidualState.from_bytes(data).second)
 
 
 def _check_that_nothing_is_lost(directory: Path, collectives: Gatherer, manifest: Manifest, residuals: str) -> None:
@@ -353,9 +364,7 @@ def _cut_alike(manifest: Manifest, config: DGCConfig) -> bool:
 def _residuals(directory: Path, manifest: Manifest, rank: int) -> ResidualState:
     file = manifest.file(f"rank {rank}")
     state = ResidualState.from_bytes(_sound(directory, file), file.name)
-    said = {
-        name: getattr(manifest, name) for name in ("workers", "averages", "step", "node_size", "mode", "settled_at")
-    }
+    said = {name: getattr(manifest, name) for name in ("workers", "averages", "step", "node_size", "mode")}
     for name, value in {"rank": rank, **said}.items():
         if getattr(state, name) != value:
             raise CheckpointError(

@@ -9,7 +9,7 @@ import numpy as np
 
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.state.residual_state import FIRST, SECOND, SHARED, ResidualState, is_linear
+from dgc_horovod.state.residual_state import FIRST, SECOND, ResidualState, is_linear
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -70,7 +70,8 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
     if _goes_on(topology, one.workers, one.node_size, cut_alike) and rank in states:
         return states[rank]
     made = ResidualState(rank, workers, one.averages, one.step, one.epoch, node_size=topology.node_size)
-    made.settled_at, made.measured, made.mode, made.method = one.settled_at, one.measured, one.mode, one.method
+    made.mode, made.method = one.mode, one.method
+    made.second = next((state.second for state in states.values() if state.second), {})
     weights = shares(topology.node, topology.nodes, one.workers, one.averages)
     means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed
     anew = set() if _of_whole_nodes(states, means) else _with_second(states)
@@ -85,11 +86,9 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
                 made.directions[name] = max(count, made.directions.get(name, 0))
         for name, arrays in state.as_one_of_all().tensors.items():
             for part, array in arrays.items():
-                if part == SHARED:  # the optimizer's own slots have it; a mean would not have its bits
-                    continue
                 if part in (FIRST, SECOND) and name in anew:  # a second moment of zeros would make huge steps
                     continue
-                weight = (weights if is_linear(part, arrays) else means).get(old, 0.0)
+                weight = (weights if is_linear(part) else means).get(old, 0.0)
                 ours = made.tensors.setdefault(name, {})
                 taken = array * np.float32(weight)
                 if part in ours and ours[part].size != taken.size:

@@ -40,7 +40,7 @@ class Manifest:
         averages: whether the ranks' gradients were averaged or summed.
         node_size: G >= 1, the workers of a node, each of which kept a part of its residual.
         config: compression settings as texts, by field; empty without compression.
-        settled_at, mode, clips: see `ResidualState`.
+        mode, clips: see `ResidualState`.
         files: file of "model" and of "rank 0", "rank 1", ..., by that key.
     """
 
@@ -51,7 +51,6 @@ class Manifest:
     averages: bool
     node_size: int
     config: dict[str, str]
-    settled_at: int | None
     mode: str
     clips: list[list[Any]]
     files: dict[str, File]
@@ -102,19 +101,14 @@ class Manifest:
 
 
 _KINDS = {
-    "holds": TEXT, **{name: COMMON[name] for name in ("step", "epoch", "averages", "node_size", "settled_at", "mode")},
+    "holds": TEXT, **{name: COMMON[name] for name in ("step", "epoch", "averages", "node_size", "mode")},
     "workers": whole(0), "config": mapping_of(TEXT), "clips": CLIPS, "files": mapping_of(MAPPING),
 }  # fmt: skip
 _OF_A_FILE = {
     "name": Kind("the name of a file in its directory", lambda x: TEXT.holds(x) and bool(_NAME.fullmatch(x))),
     "nbytes": whole(0), "digest": TEXT,
 }  # fmt: skip
-_EARLIER: dict[str, Any] = {
-    "node_size": 1,
-    "settled_at": None,
-    "mode": "",
-    "clips": [],
-}  # what earlier versions did not know
+_EARLIER: dict[str, Any] = {"node_size": 1, "mode": "", "clips": []}  # what earlier versions did not know
 
 
 def _digest_of(body: dict[str, Any]) -> str:

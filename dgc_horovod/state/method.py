@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.residual_state import (
-    FIRST,
     FROZEN_SINCE,
     MOMENTUM,
     REMAINDER,
     RESIDUAL,
-    SECOND,
     Arrays,
     ResidualState,
-    check_moments,
+    refuse_moments,
 )
 
 GRADIENTS, CHANGES, SGD_UPDATES, ADAM_UPDATES = "gradients", "changes of weights", "updates of SGD", "updates of Adam"
@@ -40,13 +38,12 @@ def method_of(config: DGCConfig, is_split: bool, is_adam: bool) -> str:
     return ADAM_UPDATES if is_adam else SGD_UPDATES
 
 
-def check_kept(state: ResidualState, method: str, update: Any) -> None:
+def check_kept(state: ResidualState, method: str) -> None:
     """Raise CheckpointError unless residuals of `state` are some that an optimizer can go on from.
 
     Args:
         state: record, without what is the optimizer's own.
         method: `method_of` the optimizer now.
-        update: form in which gradients enter the residual, an adapter's.
     """
     local = CHANGES in (state.method, method)  # the optimizer's own moments would be taken for others
     if state.method not in ("", method) and state.tensors and (local or not is_flushed(state, local=False)):
@@ -57,7 +54,7 @@ def check_kept(state: ResidualState, method: str, update: Any) -> None:
             '(residuals="ignored"): what was not sent is lost then'
         )
     if method != CHANGES:  # local steps: moments in the record are the optimizer's own
-        check_moments(state, update.keeps_second)
+        refuse_moments(state)
 
 
 def refuse_missing(names: Sequence[str]) -> NoReturn:
@@ -91,9 +88,9 @@ def is_flushed(state: ResidualState, local: bool) -> bool:
 
 
 def _lost(state: ResidualState, local: bool) -> list[list[np.ndarray]]:
-    parts = (RESIDUAL, REMAINDER) if local else (RESIDUAL, REMAINDER, MOMENTUM, FIRST)
+    parts = (RESIDUAL, REMAINDER) if local else (RESIDUAL, REMAINDER, MOMENTUM)
     kept = state.tensors.values()
-    if state.method == ADAM_UPDATES and not any(_some(arrays, (FIRST, SECOND)) for arrays in kept):
+    if state.method == ADAM_UPDATES and not state.second:
         return []  # flushed: what is there is what coding has left of small tensors, which Adam cannot apply
     return [found for arrays in kept if (found := _some(arrays, parts))]
 

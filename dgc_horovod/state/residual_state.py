@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.config import FROZEN, OWN
 from dgc_horovod.errors import CheckpointError, shown
 from dgc_horovod.state.kinds import (
     NUMBER,
@@ -37,10 +36,9 @@ from dgc_horovod.state.kinds import (
 
 _log = logging.getLogger("dgc_horovod")
 FORMAT = 1
-# residual v, momentum u, Adam's moments, what the rank owes of what it owns (zero where others own), and a second
-# moment that all ranks have
-RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER, SHARED = PARTS = ("v", "u", "first", "second", "remainder", "shared")
-_HEAD, _GUESS = "head", "thresholds"
+# residual v, momentum u, moments of Adam with local steps, what the rank owes of what it owns (zero where others own)
+RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER = PARTS = ("v", "u", "first", "second", "remainder")
+_HEAD, _GUESS, _FACTORED = "head", "thresholds", "factored"
 FROZEN_SINCE = (  # what may be behind it where other tensors are trained than before, and what to do
     "a layer was frozen or thawed since they were saved, or it is another model. Train the same layers, call flush() "
     'before saving to change them, or pass residuals="ignored": what was not sent is lost then'
@@ -65,14 +63,14 @@ class ResidualState:
         step: number of steps finished, >= 0.
         epoch: last epoch that the density warm-up was told, from 0, or None.
         tensors: arrays kept of each tensor, flat float32, by name of the tensor and part, one of `PARTS`.
-        directions: number of Adam's steps so far, by name of the tensor.
+        directions: number of Adam's steps so far, by name of the tensor, with local steps.
         thresholds: `BucketEngine.thresholds`, by bucket; they matter to the Gaussian rule, and are dropped where the
             layout is another one.
         node_size: number of workers of a node, each of which keeps a part of it, G >= 1.
         runs: [index of the first element kept, number of elements of the tensor], by name, of those that are sliced.
         mode: name of the exchange that was at work, where a job chooses among several; else "".
-        settled_at: step at which the dense steps ended since Adam's second moment had settled, or None.
-        measured: what that is judged by, see `core.settling.Settling`.
+        second: what is known of Adam's second moment, see `core.second_moment`, by name of the tensor; the same on
+            every rank.
         clips: what the script clips, see `torch.clipping.local.records_of`; the same on every rank. In a checkpoint it
             is in the manifest.
         method: what the residuals hold, see `state.method.method_of`; "" in records of earlier versions.
@@ -89,8 +87,7 @@ class ResidualState:
     node_size: int = 1
     runs: dict[str, list[int]] = field(default_factory=dict)
     mode: str = ""
-    settled_at: int | None = None
-    measured: list[list[float]] = field(default_factory=list)
+    second: Arrays = field(default_factory=dict)
     clips: list[list[Any]] = field(default_factory=list)
     method: str = ""
 
@@ -101,7 +98,7 @@ class ResidualState:
     @property
     def clock(self) -> dict[str, Any]:
         """What is the same on every rank, and newcomers take over, by field: where the schedules are."""
-        return {name: getattr(self, name) for name in ("step", "epoch", "settled_at", "measured", "mode")}
+        return {name: getattr(self, name) for name in ("step", "epoch", "mode")}
 
     def to_dict(self) -> dict[str, Any]:
         """As a dict of plain values and arrays."""
@@ -122,6 +119,8 @@ class ResidualState:
                 _check_array(_NO_DICT, f"tensors.{name}.{part}", part, array)
         for bucket, thresholds in state.thresholds.items():
             _check_array(_NO_DICT, f"thresholds.{bucket}", _GUESS, thresholds)
+        for name, second in state.second.items():
+            _check_array(_NO_DICT, f"second.{name}", _FACTORED, second)
         state._check(_NO_DICT)
         return state
 
@@ -131,6 +130,7 @@ class ResidualState:
         names, buckets = list(self.tensors), list(self.thresholds)
         arrays = {f"{i}.{part}": array for i, name in enumerate(names) for part, array in self.tensors[name].items()}
         arrays |= {f"{i}.{_GUESS}": self.thresholds[bucket] for i, bucket in enumerate(buckets)}
+        arrays |= {f"{i}.{_FACTORED}": self.second[name] for i, name in enumerate(names) if name in self.second}
         text = json.dumps({"format": FORMAT, **head, "names": names, "buckets": buckets})
         out = io.BytesIO()
         np.savez(out, **{_HEAD: np.frombuffer(text.encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ class ResidualState:
             return changed
         scale = np.float32(workers / self.workers if self.averages else 1.0)
         scaled = {
-            name: {part: x * scale if is_linear(part, arrays) else x for part, x in arrays.items() if part != SHARED}
+            name: {part: x * scale if is_linear(part) else x for part, x in arrays.items()}
             for name, arrays in changed.tensors.items()
         }
         return dataclasses.replace(changed, tensors=scaled, thresholds={})
@@ -184,6 +184,8 @@ class ResidualState:
             _check_array(what, key, part, array)
             if part == _GUESS:
                 state.thresholds[buckets[int(number)]] = array
+            elif part == _FACTORED:
+                state.second[names[int(number)]] = array
             else:
                 state.tensors[names[int(number)]][part] = array
         state._check(what)
@@ -246,18 +248,15 @@ class ResidualState:
                 continue
             start, numel = self.runs[name]
             for part, array in arrays.items():
-                is_mean = self.averages or not is_linear(part, arrays)
+                is_mean = self.averages or not is_linear(part)
                 whole = tensors.setdefault(name, {})[part] = np.zeros(numel, np.float32)
                 whole[start : start + array.size] = array * np.float32(self.node_size if is_mean else 1)
         return dataclasses.replace(self, node_size=1, tensors=tensors, runs={}, thresholds={})
 
 
-def is_linear(part: str, arrays: Arrays) -> bool:
-    """Whether the ranks' arrays of a part add up to what is applied: not those of Adam's own moments.
-
-    The first moment does where there is no second beside it: that is the same on all ranks then.
-    """
-    return part in (RESIDUAL, MOMENTUM) or (part == FIRST and SECOND not in arrays)
+def is_linear(part: str) -> bool:
+    """Whether the ranks' arrays of a part add up to what is applied: not those of Adam's own moments."""
+    return part in (RESIDUAL, MOMENTUM)
 
 
 def released(arrays: Arrays) -> Arrays:
@@ -268,20 +267,19 @@ def released(arrays: Arrays) -> Arrays:
     return {**kept, RESIDUAL: arrays[RESIDUAL] + arrays[REMAINDER]}
 
 
-def check_moments(state: ResidualState, keeps_second: bool) -> None:
-    """Raise CheckpointError where a rank has kept Adam's second moment and will not keep one now, or the reverse."""
+def refuse_moments(state: ResidualState) -> None:
+    """Raise CheckpointError for Adam's own moments of a rank, as earlier versions have kept them."""
     for name, arrays in state.tensors.items():
-        if FIRST in arrays and (SECOND in arrays) != keeps_second:
-            then, now = (OWN, FROZEN) if SECOND in arrays else (FROZEN, OWN)
+        if FIRST in arrays:
             raise CheckpointError(
-                f"the residual of {name!r} was kept with second_moment={then!r}, and it is {now!r} now; load it as it "
-                'was saved, or pass residuals="ignored" to go on without what the ranks have kept'
+                f"the residual of {name!r} was kept with moments of Adam that are each rank's own, as dgc_horovod did "
+                'before it learnt the second moment from all ranks: pass residuals="ignored" to load weights and '
+                "optimizer alone, or call flush() with the version that saved it, and save again"
             )
 
 
 _HEAD_FIELDS = (
-    "rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions", "settled_at", "measured", "mode",
-    "method",
+    "rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions", "mode", "method",
 )  # fmt: skip
 
 
@@ -298,28 +296,30 @@ _RUN = tuple_of(whole(0), whole(0))
 CLIPS = list_of(tuple_of(list_of(TEXT), NUMBER, optional(NUMBER), SWITCH))
 COMMON = {  # what the manifest has as well
     "workers": whole(1), "averages": SWITCH, "step": whole(0), "epoch": optional(whole(1 - 2**63)),
-    "node_size": whole(1), "settled_at": optional(whole(0)), "mode": one_of(*MODES),
+    "node_size": whole(1), "mode": one_of(*MODES),
 }  # fmt: skip
 _OF_RECORD = {
-    **COMMON, "rank": whole(0), "directions": mapping_of(whole(0)), "runs": mapping_of(_RUN),
-    "measured": list_of(tuple_of(NUMBER, NUMBER, NUMBER)), "method": TEXT,
+    **COMMON, "rank": whole(0), "directions": mapping_of(whole(0)), "runs": mapping_of(_RUN), "method": TEXT,
 }  # fmt: skip
 _OF_HEAD = {**_OF_RECORD, "format": whole(0), **dict.fromkeys(("names", "buckets"), list_of(TEXT, distinct=True))}
 _OF_DICT = {
     **_OF_RECORD, "epoch": Kind("a whole number, or None", _is_epoch), "clips": CLIPS,
     "tensors": mapping_of(mapping_of(_ARRAY)), "thresholds": mapping_of(_ARRAY),
+    "second": mapping_of(_ARRAY),
 }  # fmt: skip
-_EARLIER = ("node_size", "runs", "settled_at", "measured", "mode", "clips", "method")  # earlier versions did not know
+_EARLIER = ("node_size", "runs", "mode", "clips", "method", "second")  # earlier versions did not know
 _NO_DICT = "this is no dict of residual_state_dict()"
 
 
 def _check_array(what: str, key: str, part: str, array: np.ndarray) -> None:
     """Raise CheckpointError unless `array` is one that is kept as `part`, or the thresholds of a bucket."""
-    dtype = np.dtype(np.float64 if part == _GUESS else np.float32)
-    if part not in (*PARTS, _GUESS) or array.dtype != dtype or array.ndim != 1:
+    dtype = np.dtype(np.float64 if part in (_GUESS, _FACTORED) else np.float32)
+    if part not in (*PARTS, _GUESS, _FACTORED) or array.dtype != dtype or array.ndim != 1:
         raise CheckpointError(
             f"{what}: array {key!r} must be a {dtype} vector of a known kind, got {array.dtype}, shape {array.shape}"
         )
-    # squares may overflow; of a moment that all have, infinite means never learnt, of a threshold not known
-    if np.isnan(array).any() if part in (SECOND, SHARED, _GUESS) else not np.isfinite(array).all():
+    # squares may overflow; of a threshold, infinite means not known
+    if np.isnan(array).any() if part in (SECOND, _GUESS) else not np.isfinite(array).all():
         raise CheckpointError(f"{what}: array {key!r} must be finite")
+    if part == _FACTORED and (array < 0).any():
+        raise CheckpointError(f"{what}: array {key!r} must not be negative")

@@ -275,15 +275,14 @@ class Distribution:
                 "dgc_horovod: what load_checkpoint has brought of momentum is not in what is saved now: make a step "
                 "first, or call flush() on every rank"
             )
-        if self._topology is not None and self._topology.node_size > 1:
-            return values  # a rank has slices only, and zeros in the place of the others would not be momentum
         keeping = {exchange.steps for exchange in self.exchanges if exchange.keeps_state}
         factor = 1 if self.settings.averages else self.settings.process_set.size()  # a sum is shared out
         for key in self.compressed:
             home = self._homes.find(key)
             if home is not None and self._homes.holder(key) in keeping:
-                slots = self.update.slots(key)
-                for slot, value in zip(slots, self.update.for_slots(*home, factor * rate, slots), strict=False):
+                for slot, value in zip(
+                    self.update.slots(key), self.update.for_slots(*home, factor * rate), strict=False
+                ):
                     values[id(native(slot))] = value.reshape(slot.shape)
         return values
 
@@ -341,17 +340,17 @@ class Distribution:
             self.resume(state.carried_on(process_set.rank(), process_set.size()), iterations)
 
     def join(self, clock: dict[str, Any], iterations: int) -> None:
-        """Be where the others are, as `ResidualState.clock` says; a newcomer begins with nothing."""
+        """Be where the others are, as fields of their `ResidualState` say; a newcomer's own begins with nothing."""
         ranks = self.settings.process_set
         state = self.residuals(own=False) or ResidualState(ranks.rank(), ranks.size(), self.settings.averages)
         self.resume(dataclasses.replace(state, **clock), iterations)
 
     def clear(self) -> None:
-        """Empty u, v and the moments of every exchange: the weights are about to be others."""
+        """Empty u, v and the second moment of every exchange: the weights are about to be others."""
         self._each_bucket(lambda buckets: buckets.clear())
         if self._loaded is not None:
             state, iterations, generation = self._loaded
-            self._loaded = dataclasses.replace(state, tensors={}, runs={}, directions={}), iterations, generation
+            self._loaded = dataclasses.replace(state, tensors={}, runs={}, second={}), iterations, generation
 
     @property
     def holds_loaded(self) -> bool:

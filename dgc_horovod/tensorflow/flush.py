@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL
+from dgc_horovod.state.residual_state import RESIDUAL, SECOND
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.watchdog import watched
@@ -34,7 +34,8 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
     (exchange,) = distribution.exchanges
     by_key = {key_of(variable): variable for variable in optimizer._trainable_variables}
     variables = {i: by_key[source.key] for i, source in enumerate(exchange.sources) if i in exchange.steps.place}
-    left = _left(exchange)
+    left, buckets = _left(exchange), exchange.steps.buckets
+    assert buckets is not None
     # nothing: even a step with a gradient of zeros would move the weights, by momentum and decay
     if not any(kept.any() for parts in left.values() for kept in parts.values()):
         return exchange.steps.take_over_again()
@@ -47,7 +48,8 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
     share = 1 if distribution.settings.averages else exchange.collectives.workers
     for i, v in zip(numbers, kept, strict=True):
         if v is not None:
-            exchange.steps.keep(i, {RESIDUAL: v.reshape(-1) / np.float32(share)})
+            exchange.steps.keep(i, {RESIDUAL: np.asarray(v).reshape(-1) / np.float32(share)})
+    buckets.second.clear()
     exchange.steps.take_over_again()
 
 
@@ -57,26 +59,29 @@ def passes_of(optimizer: Any) -> int:
 
 
 def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
-    """What all ranks together have kept, by number of the variable and part; it is zero here afterwards."""
+    """What all ranks together have kept, by number of the variable and part; u and v are zero here afterwards."""
     steps, collectives = exchange.steps, exchange.collectives
     own = json.dumps([run.engine.state.parts for run in steps.runs])
     theirs = [json.loads(data) for data in collectives.gather_bytes(own.encode(), "parts")]
     found: dict[int, dict[str, np.ndarray]] = {i: {} for i in steps.place}
     for run, *parts in zip(steps.runs, *theirs, strict=True):
+        whole = {}
         for part in sorted({part for one in parts for part in one}):
-            combined = _combined(exchange, run.engine, part)
-            for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
-                found[i][part] = combined[segment.place]
+            whole[part] = _combined(exchange, run.engine, part)
+        if exchange.update.dense_is_stock and not run.engine.bucket.uncompressed:
+            whole[SECOND] = steps.second_of(run)
+        for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
+            found[i] = {part: combined[segment.place] for part, combined in whole.items()}
     assert steps.buckets is not None
-    steps.buckets.clear()
+    steps.buckets.empty()
     return found
 
 
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> np.ndarray:
     collectives, name = exchange.collectives, f"left.{engine.bucket.index}.{part}"
-    sums = part in (RESIDUAL, MOMENTUM) and not exchange.settings.averages
     whole = engine.as_one_of_all(part)
     collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
     with watched(collectives.process_set, collectives.full_name(name)):
-        combined: np.ndarray = collectives.allreduce(tf.constant(whole), name, hvd.Sum if sums else hvd.Average).numpy()
+        op = hvd.Average if exchange.settings.averages else hvd.Sum
+        combined: np.ndarray = collectives.allreduce(tf.constant(whole), name, op).numpy()
     return combined

@@ -38,7 +38,7 @@ def check_taken(state: ResidualState, distribution: Distribution) -> None:
     Before the first step nobody knows which variables have gradients, so that their sizes are compared then.
     """
     refuse_several(distribution, "loaded")
-    check_kept(state, _method(distribution), distribution.update)
+    check_kept(state, _method(distribution))
     for exchange in distribution.exchanges:
         buckets = exchange.steps.buckets
         if buckets is not None:
@@ -64,7 +64,8 @@ def named(state: ResidualState, update: PlainUpdate, keys: Sequence[Key], names:
             rest[str(i)] = update.without_own(key, rest[str(i)])
     tensors = {name_of.get(number, number): arrays for number, arrays in rest.items() if arrays}
     runs = {name_of.get(number, number): run for number, run in state.runs.items()}
-    return dataclasses.replace(state, tensors=tensors, runs=runs)
+    second = {name_of.get(number, number): values for number, values in state.second.items()}
+    return dataclasses.replace(state, tensors=tensors, runs=runs, second=second)
 
 
 def number_of(name: str) -> str:
@@ -74,7 +75,7 @@ def number_of(name: str) -> str:
 
 def _method(distribution: Distribution) -> str:
     config, update = distribution.settings.config, distribution.update
-    return "" if config is None else method_of(config, update.is_split, update.keeps_second or update.learns_second)
+    return "" if config is None else method_of(config, update.is_split, update.dense_is_stock)
 
 
 def trained_in(model: Any, optimizer: Any, distribution: Distribution) -> dict[str, list[int] | None]:
@@ -118,7 +119,7 @@ def of_these(state: ResidualState, then: dict[str, Any], now: dict[str, list[int
     if one == other:
         return state
     if is_flushed(state, state.method == CHANGES):
-        return dataclasses.replace(state, tensors={}, runs={}, directions={}, thresholds={})
+        return dataclasses.replace(state, tensors={}, runs={}, second={}, thresholds={})
     raise CheckpointError(
         f"the residuals are of other variables: those of model.weights at {_few(one)} were trained, now those at "
         f"{_few(other)}: {FROZEN_SINCE}"

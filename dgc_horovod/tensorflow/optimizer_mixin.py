@@ -248,9 +248,10 @@ class DistributedMethods(UsersClass):
         """Apply everything that the ranks have kept, by one dense exchange: no residual is left on any rank.
 
         Momentum goes into the optimizer's slots, so that a saved model is a stock one of which nothing is missing. SGD:
-        ``w -= lr*mean(v)``, ``velocity -= lr*mean(u)``, exact. Adam: the same for v, mean moments; what 8-bit coding
-        has left of small variables stays. Other optimizers, and methods without momentum correction: a step of theirs
-        with ``mean(v)`` as gradient. Every rank must call it, between two steps, in eager mode.
+        ``w -= lr*mean(v)``, ``velocity -= lr*mean(u)``, exact. Adam: the same for v, and the velocity is the second
+        moment that all ranks share; what coding has left of small variables stays. Other optimizers, and methods
+        without momentum correction: a step of theirs with ``mean(v)`` as gradient. Every rank must call it, between two
+        steps, in eager mode.
 
         Cost: an fp32 allreduce of v and of u.
         """

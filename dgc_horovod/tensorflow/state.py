@@ -20,7 +20,6 @@ from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.kinds import NAMED, TEXT, checked, list_of, optional, tuple_of, whole
 from dgc_horovod.state.residual_state import UNDECIDED
-from dgc_horovod.tensorflow.auto.agreed import those_of_any
 from dgc_horovod.tensorflow.broadcast import own_variables, shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
@@ -97,8 +96,6 @@ def load_checkpoint(
     used, settings = _inner(optimizer or model.optimizer), distribution.settings
     node_size = distribution.topology_for([variable.shape for variable in model.trainable_variables]).node_size
     found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals, node_size)
-    if settings.config is not None and settings.config.automatic:
-        found.state.directions = those_of_any(found.state.directions, collectives)
     with together(collectives, f"loading {directory}"):  # before anything is changed, on any rank
         saved = _Saved.read(found.manifest.file(checkpoint.MODEL).name, found.model)
         saved.check(variables, outer)

@@ -137,10 +137,11 @@ class ResidualHandler(OptimizerStateHandler):
         super().sync()
         put_back(optimizer, own)  # and not what stands in their places
         renew(optimizer)
-        buckets, settling = optimizer._dgc.buckets, optimizer._dgc.buckets.settling
-        own_place = buckets.steps, buckets.epoch, settling.settled_at, settling.measured, own.clips
+        buckets = optimizer._dgc.buckets
+        own_place = buckets.steps, buckets.epoch, own.clips, buckets.second.saved()
         place = hvd.broadcast_object(own_place, 0, name="dgc.elastic.step")
-        buckets.steps, buckets.epoch, settling.settled_at, settling.measured, clips = place
+        buckets.steps, buckets.epoch, clips, second = place
+        buckets.second.load(second)
         if buckets.steps:  # a newcomer has made no step, but the others clip
             optimizer._dgc.clipping.goes_on(clips_of(clips, optimizer._dgc.names))
 

@@ -184,8 +184,6 @@ class _Participant:
         """Be as before `begin`, bit for bit."""
         optimizer, exchange = self.optimizer, self.exchange
         state.put_back(optimizer, self._before)
-        for p in exchange.compressed:
-            optimizer._dgc_update.set_directions(p, self._before.directions.get(exchange.names[p], 0))
         for p, entries in self._entries.items():
             optimizer.state[p] = entries
         optimizer._dgc_update.prepare(optimizer)  # what the step has taken over is there again

@@ -17,7 +17,7 @@ from dgc_horovod.config_check import unique_tag
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import describe, of_skipped, stop_if_skipped
-from dgc_horovod.torch import epochs, settling
+from dgc_horovod.torch import epochs
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.gradients.dense_path import not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -25,7 +25,7 @@ from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.gradients.replica_check import Replicas
 from dgc_horovod.torch.gradients.scaling import already_unscaled, scale_of
 from dgc_horovod.torch.state_methods import StateMethods
-from dgc_horovod.torch.updates.base import PlainUpdate, drop_moments
+from dgc_horovod.torch.updates.base import PlainUpdate, drop_momentum
 from dgc_horovod.torch.wrapping import owners, steps
 from dgc_horovod.torch.wrapping.notices import (
     ADDED_LATER,
@@ -201,9 +201,9 @@ class ExchangeMethods(StateMethods):
     def _accumulation_of(self: Any, p: torch.Tensor) -> tuple[Accumulation, float]:
         """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
         group, update = self._dgc_group(p), self._dgc_update
-        update.dense = update.learns_second and self._dgc.buckets.learns_second
+        update.dense = update.dense_is_stock and self._dgc.buckets.sends_all and not self._dgc.buckets.second.known
         update.adopt_state(p, group, self.state, self._dgc)
-        return update.accumulation(p, group), update.decay_before(group)
+        return update.accumulation(p, group, self._dgc), update.decay_before(group)
 
     def synchronize(self: Any) -> None:
         """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank.
@@ -274,7 +274,6 @@ class ExchangeMethods(StateMethods):
         if not self._dgc.buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
             self._dgc_update.check_weights(self, self._dgc)
             self._dgc_replicas.begin(self._dgc.buckets.steps)
-            settling.watch(self)
         return self._dgc_returned if closure is None else loss
 
     def _check_scaler_is_used(self: Any) -> None:
@@ -346,9 +345,7 @@ class ExchangeMethods(StateMethods):
         for p in compressed:
             if p.grad is None and p.requires_grad and p not in self._dgc_left_alone:
                 self._dgc.fade(p, 0.0)
-                if not self._dgc_update.learns_second:  # that stays, and with it a first moment of few steps
-                    drop_moments(self._dgc, p)
-                    self._dgc_update.set_directions(p, 0)
+                drop_momentum(self._dgc, p)
                 self._tell_once("taken away", TAKEN_AWAY.format(name=self._dgc.names[p]))
 
     def _dgc_is_exchanging(self: Any) -> bool:

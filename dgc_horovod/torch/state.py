@@ -16,13 +16,13 @@ from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.method import check_kept, method_of
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, ResidualState
+from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from dgc_horovod.torch import model_file
 from dgc_horovod.torch.clipping.local import records_of
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.updates.base import PlainUpdate, SplitUpdate
+from dgc_horovod.torch.updates.base import SplitUpdate
 
 
 def save(
@@ -143,10 +143,8 @@ def load_residuals(optimizer: Any, state: ResidualState) -> None:
 
 def copied(optimizer: Any) -> ResidualState:
     """`kept_by`, whatever is under way; without what stands in the optimizer's state."""
-    exchange, update = optimizer._dgc, optimizer._dgc_update
+    exchange = optimizer._dgc
     state: ResidualState = exchange.residuals()
-    steps = {exchange.names[p]: update.directions(p) for p in exchange.compressed}
-    state.directions = {name: count for name, count in steps.items() if count}
     state.mode = optimizer._dgc_mode()
     state.clips = records_of(exchange.clipping.asked, exchange.names)
     state.method = _method_of(optimizer)
@@ -162,7 +160,7 @@ def _split(optimizer: Any, state: ResidualState) -> tuple[ResidualState, Any]:
     """`split_own` of the update, of a record that has been found to fit; nothing is changed."""
     exchange, update = optimizer._dgc, optimizer._dgc_update
     state, own = update.split_own(optimizer, state)
-    check_kept(state, _method_of(optimizer), update)
+    check_kept(state, _method_of(optimizer))
     exchange.buckets.check_fits(state)
     return state, own
 
@@ -172,13 +170,8 @@ def put_back(optimizer: Any, state: ResidualState) -> None:
     exchange, update = optimizer._dgc, optimizer._dgc_update
     state, own = _split(optimizer, state)
     exchange.load(state)
-    update.forget()
     update.take_own(optimizer, own)
     optimizer._dgc_resume(state.mode)
-    for p in exchange.compressed:
-        name = exchange.names[p]
-        if FIRST in state.tensors.get(name, {}):
-            update.resume(p, optimizer.state[p], state.directions.get(name, 0))
 
 
 def to_dict(state: ResidualState) -> dict[str, Any]:
@@ -217,8 +210,7 @@ def flush(optimizer: Any) -> None:
     follow(optimizer)
     check_between_steps(optimizer)
     exchange, update = optimizer._dgc, optimizer._dgc_update
-    update.check_flush(optimizer)
-    kept = update.flush(optimizer, _left(exchange, update), exchange.is_compressed)
+    kept = update.flush(optimizer, _left(exchange), exchange.is_compressed)
     share = 1 if exchange.settings.averages else exchange.collectives.workers
     for p, v in kept.items():
         if p in exchange.place:
@@ -230,20 +222,16 @@ def flush(optimizer: Any) -> None:
     update.prepare(optimizer)  # the next step takes over what stands in the optimizer's state now
 
 
-def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+def _left(exchange: GradientExchange) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """What all ranks together have kept of every tensor, by part; it is zero here afterwards.
 
-    Residual and momentum are averaged or summed as gradients are, Adam's moments averaged. An allreduce of every part
-    that any rank has. Adam's steps become those of the rank that has made most.
+    Residual and momentum are averaged or summed as gradients are. An allreduce of every part that any rank has.
     """
     own = {
         "parts": [run.engine.state.parts for run in exchange.runs],
-        "steps": [update.directions(p) for p in exchange.compressed],
         "dense_residuals": sorted(exchange.names[p] for p in exchange.dense_residuals),
     }
     theirs = [json.loads(data) for data in exchange.collectives.gather_bytes(json.dumps(own).encode(), "parts")]
-    for p, *steps in zip(exchange.compressed, *(each["steps"] for each in theirs), strict=True):
-        update.set_directions(p, max(steps))
     found: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in exchange.place}
     for run, *parts in zip(exchange.runs, *(each["parts"] for each in theirs), strict=True):
         for part in sorted({part for one in parts for part in one}):
@@ -256,14 +244,13 @@ def _left(exchange: GradientExchange, update: PlainUpdate) -> dict[torch.Tensor,
         whole = exchange.dense_residuals.get(p, torch.zeros_like(p)).float().contiguous()
         found[p] = {RESIDUAL: _reduced(exchange, whole, name, exchange.settings.averages)}
     exchange.dense_residuals.clear()
-    exchange.buckets.clear()
+    exchange.buckets.empty()
     return found
 
 
 def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> torch.Tensor:
-    averages = exchange.settings.averages or part not in (RESIDUAL, MOMENTUM)
     whole = torch.from_numpy(engine.as_one_of_all(part))
-    return _reduced(exchange, whole, f"{engine.bucket.index}.{part}", averages)
+    return _reduced(exchange, whole, f"{engine.bucket.index}.{part}", exchange.settings.averages)
 
 
 def _reduced(exchange: GradientExchange, whole: torch.Tensor, name: str, averages: bool) -> torch.Tensor:

@@ -22,8 +22,8 @@ class StateMethods:
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As the optimizer's own. It has the same entries on every rank at any time: they may be broadcast one by one.
 
-        Between steps with momentum correction, momentum and moments of compressed tensors are this rank's own
-        (``residual_state_dict``); here they are zero.
+        Between steps with momentum correction, the momentum of compressed tensors is this rank's own
+        (``residual_state_dict``); here it is zero.
         """
         if self._dgc_takes_part:
             self._dgc_update.prepare(self)
@@ -48,7 +48,6 @@ class StateMethods:
         """u, v and the step under way: the weights and the optimizer's state are about to be others."""
         self._dgc.abandon()
         self._dgc.buckets.clear()
-        self._dgc_update.forget()
         self._dgc_update.prepare(self)
         self._dgc_watch = GradientWatch()
 
@@ -79,9 +78,10 @@ class StateMethods:
         """Apply everything that the ranks have kept, by one dense exchange: no residual is left on any rank.
 
         Momentum goes where the optimizer has it, so that ``state_dict()`` is a stock checkpoint of which nothing is
-        missing. SGD: ``w -= lr*mean(v)``, ``momentum_buffer += mean(u)``, exact. Adam: the same for v, mean moments;
-        what 8-bit coding has left of small tensors stays. Other optimizers, and methods without momentum correction: a
-        step of theirs with ``mean(v)`` as gradient. Every rank must call it, between two steps; gradients are cleared.
+        missing. SGD: ``w -= lr*mean(v)``, ``momentum_buffer += mean(u)``, exact. Adam: the same for v, and the second
+        moment that all ranks share; what 8-bit coding has left of small tensors stays. Other optimizers, and methods
+        without momentum correction: a step of theirs with ``mean(v)`` as gradient. Every rank must call it, between two
+        steps; gradients are cleared.
 
         Cost: an fp32 allreduce of v and of u.
         """

@@ -25,15 +25,15 @@ from dgc_horovod.kernels.triton.memory import EXACT
 # What each parameter is, by name: pointers to int32 unless it is here
 _KINDS = {
     **dict.fromkeys(
-        ("v", "u", "second", "values", "decoded", "masked", "chosen_values", "thresholds", "numbers", "scale"), "*fp32"
+        ("v", "u", "values", "decoded", "masked", "chosen_values", "thresholds", "numbers", "scale"), "*fp32"
     ),
-    **dict.fromkeys(("gradients", "outputs", "vectors"), "*i64"),
+    **dict.fromkeys(("gradients", "factors", "outputs", "vectors"), "*i64"),
     "sums": "*fp64",
     **dict.fromkeys(
         ("numel", "max_candidates", "k", "blocks", "capacity", "values_at", "scales_at", "words", "packet_words",
          "high_at", "bits", "chunks", "ranks"), "i32"),
 }  # fmt: skip
-_LOW, _CODECS, _FEEDS, _WITH_MOMENTUM = (0, 9), range(1, 7), range(5), (1, 2)
+_LOW, _CODECS, _FEEDS, _WITH_MOMENTUM = (0, 9), range(1, 7), range(4), (1, 2)
 KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (
         accumulate.accumulate,

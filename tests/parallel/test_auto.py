@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 CASES = (
     *("dense_steps", "script_clipping", "switching", "conservation"),
-    *("choosing", "settling", "resuming", "uneven", "refused"),
+    *("choosing", "resuming", "uneven", "refused"),
     *("given_up", "beside", "loading", "channels_last"),
 )
 
@@ -71,12 +71,6 @@ def test_every_rank_comes_to_the_choice_that_the_clock_says(ranks):
     best = min(one["seconds"], key=one["seconds"].get)
     gains = one["seconds"][best] <= GAIN * one["seconds"][DENSE]
     assert one["modes"][-1] == (best if gains else DENSE)
-
-
-def test_nothing_is_timed_before_adams_second_moment_has_settled(ranks):
-    one, other = _found(ranks, "settling")
-    assert one == other and DENSE in one["seconds"]
-    assert one["settled"] >= 20 and one["steps"] >= one["settled"] + SETTLING + TIMED
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(ranks):

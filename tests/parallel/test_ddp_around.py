@@ -53,7 +53,7 @@ def test_a_layer_that_is_frozen_in_all_dense_steps_is_none_that_was_forgotten(ra
     """The job stopped when the warm-up ended, as if no dense step had been applied."""
     first, second = (rank["ddp_around.frozen_in_dense_steps"] for rank in ranks)
     assert first == second and first["stays"]
-    assert "'0.weight' has a gradient now, and had none in the dense steps" in first["late"]
+    assert 0.003 < first["moved"] < 0.1, "what had no second moment yet is measured first, and trained then"
 
 
 def test_networks_that_take_turns_lose_nothing(ranks):

@@ -56,14 +56,6 @@ def test_every_rank_comes_to_the_choice_that_the_clock_says():
 
 
 @pytest.mark.slow
-def test_nothing_is_timed_before_adams_second_moment_has_settled():
-    one, other = _found("keras_auto_choice.settling")
-    assert one == other and DENSE in one["seconds"]
-    assert one["settled"] >= 20 and one["steps"] >= one["settled"] + SETTLING + TIMED
-    assert 0 < one["selected"] < 0.2
-
-
-@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_in_each_state():
     one, other = _found("keras_auto.resuming")
     assert one == other and len(one) == 5

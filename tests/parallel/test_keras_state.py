@@ -21,7 +21,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks):
 
 @pytest.mark.slow
 def test_with_every_method_and_optimizer():
-    _check_resumed([rank["keras_state.resume_others"] for rank in run_ranks(2, ["keras_state.resume_others"])], 7)
+    _check_resumed([rank["keras_state.resume_others"] for rank in run_ranks(2, ["keras_state.resume_others"])], 8)
 
 
 def _check_resumed(found, runs):

@@ -55,8 +55,8 @@ def test_parameter_frozen_half_way(ranks):
     assert found["norm at 79"] < 1e-3 * found["norm at 9"], "momentum and residual do not drain"
 
 
-def test_adam_is_the_average_of_local_directions(ranks):
-    assert {name: value for name, value in ranks[0]["stock.adamw"].items() if not value <= SAME} == {}
+def test_adam_at_density_1_is_stock(ranks):
+    assert ranks[0]["stock.adamw"] <= SAME
 
 
 def test_stock_checkpoints_are_taken_over(ranks):

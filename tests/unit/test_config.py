@@ -70,8 +70,6 @@ def test_numpy_numbers_are_numbers():
         ({"steps": 1.5}, "steps must be a whole number above 0, got 1.5"),
         ({"steps": True}, "steps must be a whole number above 0, got True"),
         ({"epochs": "4"}, "epochs must be a number above 0, got '4'"),
-        ({"steps": 5, "until_settled": 0}, "until_settled must be a positive finite number, got 0"),
-        ({"steps": 5, "until_settled": "a quarter"}, "until_settled must be"),
     ],
 )
 def test_bad_schedules(arguments, words):
@@ -106,23 +104,6 @@ def test_warmup_shorter_than_its_row_of_densities():
 def test_warmup_to_other_densities(final, expected):
     schedule = WarmupSchedule(steps=12)
     assert [density_at(final, schedule, step) for step in (0, 4, 8, 12)] == expected
-
-
-@pytest.mark.parametrize("length", [{"steps": 400}, {"epochs": 4}, {"epochs": 4, "steps_per_epoch": 100}])
-def test_a_first_stage_that_ends_early_sets_the_length_of_the_others(length):
-    given = WarmupSchedule(**length, first_density=1.0, until_settled=0.25)
-    assert density_at(0.01, given, 0, 0) == 1
-    found = [density_at(0.01, given.with_first_stage(30, 0.01), step) for step in (29, 30, 60, 90, 119, 120)]
-    assert found == [1, 0.25, 0.0625, 0.015625, 0.015625, 0.01]
-
-
-@pytest.mark.parametrize(
-    "fields", [{"second_moment": "own"}, {"momentum_correction": False}, {"warmup": {"first_density": 0.5}}]
-)
-def test_only_a_second_moment_that_stays_can_settle(fields):
-    warmup = WarmupSchedule(steps=9, **{"first_density": 1.0, "until_settled": 0.25, **fields.pop("warmup", {})})
-    with pytest.raises(ConfigError, match="until_settled goes with"):
-        DGCConfig(warmup=warmup, **fields)
 
 
 def test_warmup_by_observed_epoch():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc_horovod.config import MOMENTUM_DTYPES
-from dgc_horovod.kernels.contract import AdamCorrection, ErrorFeedback, MomentumCorrection
+from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection, SharedMoment
 from dgc_horovod.rules import RULES
 from tests.helpers import hand_table
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
@@ -188,18 +188,16 @@ def test_momentum_that_starts_later():
     assert (update_of(engine) == g + np.float32(0.5) * u).all(), "at momentum 0 torch leaves its buffer alone"
 
 
-def test_adam_direction_is_torchs():
-    torch = pytest.importorskip("torch")
-    w = torch.nn.Parameter(torch.zeros(50))
-    adam = torch.optim.Adam([w], lr=1.0, betas=(0.8, 0.99), eps=1e-6)
-    (engine,) = make_engines(make_config(density=1.0), BACKENDS[1], 1, 50)
-    for step in range(5):
-        g = DATA["normal"](50, step)
-        before = w.detach().clone()
-        w.grad = torch.from_numpy(g)
-        adam.step()
-        exchange([engine], [g], AdamCorrection((0.8, 0.99), 1e-6, step + 1), step, 1.0)
-        np.testing.assert_allclose(update_of(engine), (before - w.detach()).numpy(), rtol=2e-5, atol=1e-6)
+def test_a_direction_by_a_shared_second_moment():
+    """``g * rows * columns`` within the bound, whatever the scale is made of."""
+    g, rows, columns = DATA["normal"](60, 0), np.float32([1, 2, 0.5]), np.arange(20, dtype=np.float32)
+    expected = np.clip(g.reshape(3, 20) * rows[:, None] * columns, -9, 9).reshape(-1)
+    for kernels in BACKENDS:
+        (engine,) = make_engines(make_config(density=1.0), kernels, 1, 60)
+        feed = SharedMoment(kernels.from_host(rows), kernels.from_host(columns), 9.0)
+        exchange([engine], [g], feed, 0, 1.0)
+        np.testing.assert_allclose(update_of(engine), expected, rtol=1e-6)
+        assert (np.abs(expected) == 9).any()
 
 
 def test_scale_and_random_source():

@@ -8,7 +8,7 @@ import pytest
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, RankMismatch
 from dgc_horovod.exchange.in_process import carry
-from dgc_horovod.kernels.contract import AdamCorrection, ErrorFeedback, MomentumCorrection
+from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, as_numpy
@@ -98,7 +98,7 @@ def test_a_bucket_is_one_message_whatever_its_tensors():
 
 
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
-@pytest.mark.parametrize("accumulation", [MomentumCorrection(0.9), AdamCorrection((0.9, 0.999), 1e-8, 1)], ids=str)
+@pytest.mark.parametrize("accumulation", [MomentumCorrection(0.9), MomentumCorrection(0.9, True)], ids=str)
 def test_a_state_emptied_after_the_gradients_starts_from_zero(kernels, accumulation):
     """The library was given no momentum to write to: the process ended."""
     fresh, used = (make_engines(make_config(), kernels, 1, 300)[0] for _ in range(2))
@@ -124,9 +124,7 @@ def test_what_is_committed_is_not_taken_back(kernels):
 
 
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
-@pytest.mark.parametrize(
-    "accumulation", [ErrorFeedback(), MomentumCorrection(0.9), AdamCorrection((0.9, 0.999), 1e-8, 1)], ids=str
-)
+@pytest.mark.parametrize("accumulation", [ErrorFeedback(), MomentumCorrection(0.9)], ids=str)
 def test_a_segment_moves_with_all_that_is_kept_of_it(kernels, accumulation):
     config = make_config()
     first, second = (
@@ -138,10 +136,10 @@ def test_a_segment_moves_with_all_that_is_kept_of_it(kernels, accumulation):
     old = {s.name: slice(s.start, s.start + s.numel) for s in first.bucket.segments}["p1"]
     here = {s.name: slice(s.start, s.start + s.numel) for s in second.bucket.segments}["p0"]
     names = [s.name for s in first.bucket.segments], [s.name for s in second.bucket.segments]
-    states = [first.state.v, first.state.u, *(first.state.moments or ())]
+    states = [first.state.v, first.state.u]
     expected = [None if x is None else as_numpy(kernels, x)[old].copy() for x in states]
     second.state.move_in(names[1].index("p0"), first.state, names[0].index("p1"))
-    moved = [second.state.v, second.state.u, *(second.state.moments or ())]
+    moved = [second.state.v, second.state.u]
     for x, was, left in zip(moved, expected, states, strict=True):
         assert (x is None) == (was is None)
         if x is not None:

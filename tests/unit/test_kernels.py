@@ -19,11 +19,12 @@ from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import (
     CHUNK,
     RANGE,
-    AdamCorrection,
     Elements,
     ErrorFeedback,
     MomentumCorrection,
+    SharedMoment,
     State,
+    first_sign,
     summed_numel,
 )
 from dgc_horovod.kernels.native import library
@@ -38,11 +39,8 @@ FEEDS = [
     ErrorFeedback(),
     MomentumCorrection(0.9),
     MomentumCorrection(0.9, True),
-    AdamCorrection((0.9, 0.999), 1e-8, 1),
-    AdamCorrection((0.8, 0.99), 1e-6, 50),
-    AdamCorrection((0.9, 0.999), 0.0, 3),
-    AdamCorrection((0.9, 0.99), 1e-8, 100, frozen=True),
 ]
+SHARED = "shared"  # as a feed: by a second moment of as many columns as `run_pass` draws
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda kernels: kernels.name)
@@ -84,6 +82,20 @@ def test_top_k_by_definition(numel, k, seed):
         assert kernels.top_k(as_array(kernels, x), min(k, numel)).positions.tolist() == sorted(order.tolist())
 
 
+@given(st.integers(1, 9000), st.integers(0, 5000), st.sampled_from([1, 7, 64, 100, 3000]), st.integers(0, 99))
+def test_measure_by_definition(numel, offset, width, seed):
+    """Each row, each column, each product, in float64, of a run that may begin and end anywhere."""
+    rng = np.random.default_rng(seed)
+    x, signs = rng.standard_normal(numel).astype(np.float32), rng.choice([-1, 1], 2 * width).astype(np.float32)
+    at = np.arange(offset, offset + numel)
+    row, wide = at // width - offset // width, x.astype(np.float64)
+    expected = [np.bincount(row, wide**2), np.bincount(at % width, wide**2, width)]
+    expected = np.concatenate([*expected, np.bincount(row, wide * signs[first_sign(at // width, width) + at % width])])
+    for kernels in BACKENDS:
+        found = kernels.measure(as_array(kernels, x), offset, as_array(kernels, signs))
+        np.testing.assert_allclose(as_numpy(kernels, found), expected, rtol=1e-5, atol=1e-5 * np.sqrt(width))
+
+
 def test_sums_count_what_is_not_finite_as_zero(kernels):
     x = np.full(10_000, 3e38, np.float32)
     assert np.isfinite(kernels.sums(as_array(kernels, x))[1])
@@ -107,15 +119,14 @@ def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=(), 
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     bucket = Bucket(0, tuple(Segment(str(i), start, n) for i, (start, n) in enumerate(zip(starts, sizes, strict=True))))
     rng = np.random.default_rng(seed)
-    vectors = [rng.standard_normal(bucket.numel).astype(np.float32) for _ in range(3)]
-    arrays = [as_array(kernels, x) for x in (*vectors[:2], np.abs(vectors[2]))]
+    vectors = [rng.standard_normal(bucket.numel).astype(np.float32) for _ in range(2)]
+    arrays = [as_array(kernels, x) for x in vectors]
     state = State(arrays[0], arrays[1])
     if narrow:
         state.u = arrays[1] = kernels.new(bucket.numel, "bf16")
         kernels.write(state.u, vectors[1])
-    if any(isinstance(accumulation, AdamCorrection) for accumulation in feeds):
-        state = State(arrays[0], None, (arrays[1], arrays[2]))
     gradients, outcome = kernels.gradients(bucket), []
+    feeds = [shared_of(kernels, n, seed + i) if feeds[i] == SHARED else feeds[i] for i, n in enumerate(sizes)]
     for step in range(2):
         g = np.random.default_rng(seed + step).standard_normal(bucket.numel).astype(np.float32)
         g[list(bad)] = [np.nan, np.inf, -np.inf][: len(bad)]
@@ -135,6 +146,14 @@ def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=(), 
     return outcome
 
 
+def shared_of(kernels, numel, seed):
+    """Factors of a tensor of which a segment of `numel` elements is a run."""
+    rng = np.random.default_rng(seed)
+    offset, width = int(rng.integers(0, 100)), int(rng.choice([1, 9, 64, 100, 5000]))
+    rows, columns = (rng.random(size).astype(np.float32) * 9 for size in (-(-(offset + numel) // width), width))
+    return SharedMoment(as_array(kernels, rows), as_array(kernels, columns), 9.0, offset)
+
+
 def make_spans(total, cuts, candidate_threshold):
     edges = sorted({0, total, *(cut % total for cut in cuts)})
     ranges = np.zeros(len(edges) - 1, RANGE)
@@ -147,7 +166,7 @@ def make_spans(total, cuts, candidate_threshold):
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 70), st.sampled_from([4095, 4096, 4097, 9001])), min_size=1, max_size=5),
-    adam=st.booleans(),
+    shared=st.booleans(),
     cuts=st.lists(st.integers(0, 20_000), max_size=3),
     candidate_threshold=st.sampled_from([1e-3, 1.5, 3.0, np.inf]),
     moments=st.booleans(),
@@ -156,14 +175,15 @@ def make_spans(total, cuts, candidate_threshold):
     seed=st.integers(0, 1000),
     narrow=st.booleans(),
 )
-def test_the_pass(backend, sizes, adam, cuts, candidate_threshold, moments, scale, bad, seed, narrow):
-    """u, v, moments, candidates, sums and verdicts, with ranges and segments at any offset."""
-    feeds = [FEEDS[(seed + i) % 3 + 3 if adam else (seed + i) % 3] for i in range(len(sizes))]
+def test_the_pass(backend, sizes, shared, cuts, candidate_threshold, moments, scale, bad, seed, narrow):
+    """u, v, candidates, sums and verdicts, with ranges and segments at any offset."""
+    every = [SHARED, SHARED, FEEDS[0]] if shared else FEEDS
+    feeds = [every[(seed + i) % 3] for i in range(len(sizes))]
     total, ranges = sum(sizes), make_spans(sum(sizes), cuts, candidate_threshold)
     where = sorted(np.random.default_rng(seed).choice(total, min(bad, total), replace=False).tolist())
     room = total if seed % 4 else total // 50
     arguments = (sizes, feeds)
-    rest = (room, moments, scale, seed, where, narrow and not adam)
+    rest = (room, moments, scale, seed, where, narrow)
     ours = run_pass(backend, *arguments, ranges.copy(), *rest)
     theirs = run_pass(REFERENCE, *arguments, ranges.copy(), *rest)
     for ours_one, theirs_one in zip(ours, theirs, strict=True):
@@ -286,11 +306,11 @@ def test_fill_adds_in_rank_order(workers, seed):
 @pytest.mark.parametrize("threshold", [2.5, 3.5])  # many candidates a chunk, and few, are noted in two ways
 def test_instruction_sets_and_threads_agree_to_the_bit(threshold):
     """On a bucket long enough for several threads, with every feed: the same bits as the reference's."""
-    feeds, sizes = FEEDS[:3], [300_001, 17, 500_000]
+    feeds, sizes = FEEDS, [300_001, 17, 500_000]
     ranges = make_spans(sum(sizes), [300_001, 123], threshold)
     expected = run_pass(REFERENCE, sizes, feeds, ranges.copy(), 100_000, True, 0.3, 1, [5, 300_010])
-    adam = run_pass(REFERENCE, sizes, [FEEDS[3]] * 3, ranges.copy(), 100_000, True, 1.0, 1)
     narrow = run_pass(REFERENCE, sizes, feeds, ranges.copy(), 100_000, False, 0.3, 2, narrow=True)
+    shared = run_pass(REFERENCE, sizes, [SHARED] * 3, ranges.copy(), 100_000, False, 0.3, 3)
     widest = NativeKernels().instructions
     tried = []
     try:
@@ -300,8 +320,8 @@ def test_instruction_sets_and_threads_agree_to_the_bit(threshold):
                 continue
             tried.append(name)
             assert run_pass(kernels, sizes, feeds, ranges.copy(), 100_000, True, 0.3, 1, [5, 300_010]) == expected
-            assert run_pass(kernels, sizes, [FEEDS[3]] * 3, ranges.copy(), 100_000, True, 1.0, 1) == adam
             assert run_pass(kernels, sizes, feeds, ranges.copy(), 100_000, False, 0.3, 2, narrow=True) == narrow
+            assert run_pass(kernels, sizes, [SHARED] * 3, ranges.copy(), 100_000, False, 0.3, 3) == shared
     finally:
         NativeKernels().use_instructions(widest)
     assert "plain" in tried and not NativeKernels().use_instructions("quantum")

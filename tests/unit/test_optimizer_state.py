@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.torch.clipping import calls
-from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, WarmupSchedule
+from dgc_horovod.torch.ddp import Compression, DistributedOptimizer
 from dgc_horovod.torch.updates.base import PlainUpdate, step_count
 from dgc_horovod.torch.updates.choice import choose_update
 from tests.helpers.regression import UNROUNDED, batches, distance, smooth_model, weights
@@ -150,7 +150,7 @@ def test_the_norm_that_a_script_is_given_is_not_of_the_default_dtype(alone, in_b
 def test_a_state_that_a_script_empties_takes_the_momentum_along(alone, name, reset):
     """The engine had kept it, without a word."""
     ends = []
-    for compression in (None, Compression.dgc(**WHOLE, **({"second_moment": "own"} if name == "adam" else {}))):
+    for compression in (None, Compression.dgc(**WHOLE)):
         model, optimizer = made(OPTIMIZERS[name], compression)
         train(model, optimizer, 5)
         before = weights(model)
@@ -163,7 +163,7 @@ def test_a_state_that_a_script_empties_takes_the_momentum_along(alone, name, res
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_after_a_flush_a_script_finds_and_resets_the_momentum(alone, name):
     ends, key = [], "exp_avg" if name == "adam" else "momentum_buffer"
-    for compression in (None, Compression.dgc(**WHOLE, **({"second_moment": "own"} if name == "adam" else {}))):
+    for compression in (None, Compression.dgc(**WHOLE)):
         model, optimizer = made(OPTIMIZERS[name], compression)
         train(model, optimizer, 5)
         if compression:
@@ -188,17 +188,6 @@ def test_what_waits_survives_a_reset(alone):
     assert compressed
     for name in compressed:
         assert not after[name]["u"].any() and torch.equal(after[name]["v"], before[name]["v"])
-
-
-def test_a_second_moment_that_stays_is_told_of(alone, caplog):
-    warmup = WarmupSchedule(steps=2, first_density=1.0)
-    model, optimizer = made(OPTIMIZERS["adam"], Compression.dgc(0.1, min_numel=64, warmup=warmup))
-    train(model, optimizer, 5)
-    assert "was emptied" not in caplog.text
-    for _ in range(2):
-        optimizer.state.clear()
-        train(model, optimizer, 2)
-    assert caplog.text.count("optimizer.state was emptied after the dense steps") == 1
 
 
 def test_an_optimizer_that_finds_its_own_rate_is_warned_of_under_every_method():

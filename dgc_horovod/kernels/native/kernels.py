@@ -149,9 +149,9 @@ class NativeKernels(NumpyArrays):
         scale: float = 1.0,
     ) -> int:
         scratch.make_room(max_candidates)
-        first, second = (None, None) if state is None else state.moments or (state.u, None)
+        u = None if state is None else state.u
         return self._library.dgc_pass(
-            address(v), address(first), is_narrow(first), address(second), address(segments), len(segments), scale,
+            address(v), address(u), is_narrow(u), address(segments), len(segments), scale,
             address(ranges), len(ranges), want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
 
@@ -168,6 +168,13 @@ class NativeKernels(NumpyArrays):
         out, chunk_sums = np.empty(2), np.empty(2 * (numel // CHUNK + 1))
         self._library.dgc_sums(place, numel, address(chunk_sums), self.threads, address(out))
         return float(out[0]), float(out[1])
+
+    def measure(self, x: Any, offset: int, signs: np.ndarray) -> np.ndarray:
+        numel, b = x.nbytes // 4, signs.size // 2
+        rows = -(-(offset % b + numel) // b)
+        out = np.zeros(2 * rows + b, np.float32)
+        self._library.dgc_measure(address(x), numel, offset, address(signs), b, address(out))
+        return out
 
     def squares(self, arrays: Sequence[np.ndarray]) -> float:
         return sum((self.sums(x)[1] for x in arrays), 0.0)

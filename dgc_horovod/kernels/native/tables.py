@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.kernels.contract import CHUNK, Accumulation, AdamCorrection, Elements, MomentumCorrection
+from dgc_horovod.kernels.contract import CHUNK, Accumulation, Elements, MomentumCorrection, SharedMoment
 from dgc_horovod.wire.bucket import Bucket
 
 if TYPE_CHECKING:
     from dgc_horovod.kernels.native.kernels import NativeKernels
 
-_RESIDUAL, _MOMENTUM, _NESTEROV, _ADAM, _FROZEN_ADAM = 1, 2, 3, 4, 5  # enum Kind
+_RESIDUAL, _MOMENTUM, _NESTEROV, _SHARED = 1, 2, 3, 4  # enum Kind
 
 # Structures of csrc/dgc.h, as records, so that a whole table is one array.
 SEGMENT = np.dtype(
     [("gradient", np.uintp), ("start", np.int64), ("numel", np.int64), ("kind", np.int32), ("momentum", np.float32)]
-    + [(name, np.float32) for name in ("keep1", "take1", "keep2", "take2", "correction1", "root2", "eps")]
+    + [("rows", np.uintp), ("columns", np.uintp), ("width", np.int64), ("offset", np.int64), ("bound", np.float32)]
     + [("clears", np.int32)]
 )
 FOUND = np.dtype(
@@ -120,15 +120,13 @@ class NativeGradients:
 
     @staticmethod
     def _describe(row: Any, accumulation: Accumulation) -> None:
-        row["kind"] = _RESIDUAL
+        row["kind"], row["rows"], row["columns"] = _RESIDUAL, 0, 0
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             row["kind"], row["momentum"] = (_NESTEROV if accumulation.nesterov else _MOMENTUM), accumulation.momentum
-        elif isinstance(accumulation, AdamCorrection):
-            b1, b2 = accumulation.betas
-            row["kind"] = _FROZEN_ADAM if accumulation.frozen else _ADAM
-            row["keep1"], row["take1"], row["keep2"], row["take2"] = b1, 1 - b1, b2, 1 - b2
-            for name in ("correction1", "root2", "eps"):
-                row[name] = getattr(accumulation, name)
+        elif isinstance(accumulation, SharedMoment):  # which is kept with the feeds, and its arrays with it
+            row["kind"], row["offset"], row["width"] = _SHARED, accumulation.offset, len(accumulation.columns)
+            row["rows"], row["columns"] = address(accumulation.rows), address(accumulation.columns)
+            row["bound"] = accumulation.bound
 
     def squared_norm(self) -> float:
         return sum(

@@ -16,13 +16,14 @@ WARPS = 2  # of a program of `accumulate`
 BINS, FINE_BITS = tl.constexpr(4096), tl.constexpr(13)  # four octaves above the candidate threshold; 1,024 bins each
 
 # What `numbers` holds
-SCALE, MOMENTUM = tl.constexpr(0), tl.constexpr(1)
-BETA1, REST1, BETA2, REST2, BIAS1, BIAS2, EPSILON = (tl.constexpr(i) for i in range(2, 9))
+SCALE, MOMENTUM, BOUND = (tl.constexpr(i) for i in range(3))
 # What the `report` holds
 FLAGS, NOTED, READY, ZEROS, LEAST, TIES = (tl.constexpr(i) for i in range(6))
 BAD_GRADIENT, BAD_RESIDUAL = tl.constexpr(1), tl.constexpr(2)
 
-RESIDUAL_FEED, MOMENTUM_FEED, NESTEROV_FEED, ADAM_FEED, FROZEN_ADAM_FEED = (tl.constexpr(i) for i in range(5))
+RESIDUAL_FEED, MOMENTUM_FEED, NESTEROV_FEED, SHARED_FEED = (tl.constexpr(i) for i in range(4))
+# What `factors` holds of each segment with a shared second moment: two addresses, the columns, the offset
+ROWS, COLUMNS, WIDTH, OFFSET, FACTORS = (tl.constexpr(i) for i in range(5))
 
 _SIZE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 _UPPER, _LARGEST = tl.constexpr(0x7FFF0000), tl.constexpr(0x7F7F0000)  # of a bfloat16: its size, the largest finite one
@@ -68,29 +69,25 @@ def _keep_momentum(u, at, x, inside, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _adam(v, g, numbers, first, second, at, inside, FROZEN: tl.constexpr):
-    """v after Adam's direction on g has been added; the moments are written, the second unless it is frozen."""
-    m = tl.load(first + at, mask=inside, other=0.0) * tl.load(numbers + BETA1) + g * tl.load(numbers + REST1)
-    s = tl.load(second + at, mask=inside, other=0.0)
-    tl.store(first + at, m, mask=inside)
-    if not FROZEN:
-        s = s * tl.load(numbers + BETA2) + (g * g) * tl.load(numbers + REST2)
-        tl.store(second + at, s, mask=inside)
-    spread = tl.math.div_rn(tl.math.sqrt_rn(s), tl.load(numbers + BIAS2)) + tl.load(numbers + EPSILON)
-    return v + tl.math.div_rn(tl.math.div_rn(m, tl.load(numbers + BIAS1)), spread)
+def factors_of(factors, segment):
+    """Where factors of the rows and of the columns of a segment's tensor are, its columns, and where it begins."""
+    at = factors + segment * FACTORS
+    rows = tl.load(at + ROWS).to(tl.pointer_type(tl.float32))
+    columns = tl.load(at + COLUMNS).to(tl.pointer_type(tl.float32))
+    return rows, columns, tl.load(at + WIDTH), tl.load(at + OFFSET)
 
 
 @triton.jit(do_not_specialize=["max_candidates"])
 def accumulate(
-    v, u, second, gradients, starts, spread, thresholds, numbers, report, positions, values, bases, counts, histogram,
-    numel, max_candidates, FEED: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
+    v, u, gradients, factors, starts, spread, thresholds, numbers, report, positions, values, bases, counts,
+    histogram, numel, max_candidates, FEED: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """``v += accumulate(g)`` and the list of those elements that reach their segment's threshold.
 
     Args:
-        v, u, second: state of the bucket, flat float32; u is Adam's first moment with its feeds. NARROW: u has the bits
-            of bfloat16 numbers, int16.
+        v, u: state of the bucket, flat float32. NARROW: u has the bits of bfloat16 numbers, int16.
         gradients: address of each segment's gradient, int64.
+        factors: of a shared second moment, int64, FACTORS a segment.
         starts: position of each segment's first element, int32, and behind the last the end.
         spread: first and last segment that have elements in each block, int32, two a block.
         thresholds: smallest magnitude that makes a candidate, float32, one a segment; infinity: none.
@@ -101,8 +98,7 @@ def accumulate(
         bases, counts: place in the list of each block's candidates, and their number, int32.
         histogram: number of candidates by height above the threshold, BINS of int32; the last one is open.
 
-    Cost: 20 bytes an element with momentum, 16 where it is narrow, 12 without, 28 with Adam, 24 if its second moment is
-    frozen.
+    Cost: 20 bytes an element with momentum, 16 where it is narrow, 12 without, or with a shared second moment.
     """
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -115,6 +111,7 @@ def accumulate(
     if FEED == MOMENTUM_FEED or FEED == NESTEROV_FEED:
         moved = momentum_at(u, at, inside, NARROW)
     g = tl.zeros([BLOCK], tl.float32)
+    row, column = g, g
     candidate_threshold = tl.full([BLOCK], 0, tl.int32)
     for segment in range(tl.load(spread + 2 * block), tl.load(spread + 2 * block + 1) + 1):
         start, end = tl.load(starts + segment), tl.load(starts + segment + 1)
@@ -123,14 +120,20 @@ def accumulate(
             start, end, gradient = tl.multiple_of(start, 4), tl.multiple_of(end, 4), tl.multiple_of(gradient, 16)
         here = (at >= start) & (at < end)
         g = tl.where(here, tl.load(gradient + (at - start), mask=here, other=0.0), g)
+        if FEED == SHARED_FEED:
+            rows, columns, width, offset = factors_of(factors, segment)
+            place = (at - start).to(tl.int64) + offset
+            row = tl.where(here, tl.load(rows + place // width, mask=here, other=0.0), row)
+            column = tl.where(here, tl.load(columns + place % width, mask=here, other=0.0), column)
         candidate_threshold = tl.where(here, size_of(tl.load(thresholds + segment)), candidate_threshold)
     sound = is_finite(g)
     g = tl.where(sound, g, 0.0) * scale
 
     if FEED == RESIDUAL_FEED:
         kept = kept + g
-    elif FEED == ADAM_FEED or FEED == FROZEN_ADAM_FEED:
-        kept = _adam(kept, g, numbers, u, second, at, inside, FEED == FROZEN_ADAM_FEED)
+    elif FEED == SHARED_FEED:
+        bound = tl.load(numbers + BOUND)
+        kept = kept + tl.minimum(tl.maximum(g * row * column, -bound), bound)
     else:
         moved = moved * momentum + g
         _keep_momentum(u, at, moved, inside, NARROW)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,32 +12,26 @@ from dgc_horovod.kernels.composed import ListedGradients
 from dgc_horovod.kernels.contract import (
     AccumulateResult,
     Accumulation,
-    AdamCorrection,
     Elements,
     MomentumCorrection,
+    SharedMoment,
     State,
 )
 from dgc_horovod.kernels.triton.accumulate import (
-    ADAM_FEED,
     BAD_GRADIENT,
     BAD_RESIDUAL,
-    BETA1,
-    BETA2,
-    BIAS1,
-    BIAS2,
     BINS,
     BLOCK,
-    EPSILON,
+    BOUND,
+    FACTORS,
     FLAGS,
-    FROZEN_ADAM_FEED,
     MOMENTUM,
     MOMENTUM_FEED,
     NESTEROV_FEED,
     NOTED,
     RESIDUAL_FEED,
-    REST1,
-    REST2,
     SCALE,
+    SHARED_FEED,
     WARPS,
     accumulate,
 )
@@ -47,29 +41,32 @@ from dgc_horovod.wire.bucket import Bucket
 
 REPORT, HISTOGRAM = 16, BINS.value  # int32 words
 _NUMBERS = 16
-_ADAM_FEEDS = (ADAM_FEED.value, FROZEN_ADAM_FEED.value)
 
 
 def _described(accumulation: Accumulation) -> tuple[int, dict[int, float]]:
     """Which form of `accumulate` a feed needs, and its numbers."""
-    if isinstance(accumulation, AdamCorrection):
-        b1, b2 = accumulation.betas
-        biases = {
-            BIAS1.value: accumulation.correction1, BIAS2.value: accumulation.root2, EPSILON.value: accumulation.eps
-        }  # fmt: skip
-        betas = {BETA1.value: b1, REST1.value: 1 - b1, BETA2.value: b2, REST2.value: 1 - b2}
-        return (FROZEN_ADAM_FEED if accumulation.frozen else ADAM_FEED).value, {**betas, **biases}
     if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
         return (NESTEROV_FEED if accumulation.nesterov else MOMENTUM_FEED).value, {
             MOMENTUM.value: accumulation.momentum
         }
+    if isinstance(accumulation, SharedMoment):
+        return SHARED_FEED.value, {BOUND.value: accumulation.bound}
     return RESIDUAL_FEED.value, {}
+
+
+def _factors(accumulation: Accumulation) -> tuple[int, ...]:
+    """What the device is told of a shared second moment."""
+    if not isinstance(accumulation, SharedMoment):
+        return (0,) * FACTORS.value
+    rows, columns = accumulation.rows, accumulation.columns
+    return rows.data_ptr(), columns.data_ptr(), len(columns), accumulation.offset
 
 
 def alike(gradients: ListedGradients) -> bool:
     """Whether all of them enter the residual in the same way, as one pass takes them."""
     accumulations = gradients.accumulations
-    return accumulations.count(accumulations[0]) == len(accumulations) and not any(gradients.clears)
+    how: list[Any] = [each.bound if isinstance(each, SharedMoment) else each for each in accumulations]
+    return how.count(how[0]) == len(how) and not any(gradients.clears)
 
 
 class Form(NamedTuple):
@@ -95,6 +92,7 @@ class BucketPass:
             device,
             {
                 "gradients": (torch.int64, segments),
+                "factors": (torch.int64, FACTORS.value * segments),
                 "thresholds": (torch.float32, segments),
                 "numbers": (torch.float32, _NUMBERS),
                 "header": (torch.int32, HEADER_WORDS.value),  # of a packet, if one is written
@@ -121,6 +119,8 @@ class BucketPass:
         feed, numbers = _described(gradients.accumulations[0])
         host = self.settings.host
         host["gradients"][:] = addresses(gradients.arrays)
+        if feed == SHARED_FEED.value:
+            host["factors"][:] = np.ravel([_factors(each) for each in gradients.accumulations])
         aligned = self.map.aligned and not (host["gradients"] % 16).any()
         host["thresholds"][:] = thresholds
         host["numbers"][SCALE.value] = scale
@@ -137,15 +137,13 @@ class BucketPass:
             state: see `Kernels.accumulate`.
             report, histogram: int32 zeros, REPORT and HISTOGRAM of them, for what is seen.
         """
-        moments = state.moments if form.feed in _ADAM_FEEDS else None
-        first, second = moments or (bits_of(state.u), None)
-        unused = state.v
+        u = state.v if state.u is None else bits_of(state.u)
         given = self.settings.device
         accumulate[(self.map.blocks,)](
-            state.v, unused if first is None else first, unused if second is None else second, given["gradients"],
-            self.map.starts, self.map.spread, given["thresholds"], given["numbers"], report, self.positions,
+            state.v, u, given["gradients"], given["factors"], self.map.starts, self.map.spread, given["thresholds"],
+            given["numbers"], report, self.positions,
             self.values, self.bases, self.counts, histogram, self.bucket.numel, self.max_candidates,
-            FEED=form.feed, ALIGNED=form.aligned, NARROW=moments is None and is_narrow(state.u), num_warps=WARPS,
+            FEED=form.feed, ALIGNED=form.aligned, NARROW=is_narrow(state.u), num_warps=WARPS,
             **EXACT,
         )  # fmt: skip
 

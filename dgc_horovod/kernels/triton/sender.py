@@ -164,5 +164,5 @@ class TritonSender:
 
 def _places(taking: BucketPass, state: State) -> list[int]:
     """Where everything lies that a step's kernels are given and the sender does not keep itself."""
-    vectors = (state.v, state.u, *(state.moments or ()), taking.positions, taking.counts)
+    vectors = (state.v, state.u, taking.positions, taking.counts)
     return [0 if x is None else x.data_ptr() for x in vectors]

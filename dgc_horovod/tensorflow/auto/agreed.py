@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
 from dgc_horovod.notices import SPARSE, tell_stock
@@ -33,12 +32,3 @@ def for_a_choice(settings: Settings, kinds: Sequence[str], run_steps: int | None
     if config.total_steps is None and max(told):
         config = config.replace(total_steps=max(told))
     return dataclasses.replace(settings, config=fitted(config))
-
-
-def those_of_any(directions: dict[str, int], collectives: Collectives) -> dict[str, int]:
-    """`directions` of this rank's record, or of the first that has some: a rank whose record is lost has none.
-
-    By them ranks tell whether something waits to be handed back, which takes all of them; a collective.
-    """
-    told = [json.loads(data) for data in collectives.gather_bytes(json.dumps(directions).encode(), "directions")]
-    return directions or next(filter(None, told), directions)

@@ -21,13 +21,11 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
-from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
 from dgc_horovod.tensorflow.wrapping.settings import STOCK
-from dgc_horovod.tensorflow.wrapping.variables import Key, native
 
 HANDED_BACK = "handed back"  # a dense step, before which all that ranks have kept is applied
 BRANCHES = (DENSE, HALF, COMPRESSED, HANDED_BACK)  # a step is one of them, by its number
-_NOTHING, _COMPARING, _MEETING, _SETTLING = range(4)  # what the ranks do before a step
+_NOTHING, _COMPARING, _MEETING = range(3)  # what the ranks do before a step
 
 
 class GraphChoice:
@@ -35,20 +33,17 @@ class GraphChoice:
 
     Args:
         steps: steps of its exchange on this rank.
-        keys: keys of its compressed variables.
 
     Attributes:
         choice: what is chosen.
         holds: whether the engines may hold what is to be handed back before steps are the optimizer's own.
     """
 
-    def __init__(self, steps: HostSteps, keys: Sequence[Key]) -> None:
+    def __init__(self, steps: HostSteps) -> None:
         assert steps.buckets is not None
         self._steps, self._collectives, self._buckets = steps, steps.collectives, steps.buckets
-        self._adam = steps.update if isinstance(steps.update, FrozenAdamUpdate) else None
-        window = self._adam.window if self._adam is not None and keys else 0.0
-        self.choice = Choice(steps.buckets, window, STOCK, bool(hvd.gloo_enabled()))
-        self.holds, self._keys = False, keys
+        self.choice = Choice(steps.buckets, STOCK, bool(hvd.gloo_enabled()))
+        self.holds = False
         self._seen = steps.buckets.steps  # of these the times have been noted
         self._given_at = self._waited = 0.0
         self._asks = False  # whether the link is to be timed, see `Choice.compare`
@@ -68,7 +63,6 @@ class GraphChoice:
         """`other` may hold what waits of these variables: it is handed back here."""
         self.holds |= other.holds
         self._seen = self._buckets.steps
-        self._steps.follow(other._steps)
 
     def resume(self, state: ResidualState) -> None:
         """A resumed job goes on with what was chosen; what was saved without a choice was compressed."""
@@ -81,12 +75,11 @@ class GraphChoice:
 
     # -- before a step
 
-    def __call__(self, iterations: tf.Tensor, rate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def __call__(self, iterations: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Which of `BRANCHES` the step takes, and whether `expected` is wanted in it.
 
         Args:
             iterations: number of steps that the optimizer has made.
-            rate: learning rate.
         """
         todo, *decided = self._call(self._begin, [iterations], [tf.int32, tf.int32, tf.bool])
         todo.set_shape([])
@@ -100,8 +93,6 @@ class GraphChoice:
             _COMPARING: lambda: after(self._compared),
             _MEETING: lambda: after(self._met),
         }
-        if self._adam is not None and self._keys:
-            branches[_SETTLING] = lambda: after(lambda: self._settled(iterations, rate))
         which, probes = tf.switch_case(todo, branches)
         which.set_shape([])
         probes.set_shape([])
@@ -118,8 +109,6 @@ class GraphChoice:
         choice = self.choice
         if self._buckets.steps != self._seen:  # one has ended
             self._seen, waited, self._waited = self._buckets.steps, self._waited, 0.0
-            if choice.trial.mode != COMPRESSED and choice.measures_second:
-                return _SETTLING
             if choice.step_ended(time.perf_counter(), waited):
                 return _COMPARING
         begins = choice.trial.mode == COMPRESSED and not (self.holds or choice.given_up)
@@ -132,8 +121,8 @@ class GraphChoice:
         mode = trial.mode
         if mode == COMPRESSED:
             self.holds = True
-        elif not self._steps.start_as_stock(iterations):
-            self.holds = False  # a checkpoint was loaded, whose slots have everything
+        else:
+            self._steps.start_as_stock(iterations)
         self._buckets.counts.mode = mode
         branch = HANDED_BACK if self.holds and mode != COMPRESSED else mode
         return [np.int32(BRANCHES.index(branch)), np.bool_(self._asks)]
@@ -141,7 +130,7 @@ class GraphChoice:
     def handed_back(self, _: Any) -> list[Any]:
         """All that was kept is in the optimizer's slots, in the weights, and in the gradients of the step."""
         self.holds = False
-        self._buckets.forget_shared()
+        self._buckets.second.clear()
         self._steps.take_over_again()
         return [np.bool_(True)]
 
@@ -164,23 +153,6 @@ class GraphChoice:
         return [np.bool_(applied)]
 
     # -- comparisons
-
-    def _settled(self, iterations: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """The first rank measures Adam's second moment, and tells all."""
-        assert self._adam is not None
-        velocities = [native(self._adam.slots(key)[1]) for key in self._keys]
-        unlearnt = tf.add_n([tf.cast(tf.reduce_all(tf.equal(v, 0)), tf.float64) for v in velocities])
-        norm = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float64)) for v in velocities])
-        measured = [unlearnt, tf.cast(iterations, tf.float64), norm, tf.cast(rate, tf.float64)]
-        return self._summed("settled", measured, self._judge, self._settle)
-
-    def _judge(self, *measured: np.ndarray) -> list[Any]:
-        assert self._adam is not None
-        return [np.array(self.choice.judged(*map(float, measured), self._adam.window), np.float64)]
-
-    def _settle(self, sums: np.ndarray) -> list[Any]:
-        self.choice.settled(sums.tolist())
-        return [np.bool_(True)]
 
     def _compared(self) -> tf.Tensor:
         return self._summed("times", [0.0], self._own, self._compare)

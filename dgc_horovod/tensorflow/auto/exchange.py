@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dgc_horovod.notices import JOINED, JOINED_IN_FP16, SEVERAL
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
-from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, ResidualState
+from dgc_horovod.state.residual_state import RESIDUAL, SECOND, ResidualState
 from dgc_horovod.tensorflow.auto.choice import BRANCHES, HANDED_BACK, GraphChoice
 from dgc_horovod.tensorflow.auto.half import fits
 from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
@@ -19,7 +19,6 @@ from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
-from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, all_finite
 
 
@@ -36,10 +35,8 @@ class AutomaticExchange(GradientExchange):
 
     def __init__(self, *arguments: Any, clipping: Clipping, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        if isinstance(self.update, FrozenAdamUpdate):  # a graph may hand back before anything was taken over
-            self.update.share = 1 if self.settings.averages else self.collectives.workers
         self._limits = clipping
-        self.auto = GraphChoice(self.steps, [self.sources[i].key for i in sorted(self.compressed)])
+        self.auto = GraphChoice(self.steps)
         groups = dict(enumerate(self.settings.group_numbers(self.sources)))
         self._stock_paths = {
             mode: DensePath(self.collectives, self.settings, compression, groups, mode)
@@ -83,7 +80,7 @@ class AutomaticExchange(GradientExchange):
     def _graph(
         self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
     ) -> tuple[list[Gradient], Any, Any]:
-        which, probes = self.auto(iterations, rate)
+        which, probes = self.auto(iterations)
         # an error that every rank has comes before anything is sent
         iterations = behind(which, iterations)
         gradients = [behind(which, tf.convert_to_tensor(gradient)) for gradient in gradients]
@@ -161,9 +158,10 @@ class AutomaticExchange(GradientExchange):
             whole = {}
             for part, vector in zip(parts, kept, strict=True):
                 vector.set_shape([engine.whole.numel])
-                sums = part in (RESIDUAL, MOMENTUM) and not self.settings.averages
-                name = f"left.{engine.bucket.index}.{part}"
-                whole[part] = collectives.allreduce(vector, name, hvd.Sum if sums else hvd.Average)
+                if part != SECOND:
+                    op = hvd.Average if self.settings.averages else hvd.Sum
+                    vector = collectives.allreduce(vector, f"left.{engine.bucket.index}.{part}", op)
+                whole[part] = vector
             after += whole.values()
             for segment, i in zip(engine.whole.segments, run.members, strict=True):
                 left = {part: tf.reshape(x[segment.place], self.sources[i].shape) for part, x in whole.items()}
@@ -176,7 +174,8 @@ class AutomaticExchange(GradientExchange):
 
     def _kept(self, run: BucketRun, parts: Sequence[str], _: Any) -> list[Any]:
         """What this rank keeps of a bucket, part by part, see `BucketEngine.as_one_of_all`; here it ends."""
-        kept = [run.engine.as_one_of_all(part) for part in parts]
+        second = [self.steps.second_of(run)] if SECOND in parts else []
+        kept = [run.engine.as_one_of_all(part) for part in parts if part != SECOND]
         self.steps.counts.traffic.count_allreduce(sum(part.nbytes for part in kept), self.collectives.workers)
         run.engine.clear()
-        return kept
+        return kept + second

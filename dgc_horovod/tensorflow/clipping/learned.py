@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.core.optimizer_exchange import clip_limit
+from dgc_horovod.core.clipping import clip_limit
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.tensorflow.clipping.of_optimizer import KINDS
 from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call

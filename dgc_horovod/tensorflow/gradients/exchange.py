@@ -7,9 +7,11 @@ and v (`host_steps`); the graph holds no state, so it may be traced as often as 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
@@ -22,16 +24,15 @@ from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas
-from dgc_horovod.tensorflow.gradients.settling import SettlingWatch
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.weights import WeightsWatch
-from dgc_horovod.tensorflow.updates.adam import FrozenAdamUpdate
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.state_owners import Homes
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native
 
 _NARROW = (tf.float16, tf.bfloat16)
+_NOTHING = np.empty(0, np.float32)
 
 
 class Exchanged(NamedTuple):
@@ -81,15 +82,11 @@ class GradientExchange:
         self._dense_path = DensePath(collectives, settings, compression, groups)
         self._replicas = None
         if settings.config is not None and settings.config.check_every and update.is_optimizers:
-            self._replicas = Replicas(sources, settings.config, collectives, self.steps.noting)
+            self._replicas = Replicas(sources, settings.config, self.steps)
             self.steps.part_due = self._replicas.due
         self._weights = WeightsWatch(sources, self.steps)
         if settings.config is not None:
             self.steps.look_due = self._weights.due
-        self._settling = None
-        waits = settings.config is not None and settings.config.until_settled is not None
-        if waits and self.compressed and isinstance(update, FrozenAdamUpdate):
-            self._settling = SettlingWatch(self.steps, update, [self.sources[i].key for i in sorted(self.compressed)])
         # a tape does not clip: what the script clips of its results is done here
         self._learns = settings.config is not None and not update.is_optimizers
         self._when_eager = LearntClipping(len(self.sources), settings)
@@ -118,7 +115,6 @@ class GradientExchange:
         shared = {source.key for source in self.sources} & {source.key for source in other.sources}
         if ours is not None and theirs is not None and shared and theirs.steps > ours.steps:
             ours.steps = theirs.steps
-            ours.settling.go_on_from(theirs.settling)
 
     def residuals(self, own: bool = True) -> ResidualState | None:
         """See `HostSteps.residuals`."""
@@ -177,8 +173,6 @@ class GradientExchange:
     def _graph(
         self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
     ) -> tuple[list[Gradient], Any, Any]:
-        if self._settling is not None:
-            iterations = self._settling(iterations, rate)
         dtypes = [tf.int64, tf.bool, tf.int32, tf.int64, tf.bool, tf.bool]
         started, fresh, part, step, dense, look = self._call(self.steps.start, [iterations], dtypes)
         if self.settings.config is None:
@@ -195,6 +189,7 @@ class GradientExchange:
         if self._inside is not None and self.settings.config.clip_norm is not None:
             started, gradients = self._averaged(started, gradients)
         messages, whole = self._compressed(started, gradients)
+        second = self._second(started, messages)
         results = self._dense_path(whole)
         flags = [tf.reduce_all(tf.math.is_finite(result)) for result in results.values()]
         dense_path = self._dense_path.nbytes(whole.values()), len(flags)
@@ -207,10 +202,10 @@ class GradientExchange:
                 if results[i].dtype in _NARROW:
                     flags.append(tf.reduce_all(tf.math.is_finite(results[i])))
         with tf.control_dependencies([self._weights(look, flags, weights)]):
-            (finite,) = self._call(self.steps.end, flags, [tf.bool], *dense_path)
+            (finite,) = self._call(self.steps.end, [second, *flags], [tf.bool], *dense_path)
         finite.set_shape([])
         dense.set_shape([])
-        return [results[i] for i in range(len(gradients))], finite, dense if self.update.learns_second else None
+        return [results[i] for i in range(len(gradients))], finite, dense if self.update.dense_is_stock else None
 
     def _dtype(self, i: int, dtype: tf.DType) -> tf.DType:
         """Of the result for gradient `i`, which has `dtype`."""
@@ -223,29 +218,21 @@ class GradientExchange:
         results = self.collectives.in_time("dense.*", gradients, lambda _: self._dense_path(given))
         results = [results[i] for i in range(len(gradients))]
         with tf.control_dependencies([started, *tf.nest.flatten(results, expand_composites=True)]):
-            ended = self._call(self.steps.end, [True], [tf.bool], self._dense_path.nbytes(gradients), 1)
+            ended = self._call(self.steps.end, [_NOTHING, True], [tf.bool], self._dense_path.nbytes(gradients), 1)
         with tf.control_dependencies(ended):
             return [tf.identity(result) for result in results]
 
     def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """At the first step, and after a checkpoint was loaded: the optimizer's slots move into the engines.
-
-        A second moment that all ranks have stays in its slot, too.
-        """
+        """At the first step, and after a checkpoint was loaded: the optimizer's slots move into the engines."""
         slots = {i: [native(slot) for slot in self.update.slots(self.sources[i].key)] for i in sorted(self.compressed)}
         everything = [slot for mine in slots.values() for slot in mine]
         if not everything:
             return started
         counts = [(i, len(mine)) for i, mine in slots.items()]
-        kept = everything[1::2] if self.update.learns_second else []
-        emptied = everything[::2] if kept else everything
 
         def take_over() -> tf.Tensor:
-            (factors,) = self._call(self.steps.take_over, [rate, *everything], [tf.float32], counts)
-            factors.set_shape([len(counts)])
-            with tf.control_dependencies([factors]):
-                changed = [slot.assign(tf.zeros_like(slot)) for slot in emptied]
-                changed += [slot.assign(slot * tf.cast(factors[j], slot.dtype)) for j, slot in enumerate(kept)]
+            with tf.control_dependencies(self._call(self.steps.take_over, [rate, *everything], [tf.bool], counts)):
+                changed = [slot.assign(tf.zeros_like(slot)) for slot in everything]
             with tf.control_dependencies(changed):
                 return tf.identity(started)
 
@@ -274,6 +261,16 @@ class GradientExchange:
         *tensors, clip = host_call(steps.noting(steps.compress_clipped), inputs, dtypes, kernels)
         whole = {i: gradient * tf.cast(clip, gradient.dtype) for i, gradient in whole.items()}
         return [tensors[n : n + 3] for n in range(0, len(tensors), 3)], whole
+
+    def _second(self, started: tf.Tensor, messages: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
+        """The sum over the ranks of what they have seen of Adam's second moment, once all buckets are compressed."""
+        if not (self.update.dense_is_stock and self.compressed):
+            return _NOTHING
+        with tf.control_dependencies([part for message in messages for part in message]):
+            (own,) = self._call(self.steps.second_message, [started], [tf.float32])
+        own.set_shape([None])
+        reduced = partial(self.collectives.allreduce, own, "second")
+        return tf.cond(tf.size(own) > 0, reduced, lambda: own)  # there is nothing on no rank, or on all
 
     def _armed(self, started: tf.Tensor, given: Sequence[tf.Tensor]) -> tf.Tensor:
         """`started`, once `given` is there and the clock runs for what the others of the node give."""

@@ -17,19 +17,16 @@ import numpy as np
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import DGCError, UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
-from dgc_horovod.state.residual_state import Arrays, ResidualState, check_moments
+from dgc_horovod.state.residual_state import MOMENTUM, Arrays, ResidualState
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, held_by, kernels_on
-from dgc_horovod.tensorflow.gradients.origins import Origins
-from dgc_horovod.tensorflow.gradients.second_moment import SecondMoment, add_shared, take_shared
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.kept import named, number_of
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
@@ -75,13 +72,13 @@ class HostSteps:
         self.part_due: Callable[[int], int] = lambda steps: -1  # of the weights, to be compared; see `Replicas.due`
         self.look_due: Callable[[], bool] = bool  # whether all of them are to be looked at; see `WeightsWatch.due`
         self._homes, self._keys = homes, [(number, source.key) for source in sources]
+        self._names = [f"{i} {source.name}" for i, source in enumerate(sources)]
         self._generation_now, self._generation = generation, _FROM_SLOTS
-        self._iterations, self.origins = 0, Origins()
+        self._iterations = 0
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._under_way, self._told = False, set[str]()
         self._calls: list[Any] = []  # made by `noting`
-        self._second_moment = SecondMoment(update)
-        self._dense = self._resumed = False  # whether the step is the optimizer's own; whether a record was loaded
+        self._dense = False  # whether the step is the optimizer's own
         if settings.config is not None:
             self.buckets = self._make_buckets(sources, settings, settings.config)
             self.counts = self.buckets.counts
@@ -90,7 +87,7 @@ class HostSteps:
             all_exchanges.append(self.counts)
 
     def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> OptimizerExchange:
-        self._names = names = [f"{i} {source.name}" for i, source in enumerate(sources)]
+        names = self._names
         index = {name: i for i, name in enumerate(names)}
         keys: dict[Any, int] = {}
         specs = [
@@ -150,18 +147,16 @@ class HostSteps:
         if self._under_way:
             raise UnsupportedUse("residuals can be saved between two steps only")
         state = self.buckets.residuals()
-        add_shared(self.buckets, state)
         tensors = {number_of(name): arrays for name, arrays in state.tensors.items()}
         for i, (_, key) in enumerate(self._keys):
             if own and (slots := self.update.own(key)):
                 tensors[str(i)] = {**tensors.get(str(i), {}), **slots}
         runs = {number_of(name): run for name, run in state.runs.items()}
-        # without origins the optimizer's slots hold what is to be taken over at the next step
-        directions = {} if self._generation == _FROM_SLOTS else self.origins.for_record(self._iterations)
-        return dataclasses.replace(state, tensors=tensors, runs=runs, directions=directions)
+        second = {number_of(name): values for name, values in state.second.items()}
+        return dataclasses.replace(state, tensors=tensors, runs=runs, second=second)
 
     def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
-        """Go on from what `residuals` gave; without residuals the optimizer's slots are taken over at the next step.
+        """Go on from what `residuals` gave; without momentum in it the optimizer's slots are taken over.
 
         Args:
             state: residuals of this rank.
@@ -172,19 +167,17 @@ class HostSteps:
         if self._generation_now(iterations) != generation:
             return
         found = named(state, self.update, [key for _, key in self._keys], self.buckets.numel)
-        check_moments(found, self.update.keeps_second)
-        self._under_way, self._resumed = False, True
+        self._under_way = False
         left = self.buckets.load(found)
         for i, (_, key) in enumerate(self._keys):
             if str(i) in state.tensors:
                 self.update.take_own(key, state.tensors[str(i)])
-        take_shared(self.buckets, found)
         if left and self.collectives.rank == 0:
             _log.warning(
                 "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
             )
-        self.origins = Origins.from_record(state.directions, map(number_of, self._names))
-        self._generation = generation if Origins.is_in(state.directions) else _FROM_SLOTS
+        brought = bool(found.second) or any(MOMENTUM in arrays for arrays in found.tensors.values())
+        self._generation = generation if brought else _FROM_SLOTS
         self._homes.adopt(generation)
 
     def renew(self) -> None:
@@ -217,32 +210,25 @@ class HostSteps:
         if self.buckets is not None and self.buckets.config.local_steps is not None:
             self.buckets.rescale(self.buckets.config.local_decay)  # weights are exchanged: what waits fades
         self._under_way, self._iterations = True, int(iterations)
-        generation = self._generation_now(self._iterations)
-        fresh, self._generation = generation != self._generation, generation
+        generation, buckets = self._generation_now(self._iterations), self.buckets
         self._homes.renew(generation)
         self._homes.bring(self, self._keys)
-        steps = self.buckets.steps if self.buckets is not None else 0
-        self._dense = self.update.learns_second and self.buckets is not None and self.buckets.learns_second
-        if self.update.learns_second:
-            fresh, self._resumed = self._second_moment.begin(fresh or self._resumed, self._dense, self.runs), False
+        sends_all = buckets is not None and buckets.sends_all and not buckets.second.known
+        self._dense = self.update.dense_is_stock and sends_all
+        fresh = not self._dense and generation != self._generation
+        self._generation = _FROM_SLOTS if self._dense else generation
+        steps = buckets.steps if buckets is not None else 0
         part, look = self.part_due(steps), np.bool_(self.look_due())
         own = np.bool_(self._dense)
         return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), own, look]
 
-    def start_as_stock(self, iterations: np.ndarray) -> bool:
-        """Begin a step of the user's own optimizer; returns whether what is kept belongs to these weights."""
+    def start_as_stock(self, iterations: np.ndarray) -> None:
+        """Begin a step of the user's own optimizer."""
         if self._under_way and self.buckets is not None:
             self.buckets.rollback()
             self._under_way = False
-        generation = self._generation_now(int(iterations))
-        belongs = generation == self._generation
-        self._homes.renew(generation)
+        self._homes.renew(self._generation_now(int(iterations)))
         self._homes.bring(self, self._keys)
-        return belongs
-
-    def follow(self, other: HostSteps) -> None:
-        """What `other` has of these variables belongs to the same weights."""
-        self._generation = other._generation
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
@@ -260,26 +246,15 @@ class HostSteps:
             counts: index in the list of gradients and number of slots, for each variable.
             rate: learning rate, a scalar.
             slots: values of all slots, variable by variable.
-
-        Returns:
-            For each variable, what its slot that is not emptied is to be multiplied by.
         """
         assert self.buckets is not None
-        flat = [slot.reshape(-1) for slot in slots]
-        if self.update.learns_second:
-            step = self.buckets.steps if self.collectives.rank == 0 else -1
-            names = (self._names[i].split(maxsplit=1)[1] for i, _ in counts)
-            every = list(zip(names, (self.kept(i) for i, _ in counts), flat[::2], flat[1::2], strict=True))
-            share = 1 if self.buckets.averages else self.buckets.workers
-            return [self._second_moment.take(step, self._iterations, share, every)]
-        rest, factor = flat, 1 if self.buckets.averages else self.buckets.workers
+        rest = [slot.reshape(-1).astype(np.float32, copy=False) for slot in slots]
+        factor = 1 if self.buckets.averages else self.buckets.workers
         for i, count in counts:
             mine, rest = rest[:count], rest[count:]
-            kept = self.kept(i)
-            if mine and kept is not None:
-                self.origins.take_slots(str(i), mine)
-                self.update.take_over(*kept, mine, float(rate) * factor)
-        return [np.ones(len(counts), np.float32)]
+            if mine:
+                self.update.take_over(self.buckets, self._names[i], mine, float(rate) * factor, self._iterations)
+        return [np.bool_(True)]
 
     def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[Any]:
         """Take in a bucket's gradients; what its first round sends, as `BucketRun.triple`."""
@@ -299,23 +274,30 @@ class HostSteps:
 
     def _add_gradients(self, run: BucketRun, gradients: Sequence[Any], whole: bool = False) -> None:
         assert self.buckets is not None
-        segments, iterations = run.engine.bucket.segments, self._iterations
-        if self.update.keeps_second and run.engine.state.moments is None:  # whatever has emptied them
-            self.origins.forget(number_of(segment.name) for segment in segments)
+        segments = run.engine.bucket.segments
         if self.node_size > 1:
             gradients = run.of_slice(gradients, whole)
             received = 4 * run.engine.bucket.numel * (self.node_size - 1)
             self.counts.traffic.count_inside(2 * received if whole else received)
+        feeds: dict[str, Accumulation] = {}
+        if not (self._dense or run.engine.bucket.uncompressed):  # of those that other workers of the node keep, too
+            feeds = {name: self.update.accumulation(self.buckets, name) for name in map(self.name_of, run.members)}
         for i, gradient in enumerate(gradients):
-            accumulation: Accumulation = ErrorFeedback()
-            if not run.engine.bucket.uncompressed:
-                origin = self.origins.of(number_of(segments[i].name), iterations) if self.update.keeps_second else 0
-                accumulation = self.update.accumulation(iterations - origin, self._dense)
-            run.engine.add_gradient(i, gradient, accumulation)
+            self.buckets.add_gradient(run.engine, i, gradient, feeds.get(segments[i].name, ErrorFeedback()))
 
-    def kept(self, i: int) -> tuple[BucketEngine, int] | None:
-        """The engine and the segment of what this rank keeps of variable `i`, if it keeps any of it."""
-        return None if self.buckets is None else self.buckets.place.get(self._names[i])
+    def name_of(self, i: int) -> str:
+        """The name of variable `i` in `buckets`."""
+        return self._names[i]
+
+    def second_message(self, _: Any) -> list[Any]:
+        """What the ranks add up of Adam's second moment at this step, of as many numbers on every rank."""
+        message = None if self.buckets is None else self.buckets.adam.message()
+        return [np.empty(0, np.float32) if message is None else message]
+
+    def second_of(self, run: BucketRun) -> np.ndarray:
+        """Adam's second moment of the variables of a bucket, flat; the same on every rank."""
+        assert self.buckets is not None
+        return np.concatenate([self.buckets.second[segment.name].square() for segment in run.engine.whole.segments])
 
     def keep(self, i: int, arrays: Arrays) -> None:
         """Keep of variable `i`, of which these arrays are whole, what this rank keeps of it."""
@@ -361,11 +343,12 @@ class HostSteps:
         self._idle_since = time.perf_counter()
         return buffer
 
-    def end(self, dense_bytes: int, dense_parts: int, *flags: np.ndarray) -> list[Any]:
+    def end(self, dense_bytes: int, dense_parts: int, second: np.ndarray, *flags: np.ndarray) -> list[Any]:
         """Close the step; returns whether every rank may apply it.
 
         Args:
             dense_bytes, dense_parts: bytes of this rank's gradients on the dense path, and how many there are.
+            second: sum over the ranks of `adam.message`.
             flags: whether each part is finite, those of the dense path first.
         """
         finite = all(flags)
@@ -373,6 +356,8 @@ class HostSteps:
         self.collectives.traffic.count_allreduce(dense_bytes, self.collectives.workers)
         self._under_way = False
         if self.buckets is not None:
+            if second.size:
+                self.buckets.adam.receive(second)
             self.buckets.ending.judge(all(flags[dense_parts:]), all(flags[:dense_parts]))
             self.buckets.close(finite)
             if not finite:

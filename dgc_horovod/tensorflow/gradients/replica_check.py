@@ -16,6 +16,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.stats import replica_checks
 from dgc_horovod.tensorflow.broadcast import assign_from
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.wrapping.variables import Source, native, numel_of
 
@@ -28,20 +29,13 @@ class Replicas:
     Args:
         sources: variables of the exchange, in its order.
         config: compression settings; ``check_every`` and ``on_mismatch`` are used.
-        collectives: transport of the exchange.
-        noting: wrapper of a function that keeps the error it raises, see `HostSteps.noting`.
+        steps: its steps on this rank.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        config: DGCConfig,
-        collectives: Collectives,
-        noting: Callable[[Callable[..., Any]], Callable[..., Any]],
-    ) -> None:
-        self._noting = noting
+    def __init__(self, sources: Sequence[Source], config: DGCConfig, steps: HostSteps) -> None:
+        self._steps, self._noting = steps, steps.noting
         self._names = [source.name for source in sources]
-        self._collectives, self._stops = collectives, config.on_mismatch == "stop"
+        self._collectives, self._stops = steps.collectives, config.on_mismatch == "stop"
         sizes = {str(i): numel_of([s]) * tf.as_dtype(s.dtype).size for i, s in enumerate(sources)}
         self._check = replica_check.ReplicaCheck(sizes, config)
         self._rounds = config.local_steps is not None  # each rank has a learning rate of its own
@@ -116,12 +110,26 @@ class Replicas:
         process_set, first = self._collectives.process_set, self._collectives.first_rank
         name = self._collectives.full_name("replicas")
 
-        def assigned(_: tf.Tensor) -> Any:
-            with tf.control_dependencies(assign_from(everything, first, process_set, name)):
+        def assigned(armed: tf.Tensor) -> Any:
+            set_right = assign_from(everything, first, process_set, name)
+            if self._steps.update.dense_is_stock:
+                (own,) = host_call(self._noting(self._second), [armed], [tf.float64])
+                theirs = self._collectives.broadcast(own, "replicas.second")
+                set_right += host_call(self._noting(self._take_second), [theirs], [tf.bool])
+            with tf.control_dependencies(set_right):
                 return tf.constant(True)
 
         done: tf.Tensor = self._collectives.in_time("replicas.*", [tf.constant(True)], assigned)
         return done
+
+    def _second(self, _: Any) -> list[Any]:
+        assert self._steps.buckets is not None
+        return [self._steps.buckets.second.packed()]
+
+    def _take_second(self, theirs: np.ndarray) -> list[Any]:
+        assert self._steps.buckets is not None
+        self._steps.buckets.second.unpack(theirs)
+        return [np.bool_(True)]
 
 
 def _plain(variable: Any) -> tf.Tensor:

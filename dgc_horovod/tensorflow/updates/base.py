@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
 from dgc_horovod.state.residual_state import RESIDUAL, Arrays
 from dgc_horovod.tensorflow.wrapping.variables import Key, key_of, native
@@ -35,38 +36,36 @@ class PlainUpdate:
 
     is_split = False
     is_optimizers = True  # and not a tape's, which knows no optimizer
-    keeps_second = False  # whether each rank keeps a second moment of its own
-    learns_second = False  # whether one that all ranks have is learnt in dense steps, which are the optimizer's own
+    dense_is_stock = False  # whether a step at which everything is sent is the optimizer's own; Adam's alone
     flush_is_step = True  # of the user's optimizer
     parts: tuple[str, ...] = (RESIDUAL,)  # what a rank keeps, and hands back
 
     def __init__(self, *notices: str, unknown: str = "") -> None:
         self.notices, self.unknown = list(notices), unknown
 
-    def accumulation(self, iterations: int, dense: bool) -> Accumulation:
-        """How gradients enter the residual at the step after `iterations` others, counted from empty moments.
-
-        Args:
-            iterations: number of steps before, >= 0.
-            dense: whether everything is sent at this step.
-        """
+    def accumulation(self, buckets: OptimizerExchange, name: str) -> Accumulation:
+        """How the gradient of the compressed variable `name` enters the residual at this step."""
         return ErrorFeedback()
 
     def slots(self, key: Key) -> list[Any]:
         """The optimizer's own variables for the variable `key` whose place the engine takes."""
         return []
 
-    def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
-        """Put into segment i of `engine` what stood in `slots`, which are emptied.
+    def take_over(
+        self, buckets: OptimizerExchange, name: str, slots: list[np.ndarray], rate: float, iterations: int
+    ) -> None:
+        """Put into `buckets` what stood in `slots`, which are emptied.
 
         Args:
-            engine, i: engine of the variable, and index of its segment.
-            slots: values of the optimizer's variables that `slots` names, whole and flat.
+            buckets: all that this rank keeps.
+            name: name of the variable there.
+            slots: values of the optimizer's variables that `slots` names, whole and flat, float32.
             rate: learning rate; for a sum over ranks, times their number.
+            iterations: number of steps that the optimizer has made, >= 0.
         """
 
-    def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
-        """The reverse: what this rank has, as the optimizer's slots, which are these, would hold it, for a file."""
+    def for_slots(self, buckets: OptimizerExchange, name: str, rate: float) -> list[np.ndarray]:
+        """The reverse: what this rank has, as the optimizer's slots would hold it, for a file; [] if they have it."""
         return []
 
     def own(self, key: Key) -> Arrays:
@@ -142,12 +141,6 @@ def index_of(optimizer: Any, key: Key) -> int:
 def part_of(engine: BucketEngine, i: int, state: Any) -> np.ndarray:
     """A copy on the host of what `engine` keeps of a variable."""
     return engine.kernels.to_host(state[engine.bucket.segments[i].place]).copy()
-
-
-def add_to(engine: BucketEngine, i: int, state: Any, values: np.ndarray) -> None:
-    """Add to what `engine` keeps of a variable what it keeps of `values`, which are whole."""
-    segment = engine.bucket.segments[i]
-    state[segment.place] += engine.kernels.from_host(kept_of(engine, i, values))
 
 
 def kept_of(engine: BucketEngine, i: int, values: np.ndarray) -> np.ndarray:

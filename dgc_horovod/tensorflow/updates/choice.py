@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from dgc_horovod.config import FROZEN, DGCConfig
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import ADAM_AFTER, no_momentum, no_second_moment, of_other, refusal
-from dgc_horovod.tensorflow.updates.adam import AdamUpdate, FrozenAdamUpdate
+from dgc_horovod.notices import ADAM_AFTER, no_momentum, of_other, refusal
+from dgc_horovod.tensorflow.updates.adam import AdamUpdate
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.updates.sgd import SGDUpdate
 
@@ -27,8 +27,6 @@ def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> Plain
             "row and a column is sent, as happens under compression, its weights become NaN. Use Adam or AdamW; or "
             "local steps, Compression.local(...), which leave its steps to it; or Compression.none"
         )
-    if config is not None and config.second_moment == FROZEN and not adam:
-        notices.append(no_second_moment(kind))
     unknown = "" if adam or sgd else kind.__name__
     if config is None or not config.momentum_correction:
         notices += [ADAM_AFTER] if issubclass(kind, keras.optimizers.Adam) else []
@@ -39,8 +37,7 @@ def choose_update(optimizer: Any, kind: type, config: DGCConfig | None) -> Plain
         return PlainUpdate(*notices, *of_other(kind, corrects=True), unknown=unknown)
     if adam and optimizer.amsgrad:
         raise UnsupportedUse(refusal("Adam's amsgrad", "amsgrad=False"))
-    form = SGDUpdate if sgd else FrozenAdamUpdate if config.freezes_second_moment else AdamUpdate
-    update: PlainUpdate = form(optimizer)
+    update: PlainUpdate = SGDUpdate(optimizer) if sgd else AdamUpdate(optimizer)
     update.notices += notices
     return update
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation, MomentumCorrection
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL
 from dgc_horovod.tensorflow.updates.base import Left, SplitUpdate, index_of, kept_of, part_of
@@ -26,18 +26,24 @@ class SGDUpdate(SplitUpdate):
         super().__init__()
         self._optimizer = optimizer
 
-    def accumulation(self, iterations: int, dense: bool) -> Accumulation:
+    def accumulation(self, buckets: OptimizerExchange, name: str) -> Accumulation:
         return MomentumCorrection(float(self._optimizer.momentum), bool(self._optimizer.nesterov))
 
     def slots(self, key: Key) -> list[Any]:
         optimizer = self._optimizer
         return [optimizer.momentums[index_of(optimizer, key)]] if optimizer.momentums else []
 
-    def take_over(self, engine: BucketEngine, i: int, slots: list[np.ndarray], rate: float) -> None:
-        if rate and np.any(slots[0]):  # Keras' velocity is -lr times the sum of past gradients
+    def take_over(
+        self, buckets: OptimizerExchange, name: str, slots: list[np.ndarray], rate: float, iterations: int
+    ) -> None:
+        if name in buckets.place and rate and slots[0].any():  # Keras' velocity is -lr times the sum of past gradients
+            engine, i = buckets.place[name]
             engine.state.add_momentum(i, kept_of(engine, i, slots[0] / np.float32(-rate)))
 
-    def for_slots(self, engine: BucketEngine, i: int, rate: float, slots: Sequence[Any]) -> list[np.ndarray]:
+    def for_slots(self, buckets: OptimizerExchange, name: str, rate: float) -> list[np.ndarray]:
+        if buckets.topology.node_size > 1:  # slices, and zeros in the place of the others would not be momentum
+            return []
+        engine, i = buckets.place[name]
         return [] if engine.state.u is None else [np.float32(-rate) * part_of(engine, i, engine.state.u)]
 
     def hand_back(self, key: Key, variable: Any, left: Left, rate: Any, compressed: bool) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.state.residual_state import FIRST, SECOND
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 
 if TYPE_CHECKING:
     from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
@@ -39,23 +38,20 @@ class Homes:
                 _move(to, i, *there)
             self._at[key] = to, i
 
-    def find(self, key: Any) -> tuple[BucketEngine, int] | None:
-        """The engine that has the state of a variable, and its segment."""
+    def find(self, key: Any) -> tuple[OptimizerExchange, str] | None:
+        """The buckets that have the state of a variable, and its name there."""
         steps, i = self._at.get((0, key), (None, 0))
-        return None if steps is None else steps.kept(i)
+        return None if steps is None or steps.buckets is None else (steps.buckets, steps.name_of(i))
 
     def holder(self, key: Any) -> HostSteps | None:
         """The steps of the exchange that has the state of a variable."""
         return self._at.get((0, key), (None, 0))[0]
 
     def empty(self, key: Any) -> None:
-        """Let go of the u and v of a variable that is frozen; Adam's moments stay, as in an optimizer's slots."""
+        """Let go of the u and v of a variable that is frozen; Adam's second moment stays, as in an optimizer's slot."""
         found = self.find(key)
         if found is not None:
-            engine, i = found
-            engine.state.write(
-                i, {part: kept for part, kept in engine.state.read(i).items() if part in (FIRST, SECOND)}
-            )
+            found[0].keep(found[1], {})
 
     def forget(self, steps: HostSteps) -> None:
         """Let go of `steps` and the state that is there."""
@@ -63,7 +59,13 @@ class Homes:
 
 
 def _move(to: HostSteps, i: int, source: HostSteps, j: int) -> None:
-    here, there = to.kept(i), source.kept(j)
-    if here is not None and there is not None:
-        here[0].state.move_in(here[1], there[0].state, there[1])
-        to.origins.move_in(str(i), source.origins, str(j))
+    here, there, name, its_name = to.buckets, source.buckets, to.name_of(i), source.name_of(j)
+    if here is None or there is None:
+        return
+    if name in here.place and its_name in there.place:
+        (engine, k), (other, m) = here.place[name], there.place[its_name]
+        engine.state.move_in(k, other.state, m)
+    if here.is_compressed(name):
+        here.second[name].values[:] = there.second[its_name].values
+        here.second.refresh(name)
+        there.second.forget(its_name)

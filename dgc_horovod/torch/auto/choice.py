@@ -11,7 +11,6 @@ import torch
 from dgc_horovod.choice import REPEATS, Choice
 from dgc_horovod.torch.auto.half import fits
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.settling import measured
 
 
 class OptimizerChoice(Choice):
@@ -19,30 +18,13 @@ class OptimizerChoice(Choice):
 
     Args:
         exchange: the compressed exchange of the optimizer.
-        optimizer: optimizer, of which nothing is kept.
-        kind: name of its arithmetic: "sgd", "adam" or "other".
         stock: whose the uncompressed exchange is, in words.
         on_gloo: whether it is Gloo's, on a CPU.
     """
 
-    def __init__(
-        self, exchange: GradientExchange, optimizer: torch.optim.Optimizer, kind: str, stock: str, on_gloo: bool
-    ) -> None:
+    def __init__(self, exchange: GradientExchange, stock: str, on_gloo: bool) -> None:
         self._exchange, self._collectives = exchange, exchange.collectives
-        learns = kind == "adam" and exchange.config.freezes_second_moment
-        windows = [1 / (1 - group["betas"][1]) for group in optimizer.param_groups] if learns else [0.0]
-        super().__init__(exchange.buckets, max(windows), stock, on_gloo)
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a dense step: look whether Adam's second moment has settled, without which nothing is timed."""
-        if not self.measures_second:
-            return
-        own: list[float] = []
-        if self.speaks:
-            compressed = self._exchange.compressed
-            unlearnt = sum(not optimizer.state[p]["exp_avg_sq"].any() for p in compressed)
-            own = [unlearnt, *measured(optimizer, compressed)]
-        self.settled(self._sum(self.judged(*own), "settled"))
+        super().__init__(exchange.buckets, stock, on_gloo)
 
     def compare_after(self, waited: float) -> bool:
         """Count the time of a step; the ranks compare where it is the last one that is timed.

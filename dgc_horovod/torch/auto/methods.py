@@ -44,7 +44,7 @@ class AutomaticMethods:
         self._dgc_below._attach(self, fitted(config), update, grad_scaler)
         if self._dgc_takes_part:
             name, on_gloo = self._dgc_stock_name, self._dgc_is_on_gloo()
-            self._dgc_choice = OptimizerChoice(self._dgc, self, update.kind, name, on_gloo)
+            self._dgc_choice = OptimizerChoice(self._dgc, name, on_gloo)
 
     def _dgc_is_on_gloo(self: Any) -> bool:
         """Whether the uncompressed exchange is Gloo's, on a CPU."""
@@ -93,7 +93,6 @@ class AutomaticMethods:
                     loss = closure()
             self._dgc_stock_step()
             self._dgc_loaded = False
-            self._dgc_choice.watch(self)
         if self._dgc_takes_part and self._dgc_choice.compare_after(self._dgc_waited):
             self._dgc_switch(self._dgc_choice.trial.mode)
         self._dgc_waited = 0.0
@@ -160,13 +159,6 @@ class AutomaticMethods:
             self._dgc_choice.trial.stay(mode or COMPRESSED)
             self._dgc_enter(mode or COMPRESSED)
 
-    def _dgc_forget(self: Any) -> None:
-        """A state that has made no step has learnt no second moment: dense steps come first, as at the beginning."""
-        self._dgc_below._dgc_forget(self)
-        if self._dgc_update.learns_second and not self._dgc_stock and not _has_stepped(self):
-            self._dgc_enter(DENSE)
-            self._dgc_choice.begin()
-
     def _dgc_begin_anew(self: Any) -> None:
         """Choose again, as every rank does; what is kept is applied."""
         self._dgc_switch(DENSE)
@@ -184,10 +176,6 @@ class AutomaticMethods:
         """A checkpoint holds no half of a trial: that begins anew."""
         if self._dgc_takes_part and not self._dgc_stock and not self._dgc_choice.trial.ended:
             self._dgc_begin_anew()
-
-
-def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    return any(int(state.get("step", 0)) for state in optimizer.state.values())
 
 
 def _left_of_whole(exchange: GradientExchange) -> dict[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dgc_horovod.core.optimizer_exchange import clip_limit
+from dgc_horovod.core.clipping import clip_limit
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.clipping.norms import finite_norm, total_norm
 from dgc_horovod.torch.clipping.sharing import SharedNorms

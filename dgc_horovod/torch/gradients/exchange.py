@@ -33,6 +33,7 @@ from dgc_horovod.torch.gradients.memory import (
     wait_for_streams,
 )
 from dgc_horovod.torch.gradients.scaling import StepScale
+from dgc_horovod.torch.gradients.second_moments import SharedSums
 
 Parameter = torch.Tensor
 _NARROW = (torch.float16, torch.bfloat16)
@@ -93,6 +94,7 @@ class GradientExchange:
         self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines are given
         self._norms: list[float] = []  # of its updates, one by one
         self._shares_norms = False  # whether all ranks do in the present step
+        self._sums = SharedSums(self.buckets.adam, collectives)
         self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
@@ -167,13 +169,13 @@ class GradientExchange:
             zeroes = not self.config.keep_gradients and kernels.takes_tensors and not decay and is_alone(grad)
             output, fits = self._output_for(run, i, grad)
             if zeroes and fits:
-                run.engine.add_gradient(i, output, accumulation, in_place=True)
+                self.buckets.add_gradient(run.engine, i, output, accumulation, in_place=True)
                 continue
             gradient = output if fits else self._gradient(p, grad).contiguous().to(output)
             gradient = self.clipping.clipped(p, gradient)
             if decay:
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
-            run.engine.add_gradient(i, handed(gradient, kernels), accumulation)
+            self.buckets.add_gradient(run.engine, i, handed(gradient, kernels), accumulation)
             run.engine.outputs.put(i, handed(output, kernels))
 
     def _launch(self, run: BucketRun, clip: float) -> None:
@@ -200,7 +202,7 @@ class GradientExchange:
         return buffer is None
 
     def _take_bucket(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
-        """Every gradient of a bucket is there: send it."""
+        """Send a bucket, all of whose gradients are there."""
         self._add_gradients(run, accumulation_of)
         self._launch(run, 1.0)
 
@@ -256,6 +258,7 @@ class GradientExchange:
 
     def _decode_launched(self) -> None:
         """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
+        self._sums.launch()
         while self._launched:  # after an error the rest can still be waited for
             run = self._launched[0]
             if not self._take_round(run):
@@ -271,8 +274,8 @@ class GradientExchange:
     def arrived(self) -> bool:
         """Whether everything that is under way has come back."""
         self._go_on()
-        pending = [run.pending for run in self._launched] + self._dense_path.pending
-        return all(self.collectives.done(each) for each in pending if each is not None)
+        pending = [*(run.pending for run in self._launched), *self._dense_path.pending, self._sums.pending]
+        return all(each is None or self.collectives.done(each) for each in pending)
 
     def _output_for(self, run: BucketRun, i: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The i-th and next of the bucket's targets: the memory of `grad`, of `_given`, or some beside it.
@@ -298,6 +301,7 @@ class GradientExchange:
         """
         self._share_norms()  # unless that is done
         self.clipping.take()
+        self._sums.take()
         finite = all(run.finite for run in self.runs)
         narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a dtype of less range
         finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
@@ -322,7 +326,7 @@ class GradientExchange:
             for each in (run.outputs, run.versions, run.engine.outputs):
                 each.clear()  # they would keep gradients alive that the script has let go of
         self._launched.clear()
-        self._untaken = deque(self.runs)
+        self._sums.pending, self._untaken = None, deque(self.runs)
         self._taken.clear()
         self._scale_now.forget()
         self._dense_path.clear(finite)
@@ -331,7 +335,6 @@ class GradientExchange:
         """Give up the step under way, if there is one, and the residuals: other weights come."""
         self.buckets.rollback()
         self.clipping.abandon()
-        self.buckets.settling.measured.clear()  # of other moments, too
         for run in self.runs:
             run.arrived = 0
         self._dense_path.residuals.clear()

@@ -153,7 +153,7 @@ class NodeGradientExchange(GradientExchange):
                 if decay:
                     weights = p.detach().contiguous().float().reshape(-1)[segment.offset :][: segment.numel]
                     gradient = gradient + weights * decay
-            engine.add_gradient(j, handed(gradient, kernels), accumulation)
+            self.buckets.add_gradient(engine, j, handed(gradient, kernels), accumulation)
 
     def _dense_result(self, p: Parameter) -> torch.Tensor:
         self._launch_averaged(wait=True)

@@ -112,7 +112,10 @@ class Replicas:
                 del state[key]
         for name, x in optimizer._dgc_outer().items():
             self._broadcast(x, f"{name}.outer", root)
-        optimizer._dgc.buckets.forget_shared()
+        second = optimizer._dgc.buckets.second
+        values = torch.from_numpy(second.packed())
+        self._broadcast(values, "second moments", root)
+        second.unpack(values.numpy())
 
     def fingerprint(self, optimizer: Any) -> int:
         """A checksum of all weights and of the optimizer's state and options."""

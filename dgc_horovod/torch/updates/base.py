@@ -3,7 +3,7 @@
 The exchange brings ``mean(s)`` into ``p.grad``. For plain error feedback the user's optimizer takes it as
 a gradient. For SGD with momentum the momentum has already been applied, locally: what is left of the
 optimizer for that tensor is linear in the weights (decay) and is applied here, beside ``mean(s)``. For
-Adam the direction has been formed locally, and what is left is the plain step.
+Adam the gradient has been divided by the root of the second moment, and what is left is the plain step.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ class PlainUpdate:
     """
 
     sends_directions = False  # whether updates are steps already, and no gradients
-    keeps_second = False  # whether each rank keeps a second moment of its own
-    learns_second = False  # whether one that all ranks have is learnt in dense steps, which are the optimizer's own
+    dense_is_stock = False  # whether a step at which everything is sent is the user's optimizer's own
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.dense = False  # whether everything is sent at the step under way; told where the second moment is learnt
+        self.dense = False  # whether the step under way is such a one
         self._made: Made = []  # by `prepare` since the last step
         self._looks = LOOKS if kind == "other" else 0  # that are left, see `check_weights`
         self.notices = [ADAM_AFTER] if kind == "adam" else []  # for the user, once
@@ -70,7 +69,7 @@ class PlainUpdate:
         refit_state(optimizer, self._made)
         self._made = []
 
-    def accumulation(self, p: Parameter, group: Group) -> Accumulation:
+    def accumulation(self, p: Parameter, group: Group, exchange: GradientExchange) -> Accumulation:
         """How this step's gradient of `p` enters the residual."""
         return ErrorFeedback()
 
@@ -92,22 +91,6 @@ class PlainUpdate:
     def end_dense_steps(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         """The optimizer has stepped alone, the same on every rank; from now on it does with what was exchanged."""
 
-    def forget(self) -> None:
-        """The engine keeps nothing any more."""
-
-    def directions(self, p: Parameter) -> int:
-        """Steps of which the engine's moments of `p` are made, if it has any."""
-        return 0
-
-    def set_directions(self, p: Parameter, count: int) -> None:
-        """Let it be `count` of them."""
-
-    def resume(self, p: Parameter, state: dict[str, Any], directions: int) -> None:
-        """The engine has loaded moments of `p`: what stands in the optimizer's `state` is not to be taken over."""
-
-    def check_flush(self, optimizer: Any) -> None:
-        """Raise UnsupportedUse where a flush would lack something, before anything is exchanged."""
-
     def add_own(self, optimizer: Any, state: ResidualState) -> None:
         """Add to a rank's record what of the optimizer's state is this rank's alone."""
 
@@ -128,7 +111,7 @@ class PlainUpdate:
 
         Args:
             optimizer: wrapped torch optimizer.
-            left: combined u, v or moments of every tensor in a bucket, by part.
+            left: combined u and v of every tensor in a bucket, by part.
             is_compressed: function that tells whether a tensor is on the sparse path.
 
         Returns:
@@ -166,8 +149,7 @@ class SplitUpdate(PlainUpdate):
         """A script has emptied the optimizer's state to begin without momentum: what the engine has of it goes too."""
         if p not in states:
             states[p] = {}
-            drop_moments(exchange, p)
-            self.set_directions(p, 0)
+            drop_momentum(exchange, p)
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -210,8 +192,8 @@ def step_count(p: Parameter, group: Group, steps: int = 0) -> torch.Tensor:
     return torch.full((), float(steps), dtype=dtype, device=p.device if on_device else None)
 
 
-def drop_moments(exchange: GradientExchange, p: Parameter) -> None:
-    """Empty what this rank keeps of the momentum or the moments of `p`; what waits to be sent stays."""
+def drop_momentum(exchange: GradientExchange, p: Parameter) -> None:
+    """Empty what this rank keeps of the momentum of `p`; what waits to be sent stays."""
     if exchange.names[p] in exchange.buckets.place:
         engine, i = exchange.buckets.place[exchange.names[p]]
         kept = engine.state.read(i)

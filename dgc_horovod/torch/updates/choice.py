@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from dgc_horovod.config import FROZEN, DGCConfig
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.notices import no_momentum, no_second_moment, of_other, refusal
-from dgc_horovod.torch.updates.adam import AdamUpdate, FrozenAdamUpdate
+from dgc_horovod.notices import no_momentum, of_other, refusal
+from dgc_horovod.torch.updates.adam import AdamUpdate
 from dgc_horovod.torch.updates.base import Group, PlainUpdate
 from dgc_horovod.torch.updates.sgd import SGDUpdate
 
@@ -23,8 +23,6 @@ def choose_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainU
         UnsupportedUse: an option of the optimizer that the split would get wrong.
     """
     kind, notices = kind_of(optimizer), []
-    if kind != "adam" and (config.second_moment == FROZEN or config.until_settled is not None):
-        notices.append(no_second_moment(type(optimizer)))
     if kind != "sgd" and config.momentum_dtype != "fp32":
         notices.append(no_momentum(type(optimizer)))
     if kind == "other":
@@ -40,8 +38,7 @@ def _split_of(optimizer: torch.optim.Optimizer, kind: str, config: DGCConfig) ->
     if kind == "sgd":
         _refuse(optimizer, lambda g: g["momentum"] and g["dampening"], "SGD's dampening", "dampening=0")
         return SGDUpdate(kind)
-    form = FrozenAdamUpdate if config.freezes_second_moment else AdamUpdate
-    update = form(isinstance(optimizer, torch.optim.AdamW))
+    update = AdamUpdate(isinstance(optimizer, torch.optim.AdamW))
     _refuse(optimizer, lambda g: g["amsgrad"], "Adam's amsgrad", "amsgrad=False")
     _refuse(
         optimizer,

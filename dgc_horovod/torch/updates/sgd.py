@@ -46,7 +46,7 @@ class SGDUpdate(SplitUpdate):
                     moments.add_momentum(exchange, p, buffer * (sign / share))
                     del optimizer.state[p]["momentum_buffer"]
 
-    def accumulation(self, p: Parameter, group: Group) -> Accumulation:
+    def accumulation(self, p: Parameter, group: Group, exchange: GradientExchange) -> Accumulation:
         if group["momentum"] and group["dampening"]:
             raise UnsupportedUse(refusal("SGD's dampening", "dampening=0"))
         return _momentum_feed(float(group["momentum"]), bool(group["nesterov"]))

@@ -140,7 +140,7 @@ def switching() -> dict[str, Any]:
     """At density 1, unrounded, every switch leaves stock's training as it is; at 5% replicas stay replicas."""
     found: dict[str, Any] = {}
     for name, make in OPTIMIZERS.items():
-        model, optimizer = made(make, density=1.0, factor_masking=False, second_moment="own", **UNROUNDED)
+        model, optimizer = made(make, density=1.0, factor_masking=False, **UNROUNDED)
         orders = [mode for mode in _ORDER if mode != HALF] if name == "SGD" else [DENSE]
         _train_with(model, optimizer, orders)
         found[name] = distance(weights(stock(make)), weights(model))
@@ -393,17 +393,3 @@ def refused() -> dict[str, str]:
     words["local"] = error_of(lambda: Compression.auto(local_steps=4, momentum_correction=False))
     words["total"] = error_of(lambda: Compression.dgc(total_steps=100))
     return words
-
-
-def settling() -> dict[str, Any]:
-    """AdamW: nothing is timed before its second moment has settled."""
-    model, optimizer = made(lambda model: torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.9, 0.9)), mode=None)
-    choice, modes = optimizer._dgc_choice, []
-    for x, y in batches(3 * (SETTLING + MOST_TIMED) + 60, hvd.rank()):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        modes.append(choice.trial.mode)
-        optimizer.step()
-        if choice.trial.ended:
-            break
-    return {"settled": choice.settling.settled_at, "seconds": choice.trial.seconds, "steps": len(modes)}

@@ -293,7 +293,7 @@ def _clipped_with_decay() -> float:
         model = smooth_model()
         optimizer: Any = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=0.1)
         if compresses:
-            fields: dict[str, Any] = {"second_moment": "own", "clip_norm": 0.3, "min_numel": 1, **UNROUNDED}
+            fields: dict[str, Any] = {"clip_norm": 0.3, "min_numel": 1, **UNROUNDED}
             compression = Compression.dgc(1.0, factor_masking=False, **fields)
             optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
         for x, y in batches(20, 0):

@@ -99,7 +99,7 @@ def switching() -> dict[str, Any]:
     """At density 1, unrounded, every switch leaves DDP's training as it is; at 5% replicas stay replicas."""
     found: dict[str, Any] = {}
     for name, make in OPTIMIZERS.items():
-        model, optimizer = _made(make, density=1.0, factor_masking=False, second_moment="own", **UNROUNDED)
+        model, optimizer = _made(make, density=1.0, factor_masking=False, **UNROUNDED)
         _train_with(model, optimizer, [mode for mode in ORDER if mode != HALF] if name == "SGD" else [DENSE])
         found[name] = distance(weights(_stock(make)), weights(model))
         for views in (False, True):

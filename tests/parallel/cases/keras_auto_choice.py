@@ -53,22 +53,6 @@ def choosing() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def settling() -> dict[str, Any]:
-    """AdamW: nothing is timed before its second moment has settled; then it can be compressed."""
-    model, optimizer = made(adamw, mode=None)
-    choice = choice_of(optimizer)
-    steps = 0
-    while not choice.trial.seconds and steps < 3 * (SETTLING + MOST_TIMED) + 60:
-        train(model, optimizer, 10, first=steps)
-        steps += 10
-    take(optimizer, COMPRESSED)
-    prints, stats = train(model, optimizer, 10, first=steps), optimizer.compression_stats()
-    return {
-        "settled": choice.settling.settled_at, "seconds": choice.trial.seconds, "steps": steps, "prints": prints,
-        "selected": stats["selected"] / stats["elements"],
-    }  # fmt: skip
-
-
 def undecided() -> dict[str, Any]:
     """Saved in the middle of a trial: it begins anew, with all that was kept; a stock file of it is whole."""
     model, optimizer = made(mode=None, **UNROUNDED)
@@ -153,9 +137,7 @@ def beside() -> dict[str, Any]:
             loss = tf.reduce_sum(model(tf.constant([[i, i + 1, hvd.rank()]])) ** 2)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
     found["sparse"] = [optimizer._dgc.settings.config is None, fingerprint(model)]
-    amsgrad = DistributedOptimizer(
-        keras.optimizers.Adam(amsgrad=True), compression=Compression.auto(min_numel=16, second_moment="own")
-    )
+    amsgrad = DistributedOptimizer(keras.optimizers.Adam(amsgrad=True), compression=Compression.auto(min_numel=16))
     found["amsgrad"] = [amsgrad._dgc.settings.config is None, fingerprint(fit(smooth_model(), amsgrad, 1))]
     model = smooth_model()
     with tf.GradientTape() as tape:

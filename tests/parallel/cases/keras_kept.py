@@ -45,7 +45,7 @@ def adam_begins_anew() -> dict[str, Any]:
     found = {}
     for name in ("frozen", "cleared"):
         variables = _variables(2)
-        compression = Compression.dgc(density=0.5, min_numel=1, values="fp32", second_moment="own")
+        compression = Compression.dgc(density=0.5, min_numel=1, values="fp32")
         optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3), compression=compression)
         optimizer.build(variables)
         before = _mean_step(optimizer, variables, 60)
@@ -209,7 +209,7 @@ def stock_with_a_limit() -> dict[str, Any]:
     found = {}
     for name, make in {"sparse": keras.optimizers.SGD, "amsgrad": _amsgrad}.items():
         (variable,) = _variables(1)
-        optimizer = DistributedOptimizer(make(1.0), compression=Compression.auto(clip_norm=0.1, second_moment="own"))
+        optimizer = DistributedOptimizer(make(1.0), compression=Compression.auto(clip_norm=0.1))
         gradient = tf.fill(SIZE, 1.0 + hvd.rank())
         if name == "sparse":
             gradient = tf.IndexedSlices(gradient, tf.range(SIZE[0]), tf.constant(SIZE))

@@ -36,10 +36,14 @@ def layout() -> dict[str, Any]:
     sparse = [engine for engine in engines if not engine.bucket.uncompressed]
     before = weights(model)
     optimizer.flush()
-    own = Compression.dgc(density=0.02, min_numel=16, exchange="hierarchical", second_moment="own")
-    adam = fit(smooth_model(), DistributedOptimizer(keras.optimizers.Adam(0.003), compression=own), 1)
+    compression = Compression.dgc(density=0.02, min_numel=16, exchange="hierarchical")
+    adam = fit(smooth_model(), DistributedOptimizer(keras.optimizers.Adam(0.003), compression=compression), 2)
+    second = adam.optimizer._dgc.exchanges[0].steps.buckets.second.packed()
+    slots: dict[str, np.ndarray] = {}
+    adam.optimizer.save_own_variables(slots)
+    velocity = [float(x.sum()) for x in slots.values() if np.ndim(x) == 2]
     return {
-        "adam": fingerprint(adam),
+        "adam": f"{fingerprint(adam)}, {second.tolist()}, {velocity}",
         "kept": sum(engine.state.v.size for engine in sparse),
         "all": sum(engine.whole.numel for engine in sparse),
         "fingerprint": fingerprint(model),

@@ -22,9 +22,7 @@ _SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16}
 WAYS: dict[str, Any] = {
     "dgc": lambda: DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(**_SMALL)),
     "topk": lambda: DistributedOptimizer(momentum_sgd(), compression=Compression.topk(**_SMALL)),
-    "adam": lambda: DistributedOptimizer(
-        keras.optimizers.Adam(3e-3), compression=Compression.dgc(**_SMALL, second_moment="own")
-    ),
+    "adam": lambda: DistributedOptimizer(keras.optimizers.Adam(3e-3), compression=Compression.dgc(**_SMALL)),
     "scaled": lambda: DistributedOptimizer(
         keras.optimizers.LossScaleOptimizer(momentum_sgd()), compression=Compression.dgc(**_SMALL)
     ),

@@ -112,7 +112,9 @@ def flushed() -> dict[str, Any]:
                 for part, x in arrays.items():
                     if part == "u" or (part == "v" and name != "AdamW") or x.size > 96:
                         left = max(left, float(np.abs(x).max()))
-            slots = [float(np.abs(slot.numpy()).max()) for slot in optimizer.variables[2:]]
+            slots = [
+                float(np.abs(slot.numpy()).max()) for slot in getattr(optimizer, "_velocities", optimizer.variables[2:])
+            ]
             fit(model, optimizer, 1)
             found[f"{name}, {op_name}"] = {
                 "worst": worst, "left": left, "slots": min(slots), "fingerprint": fingerprint(model),

@@ -16,13 +16,13 @@ from tests.parallel.cases.auto import OPTIMIZERS, made, stock, take
 
 
 def adam_from_its_beginning() -> dict[str, Any]:
-    """The first steps once more, with each rank's own moments: the same bits as the first time."""
+    """The first steps once more, of AdamW: the same bits as the first time."""
     hvd.init()
     model = smooth_model()
     optimizer = DistributedOptimizer(
         torch.optim.Adam(model.parameters(), lr=0.003),
         named_parameters=model.named_parameters(),
-        compression=Compression.dgc(0.05, min_numel=16, second_moment="own"),
+        compression=Compression.dgc(0.05, min_numel=16),
     )
     begin, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, 6)
@@ -35,7 +35,7 @@ def adam_from_its_beginning() -> dict[str, Any]:
 
 
 def auto_from_its_beginning() -> dict[str, Any]:
-    """AdamW under ``auto``, compressed: a state that has made no step is one of dense steps."""
+    """AdamW under ``auto``, compressed: a state that has made no step goes on compressed."""
     model, optimizer = made(OPTIMIZERS["AdamW"])
     state = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, 4)

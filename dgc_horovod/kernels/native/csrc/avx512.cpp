@@ -1,3 +1,3 @@
 #include "loops.h"
 
-const dgc::Instructions dgc::kAvx512 = {"AVX-512", update, count_at_least, sums};
+const dgc::Instructions dgc::kAvx512 = {"AVX-512", update, count_at_least, sums, measure_row};

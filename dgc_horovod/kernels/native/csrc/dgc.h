@@ -27,7 +27,7 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
-enum Kind : int32_t { kLook, kResidual, kMomentum, kNesterov, kAdam, kFrozenAdam };
+enum Kind : int32_t { kLook, kResidual, kMomentum, kNesterov, kShared };
 enum Bad : int32_t { kBadGradient = 1, kBadResidual = 2 };
 
 // One parameter inside a bucket, and how its gradient enters the residual.
@@ -36,9 +36,10 @@ struct Segment {
     int64_t start, numel;
     int32_t kind;
     float momentum;
-    float keep1, take1, keep2, take2;    // Adam's b1, 1-b1, b2, 1-b2
-    float correction1, root2, eps;       // 1-b1^t, sqrt(1-b2^t), or 1 where the second moment is frozen
-    int32_t clears;                      // whether the gradient is zero afterwards
+    const float *rows, *columns;  // a shared second moment's factors
+    int64_t width, offset;        // number of columns; index in the tensor of the first element
+    float bound;                  // of the magnitude of what enters
+    int32_t clears;               // whether the gradient is zero afterwards
 };
 
 // A run of a bucket from which elements are selected together; sum and squares are filled in.

@@ -4,14 +4,16 @@
 
 namespace dgc {
 
-// A piece of one segment inside one chunk. u is the momentum, bfloat16 where it is `narrow`, or Adam's first moment.
+// A piece of one segment inside one chunk. u is the momentum, bfloat16 where it is `narrow`.
 struct Piece {
     void* u;
-    float *second, *v, *gradient;
+    float *v, *gradient;
     int64_t numel;
     bool narrow;
     int32_t position;  // of its first element in the bucket
     float scale, threshold;
+    float row;             // with kShared: factor of the row that the piece is in, and of its columns
+    const float* columns;
 };
 
 // Candidates of one chunk. Room for a vector more: whole vectors are written.
@@ -29,6 +31,8 @@ struct Instructions {
     int64_t (*count_at_least)(const float* x, int64_t numel, float threshold);
     // Sum and sum of squares of at most kChunk elements, in the tree's order; what is not finite counts as zero.
     void (*sums)(const float* x, int64_t numel, double* out);
+    // Part of one row: adds squares to those of the columns; the sum of squares, and the product with `signs`.
+    void (*measure_row)(const float* x, int64_t numel, const float* signs, float* columns, float* out);
 };
 
 extern const Instructions kPlain;

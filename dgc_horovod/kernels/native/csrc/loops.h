@@ -48,21 +48,16 @@ inline void store(uint16_t* x, Floats y) {
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & (int32_t)kMagnitude); }
 inline Ints not_finite(Floats x) { return ((Ints)x & (int32_t)kInfinity) == (int32_t)kInfinity; }
 
+inline Floats within(Floats x, float bound) {
+    const Floats most = Floats{} + bound;
+    const Ints above = magnitude(x) > most;
+    return (Floats)(((Ints)x & ~above) | (((Ints)most | ((Ints)x & (int32_t)~kMagnitude)) & above));
+}
+
 inline bool any(Ints x) {
     int32_t together = 0;
     for (int i = 0; i < kWidth; i++) together |= x[i];
     return together != 0;
-}
-
-inline Floats root(Floats x) {  // correctly rounded
-#if defined(__AVX512F__)
-    return (Floats)_mm512_sqrt_ps((__m512)x);
-#elif defined(__AVX2__)
-    return (Floats)_mm256_sqrt_ps((__m256)x);
-#else
-    for (int i = 0; i < kWidth; i++) x[i] = __builtin_sqrtf(x[i]);
-    return x;
-#endif
 }
 
 // One bit per lane with x >= threshold.
@@ -134,19 +129,18 @@ inline void note(Hits& hits, int32_t& count, uint32_t bits, const float* v, int3
 template <class Number = float>
 struct Padded {
     Number x[kWidth];
-    Padded(const Number* from, int64_t numel, Number rest = 0) {
-        for (Number& lane : x) lane = rest;
+    Padded(const Number* from, int64_t numel) {
+        for (Number& lane : x) lane = 0;
         memcpy(x, from, sizeof *x * numel);
     }
 };
 
 template <int kind, bool clears, bool many, class Momentum>
 inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
-    constexpr bool is_adam = kind == kAdam || kind == kFrozenAdam;
     Ints bad_gradient = {}, bad_residual = {};
     int32_t count = hits.count;
     const auto momentum = static_cast<Momentum*>(piece.u);
-    const auto step = [&](Momentum* u_at, float* second_at, float* v_at, float* gradient, int32_t position,
+    const auto step = [&](Momentum* u_at, float* v_at, float* gradient, const float* column, int32_t position,
                           uint32_t lanes) {
         Floats v = load(v_at);
         if (kind != kLook) {
@@ -156,6 +150,7 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
             bad_gradient |= bad;
             g = (Floats)((Ints)g & ~bad) * piece.scale;
             if (kind == kResidual) v += g;
+            if (kind == kShared) v += within(g * piece.row * load(column), how.bound);
             if (kind == kMomentum || kind == kNesterov) {
                 Floats u = load(u_at) * how.momentum;
                 u += g;
@@ -167,16 +162,6 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
                     v += u * how.momentum;
                 }
             }
-            if (is_adam) {
-                const Floats first = load(u_at) * how.keep1 + g * how.take1;
-                Floats second = load(second_at);
-                if (kind == kAdam) {
-                    second = second * how.keep2 + g * g * how.take2;
-                    store(second_at, second);
-                }
-                store(u_at, first);
-                v += first / how.correction1 / (root(second) / how.root2 + how.eps);
-            }
             bad_residual |= not_finite(v);
             store(v_at, v);
         }
@@ -185,17 +170,16 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     };
     int64_t i = 0;
     for (; i + kWidth <= piece.numel; i += kWidth) {
-        step(momentum + i, piece.second + i, piece.v + i, piece.gradient + i, piece.position + (int32_t)i, ~0u);
+        step(momentum + i, piece.v + i, piece.gradient + i, piece.columns + i, piece.position + (int32_t)i, ~0u);
     }
     if (const int64_t rest = piece.numel - i) {
         Padded<> v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
-        const bool has_u = kind >= kMomentum;
+        const bool has_u = kind == kMomentum || kind == kNesterov;
         Padded<Momentum> u(has_u ? momentum + i : reinterpret_cast<Momentum*>(piece.v), has_u ? rest : 0);
-        Padded<> second(is_adam ? piece.second + i : piece.v, is_adam ? rest : 0, 1.0f);  // never 0/0
-        step(u.x, second.x, v.x, g.x, piece.position + (int32_t)i, (1u << rest) - 1);
+        Padded<> column(kind == kShared ? piece.columns + i : piece.v, kind == kShared ? rest : 0);
+        step(u.x, v.x, g.x, column.x, piece.position + (int32_t)i, (1u << rest) - 1);
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
         if (has_u) memcpy(momentum + i, u.x, sizeof *momentum * rest);
-        if (kind == kAdam) memcpy(piece.second + i, second.x, 4 * rest);
         if (clears) memcpy(piece.gradient + i, g.x, 4 * rest);
     }
     hits.count = count;
@@ -233,8 +217,7 @@ int32_t update(const Segment& how, const Piece& piece, Hits& hits) {
         case kResidual: return update_as<kResidual>(how, piece, hits);
         case kMomentum: return update_with_momentum<kMomentum>(how, piece, hits);
         case kNesterov: return update_with_momentum<kNesterov>(how, piece, hits);
-        case kAdam: return update_as<kAdam>(how, piece, hits);
-        case kFrozenAdam: return update_as<kFrozenAdam>(how, piece, hits);
+        case kShared: return update_as<kShared>(how, piece, hits);
         default: return update_as<kLook, false, float>(how, piece, hits);
     }
 }
@@ -319,6 +302,29 @@ void sums(const float* x, int64_t numel, double* out) {
     const Rows rows = add_blocks(x, numel, kChunk);
     out[0] = add_lanes(rows.sum);
     out[1] = add_lanes(rows.squares);
+}
+
+void measure_row(const float* x, int64_t numel, const float* signs, float* columns, float* out) {
+    Floats squares = {}, products = {};
+    int64_t i = 0;
+    for (; i + kWidth <= numel; i += kWidth) {
+        const Floats g = load(x + i), square = g * g;
+        store(columns + i, load(columns + i) + square);
+        squares += square;
+        products += g * load(signs + i);
+    }
+    float square = 0, product = 0;
+    for (int lane = 0; lane < kWidth; lane++) {
+        square += squares[lane];
+        product += products[lane];
+    }
+    for (; i < numel; i++) {
+        columns[i] += x[i] * x[i];
+        square += x[i] * x[i];
+        product += x[i] * signs[i];
+    }
+    out[0] = square;
+    out[1] = product;
 }
 
 }  // namespace

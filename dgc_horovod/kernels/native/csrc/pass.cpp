@@ -20,7 +20,6 @@ struct Pass {
     float* v;
     void* u;
     bool narrow;  // whether u is bfloat16
-    float* second;
     const Segment* segments;
     int64_t num_segments;
     float scale;
@@ -39,28 +38,35 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
     const Instructions& code = instructions();
     if (!pass.num_segments) {
         const Segment look{};
-        const Piece piece{nullptr,     nullptr, pass.v + start, nullptr, end - start, false, (int32_t)start,
-                          1.0f,        threshold};
+        const Piece piece{nullptr, pass.v + start, nullptr, end - start, false, (int32_t)start, 1.0f, threshold, 1.0f,
+                          nullptr};
         return code.update(look, piece, hits);
     }
     int32_t bad = 0;
     while (pass.segments[segment].start + pass.segments[segment].numel <= start) segment++;
-    for (int64_t at = start; at < end; segment++) {
+    for (int64_t at = start; at < end;) {
         const Segment& how = pass.segments[segment];
-        const int64_t stop = how.start + how.numel < end ? how.start + how.numel : end;
+        int64_t stop = how.start + how.numel < end ? how.start + how.numel : end, row = 0, column = 0;
+        if (how.kind == kShared) {  // a piece is of one row
+            const int64_t place = how.offset + (at - how.start);
+            row = place / how.width;
+            column = place - row * how.width;
+            if (how.width - column < stop - at) stop = at + how.width - column;
+        }
         const Piece piece{pass.u ? static_cast<char*>(pass.u) + (pass.narrow ? 2 : 4) * at : nullptr,
-                          pass.second ? pass.second + at : nullptr,
                           pass.v + at,
                           how.gradient + (at - how.start),
                           stop - at,
                           pass.narrow,
                           (int32_t)at,
                           pass.scale,
-                          threshold};
+                          threshold,
+                          how.rows ? how.rows[row] : 1.0f,
+                          how.columns ? how.columns + column : nullptr};
         bad |= code.update(how, piece, hits);
         at = stop;
+        if (at == how.start + how.numel && at < end) segment++;
     }
-    segment--;
     return bad;
 }
 
@@ -121,11 +127,11 @@ double add_up(double* sums, int64_t chunks, int kind) {
 using namespace dgc;
 
 // See Kernels.accumulate; u is bfloat16 if `narrow`. With no segments: looks at v only. Returns Bad flags.
-DGC_API int32_t dgc_pass(float* v, void* u, int32_t narrow, float* second, const Segment* segments,
-                         int64_t num_segments, float scale, Range* ranges, int64_t num_ranges, int32_t want_sums,
-                         Found* found, int64_t threads) {
-    Pass pass{v,      u,          narrow != 0,    second, segments, num_segments, scale,
-              ranges, num_ranges, want_sums != 0, found,  nullptr,  nullptr};
+DGC_API int32_t dgc_pass(float* v, void* u, int32_t narrow, const Segment* segments, int64_t num_segments,
+                         float scale, Range* ranges, int64_t num_ranges, int32_t want_sums, Found* found,
+                         int64_t threads) {
+    Pass pass{v, u, narrow != 0, segments, num_segments, scale, ranges, num_ranges, want_sums != 0, found, nullptr,
+              nullptr};
     int64_t chunks = 0, numel = 0;
     for (int64_t s = 0; s < num_ranges; s++) {
         chunks += chunks_of(ranges[s]);
@@ -158,6 +164,22 @@ DGC_API void dgc_sums(const float* x, int64_t numel, double* chunk_sums, int64_t
     });
     out[0] = add_up(chunk_sums, chunks, 0);
     out[1] = add_up(chunk_sums, chunks, 1);
+}
+
+// See Kernels.measure; `out` holds zeros.
+DGC_API void dgc_measure(const float* x, int64_t numel, int64_t offset, const float* signs, int64_t width, float* out) {
+    const int64_t first = offset / width, rows = (offset + numel - 1) / width - first + 1;
+    float *columns = out + rows, *products = columns + width;
+    for (int64_t at = 0; at < numel;) {
+        const int64_t row = (offset + at) / width - first, column = (offset + at) % width;
+        const int64_t left = width - column < numel - at ? width - column : numel - at;
+        float found[2];
+        const float* of_row = signs + (row + first) * 7919 % width + column;  // first_sign
+        instructions().measure_row(x + at, left, of_row, columns + column, found);
+        out[row] += found[0];
+        products[row] += found[1];
+        at += left;
+    }
 }
 
 DGC_API int64_t dgc_count_at_least(const float* x, int64_t numel, float threshold, int64_t threads) {

@@ -1,0 +1,219 @@
+"""Adam's second moment by rows and columns: what ranks tell each other of it, and what comes of that."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc_horovod.core.second_moment import FLOOR, GAIN, INTERVAL, Moment, SecondMoments, matrix_of
+from dgc_horovod.errors import CheckpointError
+from dgc_horovod.kernels.contract import ErrorFeedback, SharedMoment
+from tests.helpers.data import BACKENDS, as_array, as_numpy
+
+SHAPES = {
+    "linear": (40, 50),
+    "conv": (12, 3, 3, 3),
+    "kernel of Keras": (3, 3, 24, 48),
+    "vector": (1500,),
+    "one": (1, 1),
+}
+B2, EPS = 0.9, 1e-8
+
+
+def gradients(ranks, step=0):
+    """Of every rank and tensor, with much in common; rows of very different size."""
+    rng = np.random.default_rng([step, 99])
+    made = []
+    for rank in range(ranks):
+        own = np.random.default_rng([step, rank])
+        each = {}
+        for name, shape in SHAPES.items():
+            a, b = matrix_of(shape)
+            common = rng.standard_normal(a * b) if not rank else None
+            each[name] = own.standard_normal(a * b), common
+        made.append(each)
+    found = []
+    for each in made:
+        of_rank = {}
+        for name, shape in SHAPES.items():
+            a, b = matrix_of(shape)
+            whole = (each[name][0] + made[0][name][1]) * np.repeat(10.0 ** (np.arange(a) % 4 - 2), b)
+            of_rank[name] = whole[: int(np.prod(shape))].astype(np.float32)
+        found.append(of_rank)
+    return found
+
+
+def step_of(every, of_ranks, kernels, scale=1.0, in_join=0, b2=B2):
+    """One step of all ranks' `SecondMoments`, as an exchange makes it."""
+    messages = []
+    for second, of_rank in zip(every, of_ranks, strict=True):
+        for name, gradient in of_rank.items():
+            second.begin(name, b2, EPS)
+            second.feed(name, kernels, 0)
+            if second.is_due(name):
+                second.measure(name, as_array(kernels, gradient))
+        messages.append(second.message(scale))
+    for second in every:
+        second.learn(sum(messages), len(every) - in_join)
+
+
+def made(ranks=1, averages=True, senders=None):
+    return [SecondMoments(SHAPES, 5, senders or ranks, averages) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [((40, 50), (40, 50)), ((64, 3, 7, 7), (64, 147)), ((3, 3, 64, 128), (576, 128)), ((1000, 4), (250, 16)),
+     ((1500,), (1, 1500)), ((1, 1), (1, 1)), ((5,), (1, 5)), ((50_000, 768), (50_000, 768)), ((7, 9), (4, 18))],
+)  # fmt: skip
+def test_a_tensor_as_a_matrix(shape, matrix):
+    assert matrix_of(shape) == matrix
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+def test_rows_and_columns_are_means_of_squares(kernels):
+    """Of what every rank has, by the definition; all ranks know the same bits."""
+    every, of_ranks = made(3), gradients(3)
+    step_of(every, of_ranks, kernels, scale=0.5)
+    assert len({second.packed().tobytes() for second in every}) == 1
+    for name, shape in SHAPES.items():
+        moment, (a, b) = every[0][name], matrix_of(shape)
+        whole = np.full((3, a * b), np.nan)
+        whole[:, : int(np.prod(shape))] = [0.5 * of_rank[name] for of_rank in of_ranks]
+        square = np.mean(whole**2, axis=0).reshape(a, b)
+        np.testing.assert_allclose(moment.rows, np.nanmean(square, axis=1), rtol=1e-4)
+        np.testing.assert_allclose(moment.columns, np.nanmean(square, axis=0), rtol=1e-4)
+
+
+def test_the_level_is_that_of_the_mean_gradient():
+    """Ranks that have half of their squares in common: over many steps, and neither more nor 1/N."""
+    every = made(4)
+    shared = []
+    for step in range(200):
+        of_ranks = gradients(4, step)
+        step_of(every, of_ranks, BACKENDS[0], b2=0.99)
+        shared.append(np.mean(np.mean([of_rank["linear"] for of_rank in of_ranks], axis=0) ** 2))
+    assert float(every[0]["linear"].square().mean()) == pytest.approx(np.mean(shared), rel=0.3)
+    own = np.mean([of_rank["linear"] ** 2 for of_rank in of_ranks])
+    assert 0.5 < np.mean(shared) / own < 0.75, "5/8 of it"
+
+
+def test_what_enters_is_adams_direction_without_momentum():
+    """Where squares are of rank one, rows and columns are all there is to know."""
+    rng = np.random.default_rng(0)
+    rows, columns = np.exp(rng.standard_normal(40)), np.exp(rng.standard_normal(50))
+    square = np.outer(rows, columns)
+    (second,) = made()
+    second.begin("linear", B2, EPS)
+    second["linear"].take(square.ravel(), 30, B2)
+    second.refresh("linear")
+    g = rng.standard_normal((40, 50)).astype(np.float32)
+    for kernels in BACKENDS:
+        (other,) = made()
+        other.load(second.saved())
+        other.begin("linear", B2, EPS)
+        feed = other.feed("linear", kernels, 0)
+        found = g * as_numpy(kernels, feed.rows)[:, None] * as_numpy(kernels, feed.columns)
+        floor = np.maximum(rows / rows.mean(), FLOOR)[:, None] * np.maximum(columns / columns.mean(), FLOOR)
+        np.testing.assert_allclose(found, GAIN * g / np.sqrt(square.mean() * floor), rtol=1e-5)
+    np.testing.assert_allclose(second["linear"].square().reshape(40, 50), square, rtol=1e-5)
+    assert (second["linear"].steps, second["linear"].known) == (30, True)
+
+
+@given(st.integers(1, 40), st.integers(16, 40), st.integers(1, 9000))
+@settings(deadline=None)
+def test_what_stock_adam_knows_is_known_again(a, b, steps):
+    moment = Moment((a, b), 3, True)
+    square = np.random.default_rng(a).random(a * b) + 0.1
+    moment.take(square, steps, 0.99)
+    before = moment.values.copy()
+    moment.take(moment.square().astype(float), steps, 0.99)
+    np.testing.assert_allclose(moment.values, before, rtol=1e-5)
+
+
+def test_sums_are_of_so_many_directions():
+    averaged, summed = made(4)[:1], made(4, averages=False)[:1]
+    factors = []
+    for second in (*averaged, *summed):
+        second.begin("linear", B2, EPS)
+        second["linear"].take(np.full(2000, 16.0 if second is summed[0] else 1.0), 30, B2)
+        rows, columns = second["linear"].factors(EPS)
+        factors.append(rows[0] * columns[0])
+    assert factors[0] == pytest.approx(GAIN) and factors[1] == pytest.approx(GAIN / 4), "a quarter of the sum's"
+    assert float(summed[0]["linear"].square().mean()) == pytest.approx(16)
+
+
+def test_all_are_measured_at_the_first_step_and_then_in_turn():
+    every, sizes = made(2), []
+    assert not every[0].known
+    for step in range(2 * INTERVAL):
+        of_ranks = gradients(2, step)
+        due = every[0].due()
+        assert due == every[1].due()
+        sizes.append(len(due))
+        step_of(every, of_ranks, BACKENDS[0])
+    assert sizes[0] == len(SHAPES) and sum(sizes[1 : 1 + INTERVAL]) == len(SHAPES) and max(sizes[1:]) == 2
+    assert {second[name].steps for second in every for name in SHAPES} == {2 * INTERVAL}
+
+
+def test_what_is_not_finite_or_of_nobody_is_not_learnt():
+    every = made(2)
+    step_of(every, gradients(2), BACKENDS[0])
+    before = every[0].packed()
+    of_ranks = gradients(2, 1)
+    of_ranks[0]["linear"][7] = np.nan
+    for second in every:
+        for name in SHAPES:
+            second[name].steps = 0  # all are due once more
+    step_of(every, of_ranks, BACKENDS[0])
+    after = every[0]
+    (size,) = {second["linear"].values.size for second in every}
+    assert (after.packed()[3:size] == before[3:size]).all() and np.isfinite(after.packed()).all()
+    step_of(every, gradients(2, 2), BACKENDS[0], in_join=2)
+    assert np.isfinite(every[0].packed()).all()
+
+
+def test_slices_of_a_node_add_up():
+    """Two workers that keep halves of a tensor tell what one would that keeps all of it."""
+    (whole,), (first, other) = made(1), made(2, senders=1)
+    gradient = gradients(1)[0]["linear"]
+    kernels, at = BACKENDS[0], 777
+    for second, part, offset in ((whole, gradient, 0), (first, gradient[:at], 0), (other, gradient[at:], at)):
+        second.begin("linear", B2, EPS)
+        second.feed("linear", kernels, offset)
+        second.measure("linear", part)
+    messages = [second.message(2.0) for second in (whole, first, other)]
+    np.testing.assert_allclose(messages[1] + messages[2], messages[0], rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_known_at_first_and_nothing_enters():
+    (second,) = made()
+    second.begin("linear", B2, EPS)
+    feed = second.feed("linear", BACKENDS[0], 0)
+    assert isinstance(feed, SharedMoment) and not isinstance(feed, ErrorFeedback)
+    assert not feed.rows.any() and not feed.columns.any() and second.saved() == {}
+
+
+def test_what_is_kept_is_loaded_cleared_and_rescaled():
+    (second,) = made()
+    step_of([second], gradients(1), BACKENDS[0])
+    saved, (other,) = second.saved(), made()
+    other.load(saved)
+    assert other.packed().tobytes() == second.packed().tobytes()
+    (third,) = made()
+    third.unpack(second.packed())
+    assert third.packed().tobytes() == second.packed().tobytes()
+    rows = second["linear"].factors(EPS)[0]
+    second.rescale(3.0)
+    np.testing.assert_allclose(second["linear"].factors(EPS)[0], rows / 3, rtol=1e-6)
+    assert second["linear"].steps == 1
+    second.forget("linear")
+    assert not second["linear"].known and second["conv"].known
+    second.clear()
+    assert not second.known
+    with pytest.raises(CheckpointError, match="second moment of 'conv' has 5 numbers in the record"):
+        second.check_fits({"conv": np.ones(5)})
+    second.load({"of another model": np.ones(5)})
+    assert not second.known
