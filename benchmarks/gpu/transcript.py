@@ -127,5 +127,5 @@ def _applied(kernels: Any, engine: BucketEngine, shift: int) -> list[bytes]:
     engine.aggregate_into(1 / engine.workers)
     if not engine.outcome.finite:
         engine.rollback()
-    states = (engine.state.v, engine.state.u, engine.state.remainder, *(engine.state.moments or ()))
+    states = (engine.state.v, engine.state.u, engine.state.remainder)
     return [kernels.to_host(x).tobytes() for x in (*states, *outputs) if x is not None]

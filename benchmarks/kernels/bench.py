@@ -16,10 +16,13 @@ import numpy as np
 import torch
 
 from dgc_horovod import DGCConfig
+from dgc_horovod.core.adam import AdamStep
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
-from dgc_horovod.kernels.contract import ErrorFeedback, Kernels, MomentumCorrection
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels, MomentumCorrection
+from dgc_horovod.stats import Traffic
 
 RUNS, WARM_UP = 9, 3
 MOMENTUM = 0.9
@@ -96,6 +99,7 @@ class Model:
 
     Args:
         gradients: made up where none are given.
+        adam: whether the optimizer is Adam, and not SGD with momentum.
     """
 
     def __init__(
@@ -105,12 +109,17 @@ class Model:
         kernels: Kernels,
         workers: int = 1,
         gradients: Any = None,
+        adam: bool = False,
     ) -> None:
         self.config = config
         buckets = plan([TensorSpec(name, shape) for name, shape in shapes], config, workers).buckets
         self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
         self.gradients = gradients or Gradients([s.numel for e in self.engines for s in e.bucket.segments])
         self.step = 0
+        sparse = [engine for engine in self.engines if not engine.bucket.uncompressed]
+        place = {segment.name: (engine, i) for engine in sparse for i, segment in enumerate(engine.bucket.segments)}
+        second = SecondMoments({name: shape for name, shape in shapes if name in place}, 0, workers, True)
+        self.adam = AdamStep(second, place, workers, workers, Traffic()) if adam else None
 
     @property
     def numel(self) -> int:
@@ -120,14 +129,27 @@ class Model:
     def compress(self) -> list[Message]:
         """One step of every bucket."""
         arrays = iter(self.gradients.arrays)
-        accumulations = {False: MomentumCorrection(MOMENTUM), True: ErrorFeedback()}
         messages = []
         for engine in self.engines:
-            for i in range(len(engine.bucket.segments)):
-                engine.add_gradient(i, next(arrays), accumulations[engine.bucket.uncompressed])
+            for i, segment in enumerate(engine.bucket.segments):
+                gradient, how = next(arrays), self._accumulation(engine, segment.name)
+                if self.adam is not None:
+                    self.adam.step = self.step
+                    self.adam.measure(segment.name, gradient, how)
+                engine.add_gradient(i, gradient, how)
             messages.append(engine.compress(1.0, self.step, self.config.final_density))
+        if self.adam is not None:
+            message = self.adam.message()
+            if message is not None:
+                self.adam.receive(message)
+            self.adam.close(True)
         self.step += 1
         return messages
+
+    def _accumulation(self, engine: BucketEngine, name: str) -> Accumulation:
+        if engine.bucket.uncompressed:
+            return ErrorFeedback()
+        return MomentumCorrection(MOMENTUM) if self.adam is None else self.adam.feed(name, 0.999, 1e-8)
 
     def accumulate(self, steps: int) -> None:
         """Run `steps` steps."""
@@ -151,15 +173,22 @@ def _pointers(*arrays: np.ndarray) -> list[ctypes.c_void_p]:
 
 
 class Stream:
-    """The floor of an accumulating step: u and v read and written, g read, nothing selected; 20 bytes an element."""
+    """The floor of an accumulating step, with nothing selected.
+
+    u and v read and written, g read: 20 bytes an element; without u, as with Adam, 12.
+    """
 
     _SOURCE = """
     extern "C" void stream(float* __restrict u, float* __restrict v, const float* __restrict g, long n) {
         for (long i = 0; i < n; i++) { const float x = u[i] * 0.9f + g[i]; u[i] = x; v[i] += x; }
+    }
+    extern "C" void without(float* __restrict u, float* __restrict v, const float* __restrict g, long n) {
+        for (long i = 0; i < n; i++) v[i] += g[i];
     }"""
 
-    def __init__(self, numel: int) -> None:
-        self._stream = compiled(self._SOURCE).stream
+    def __init__(self, numel: int, momentum: bool = True) -> None:
+        library = compiled(self._SOURCE)
+        self._stream = library.stream if momentum else library.without
         self._u, self._v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
 
     def run(self, g: np.ndarray, start: int = 0) -> None:

@@ -33,7 +33,7 @@ class AdamStep:
     ) -> None:
         self.moments, self._place, self._workers, self._senders = moments, place, workers, senders
         self._traffic = traffic
-        self.scale = 1.0  # of this step's gradients (clipping, loss scale)
+        self.step, self.scale = 0, 1.0  # under way, and factor of its gradients (clipping, loss scale)
         self._learns = False
         self._summed: np.ndarray | None = None  # of all ranks' messages
 
@@ -48,8 +48,8 @@ class AdamStep:
 
     def measure(self, name: str, gradient: Array, accumulation: Accumulation) -> None:
         """Look at a gradient that is about to enter the residual so, where that is due."""
-        if isinstance(accumulation, SharedMoment) and self.moments.is_due(name):
-            self.moments.measure(name, gradient)
+        if isinstance(accumulation, SharedMoment) and self.moments.is_due(name, self.step):
+            self.moments.measure(name, gradient, self.step)
 
     def take(self, name: str, square: np.ndarray, rest: np.ndarray, steps: int, b2: float, eps: float) -> None:
         """Begin with the second moment of stock Adam; the residual, so far of gradients, becomes one of directions.
@@ -74,17 +74,12 @@ class AdamStep:
         """What the ranks are to add up, once all buckets are compressed; None: nothing is learnt at this step."""
         if not self._learns:
             return None
-        message = self.moments.message(self.scale)
+        message = self.moments.message(self.step, self.scale)
         if not message.size:  # fewer tensors than steps between two measurements
             self._summed = message
             return None
         self._traffic.count_allreduce(message.nbytes, self._workers)
         return message
-
-    @property
-    def phase(self) -> int:
-        """Which of the tensors are measured at this step: messages of a phase are of one length, but for the first."""
-        return self.moments.phase
 
     def receive(self, summed: np.ndarray) -> None:
         """The sum of all ranks' messages is there."""
@@ -93,6 +88,6 @@ class AdamStep:
     def close(self, applied: bool, ranks_in_join: int = 0) -> None:
         """End the step, and learn from it if it is applied; ranks in join had no gradient."""
         if applied and self._summed is not None:
-            self.moments.learn(self._summed, self._senders * (1 - ranks_in_join / self._workers))
+            self.moments.learn(self.step, self._summed, self._senders * (1 - ranks_in_join / self._workers))
         self._learns, self._summed = False, None
         self.moments.drop()

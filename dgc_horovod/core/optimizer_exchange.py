@@ -126,6 +126,7 @@ class OptimizerExchange:
         self, engine: BucketEngine, i: int, gradient: Array, accumulation: Accumulation, in_place: bool = False
     ) -> None:
         """`BucketEngine.add_gradient`; of Adam's gradients the ranks learn something beside."""
+        self.adam.step = self.steps
         self.adam.measure(engine.bucket.segments[i].name, gradient, accumulation)
         engine.add_gradient(i, gradient, accumulation, in_place)
 

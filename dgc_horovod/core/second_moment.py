@@ -8,8 +8,7 @@ For a tensor seen as a matrix of a x b, of its gradient G_i on rank i::
 
 The squares of each rank's own gradient are larger than those of the mean, whose level products with random signs
 tell, as these can be added up. A tensor is measured at every E-th step, a quarter of them at each. What is learnt at a
-step counts from the next one on; a tensor of which nothing is known yet is measured only: its gradient does not enter
-the residual.
+step counts from the next one on; as long as nothing is known of a tensor, its gradient does not enter the residual.
 """
 
 from __future__ import annotations
@@ -60,6 +59,9 @@ class Moment:
         self._gradients, self._sum = gradients, 1 if averages else gradients  # of so many is what stock Adam knows
         self.values = np.zeros(_NUMBERS + self.a + self.b)
         self.rows, self.columns = self.values[_NUMBERS:][: self.a], self.values[_NUMBERS + self.a :]
+        last = self.numel - (self.a - 1) * self.b  # elements of the last row
+        self._per_row = np.where(np.arange(self.a) == self.a - 1, last, self.b)
+        self._per_column = np.where(np.arange(self.b) < last, self.a, self.a - 1)
 
     @property
     def steps(self) -> int:
@@ -107,32 +109,22 @@ class Moment:
         whole = np.zeros(self.a * self.b)
         whole[: self.numel] = square
         matrix = whole.reshape(self.a, self.b) / self._sum**2
-        self.rows[:], self.columns[:] = matrix.sum(1) / self._per_row(), matrix.sum(0) / self._per_column()
+        self.rows[:], self.columns[:] = matrix.sum(1) / self._per_row, matrix.sum(0) / self._per_column
         self.values[[_MEAN, _SAMPLES, _STEPS]] = self.rows.mean(), max(steps // INTERVAL, bool(steps)), steps
 
     def learn(self, told: np.ndarray, b2: float) -> None:
         """Take in a measurement: sums of squares by row and by column, and the rows' products, means over ranks."""
-        rows, columns = told[: self.a] / self._per_row(), told[self.a :][: self.b] / self._per_column()
+        rows, columns = told[: self.a] / self._per_row, told[self.a :][: self.b] / self._per_column
         mean = np.square(told[self.a + self.b :]).sum() / self.numel
         if not (np.isfinite(told).all() and math.isfinite(mean)):
             return
         keep = b2**INTERVAL
         self.values[_SAMPLES] += 1
         share = (1 - keep) / (1 - keep ** self.values[_SAMPLES])
-        self.values[[_MEAN, *range(_NUMBERS, self.values.size)]] *= 1 - share
-        self.values[_MEAN] += share * mean
-        self.rows += share * rows
-        self.columns += share * columns
-
-    def _last(self) -> int:
-        """How many elements the last row has."""
-        return self.numel - (self.a - 1) * self.b
-
-    def _per_row(self) -> np.ndarray:
-        return np.where(np.arange(self.a) == self.a - 1, self._last(), self.b)
-
-    def _per_column(self) -> np.ndarray:
-        return np.where(np.arange(self.b) < self._last(), self.a, self.a - 1)
+        self.values[_MEAN] += share * (mean - self.values[_MEAN])
+        for average, x in ((self.rows, rows), (self.columns, columns)):
+            average *= 1 - share
+            average += share * x
 
 
 class _Tensor:
@@ -211,46 +203,42 @@ class SecondMoments:
 
     # -- measurements
 
-    def due(self) -> list[str]:
-        """Tensors that are measured at the step under way; the same on every rank."""
-        return [name for name in self._tensors if self.is_due(name)]
+    def due(self, step: int) -> list[str]:
+        """Tensors that are measured at a step of the exchange, from 0, at the first one all: the same on every rank."""
+        return [name for name in self._tensors if self.is_due(name, step)]
 
-    @property
-    def phase(self) -> int:
-        """Place of the step under way among those in which every tensor is measured once."""
-        return next((x.moment.steps % INTERVAL for x in self._tensors.values()), 0)
+    def is_due(self, name: str, step: int) -> bool:
+        """Whether a tensor is among them; whatever this rank knows of it, which may have loaded something alone."""
+        return step == 0 or self._tensors[name].number % INTERVAL == step % INTERVAL
 
-    def is_due(self, name: str) -> bool:
-        """Whether a tensor is among them."""
-        tensor = self._tensors[name]
-        return tensor.number % INTERVAL == tensor.moment.steps % INTERVAL or not tensor.moment.known
-
-    def measure(self, name: str, gradient: Array) -> None:
+    def measure(self, name: str, gradient: Array, step: int) -> None:
         """Look at this rank's gradient of a tensor that has a feed, and is due.
 
         Cost: one read of it.
         """
         tensor = self._tensors[name]
         assert tensor.kernels is not None and tensor.feed is not None
-        signs = tensor.kernels.from_host(self._signs(tensor))
+        signs = tensor.kernels.from_host(self._signs(tensor, step))
         found = tensor.kernels.measure(gradient, tensor.feed.offset, signs)
         self._measured[name] = tensor.kernels, found, tensor.feed.offset // tensor.moment.b
 
-    def _signs(self, tensor: _Tensor) -> np.ndarray:
-        seeds = self._seed, tensor.number, tensor.moment.steps
-        draw = np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds)))
-        return draw.integers(0, 2, 2 * tensor.moment.b).astype(np.float32) * 2 - 1
+    def _signs(self, tensor: _Tensor, step: int) -> np.ndarray:
+        seeds = self._seed, tensor.number, step
+        drawn = np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds))).bytes(tensor.moment.b // 4 + 1)
+        bits = np.unpackbits(np.frombuffer(drawn, np.uint8), count=2 * tensor.moment.b)
+        return bits.astype(np.float32) * 2 - 1
 
-    def message(self, scale: float) -> np.ndarray:
+    def message(self, step: int, scale: float) -> np.ndarray:
         """What the ranks add up, float32: sums of squares by row and by column, and products with the signs.
 
         Everything has been measured that is due.
 
         Args:
+            step: step under way, from 0.
             scale: factor of this rank's gradients (clipping, loss scale), > 0.
         """
         told = []
-        for name in self.due():
+        for name in self.due(step):
             tensor = self._tensors[name]
             rows, columns, pools = (np.zeros(n) for n in (tensor.moment.a, tensor.moment.b, POOLS))
             if name in self._measured:
@@ -262,15 +250,16 @@ class SecondMoments:
             told += [scale**2 * rows, scale**2 * columns, scale * pools]
         return np.concatenate(told).astype(np.float32) if told else np.empty(0, np.float32)
 
-    def learn(self, summed: np.ndarray, senders: float) -> None:
+    def learn(self, step: int, summed: np.ndarray, senders: float) -> None:
         """Take in what all ranks have told of a step that is applied.
 
         Args:
+            step: that step.
             summed: sum of their messages.
             senders: how many gradients are in it, in [0, M]: those of ranks in join are none.
         """
         at = 0
-        for name in self.due():
+        for name in self.due(step):
             tensor = self._tensors[name]
             told = summed[at : at + tensor.size].astype(np.float64)
             at += tensor.size

@@ -144,7 +144,7 @@ def test_a_coordinate_is_sent_often_enough(steps, density):
 @pytest.mark.parametrize("steps, stays", [(1960, True), (1999, True), (2000, False)])
 def test_a_run_that_is_too_short_stays_dense(steps, stays):
     """From 1,951 on, 20 / steps is 0.010 in two digits, and such runs were compressed."""
-    choice = Choice(_exchange(2, total_steps=steps, density=fitting(steps)), 0.0, "stock Horovod", True)
+    choice = Choice(_exchange(2, total_steps=steps, density=fitting(steps)), "stock Horovod", True)
     assert (choice.trial.mode, choice.trial.ended) == (DENSE, stays)
 
 

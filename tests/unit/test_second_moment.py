@@ -45,18 +45,18 @@ def gradients(ranks, step=0):
     return found
 
 
-def step_of(every, of_ranks, kernels, scale=1.0, in_join=0, b2=B2):
+def step_of(every, of_ranks, kernels, step=0, scale=1.0, in_join=0, b2=B2):
     """One step of all ranks' `SecondMoments`, as an exchange makes it."""
     messages = []
     for second, of_rank in zip(every, of_ranks, strict=True):
         for name, gradient in of_rank.items():
             second.begin(name, b2, EPS)
             second.feed(name, kernels, 0)
-            if second.is_due(name):
-                second.measure(name, as_array(kernels, gradient))
-        messages.append(second.message(scale))
+            if second.is_due(name, step):
+                second.measure(name, as_array(kernels, gradient), step)
+        messages.append(second.message(step, scale))
     for second in every:
-        second.learn(sum(messages), len(every) - in_join)
+        second.learn(step, sum(messages), len(every) - in_join)
 
 
 def made(ranks=1, averages=True, senders=None):
@@ -93,7 +93,7 @@ def test_the_level_is_that_of_the_mean_gradient():
     shared = []
     for step in range(200):
         of_ranks = gradients(4, step)
-        step_of(every, of_ranks, BACKENDS[0], b2=0.99)
+        step_of(every, of_ranks, BACKENDS[0], step, b2=0.99)
         shared.append(np.mean(np.mean([of_rank["linear"] for of_rank in of_ranks], axis=0) ** 2))
     assert float(every[0]["linear"].square().mean()) == pytest.approx(np.mean(shared), rel=0.3)
     own = np.mean([of_rank["linear"] ** 2 for of_rank in of_ranks])
@@ -150,10 +150,10 @@ def test_all_are_measured_at_the_first_step_and_then_in_turn():
     assert not every[0].known
     for step in range(2 * INTERVAL):
         of_ranks = gradients(2, step)
-        due = every[0].due()
-        assert due == every[1].due()
+        due = every[0].due(step)
+        assert due == every[1].due(step)
         sizes.append(len(due))
-        step_of(every, of_ranks, BACKENDS[0])
+        step_of(every, of_ranks, BACKENDS[0], step)
     assert sizes[0] == len(SHAPES) and sum(sizes[1 : 1 + INTERVAL]) == len(SHAPES) and max(sizes[1:]) == 2
     assert {second[name].steps for second in every for name in SHAPES} == {2 * INTERVAL}
 
@@ -164,9 +164,6 @@ def test_what_is_not_finite_or_of_nobody_is_not_learnt():
     before = every[0].packed()
     of_ranks = gradients(2, 1)
     of_ranks[0]["linear"][7] = np.nan
-    for second in every:
-        for name in SHAPES:
-            second[name].steps = 0  # all are due once more
     step_of(every, of_ranks, BACKENDS[0])
     after = every[0]
     (size,) = {second["linear"].values.size for second in every}
@@ -183,8 +180,8 @@ def test_slices_of_a_node_add_up():
     for second, part, offset in ((whole, gradient, 0), (first, gradient[:at], 0), (other, gradient[at:], at)):
         second.begin("linear", B2, EPS)
         second.feed("linear", kernels, offset)
-        second.measure("linear", part)
-    messages = [second.message(2.0) for second in (whole, first, other)]
+        second.measure("linear", part, 0)
+    messages = [second.message(0, 2.0) for second in (whole, first, other)]
     np.testing.assert_allclose(messages[1] + messages[2], messages[0], rtol=1e-4, atol=1e-4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dgc_horovod.core.adam import AdamStep
+from dgc_horovod.core.second_moment import INTERVAL
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 
@@ -24,7 +25,7 @@ class SharedSums:
         """Every gradient has been given to its engine: begin to add up, unless that is done, or nothing is learnt."""
         message = self._adam.message() if self.pending is None else None
         if message is not None:
-            name = f"second moments {self._adam.phase}"  # of one length each, by which Horovod knows them again
+            name = f"second moments {self._adam.step % INTERVAL}"  # of one length each: Horovod knows them again
             self.pending = self._collectives.allreduce(torch.from_numpy(message), name)
 
     def take(self) -> None:

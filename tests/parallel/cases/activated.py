@@ -122,7 +122,7 @@ def adam_is_told() -> dict[str, Any]:
         compression = Compression.dgc(momentum_dtype="bf16")
         hvd.DistributedOptimizer(torch.optim.RMSprop(model.parameters()), model.named_parameters(), compression)
     others = [text for text in texts if "RMSprop" in text]
-    return {"told": sum("the mathematics changes" in text for text in texts), "others": others}
+    return {"told": sum("beta1 = 0" in text for text in texts), "others": others}
 
 
 def sparse_gradients() -> dict[str, Any]:

@@ -106,7 +106,7 @@ def same_as_given() -> dict[str, Any]:
 
 
 def first_step() -> dict[str, float]:
-    """Distances of u (Adam: of the moments) after the first step from those with ``clip_norm=c``.
+    """Distances of u (Adam: of the second moment's root) after the first step from those with ``clip_norm=c``.
 
     The gradient is a hundred times as large as the limit, and the script clips from the first step on.
     """
@@ -132,7 +132,8 @@ def first_step() -> dict[str, float]:
                 optimizer.step()
             tensors = optimizer.residual_state_dict()["tensors"].values()
             parts = [array for arrays in tensors for part, array in sorted(arrays.items()) if part != "v"]
-            kept[way] = torch.cat(parts)
+            second, names = optimizer._dgc.buckets.second, optimizer._dgc.buckets.compressed
+            kept[way] = torch.cat(parts or [torch.from_numpy(second[name].square()).sqrt() for name in names])
         found |= {f"{name}, {way}": distance(kept["given"], kept[way]) for way in ("after", "before", "none")}
     return found
 

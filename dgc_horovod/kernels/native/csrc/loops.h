@@ -48,10 +48,17 @@ inline void store(uint16_t* x, Floats y) {
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & (int32_t)kMagnitude); }
 inline Ints not_finite(Floats x) { return ((Ints)x & (int32_t)kInfinity) == (int32_t)kInfinity; }
 
+// x within +-bound; NaN stays.
 inline Floats within(Floats x, float bound) {
     const Floats most = Floats{} + bound;
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)-most, _mm512_min_ps((__m512)most, (__m512)x));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)-most, _mm256_min_ps((__m256)most, (__m256)x));
+#else
     const Ints above = magnitude(x) > most;
     return (Floats)(((Ints)x & ~above) | (((Ints)most | ((Ints)x & (int32_t)~kMagnitude)) & above));
+#endif
 }
 
 inline bool any(Ints x) {
@@ -304,6 +311,20 @@ void sums(const float* x, int64_t numel, double* out) {
     out[1] = add_lanes(rows.squares);
 }
 
+// The sum of all lanes, in any order.
+inline float total(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float lanes[kWidth];
+    store(lanes, x);
+    for (int half = kWidth / 2; half; half /= 2) {
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+#endif
+}
+
 void measure_row(const float* x, int64_t numel, const float* signs, float* columns, float* out) {
     Floats squares = {}, products = {};
     int64_t i = 0;
@@ -313,11 +334,7 @@ void measure_row(const float* x, int64_t numel, const float* signs, float* colum
         squares += square;
         products += g * load(signs + i);
     }
-    float square = 0, product = 0;
-    for (int lane = 0; lane < kWidth; lane++) {
-        square += squares[lane];
-        product += products[lane];
-    }
+    float square = total(squares), product = total(products);
     for (; i < numel; i++) {
         columns[i] += x[i] * x[i];
         square += x[i] * x[i];
