@@ -32,6 +32,7 @@ def test_torch_optimizers(length):
             check(each)
 
 
+@pytest.mark.slow  # a minute, as TensorFlow traces graphs
 @each_length
 @pytest.mark.parametrize("case", ["eager", "fit"])
 def test_keras_optimizers(length, case):

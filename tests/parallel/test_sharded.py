@@ -42,6 +42,7 @@ def checked(ranks, case, rounds):
     assert found[0]["rounds"] == rounds and abs(found[0]["owed"]) > 1e-6
 
 
+@pytest.mark.slow  # of a flat exchange: test_stress.py
 def test_replicas_are_bit_identical_over_a_thousand_steps(ranks):
     checked(ranks, "sharded.long_run", SHARDED)
 

@@ -146,7 +146,8 @@ def test_not_loaded_after_tensorflow():
     assert "cannot be loaded after TensorFlow" in ended.stderr
 
 
-@pytest.mark.parametrize("devices", [["90"], pytest.param(["80", "100"], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [["80", "90", "100"]], ids=str)
 def test_every_kernel_compiles_and_fuses_nothing(devices):
     command = [sys.executable, "-m", "tests.helpers.triton_compile", *devices]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
