@@ -20,7 +20,7 @@ ADAM_DIRECTIONS = (
     "moment by rows and columns that all ranks share (docs/tuning.md#adam-and-adamw)"
 )
 ADAM_AFTER = (
-    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs quality; method dgc loses none "
+    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs quality; method dgc loses less "
     "(docs/tuning.md#adam-and-adamw)"
 )
 _FIND_THEIR_RATE = ("Prodigy", "DAdapt")  # classes of prodigyopt and dadaptation
