@@ -85,7 +85,7 @@ class Presets:
         Adam and AdamW divide the gradient by a second moment that all ranks share: docs/algorithm.md#adam.
 
         Memory: 8 bytes an element (u, v), 6 with ``momentum_dtype="bf16"``; Adam 4. Cost: one pass over gradient, u and
-        v, 20 bytes an element, or 16; Adam 12, and half a byte for what is measured.
+        v, 20 bytes an element, or 16; Adam 12, and one more for what is measured.
         """
         return cls._preset("dgc", density=density, **fields)
 

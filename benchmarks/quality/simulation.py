@@ -253,7 +253,7 @@ class CompressedRanks(DenseRanks):
 
     def _accumulation_of(self, sender: int, p: Tensor) -> tuple[Accumulation, float]:
         exchange, update = self.exchanges[sender], self._updates[sender]
-        update.dense = update.dense_is_stock and exchange.buckets.sends_all and not exchange.buckets.second.known
+        update.dense = update.dense_is_stock and exchange.buckets.as_stock
         update.adopt_state(p, self._group, self._states[sender], exchange)
         return update.accumulation(p, self._group, exchange), update.decay_before(self._group)
 

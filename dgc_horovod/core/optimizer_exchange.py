@@ -93,6 +93,7 @@ class OptimizerExchange:
         shapes = {spec.name: spec.shape for spec in specs if spec.name in self._compressed}
         self.second = SecondMoments(shapes, config.seed, self.topology.nodes, averages)
         self.adam = AdamStep(self.second, self.place, workers, self.topology.nodes, traffic)
+        self._as_stock: bool | None = None  # of the step under way
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
     def is_compressed(self, name: str) -> bool:
@@ -113,9 +114,12 @@ class OptimizerExchange:
         return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
 
     @property
-    def sends_all(self) -> bool:
-        """Whether every element is sent at the step under way."""
-        return RULES[self.config.rule].sets_density and self.density() == 1.0
+    def as_stock(self) -> bool:
+        """Whether the step under way may be the optimizer's own: all is sent, and no direction of Adam has waited."""
+        if self._as_stock is None:  # looked at once a step: every tensor asks
+            sends_all = RULES[self.config.rule].sets_density and self.density() == 1.0
+            self._as_stock = sends_all and not self.second.known
+        return self._as_stock
 
     def drop_residuals(self) -> None:
         """Empty the residuals: of a dense step that is not applied nothing is kept."""
@@ -242,6 +246,7 @@ class OptimizerExchange:
         else:
             self.rollback()
         self.adam.close(finite, self.ranks_in_join)
+        self._as_stock = None
         self.counts.density_now = self.density()
         self.steps += 1
         self.counts.end_step(skipped_at)
@@ -265,6 +270,7 @@ class OptimizerExchange:
         """Take back what the step under way has sent."""
         self.diagnostics.close(False)
         self.adam.close(False)
+        self._as_stock = None
         for engine in self.engines:
             engine.rollback()
 
@@ -277,6 +283,7 @@ class OptimizerExchange:
         """Empty u and v, and know nothing of Adam's second moment: the weights are about to be others."""
         self.empty()
         self.second.clear()
+        self._as_stock = None
 
     def rescale(self, factor: float) -> None:
         """Let what is kept be what it would, had all gradients been `factor` times as large."""
@@ -312,6 +319,7 @@ class OptimizerExchange:
         self.clear()
         self.steps, self.epoch = state.step, state.epoch
         self.second.load(state.second)
+        self._as_stock = None
         for name, arrays in state.tensors.items():
             self.keep(name, arrays, state.runs.get(name, [0])[0])
         for engine in self.engines:

@@ -141,6 +141,11 @@ class _Tensor:
         """How many numbers are told of it when it is measured."""
         return self.moment.a + self.moment.b + POOLS
 
+    def know(self, values: np.ndarray | float) -> None:
+        """Let these be `Moment.values`."""
+        self.moment.values[:] = values
+        self.refresh()
+
     def refresh(self) -> None:
         """Let passes to come divide by what is known now."""
         if self.feed is not None and self.kernels is not None:
@@ -283,17 +288,14 @@ class SecondMoments:
 
     def forget(self, name: str) -> None:
         """Know nothing of a tensor."""
-        self._tensors[name].moment.values[:] = 0
-        self._tensors[name].refresh()
+        self._tensors[name].know(0.0)
 
     def rescale(self, factor: float) -> None:
         """Know what it would, had the gradients been `factor` times as large."""
         for tensor in self._tensors.values():
-            steps = tensor.moment.steps
-            samples = tensor.moment.values[_SAMPLES]
-            tensor.moment.values *= factor**2
-            tensor.moment.values[[_SAMPLES, _STEPS]] = samples, steps
-            tensor.refresh()
+            values = tensor.moment.values * factor**2
+            values[[_SAMPLES, _STEPS]] = tensor.moment.values[[_SAMPLES, _STEPS]]
+            tensor.know(values)
 
     def saved(self) -> dict[str, np.ndarray]:
         """A copy of what is known, by tensor: the same on every rank. Empty where nothing is."""
@@ -307,8 +309,7 @@ class SecondMoments:
         """Know what another rank has `packed`."""
         sizes = [x.moment.values.size for x in self._tensors.values()]
         for tensor, part in zip(self._tensors.values(), np.split(values, np.cumsum(sizes)[:-1]), strict=False):
-            tensor.moment.values[:] = part
-            tensor.refresh()
+            tensor.know(part)
 
     def check_fits(self, saved: Mapping[str, np.ndarray]) -> None:
         """Raise CheckpointError unless `load` can take it."""
@@ -324,5 +325,4 @@ class SecondMoments:
         self.clear()
         for name, values in saved.items():
             if name in self._tensors:
-                self._tensors[name].moment.values[:] = values
-                self._tensors[name].refresh()
+                self._tensors[name].know(values)

@@ -201,7 +201,7 @@ class ExchangeMethods(StateMethods):
     def _accumulation_of(self: Any, p: torch.Tensor) -> tuple[Accumulation, float]:
         """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
         group, update = self._dgc_group(p), self._dgc_update
-        update.dense = update.dense_is_stock and self._dgc.buckets.sends_all and not self._dgc.buckets.second.known
+        update.dense = update.dense_is_stock and self._dgc.buckets.as_stock
         update.adopt_state(p, group, self.state, self._dgc)
         return update.accumulation(p, group, self._dgc), update.decay_before(group)
 

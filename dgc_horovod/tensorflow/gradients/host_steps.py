@@ -213,8 +213,7 @@ class HostSteps:
         generation, buckets = self._generation_now(self._iterations), self.buckets
         self._homes.renew(generation)
         self._homes.bring(self, self._keys)
-        sends_all = buckets is not None and buckets.sends_all and not buckets.second.known
-        self._dense = self.update.dense_is_stock and sends_all
+        self._dense = self.update.dense_is_stock and buckets is not None and buckets.as_stock
         fresh = not self._dense and generation != self._generation
         self._generation = _FROM_SLOTS if self._dense else generation
         steps = buckets.steps if buckets is not None else 0
