@@ -83,8 +83,6 @@ class DGCConfig:
             the step, on every rank; "stop": NotFinite on every rank.
         max_skipped: number of steps (with local steps: exchanges) in a row that are skipped without loss scaling, after
             which every rank raises NotFinite, >= 0; 0: any number.
-        keep_gradients: PyTorch: whether ``p.grad`` holds this rank's gradient until synchronize() puts the update
-            there, as in stock Horovod. False zeroes its memory while it is compressed, instead of afterwards.
     """
 
     density: float = 0.001
@@ -117,7 +115,6 @@ class DGCConfig:
     on_mismatch: str = "stop"
     on_nonfinite: str = "skip"
     max_skipped: int = 100
-    keep_gradients: bool = True
 
     def __post_init__(self) -> None:
         _check_fraction("density", self.density)
@@ -130,7 +127,7 @@ class DGCConfig:
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        for name in ("momentum_correction", "factor_masking", "automatic", "offload", "compress_1d", "keep_gradients"):
+        for name in ("momentum_correction", "factor_masking", "automatic", "offload", "compress_1d"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0), ("max_skipped", 0)):
             check_whole(name, getattr(self, name), least)

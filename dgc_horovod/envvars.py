@@ -221,7 +221,6 @@ FIELDS = (
     _field("on_mismatch", "stop", "if the ranks' weights differ", "text", _RUN, choices=ON_MISMATCH),
     _field("on_nonfinite", "skip", "if a gradient is NaN or infinite", "text", _RUN, choices=ON_NONFINITE),
     _field("max_skipped", "100", "steps skipped in a row before every rank stops, 0: never", "whole", _RUN),
-    _field("keep_gradients", "on", "PyTorch: p.grad holds the gradient until synchronize()", "switch", _RUN),
 )
 TIMEOUT = EnvironmentVariable(
     "DGC_TIMEOUT", "120", "seconds a rank waits for the others before it gives up", "seconds", flag="--dgc-timeout",

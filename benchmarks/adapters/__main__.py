@@ -16,7 +16,7 @@ from benchmarks.shapes import SHAPES
 FRAMEWORKS = ("torch", "tensorflow")
 TIMEOUT_SECONDS = 300
 PAGE = ROOT / "docs" / "benchmarks-kernels.md"
-PLAIN, _, COMPRESSED, ZEROED = ROWS
+PLAIN, _, COMPRESSED = ROWS
 
 
 def measure(framework: str, model: str, ranks: int) -> dict[str, float]:
@@ -45,25 +45,18 @@ def main() -> None:
         framework: {row: statistics.median(launch[row] for launch in all_) for row in ROWS}
         for framework, all_ in launches.items()
     }
-    kept = {
-        f: statistics.median(launch[COMPRESSED] / launch[ZEROED] for launch in all_) for f, all_ in launches.items()
-    }
     for row in medians.values():
         row["overhead"] = row[COMPRESSED] - row[PLAIN]
     ratio = medians["tensorflow"]["overhead"] / medians["torch"]["overhead"]
     rows = [[name, *(f"{medians[f][name]:.1f}" for f in FRAMEWORKS)] for name in (*ROWS, "overhead")]
     rows[-1][0] = f"overhead: {COMPRESSED} − {PLAIN}"
-    rows.append(["a readable gradient: ÷ keep_gradients=False", *(f"{kept[f]:.3f}×" for f in FRAMEWORKS)])
     caption = (
         f"{options.model}, density 0.1%, {options.ranks} ranks of one thread on one machine over Gloo, milliseconds; "
         f"medians of {options.rounds} launches. Made by `python -m benchmarks.adapters`."
     )
     text = f"{markdown(['ms', 'PyTorch', 'TensorFlow, Keras 3'], rows)}\n\n{caption}"
     print(f"\n{text}\n\nadapters: {time.monotonic() - start:.0f} s")
-    save(
-        "adapters",
-        {"options": vars(options), "medians": medians, "ratio": ratio, "readable gradient": kept, "launches": launches},
-    )
+    save("adapters", {"options": vars(options), "medians": medians, "ratio": ratio, "launches": launches})
     write_into_page(PAGE, "adapters", text)
 
 

@@ -25,7 +25,6 @@ ROWS: dict[str, tuple[float, dict[str, Any] | None]] = {
     "step without momentum": (0.0, None),
     "step": (MOMENTUM, None),
     "step with dgc": (MOMENTUM, {}),
-    "the same, keep_gradients=False": (MOMENTUM, {"keep_gradients": False}),  # with TensorFlow no difference: noise
 }
 
 

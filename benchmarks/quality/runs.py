@@ -57,8 +57,7 @@ _REAL = ("dense", "dgc", "dgc, rule=gaussian")
 _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
 # settings of the compression that change no weight
 _NOT_LEARNING = (
-    "check_every", "on_mismatch", "on_nonfinite", "max_skipped", "keep_gradients", "exchange", "node_size",
-    "max_bytes_per_step",
+    "check_every", "on_mismatch", "on_nonfinite", "max_skipped", "exchange", "node_size", "max_bytes_per_step",
     "local_steps", "local_decay", "outer_rate", "outer_momentum", "offload",  # where there are none
     "automatic", "total_steps",  # there is nothing to choose in a simulation
     "momentum_dtype",  # which `settings` tells apart below

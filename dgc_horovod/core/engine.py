@@ -90,7 +90,7 @@ class BucketEngine:
 
     # -- sending
 
-    def add_gradient(self, i: int, gradient: Array, accumulation: Accumulation, in_place: bool = False) -> None:
+    def add_gradient(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
         """Segment i's gradient is ready.
 
         Args:
@@ -98,8 +98,6 @@ class BucketEngine:
             gradient: flat float32 Array, or what `Kernels.takes_tensors` allows; read by `compress`, and must not
                 change before.
             accumulation: form in which the gradient enters the residual.
-            in_place: whether the update goes where the gradient is, into memory that nothing else uses and nobody
-                writes to before `aggregate_into`: `compress` leaves zeros there, which saves zeroing an output.
 
         Raises:
             UnsupportedUse: a momentum that bfloat16 has no digits for.
@@ -109,9 +107,7 @@ class BucketEngine:
             self._has_momentum = True
             self.state.momentum()
         self.adds_directions = isinstance(accumulation, SharedMoment)
-        self.gradients.put(i, gradient, accumulation, in_place)
-        if in_place:
-            self.outputs.put(i, gradient, cleared=True)
+        self.gradients.put(i, gradient, accumulation)
 
     def compress(self, scale: float, step: int, density: float) -> Message:
         """Accumulate the gradients that were added, then select, encode and subtract what is sent.
@@ -329,8 +325,7 @@ class BucketEngine:
     def aggregate_into(self, scale: float) -> bool:
         """``update = scale * sum over ranks of what they sent``: the same bits on every rank.
 
-        It goes into `outputs`, of which one must have been put for each segment that was not added in place. Before
-        it is called again, until the next `receive`, all must be put anew: none is zero any more.
+        It goes into `outputs`, of which one must have been put for each segment.
 
         Args:
             scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.

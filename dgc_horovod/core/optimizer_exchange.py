@@ -126,13 +126,11 @@ class OptimizerExchange:
         for engine in self.engines:
             engine.state.drop_residual()
 
-    def add_gradient(
-        self, engine: BucketEngine, i: int, gradient: Array, accumulation: Accumulation, in_place: bool = False
-    ) -> None:
+    def add_gradient(self, engine: BucketEngine, i: int, gradient: Array, accumulation: Accumulation) -> None:
         """`BucketEngine.add_gradient`; of Adam's gradients the ranks learn something beside."""
         self.adam.step = self.steps
         self.adam.measure(engine.bucket.segments[i].name, gradient, accumulation)
-        engine.add_gradient(i, gradient, accumulation, in_place)
+        engine.add_gradient(i, gradient, accumulation)
 
     def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
         """`BucketEngine.compress` at the present step.

@@ -158,10 +158,10 @@ class SlicedOutputs:
                     run = slice(segment.offset, segment.offset + segment.numel)
                     self._runs[place[segment.name]].append((outputs, j, run))
 
-    def put(self, i: int, output: Array, cleared: bool = False) -> None:
+    def put(self, i: int, output: Array) -> None:
         flat = output.reshape(-1)
         for outputs, j, run in self._runs[i]:
-            outputs.put(j, flat[run], cleared)
+            outputs.put(j, flat[run])
         for outputs, j, zeros in self._padding:
             outputs.put(j, zeros)
 

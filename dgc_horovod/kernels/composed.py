@@ -33,7 +33,7 @@ class ListedOutputs:
         self.bucket = bucket
         self.arrays: list[Array | None] = [None] * len(bucket.segments)
 
-    def put(self, i: int, output: Array, cleared: bool = False) -> None:
+    def put(self, i: int, output: Array) -> None:
         self.arrays[i] = output
 
     def clear(self) -> None:
@@ -96,10 +96,9 @@ class ListedGradients:
         self.bucket, self._kernels = bucket, kernels
         self.arrays: list[Array | None] = [None] * len(bucket.segments)
         self.accumulations: list[Accumulation] = [ErrorFeedback()] * len(bucket.segments)
-        self.clears = [False] * len(bucket.segments)
 
-    def put(self, i: int, gradient: Array, accumulation: Accumulation, clears: bool = False) -> None:
-        self.arrays[i], self.accumulations[i], self.clears[i] = gradient, accumulation, clears
+    def put(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
+        self.arrays[i], self.accumulations[i] = gradient, accumulation
 
     def squared_norm(self) -> float:
         return self._kernels.squares(self.arrays)
@@ -128,8 +127,6 @@ class ComposedKernels(Primitives, Protocol):
             if not self.all_finite(gradient):
                 finite, gradient = False, self.zero_unless_finite(gradient)
             self._accumulate(state, segment.place, gradient, accumulation, scale)
-            if gradients.clears[i]:
-                self.fill_zero(gradients.arrays[i])
             gradients.arrays[i] = None
         found = []
         for part in ranges:

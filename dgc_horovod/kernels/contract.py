@@ -125,11 +125,8 @@ RANGE = np.dtype(
 class Gradients(Protocol):
     """The gradients of one bucket as they become ready, and how each enters the residual."""
 
-    def put(self, i: int, gradient: Array, accumulation: Accumulation, clears: bool = False) -> None:
-        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.accumulate`.
-
-        `accumulate` leaves it as it is or, if it `clears`, full of zeros; no other segment's may then share its memory.
-        """
+    def put(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
+        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.accumulate`, and is left so."""
 
     def squared_norm(self) -> float:
         """Sum of the squares of all gradients; what is not finite counts as zero. One read of them."""
@@ -138,11 +135,8 @@ class Gradients(Protocol):
 class Outputs(Protocol):
     """Where the update of each segment of one bucket is put together."""
 
-    def put(self, i: int, output: Array, cleared: bool = False) -> None:
-        """Segment i's: a flat float32 Array, overwritten by `Kernels.aggregate_into`.
-
-        If `cleared`, it is full of zeros by then, so that a backend need not zero it.
-        """
+    def put(self, i: int, output: Array) -> None:
+        """Segment i's: a flat float32 Array, overwritten by `Kernels.aggregate_into`."""
 
     def clear(self) -> None:
         """Let go of all of them."""
@@ -291,8 +285,7 @@ class Kernels(Protocol):
             want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
 
         Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element, 16 where u is bfloat16;
-        without 12, also with a shared second moment; each 4 more where gradients are cleared. What is written is in the
-        cache already, and so takes little time.
+        without 12, also with a shared second moment. What is written is in the cache already, and so takes little time.
         """
 
     # -- looking at v
@@ -367,7 +360,7 @@ class Kernels(Protocol):
         Returns:
             Whether every element is finite.
 
-        Cost: one write of the outputs that are not cleared, and N*k additions.
+        Cost: one write of the outputs, and N*k additions.
         """
 
     def aggregate_dense(self, outputs: Any, summed: Array, scale: float) -> bool:

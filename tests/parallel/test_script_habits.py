@@ -63,9 +63,7 @@ def test_networks_that_take_turns_keep_their_residuals(ranks):
 
 def test_gradients_can_be_read_before_they_are_exchanged(ranks):
     found = [rank["script_habits.readable_gradients"] for rank in ranks]
-    for rank in found:
-        assert rank["True"]["same"] and not rank["False"]["same"]
-    assert len({found[i][keep]["fingerprint"] for i in (0, 1) for keep in ("True", "False")}) == 1
+    assert found[0]["same"] and found[1]["same"] and found[0]["fingerprint"] == found[1]["fingerprint"]
 
 
 def test_a_step_can_be_given_up(ranks):

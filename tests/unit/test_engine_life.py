@@ -1,4 +1,4 @@
-"""A bucket's engine in the life of a job: what it undoes, refuses, moves to another bucket, and computes in place."""
+"""A bucket's engine in the life of a job: what it undoes, refuses, moves to another bucket, and where updates go."""
 
 from __future__ import annotations
 
@@ -149,8 +149,7 @@ def test_a_segment_moves_with_all_that_is_kept_of_it(kernels, accumulation):
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda k: k.name)
 @pytest.mark.parametrize("density", [0.01, 0.3], ids=["packets", "several groups of packets or a vector"])
-def test_in_place_gives_the_same_bits(backend, density):
-    """Gradients offered in place in some steps and apart in others: as with engines that never do it."""
+def test_updates_in_the_memory_of_gradients_are_the_same_bits(backend, density):
     config, sizes, workers = make_config(), (3000, 70, 1500), 5
     ours, plain = (make_engines(config, backend, workers, *sizes) for _ in range(2))
     rng = np.random.default_rng(3)
@@ -161,10 +160,8 @@ def test_in_place_gives_the_same_bits(backend, density):
         messages = []
         for engine, own in zip(ours, parts, strict=True):
             for i, part in enumerate(own):
-                in_place = (step + i) % 3 > 0
-                engine.add_gradient(i, part, MomentumCorrection(0.9), in_place)
-                if not in_place:
-                    engine.outputs.put(i, part)
+                engine.add_gradient(i, part, MomentumCorrection(0.9))
+                engine.outputs.put(i, part)
             messages.append(engine.compress(1.0, step, density))
         payloads = [message.payload for message in messages]
         assert [p.tobytes() for p in payloads] == [m.payload.tobytes() for m in expected_messages]

@@ -19,7 +19,7 @@ _RESIDUAL, _MOMENTUM, _NESTEROV, _SHARED = 1, 2, 3, 4  # enum Kind
 SEGMENT = np.dtype(
     [("gradient", np.uintp), ("start", np.int64), ("numel", np.int64), ("kind", np.int32), ("momentum", np.float32)]
     + [("rows", np.uintp), ("columns", np.uintp), ("width", np.int64), ("offset", np.int64), ("bound", np.float32)]
-    + [("clears", np.int32)]
+    + [("unused", np.int32)]
 )
 FOUND = np.dtype(
     [(name, np.uintp) for name in ("positions", "values", "loose_positions", "loose_values")]
@@ -27,9 +27,7 @@ FOUND = np.dtype(
     + [(name, np.uintp) for name in ("chunk_at", "chunk_count", "chunk_sums")]
     + [("count", np.int64)]
 )
-TARGET = np.dtype(
-    [("out", np.uintp), ("start", np.int64), ("numel", np.int64), ("cleared", np.int32), ("unused", np.int32)]
-)
+TARGET = np.dtype([("out", np.uintp), ("start", np.int64), ("numel", np.int64)])
 CONTRIBUTION = np.dtype([("positions", np.uintp), ("values", np.uintp), ("count", np.int64)])
 LAYOUT = np.dtype(
     [(name, np.int64) for name in ("numel", "capacity", "values_at")]
@@ -92,18 +90,18 @@ class NativeGradients:
     def __init__(self, bucket: Bucket, kernels: NativeKernels) -> None:
         self.bucket, self._kernels = bucket, kernels
         self.table = _table(bucket, SEGMENT)
-        self._addresses, self._clears = self.table["gradient"], self.table["clears"]
+        self._addresses = self.table["gradient"]
         self._nbytes = [4 * segment.numel for segment in bucket.segments]
         self._dtype: Any = None  # the object that was seen to be float32: NumPy's, torch's
         self.arrays: list[Any] = [None] * len(bucket.segments)
         self._feeds: list[Accumulation | None] = [None] * len(bucket.segments)
         self.scratch: Scratch | None = None
 
-    def put(self, i: int, gradient: Any, accumulation: Accumulation, clears: bool = False) -> None:
+    def put(self, i: int, gradient: Any, accumulation: Accumulation) -> None:
         if gradient.dtype is not self._dtype or gradient.nbytes != self._nbytes[i]:
             self._check(i, gradient)
         self.arrays[i] = gradient
-        self._addresses[i], self._clears[i] = address(gradient), clears
+        self._addresses[i] = address(gradient)
         if accumulation is not self._feeds[i] and accumulation != self._feeds[i]:  # it seldom changes, except Adam's
             self._feeds[i] = accumulation
             self._describe(self.table[i], accumulation)
@@ -141,13 +139,13 @@ class NativeOutputs:
 
     def __init__(self, bucket: Bucket) -> None:
         self.table = _table(bucket, TARGET)
-        self._addresses, self._cleared = self.table["out"], self.table["cleared"]
+        self._addresses = self.table["out"]
         self._arrays: list[Any] = [None] * len(bucket.segments)
 
-    def put(self, i: int, output: Any, cleared: bool = False) -> None:
+    def put(self, i: int, output: Any) -> None:
         self._arrays[i] = output
-        self._addresses[i], self._cleared[i] = address(output), cleared
+        self._addresses[i] = address(output)
 
     def clear(self) -> None:
         self._arrays = [None] * len(self._arrays)
-        self._addresses[:] = self._cleared[:] = 0
+        self._addresses[:] = 0

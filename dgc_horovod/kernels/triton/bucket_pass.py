@@ -66,7 +66,7 @@ def alike(gradients: ListedGradients) -> bool:
     """Whether all of them enter the residual in the same way, as one pass takes them."""
     accumulations = gradients.accumulations
     how: list[Any] = [each.bound if isinstance(each, SharedMoment) else each for each in accumulations]
-    return how.count(how[0]) == len(how) and not any(gradients.clears)
+    return how.count(how[0]) == len(how)
 
 
 class Form(NamedTuple):

@@ -20,7 +20,6 @@ class BucketRun:
     pending: Pending | None = None
     finite: bool | None = None  # None until the ranks' messages are back
     outputs: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
-    versions: list[int] = field(default_factory=list)  # theirs, when they were put
     narrow: bool = False  # whether an update goes into another dtype than fp32
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which its gradients have been made
 

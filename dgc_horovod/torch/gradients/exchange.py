@@ -26,7 +26,6 @@ from dgc_horovod.torch.gradients.given import given, given_as_wrapped, made_dens
 from dgc_horovod.torch.gradients.memory import (
     TakenMemory,
     handed,
-    is_alone,
     is_in,
     is_plain,
     squares_of,
@@ -162,15 +161,10 @@ class GradientExchange:
         kernels, run.arrived = run.engine.kernels, 0
         wait_for_streams(run.streams)
         run.outputs.clear()
-        run.versions.clear()
         for i, p in enumerate(run.parameters):
             grad = self._given(run, i)
             accumulation, decay = (ErrorFeedback(), 0.0) if run.engine.bucket.uncompressed else accumulation_of(p)
-            zeroes = not self.config.keep_gradients and kernels.takes_tensors and not decay and is_alone(grad)
             output, fits = self._output_for(run, i, grad)
-            if zeroes and fits:
-                self.buckets.add_gradient(run.engine, i, output, accumulation, in_place=True)
-                continue
             gradient = output if fits else self._gradient(p, grad).contiguous().to(output)
             gradient = self.clipping.clipped(p, gradient)
             if decay:
@@ -264,9 +258,6 @@ class GradientExchange:
             if not self._take_round(run):
                 self._launched.rotate(-1)  # the first rounds of the others are waited for meanwhile
                 continue
-            for i, (output, version) in enumerate(zip(run.outputs, run.versions, strict=True)):
-                if output._version != version:  # a script has written there: it is not zero any more
-                    run.engine.outputs.put(i, handed(output, run.engine.kernels))
             run.finite = self.buckets.aggregate(run.engine, self._scale_now())
             self._launched.popleft()
 
@@ -290,7 +281,6 @@ class GradientExchange:
         beside = self._host or run.device
         output = grad.detach() if fits else torch.empty(run.sizes[i], dtype=torch.float32, device=beside)
         run.outputs.append(output)
-        run.versions.append(output._version)
         return output, fits
 
     def finish(self) -> bool:
@@ -323,7 +313,7 @@ class GradientExchange:
     def _forget_step(self, finite: bool = True) -> None:
         for run in self.runs:
             run.pending, run.finite, run.narrow = None, None, False
-            for each in (run.outputs, run.versions, run.engine.outputs):
+            for each in (run.outputs, run.engine.outputs):
                 each.clear()  # they would keep gradients alive that the script has let go of
         self._launched.clear()
         self._sums.pending, self._untaken = None, deque(self.runs)

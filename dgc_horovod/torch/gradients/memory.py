@@ -1,4 +1,4 @@
-"""The memory of ``p.grad``: whether kernels can work in it, whether anything else uses it, and when it is ready."""
+"""The memory of ``p.grad``: whether kernels can work in it, and when it is ready."""
 
 from __future__ import annotations
 
@@ -16,35 +16,6 @@ def is_plain(grad: torch.Tensor) -> bool:
     if type(grad) is not torch.Tensor or grad.is_sparse or grad.is_neg():
         return False
     return grad.dtype == torch.float32 and grad.is_contiguous()
-
-
-def is_alone(grad: torch.Tensor) -> bool:
-    """Whether `grad` belongs to one parameter and is the only tensor that torch knows in its memory.
-
-    Autograd hands its own gradients over without a copy: it may still need that memory for the rest of the backward
-    pass, or hand it to another parameter too, where a view of each is added to the other. Such a gradient can be read,
-    but not written before the backward pass is over. What a script holds of the same tensor, or of its memory by way
-    of NumPy, is not counted.
-    """
-    return _ALONE is not None and not grad.is_sparse and _uses(grad) == _ALONE
-
-
-def _uses(grad: torch.Tensor) -> tuple[int, int]:
-    """How many hold a tensor, and how many its memory; this call is one of them."""
-    return grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)  # type: ignore[attr-defined]
-
-
-def _uses_of_one() -> tuple[int, int] | None:
-    """`_uses` of a gradient that is alone, or None if this torch does not tell."""
-    p = torch.nn.Parameter(torch.zeros(1, device="cpu"))
-    p.grad = torch.zeros(1, device="cpu")
-    try:
-        return _uses(p.grad)
-    except (AttributeError, TypeError):  # the counts are no public interface
-        return None
-
-
-_ALONE = _uses_of_one()
 
 
 def is_in(output: torch.Tensor, grad: torch.Tensor) -> bool:

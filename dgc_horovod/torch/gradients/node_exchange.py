@@ -139,7 +139,6 @@ class NodeGradientExchange(GradientExchange):
         run, _, accumulations = bucket
         engine, kernels = run.engine, run.engine.kernels
         run.outputs.clear()
-        run.versions.clear()
         for i in range(len(run.parameters)):
             output, _ = self._output_for(run, i, self._given(run, i))
             engine.outputs.put(i, handed(output, kernels))

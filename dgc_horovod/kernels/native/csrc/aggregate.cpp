@@ -100,16 +100,6 @@ bool add(const Target& target, int64_t end, const Contribution* ranks, int64_t w
     return finite;
 }
 
-// Whether memory that was left zero looks so still. One element of many tells what was written all over it by a way that
-// leaves no trace; it costs next to nothing.
-bool looks_zero(const float* x, int64_t numel) {
-    constexpr int64_t kStride = 1 << 12;
-    for (int64_t i = 0; i < numel; i += kStride) {
-        if (bits_of(x[i])) return false;
-    }
-    return true;
-}
-
 constexpr int64_t kFillBlock = 1 << 14;
 constexpr int64_t kFewAdditions = 24;  // elements for each that is added, from which zeroing past the cache pays
 
@@ -133,15 +123,13 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
             const int64_t begin = target.start > first ? target.start : first;
             const int64_t stop = target.start + target.numel < last ? target.start + target.numel : last;
             // few additions: all at once; else block by block, each zeroed and added to while it is in the cache
-            float* const here = target.out + (begin - target.start);
-            const bool zeroes = fresh && !(target.cleared && looks_zero(here, stop - begin));
-            const int64_t block = few || !zeroes ? numel : kFillBlock;
+            const int64_t block = few || !fresh ? numel : kFillBlock;
             for (int64_t at = begin; at < stop; at += block) {
                 const int64_t end = at + block < stop ? at + block : stop;
                 float* const out = target.out + (at - target.start);
-                if (zeroes && few) {
+                if (few) {
                     zero_past_cache(out, end - at);
-                } else if (zeroes) {
+                } else if (fresh) {
                     memset(out, 0, 4 * (end - at));
                 }
                 if (!add(target, end, ranks, workers, scale, mine)) finite = false;

@@ -32,14 +32,14 @@ enum Bad : int32_t { kBadGradient = 1, kBadResidual = 2 };
 
 // One parameter inside a bucket, and how its gradient enters the residual.
 struct Segment {
-    float* gradient;
+    const float* gradient;
     int64_t start, numel;
     int32_t kind;
     float momentum;
     const float *rows, *columns;  // a shared second moment's factors
     int64_t width, offset;        // number of columns; index in the tensor of the first element
     float bound;                  // of the magnitude of what enters
-    int32_t clears;               // whether the gradient is zero afterwards
+    int32_t unused;
 };
 
 // A run of a bucket from which elements are selected together; sum and squares are filled in.
@@ -67,8 +67,6 @@ struct Found {
 struct Target {
     float* out;
     int64_t start, numel;
-    int32_t cleared;  // zero already, unless somebody has written there since
-    int32_t unused;
 };
 
 // What one rank sent.

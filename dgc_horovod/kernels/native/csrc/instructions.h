@@ -7,7 +7,8 @@ namespace dgc {
 // A piece of one segment inside one chunk. u is the momentum, bfloat16 where it is `narrow`.
 struct Piece {
     void* u;
-    float *v, *gradient;
+    float* v;
+    const float* gradient;
     int64_t numel;
     bool narrow;
     int32_t position;  // of its first element in the bucket

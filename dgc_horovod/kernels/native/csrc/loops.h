@@ -142,17 +142,16 @@ struct Padded {
     }
 };
 
-template <int kind, bool clears, bool many, class Momentum>
+template <int kind, bool many, class Momentum>
 inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     Ints bad_gradient = {}, bad_residual = {};
     int32_t count = hits.count;
     const auto momentum = static_cast<Momentum*>(piece.u);
-    const auto step = [&](Momentum* u_at, float* v_at, float* gradient, const float* column, int32_t position,
+    const auto step = [&](Momentum* u_at, float* v_at, const float* gradient, const float* column, int32_t position,
                           uint32_t lanes) {
         Floats v = load(v_at);
         if (kind != kLook) {
             Floats g = load(gradient);
-            if (clears) store(gradient, Floats{});
             const Ints bad = not_finite(g);
             bad_gradient |= bad;
             g = (Floats)((Ints)g & ~bad) * piece.scale;
@@ -187,7 +186,6 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
         step(u.x, v.x, g.x, column.x, piece.position + (int32_t)i, (1u << rest) - 1);
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
         if (has_u) memcpy(momentum + i, u.x, sizeof *momentum * rest);
-        if (clears) memcpy(piece.gradient + i, g.x, 4 * rest);
     }
     hits.count = count;
     return (any(bad_gradient) ? kBadGradient : 0) | (any(bad_residual) ? kBadResidual : 0);
@@ -200,18 +198,12 @@ constexpr int32_t kMany = 24;
 constexpr int32_t kMany = kChunk + 1;
 #endif
 
-template <int kind, bool clears, class Momentum>
-int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
-    if constexpr (kMany <= kChunk) {
-        if (hits.expected >= kMany) return update_as<kind, clears, true, Momentum>(how, piece, hits);
-    }
-    return update_as<kind, clears, false, Momentum>(how, piece, hits);
-}
-
 template <int kind, class Momentum = float>
 int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
-    return how.clears ? update_as<kind, true, Momentum>(how, piece, hits)
-                      : update_as<kind, false, Momentum>(how, piece, hits);
+    if constexpr (kMany <= kChunk) {
+        if (hits.expected >= kMany) return update_as<kind, true, Momentum>(how, piece, hits);
+    }
+    return update_as<kind, false, Momentum>(how, piece, hits);
 }
 
 template <int kind>
@@ -225,7 +217,7 @@ int32_t update(const Segment& how, const Piece& piece, Hits& hits) {
         case kMomentum: return update_with_momentum<kMomentum>(how, piece, hits);
         case kNesterov: return update_with_momentum<kNesterov>(how, piece, hits);
         case kShared: return update_as<kShared>(how, piece, hits);
-        default: return update_as<kLook, false, float>(how, piece, hits);
+        default: return update_as<kLook>(how, piece, hits);
     }
 }
 
