@@ -39,7 +39,6 @@ from dgc_horovod.torch.wrapping.notices import (
     SYNCHRONIZED_TWICE,
     TAKEN_AWAY,
     UNSCALED_TOO_EARLY,
-    clipping_learned,
 )
 
 _log = logging.getLogger("dgc_horovod")
@@ -333,12 +332,9 @@ class ExchangeMethods(StateMethods):
                 )
 
     def _check_untouched(self: Any) -> None:
-        """Notice a script that clips after synchronize(): what it clips is an update, not a gradient."""
+        """Notice a script that clips after synchronize() by its own hands: that is an update, not a gradient."""
         if self._dgc_watch.changed_since_synchronized(scale_of(self._dgc_scaler)()):
-            if not self._dgc.undo_clipping():
-                self._tell_once("changed update", CHANGED_UPDATE)
-            elif self._dgc.clipping.by_hand is not None:
-                self._tell_once("clipping", clipping_learned(self._dgc.clipping.by_hand))
+            self._tell_once("changed update", CHANGED_UPDATE)
 
     def _drop_what_was_taken_away(self: Any, compressed: list[torch.Tensor]) -> None:
         """Of a parameter whose update a script has set to None nothing waits: it would come in a burst later on."""

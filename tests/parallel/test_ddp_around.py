@@ -151,9 +151,10 @@ def test_a_model_is_registered_again_with_another_choice(ranks):
     assert "make a new torch optimizer, and load this one's state_dict() after flush()" in first["refused"]
 
 
-def test_clipping_by_hand_is_found_out_beside_a_frozen_layer(ranks):
+def test_a_script_that_clips_by_hand_is_told_how_to_clip(ranks):
     first, second = (rank["ddp_around.clipped_by_hand"] for rank in ranks)
-    assert first == second and first["limit"] == pytest.approx(0.1, rel=1e-3)
+    (told,) = first["told"]
+    assert first["is"] == second["is"] and second["told"] == [] and "pass clip_norm=c" in told
 
 
 def test_metrics_file(tmp_path):

@@ -8,7 +8,6 @@ gradients have been taken already, so it holds for the next step, in which it is
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -67,14 +66,6 @@ def clips_of(records: Iterable[Sequence[Any]], names: Mapping[Parameter, str]) -
     return found
 
 
-class Change(enum.Enum):
-    """What a script has done to updates between synchronize() and step(), by other means than torch's functions."""
-
-    NOTHING = enum.auto()
-    CLIPPING = enum.auto()  # to a limit that each rank has kept to already
-    OTHER = enum.auto()
-
-
 class LocalClipping:
     """What limits the gradients of one optimizer on this rank.
 
@@ -94,8 +85,6 @@ class LocalClipping:
         self.adds_decay = False  # whether weight decay enters with some gradient: that is not clipped, as in stock
         self._own_norm = 0.0  # of this rank's gradients in the step under way
         self._late: list[Clip] = []  # first calls that came before the updates were there
-        self.by_hand: float | None = None  # the limit of a script that clips without torch's functions
-        self._cut: float | None = None  # norm of the updates that such a script has changed last
         self.norms: dict[tuple[object, ...], float] = {}  # by the key of a clip, before it; of the step under way
         self._noted: dict[tuple[object, ...], Clip] = {}
         self._uncompressed: dict[tuple[object, ...], Clip] = {}  # the same of steps of the framework's own exchange
@@ -118,11 +107,6 @@ class LocalClipping:
     def is_of_updates(self) -> bool:
         """Whether the script has clipped after synchronize() in the last step, where ranks should see equal norms."""
         return any(clip.updates for clip in self.clips)
-
-    @property
-    def undoes(self) -> bool:
-        """Whether updates that the script changes may have to be put back."""
-        return self.given is not None or self._cut is not None
 
     def refuse(self, why: str) -> None:
         """From now on a limit of the script is an error with the text `why`."""
@@ -239,30 +223,6 @@ class LocalClipping:
         for kept in (self._noted, self.norms, self._factors, self._bounds, self._late):
             kept.clear()
 
-    def judge(self, before: Sequence[float], after: Sequence[float]) -> Change:
-        """The script has changed the updates by its own hands.
-
-        A norm that comes out the same twice, and has been larger, is a clipping that the script does itself: from the
-        next step on each rank clips to it. Clipping multiplies all of them by one factor: masks do not.
-
-        Args:
-            before, after: L2 norm of each update, before and after the change; NaN of one that the script has taken
-                away. `before` is empty if it is not known.
-        """
-        whole, limit = total_norm(after), self.given or self.by_hand
-        nothing = len(before) > 0 and all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(before, after, strict=True))
-        clips = nothing or _is_one_factor(before, after)
-        if nothing or (clips and limit is not None and math.isclose(whole, limit, rel_tol=1e-3)):
-            if self.by_hand is not None:
-                self.note(Clip(self._all, self.by_hand))
-            return Change.NOTHING if nothing else Change.CLIPPING
-        twice = self._cut is not None and math.isclose(whole, self._cut, rel_tol=1e-4)
-        self.by_hand = whole if clips and twice and 0 < whole < total_norm(before) else None
-        if self.by_hand is not None:
-            self.note(Clip(self._all, whole))
-        self._cut = whole
-        return Change.OTHER
-
     # -- one step
 
     def of_all(self, squares: float, loss_scale: float) -> float:
@@ -347,12 +307,3 @@ class LocalClipping:
     def _factor(self, clip: Clip, norm: float) -> float:
         limit = self._local(clip.limit)
         return limit / norm if norm > limit else 1.0
-
-
-def _is_one_factor(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether every norm has been multiplied by the same number, but for the rounding of short numbers."""
-    whole = total_norm(before)
-    if not whole or any(map(math.isnan, after)):
-        return False
-    factor = total_norm(after) / whole
-    return all(math.isclose(factor * x, y, rel_tol=1e-2) for x, y in zip(before, after, strict=True))

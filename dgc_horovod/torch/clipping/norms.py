@@ -10,22 +10,6 @@ import torch
 Parameter = torch.Tensor
 
 
-def norms_of(parameters: Iterable[Parameter]) -> list[float]:
-    """L2 norm of each ``p.grad``, 0 of a sparse one, NaN where it was taken away. Cost: a read of each."""
-    found: list[float] = []
-    dense: dict[int, torch.Tensor] = {}
-    for i, p in enumerate(parameters):
-        found.append(math.nan if p.grad is None and p.requires_grad else 0.0)  # what is frozen needs none
-        if p.grad is not None and not p.grad.is_sparse:
-            dense[i] = torch.linalg.vector_norm(p.grad).float()
-    if dense:
-        device = next(iter(dense.values())).device
-        norms = torch.stack([norm.to(device) for norm in dense.values()]).tolist()  # one wait for a GPU
-        for i, norm in zip(dense, norms, strict=True):
-            found[i] = norm
-    return found
-
-
 def clip_all(parameters: Iterable[Parameter], limit: float) -> None:
     """As torch's `clip_grad_norm_`, which has no norm of a sparse gradient."""
     grads = [p.grad for p in parameters if p.grad is not None]

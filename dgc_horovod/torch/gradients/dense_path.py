@@ -79,7 +79,6 @@ class DensePath:
         self._pending: dict[Parameter, Pending] = {}
         self._waiting: dict[Parameter, torch.Tensor] = {}  # where small collectives are not put together: for one
         self._results: dict[Parameter, torch.Tensor] = {}
-        self._kept: dict[Parameter, torch.Tensor] = {}
 
     @property
     def complete(self) -> bool:
@@ -142,16 +141,6 @@ class DensePath:
     def finite(self) -> bool:
         """Whether every result of this step is finite; the same on every rank."""
         return all_finite(self._results.values())
-
-    def keep(self, scale: float) -> None:
-        """Copy the results times `scale`, for `put_back`."""
-        self._kept = {p: p.grad * scale for p in self.names if p.grad is not None and not p.grad.is_sparse}
-
-    def put_back(self) -> None:
-        """Give every ``p.grad`` what `keep` copied."""
-        for p, result in self._kept.items():
-            if p.grad is not None:
-                p.grad.copy_(result)
 
     def clear(self, finite: bool = True) -> None:
         """Forget the step, which is applied if `finite`."""

@@ -17,8 +17,7 @@ from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
-from dgc_horovod.torch.clipping.local import Change, LocalClipping, clips_of
-from dgc_horovod.torch.clipping.norms import norms_of
+from dgc_horovod.torch.clipping.local import LocalClipping, clips_of
 from dgc_horovod.torch.gradients.bucket_run import BucketRun
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
@@ -91,7 +90,6 @@ class GradientExchange:
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self._untaken = deque(self.runs)  # in this step, where they leave in one order
         self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines are given
-        self._norms: list[float] = []  # of its updates, one by one
         self._shares_norms = False  # whether all ranks do in the present step
         self._sums = SharedSums(self.buckets.adam, collectives)
         self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
@@ -304,9 +302,6 @@ class GradientExchange:
                     p.grad.fill_(math.nan)
                 elif p.grad is not None:
                     p.grad = torch.full_like(p, math.nan)
-        elif self.clipping.undoes:
-            self._norms = norms_of(self.names)
-            self._dense_path.keep(1 / self._scale_now())
         self._forget_step(finite)
         return finite
 
@@ -329,32 +324,6 @@ class GradientExchange:
             run.arrived = 0
         self._dense_path.residuals.clear()
         self._forget_step()
-
-    def undo_clipping(self) -> bool:
-        """The script has changed updates of the finished step by its own hands: put back what was a clipping.
-
-        Each rank has kept to that norm before, and an update arrives in bursts: cutting it once more would
-        lose gradient. The unscaled updates are computed anew from what was received.
-
-        Returns:
-            Whether the change was such a clipping, or changed nothing; if not, it is honoured.
-        """
-        before = [norm / self.loss_scale() for norm in self._norms]
-        found = self.clipping.judge(before, norms_of(self.names))
-        if found is Change.CLIPPING:
-            for run in self.runs:
-                for i, p in enumerate(run.parameters):
-                    frozen = p.grad is None  # since before the exchange: its update goes nowhere
-                    grad = torch.empty(run.sizes[i], device=run.device).float() if frozen else self._given(run, i)
-                    output, _ = self._output_for(run, i, grad)
-                    run.engine.outputs.put(i, handed(output, run.engine.kernels))
-                run.engine.aggregate_into(self.buckets.mean_scale)
-                for p, output in zip(run.parameters, run.outputs, strict=True):
-                    if p.grad is not None and not p.grad.is_sparse and not is_in(output, p.grad):
-                        p.grad.copy_(output.view(p.shape))
-            self._dense_path.put_back()
-            self._forget_step()
-        return found is not Change.OTHER
 
     def decay(self, factor: float) -> None:
         """Multiply everything that waits on this rank by `factor`, in (0, 1]."""

@@ -19,8 +19,10 @@ SCALER_LEFT_OUT = (
     "do not have. Call scaler.step(optimizer); to go on without it, scale every loss by one that is not enabled"
 )
 CHANGED_UPDATE = (
-    "p.grad was changed between synchronize() and step(). After compression it is an update that arrives in bursts, "
-    "and what is clipped off it is lost; pass clip_norm=c to the compression instead (dgcrun: --dgc-clip-norm c)"
+    "the script changed p.grad between synchronize() and step(), by other means than clip_grad_norm_ and "
+    "clip_grad_value_ of torch.nn.utils. After compression it is an update that arrives in bursts, and what is clipped "
+    "off it is lost. To clip, pass clip_norm=c to the compression (dgcrun: --dgc-clip-norm c), or call "
+    "clip_grad_norm_, and take the script's own clipping away"
 )
 TAKEN_AWAY = (
     "the script has set the gradient of {name!r} to None between backward() and step(): its update is left out, and "

@@ -385,20 +385,21 @@ class AcceleratedOptimizer:
 
 
 def clipped_by_hand() -> dict[str, Any]:
-    """A script that multiplies every gradient there is, beside a layer that is frozen: found out all the same."""
+    """A script that multiplies every gradient there is, beside a layer that is frozen."""
     model = DistributedDataParallel(smooth_model(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     register(model, optimizer, Compression.dgc(0.02, min_numel=64))
     model.module[0].requires_grad_(False)
-    for x, y in batches(8, dist.get_rank()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = float(torch.stack([grad.norm() for grad in grads]).norm())
-        for grad in grads:
-            grad.mul_(min(1.0, 0.1 / norm))
-        optimizer.step()
-    return {"is": fingerprint(model), "limit": optimizer._dgc.clipping.by_hand}
+    with messages() as texts:
+        for x, y in batches(3, dist.get_rank()):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+            for grad in grads:
+                grad.mul_(min(1.0, 0.1 / norm))
+            optimizer.step()
+    return {"is": fingerprint(model), "told": [text for text in texts if "clip" in text]}
 
 
 def metrics() -> str:
