@@ -15,7 +15,6 @@ from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow.clipping import of_tape
-from dgc_horovod.tensorflow.clipping.learned import Returned
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.optimizer_mixin import UsersClass, not_converted
@@ -164,8 +163,8 @@ class _DistributedTape(UsersClass):
         if finite is not None:
             combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
         if self._dgc.settings.config is not None:
-            own, exchange = [gradients[i] for i in agreed.active], agreed.exchange
-            Returned(exchange.clipping, own, combined, exchange.collectives)
+            own, clip_norm = [gradients[i] for i in agreed.active], self._dgc.settings.config.clip_norm
+            of_tape.Returned(clip_norm, own, combined, agreed.exchange.collectives)
             of_tape.pending.update(agreed.sources[i].key for i in agreed.active)
         for i, gradient in zip(agreed.active, combined, strict=True):
             gradients[i] = gradient

@@ -1,14 +1,15 @@
 """TensorFlow's clipping functions and Keras' optimizers, where they are given what a compressed tape has returned.
 
-Such tensors carry a mark. Clipping leaves them as they are, and lets their exchange clip each rank's own gradient
-instead; see `learned`. What cannot be done so is refused: an update that is clipped is a run quietly ruined.
+That is an update: it arrives in bursts, of several times the norm of a gradient, and what a limit cuts from it is lost.
+So it carries a mark, and to clip it is an error, or with ``clip_norm``, which clips each rank's gradient, is left out.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,94 +19,119 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.names import replace_everywhere
-from dgc_horovod.tensorflow.clipping.learned import INSTEAD, marks, number
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
+from dgc_horovod.tensorflow.gradients.host_calls import behind
+from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, key_of
 
 _log = logging.getLogger("dgc_horovod")
 not_converted: Any = tf.autograph.experimental.do_not_convert
+INSTEAD = "pass clip_norm=... to the compression (dgcrun: --dgc-clip-norm), which clips each rank's gradient"
 
 
 def install() -> None:
     """Let TensorFlow's clipping functions and Keras' optimizers know marks, wherever they are held; once a process."""
-    for replacing in (_by_global_norm, _by_norm, _by_value):
-        stock = getattr(tf, f"clip{replacing.__name__}")
-        replace_everywhere(stock, not_converted(functools.wraps(stock)(replacing(stock))))
+    for stock in (tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value):
+        replace_everywhere(stock, not_converted(functools.wraps(stock)(_of_a_script(stock))))
     own = BaseOptimizer._clip_gradients
     BaseOptimizer._clip_gradients = not_converted(functools.wraps(own)(_of_an_optimizer(own)))
     for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
         kind.apply = not_converted(functools.wraps(kind.apply)(_checked(kind.apply)))
 
 
-def _by_global_norm(stock: Any) -> Callable[..., Any]:
-    def clip(t_list: Any, clip_norm: Any, use_norm: Any = None, name: str | None = None) -> Any:
-        what = "tf.clip_by_global_norm"
-        found = marks(t_list, what)
-        if found is None:
-            return stock(t_list, clip_norm, use_norm, name)
-        returned, numbers = found
-        _check_all(returned.count, numbers, what)
-        if returned.clipping.learn("global_clipnorm", numbers, clip_norm, what):
-            return list(t_list), returned.norm
-        clipped, _ = stock(t_list, clip_norm, use_norm, name)
-        return [_marked(*pair) for pair in zip(clipped, t_list, strict=True)], returned.norm
+class Returned:
+    """What a compressed tape has returned in one call.
+
+    Args:
+        clip_norm: that of the compression, which clips each rank's gradient; None: there is none.
+        own: gradients of this rank.
+        combined: tensors that came back for them; each carries a mark from now on.
+        collectives: transport of its exchange.
+    """
+
+    def __init__(
+        self, clip_norm: float | None, own: Sequence[Gradient], combined: Sequence[Any], collectives: Collectives
+    ) -> None:
+        self.clip_norm, self._own, self._collectives = clip_norm, list(own), collectives
+        self._first, self.count = combined[0], len(combined)
+        self._norm: tf.Tensor | None = None
+        for tensor in combined:
+            tensor._dgc_returned = self
+
+    @property
+    def norm(self) -> tf.Tensor:
+        """Norm of the gradients before they were clipped: root mean square of the ranks' norms, equal on every rank."""
+        if self._norm is None:
+            own = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in self._own]
+            squares = tf.square(tf.linalg.global_norm(own))
+            name, collectives = "norm", self._collectives  # whose clock is free once the exchange has ended
+
+            def reduced(armed: tf.Tensor) -> tf.Tensor:
+                return collectives.allreduce(behind(armed, squares), name)
+
+            total = collectives.in_time(name, [squares, self._first], reduced)
+            self._norm = tf.sqrt(total / collectives.size(tf.float32))
+        return self._norm
+
+
+def _left_out(tensors: Iterable[Any], what: str, of_all: bool) -> Returned | None:
+    """What has returned `tensors` (or None), which are not to be clipped; None: no compressed tape has.
+
+    Args:
+        what: name of the clipping, for messages.
+        of_all: whether it limits the norm of all gradients together.
+
+    Raises:
+        UnsupportedUse: there is no ``clip_norm``; or some of them were returned by another tape, or by none.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    found = {getattr(tensor, "_dgc_returned", None) for tensor in given}
+    returned = next(filter(None, found), None)
+    if returned is None:
+        return None
+    if returned.clip_norm is None:
+        raise UnsupportedUse(
+            f"{what} of what a compressed tape has returned: an update in bursts, not a gradient, and what is clipped "
+            f"off it is lost. To clip, {INSTEAD}; {what} is left out then"
+        )
+    if len(found) > 1 or (of_all and len(given) < returned.count):
+        raise UnsupportedUse(
+            f"{what} of some of the gradients that a compressed tape has returned, or of others with them (local ones, "
+            f"or another tape's). clip_norm={returned.clip_norm:g} of the compression clips what it has returned; clip "
+            "the others alone"
+        )
+    if hvd.rank() == 0:
+        _say_once_that_it_is_left_out(what, returned.clip_norm)
+    return returned
+
+
+@functools.cache
+def _say_once_that_it_is_left_out(what: str, clip_norm: float) -> None:
+    _log.warning("dgc_horovod: clip_norm=%g of the compression is used; %s changes nothing", clip_norm, what)
+
+
+def _of_a_script(stock: Any) -> Callable[..., Any]:
+    first, what = next(iter(inspect.signature(stock).parameters)), f"tf.{stock.__name__}"
+    of_all = first == "t_list"
+
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        given: Any = args[0] if args else kwargs.get(first)
+        returned = _left_out(given if of_all else [given], what, of_all)
+        if returned is None:
+            return stock(*args, **kwargs)
+        return (list(given), returned.norm) if of_all else given
 
     return clip
-
-
-def _by_norm(stock: Any) -> Callable[..., Any]:
-    def clip(t: Any, clip_norm: Any, axes: Any = None, name: str | None = None) -> Any:
-        found, what = marks([t]), "tf.clip_by_norm"
-        if found is None:
-            return stock(t, clip_norm, axes, name)
-        if axes is not None:
-            raise UnsupportedUse(f"{what} along axes of what a compressed tape has returned; {INSTEAD}")
-        returned, numbers = found
-        known = returned.clipping.learn("clipnorm", numbers, clip_norm, what)
-        return t if known else _marked(stock(t, clip_norm, axes, name), t)
-
-    return clip
-
-
-def _by_value(stock: Any) -> Callable[..., Any]:
-    def clip(t: Any, clip_value_min: Any, clip_value_max: Any, name: str | None = None) -> Any:
-        found, what = marks([t]), "tf.clip_by_value"
-        if found is None:
-            return stock(t, clip_value_min, clip_value_max, name)
-        low, high = number(clip_value_min), number(clip_value_max)
-        if low is None or high is None or low != -high:
-            raise UnsupportedUse(f"{what} from {low} to {high} of what a compressed tape has returned; {INSTEAD}")
-        returned, numbers = found
-        known = returned.clipping.learn("clipvalue", numbers, high, what)
-        return t if known else _marked(stock(t, low, high, name), t)
-
-    return clip
-
-
-def _marked(clipped: Any, t: Any) -> Any:
-    """`clipped`, of an eager loop's first step, known as what `t` is known as."""
-    if clipped is not None:
-        clipped._dgc_returned = t._dgc_returned
-    return clipped
 
 
 def _of_an_optimizer(stock: Any) -> Callable[..., Any]:
     def clip(self: Any, grads: Any) -> Any:
-        own, found = clipping_of(self), marks(grads, "the clipping of an optimizer")
-        if own is None or found is None:
-            return stock(self, grads)
-        (kind, limit), (returned, numbers) = own, found
-        if kind == "global_clipnorm":
-            _check_all(returned.count, numbers, kind)
-        known = returned.clipping.learn(kind, numbers, limit, f"{kind} of the optimizer")
-        return grads if known else stock(self, grads)
+        kind, _ = clipping_of(self) or ("", 0.0)
+        if kind and _left_out(grads, f"{kind} of the optimizer", kind == "global_clipnorm"):
+            return grads
+        return stock(self, grads)
 
     return clip
-
-
-def _check_all(count: int, numbers: Sequence[int], what: str) -> None:
-    if len(set(numbers)) < count:
-        raise UnsupportedUse(f"{what} of some of the gradients that a compressed tape has returned; {INSTEAD}")
 
 
 pending: set[Any] = set()  # keys of variables of which a compressed tape has returned something that is not applied yet
@@ -128,7 +154,7 @@ def _checked(stock: Any) -> Callable[..., Any]:
 
 
 def _check(optimizer: Any, grads: Sequence[Gradient], keys: set[Any]) -> None:
-    """Refuse what would be exchanged twice, or clipped where nobody can learn it."""
+    """Refuse what would be exchanged twice, or clipped where its mark is lost."""
     marked = any(hasattr(gradient, "_dgc_returned") for gradient in grads)
     changed = not marked and bool(keys & pending)
     pending.difference_update(keys)

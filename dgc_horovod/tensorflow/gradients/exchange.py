@@ -18,7 +18,6 @@ from tensorflow.python.ops import control_flow_util
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.clipping.learned import LearntClipping
 from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
@@ -87,10 +86,6 @@ class GradientExchange:
         self._weights = WeightsWatch(sources, self.steps)
         if settings.config is not None:
             self.steps.look_due = self._weights.due
-        # a tape does not clip: what the script clips of its results is done here
-        self._learns = settings.config is not None and not update.is_optimizers
-        self._when_eager = LearntClipping(len(self.sources), settings)
-        self.clipping = self._when_eager  # of the graph that was made, or has run, last
         self._function = tf.function(self._graph, autograph=False, reduce_retracing=True)
 
     @property
@@ -156,10 +151,7 @@ class GradientExchange:
         numbers = tf.cast(iterations, tf.int64), tf.cast(learning_rate, tf.float32)
         arguments = list(gradients), *numbers, list(weights), list(everything)
         if not tf.executing_eagerly():
-            self.clipping = LearntClipping(len(self.sources), self.settings)
             return Exchanged(*self._graph(*arguments))
-        self.clipping = self._when_eager
-        self.clipping.begin()
         self.steps.error = None
         try:
             return Exchanged(*self._function(*arguments))
@@ -184,8 +176,6 @@ class GradientExchange:
         started = self._taken_over(started, fresh, rate)
         # an error that every rank has comes before anything is sent
         gradients = [behind(started, tf.convert_to_tensor(gradient)) for gradient in gradients]
-        if self._learns:
-            gradients = self.clipping.applied(gradients, started)
         if self._inside is not None and self.settings.config.clip_norm is not None:
             started, gradients = self._averaged(started, gradients)
         messages, whole = self._compressed(started, gradients)
