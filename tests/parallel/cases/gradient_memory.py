@@ -10,19 +10,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.gradients.memory import is_alone
 from tests.helpers.logs import messages
 from tests.helpers.regression import SharedGradients
-from tests.helpers.training import (
-    UNROUNDED,
-    batches,
-    distance,
-    fingerprint,
-    momentum_sgd,
-    smooth_model,
-    weights,
-)
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, weights
 
 
 def update_in_place() -> dict[str, Any]:
@@ -39,7 +32,7 @@ def update_in_place() -> dict[str, Any]:
         after = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
         results[name] = {
             "in place": places == after,
-            "held": sum(len(run.outputs) for run in optimizer._dgc.runs),
+            "held": sum(len(run.outputs) for run in session(optimizer).exchange.runs),
         }
     return results
 
@@ -165,7 +158,7 @@ def late_writes() -> dict[str, Any]:
         for x, y in batches(5, hvd.rank()):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
-            for p in optimizer._dgc.compressed:
+            for p in session(optimizer).exchange.compressed:
                 zeros += not p.grad.any()  # as `compress` leaves them
                 if write is not None:
                     write(p)
