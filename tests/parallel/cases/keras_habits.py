@@ -99,7 +99,7 @@ def reloaded() -> dict[str, bool]:
         if history:
             optimizer.apply(steps[0], variables)
             optimizer.apply(steps[1][:1], variables[:1])
-            optimizer.set_weights(optimizer.get_weights())
+            optimizer.set_weights([variable.numpy() for variable in optimizer.variables])
         optimizer.apply(steps[2], variables)
         states.append(session(optimizer).buckets.state_arrays())
     return {
