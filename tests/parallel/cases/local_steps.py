@@ -96,7 +96,7 @@ def conservation() -> dict[str, float]:
     train(model, optimizer, 10 * H)
     state = optimizer.residual_state_dict()["tensors"]
     waits = torch.cat(
-        [state[name]["v"] if name in state else torch.zeros(p.numel())
+        [state[name]["v"] if "v" in state.get(name, ()) else torch.zeros(p.numel())
          for name, p in model.named_parameters()]
     )  # fmt: skip
     moved = hvd.allreduce(weights(model) - begun, name="moved")
