@@ -21,8 +21,8 @@ from dgc_horovod.tensorflow.wrapping.settings import Settings
 class SessionView:
     """The parts of an optimizer, or of all tapes with the same settings; `session` makes it."""
 
-    _wrapped: Any
     _distribution: Distribution
+    _make_rounds: Any  # an optimizer's; a tape is not kept alive
 
     @property
     def settings(self) -> Settings:
@@ -56,7 +56,7 @@ class SessionView:
     @property
     def rounds(self) -> LocalRounds:
         """The rounds of local steps, of an optimizer that is built."""
-        rounds: LocalRounds = self._wrapped._dgc_make_rounds()
+        rounds: LocalRounds = self._make_rounds()
         return rounds
 
     def residuals(self) -> ResidualState | None:
@@ -66,7 +66,7 @@ class SessionView:
 
 def session(wrapped: Any) -> SessionView:
     """The parts of `wrapped`, an optimizer or a tape."""
-    return SessionView(wrapped, wrapped._dgc)
+    return SessionView(wrapped._dgc, getattr(wrapped, "_dgc_make_rounds", None))
 
 
 def make_exchange(optimizer: Any, variables: Sequence[Any]) -> None:

@@ -116,8 +116,8 @@ def given_up() -> dict[str, Any]:
         before = fingerprint(model)
         optimizer.apply([tf.zeros(v.shape) for v in variables], variables)  # a layer is frozen, as it were
         moved = before != fingerprint(model)
-        name = variables[0].path.replace("/", "_")
-        slots = float(sum(np.abs(slot.numpy()).sum() for slot in optimizer.variables if name in slot.path))
+        path = variables[0].path.replace("/", "_")
+        slots = float(sum(np.abs(slot.numpy()).sum() for slot in optimizer.variables if path in slot.path))
         train(model, optimizer, 3, first=4)
         found[f"several, {name}"] = [own > 0, moved, slots > 0]
         found[f"several, {name}, modes"] = [each.auto.choice.trial.mode for each in session(optimizer).exchanges]

@@ -101,7 +101,7 @@ def reloaded() -> dict[str, bool]:
             optimizer.apply(steps[1][:1], variables[:1])
             optimizer.set_weights([variable.numpy() for variable in optimizer.variables])
         optimizer.apply(steps[2], variables)
-        states.append(session(optimizer).buckets.state_arrays())
+        states.append(session(optimizer).exchanges[0].steps.buckets.state_arrays())
     return {
         f"{name} {part}": bool(np.array_equal(states[0][name][part], states[1][name][part]))
         for name in states[0]
