@@ -19,6 +19,7 @@ import tensorflow as tf
 from benchmarks.auto.turns import AUTO, DENSITY, DGC, FP16, NOTHING, measure
 from dgc_horovod.planning.trial import Trial
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
+from dgc_horovod.testing.tensorflow import session
 
 _CLASSES = 100
 
@@ -76,7 +77,7 @@ class KerasTrainer:
     @property
     def trial(self) -> Trial:
         """That of auto."""
-        found: Trial = self.optimizer._dgc.exchanges[0].auto.choice.trial
+        found: Trial = session(self.optimizer).choice.trial
         return found
 
     def step(self) -> float:

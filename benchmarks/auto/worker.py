@@ -14,6 +14,7 @@ import torch
 from benchmarks.auto.models import MODELS, Model
 from benchmarks.auto.turns import AUTO, DENSE, DENSITY, FP16, NOTHING, measure
 from dgc_horovod.planning.trial import Trial
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 
 
@@ -42,7 +43,7 @@ class TorchTrainer:
     @property
     def trial(self) -> Trial:
         """That of auto."""
-        found: Trial = self.optimizer._dgc_choice.trial
+        found: Trial = session(self.optimizer).choice.trial
         return found
 
     def step(self) -> float:

@@ -12,6 +12,7 @@ from benchmarks.exchange.gradients import Gradients
 from benchmarks.exchange.methods import MOMENTUM, CompressedMethod, Method, OwnMethod, PublishedMethod
 from benchmarks.exchange.process_groups import POWER_SGD_RANK, PowerSGDMethod
 from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.testing.torch import session
 
 _LEAST_OF_K = 2 / 3  # that a rule other than the exact one may send
 _FP16_ERROR = 2e-3  # relative; fp32 is far below
@@ -84,8 +85,8 @@ def _check_published(method: PublishedMethod) -> str:
 
 def _check_sent(method: OwnMethod) -> str:
     """What came back of compressed tensors are the elements that the ranks have sent: from k to N*k of them."""
-    buckets, workers = method.optimizer._dgc.buckets, method.optimizer._dgc.collectives.workers
-    gradients = {name: p.grad for name, p in method.optimizer._dgc_parameters.items()}
+    buckets, workers = session(method.optimizer).buckets, session(method.optimizer).exchange.collectives.workers
+    gradients = {name: p.grad for p, name in session(method.optimizer).exchange.names.items()}
     sparse = [engine for engine in buckets.engines if not engine.bucket.uncompressed]
     k = sum(int(np.ceil(buckets.config.final_density * engine.bucket.numel)) for engine in sparse)
     count = sum(int(gradients[s.name].count_nonzero()) for engine in sparse for s in engine.bucket.segments)
@@ -107,7 +108,7 @@ class _Residual:
     """The first compressed bucket of a method: u and v before a step, and what NumPy says they are after it."""
 
     def __init__(self, method: CompressedMethod, gradients: Gradients, rank: int, step: int) -> None:
-        buckets = method.optimizer._dgc.buckets
+        buckets = session(method.optimizer).buckets
         self._engine: BucketEngine = next(engine for engine in buckets.engines if not engine.bucket.uncompressed)
         self._exact = buckets.config.rule == "exact"
         self._k = max(1, int(np.ceil(buckets.config.final_density * self._engine.bucket.numel)))

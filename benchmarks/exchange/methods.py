@@ -13,6 +13,7 @@ from benchmarks import connections
 from benchmarks.exchange.published import PublishedExchange
 from benchmarks.kernels.bench import Stream
 from benchmarks.shapes import Shapes, numel
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import DistributedOptimizer
 from dgc_horovod.torch.clipping import calls
 
@@ -153,7 +154,7 @@ class OwnMethod(Method):
         self.optimizer.zero_grad()
 
     def phases(self) -> dict[str, float]:
-        traffic = self.optimizer._dgc.collectives.traffic
+        traffic = session(self.optimizer).exchange.collectives.traffic
         return {"compress": traffic.compressing, "decode": traffic.decoding, "wait": traffic.waiting}
 
 

@@ -19,6 +19,7 @@ from benchmarks.exchange.methods import CompressedMethod, HorovodMethod, Method
 from benchmarks.exchange.worker import Clock, Order, bytes_out
 from benchmarks.shapes import SHAPES, Shapes
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, node_process_sets
 
 NOTHING, DENSE = "no exchange", "dense"
@@ -60,7 +61,7 @@ def kept(method: Method) -> dict[str, Any]:
     """Bytes of u and v on this rank, and what the exchange is."""
     if not isinstance(method, CompressedMethod):
         return {}
-    exchange = method.optimizer._dgc
+    exchange = session(method.optimizer).exchange
     states = [engine.state for engine in exchange.buckets.engines]
     arrays = [x for state in states for x in (state.u, state.v, state.remainder) if x is not None]
     rounds = max((engine.exchange.rounds for engine in exchange.buckets.engines), key=len)

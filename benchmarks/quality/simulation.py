@@ -17,71 +17,14 @@ from torch import Tensor, nn
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending
+from dgc_horovod.testing.loopback import Board, Loopback
+from dgc_horovod.testing.torch import stand_in
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates.base import States
 from dgc_horovod.torch.updates.choice import choose_update
 
 LossOf = Callable[[int], Tensor]  # rank -> loss of its next batch
-
-
-class _Message:
-    """One collective of a step: what each rank has put in, and what comes out."""
-
-    def __init__(self, combine: Callable[[list[Tensor]], Tensor]) -> None:
-        self.parts: list[Tensor] = []
-        self._combine = combine
-        self._result: Tensor | None = None
-
-    def result(self) -> Tensor:
-        if self._result is None:
-            self._result = self._combine(self.parts)
-        return self._result
-
-
-Board = dict[str, _Message]  # of one step, by name
-
-
-class Loopback(Collectives):
-    """The collectives of one of N ranks of this process, which post in rank order and wait when all have posted."""
-
-    def __init__(self, rank: int, workers: int, board: Board) -> None:
-        super().__init__(rank, workers, tag="simulated")
-        self._board = board
-
-    def allgather(self, packet: Tensor, name: str) -> Pending:
-        """Post a part of what is put together in rank order."""
-        return self._post(packet, name, torch.cat)
-
-    def allreduce(
-        self, tensor: Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
-    ) -> Pending:
-        """Post a term of what is summed in rank order."""
-        factor = postscale / self.workers if averages else postscale
-        return self._post(tensor * prescale, name, lambda parts: sum(parts[1:], parts[0]) * factor)
-
-    def alltoall(self, tensor: Tensor, name: str) -> Pending:
-        """Post N equal parts, of which each rank gets its own from everybody."""
-        return self._post(tensor, name, lambda parts: torch.stack([p.view(self.workers, -1) for p in parts], 1))
-
-    def broadcast(self, tensor: Tensor, name: str, root: int = 0) -> Pending:
-        """Post what only that of rank `root` counts of."""
-        return self._post(tensor, name, lambda parts: parts[root])
-
-    def _is_done(self, handle: _Message) -> bool:
-        assert len(handle.parts) == self.workers, "not every rank has posted"
-        return True
-
-    def _result(self, handle: _Message) -> Tensor:
-        """What comes out; a rank may write to it."""
-        result = handle.result()
-        return (result[self.rank].reshape(-1) if result.dim() == 3 else result).clone()  # of an alltoall: one's own
-
-    def _post(self, part: Tensor, name: str, combine: Callable[[list[Tensor]], Tensor]) -> Pending:
-        message = self._board.setdefault(name, _Message(combine))
-        message.parts.append(part)
-        return Pending(message, part, name)
 
 
 class _Exchange(GradientExchange):
@@ -185,7 +128,7 @@ class CompressedRanks(DenseRanks):
             for rank in range(senders)
         ]
         for update, exchange in zip(self._updates, self.exchanges, strict=True):  # each counts its own steps
-            vars(self.optimizer)["_dgc"] = exchange  # as a wrapped one has
+            stand_in(self.optimizer, exchange)
             update.prepare(self.optimizer)
         self.exchange = self.exchanges[0].buckets
         self._states: list[States] = []  # of every rank's optimizer, as the first compressed step finds it

@@ -19,6 +19,7 @@ from benchmarks.quality.tasks import Task
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 
 
@@ -48,7 +49,7 @@ class RealRank:
             self.optimizer = DistributedOptimizer(
                 optimizer, task.model.named_parameters(), compression=config or Compression.none
             )
-        self.exchange: OptimizerExchange | None = self.optimizer._dgc.buckets if exchanges and config else None
+        self.exchange: OptimizerExchange | None = session(self.optimizer).buckets if exchanges and config else None
 
     def step(self, loss_of: LossOf) -> float:
         """One step; the mean of all ranks' losses, so that all of them give up together."""

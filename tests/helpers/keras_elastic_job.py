@@ -15,6 +15,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, elastic
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.keras_training import INPUTS, fingerprint, momentum_sgd, smooth_model, target
 from tests.helpers.victim import is_the_victim
 
@@ -103,7 +104,7 @@ class Job:
         self.own, self.committed = self._residual() / hvd.size(), now
 
     def _residual(self) -> np.ndarray:
-        state = self.model.optimizer._dgc.residuals(own=False)
+        state = session(self.model.optimizer).residuals()
         tensors = state.tensors if state is not None else {}
         parts = [arrays["v"].astype(np.float64) for _, arrays in sorted(tensors.items())]
         return np.concatenate(parts) if parts else np.zeros(self.size)

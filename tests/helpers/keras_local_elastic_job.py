@@ -9,6 +9,7 @@ import numpy as np
 from horovod.tensorflow.functions import allgather_object
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers import keras_elastic_job
 from tests.helpers.keras_elastic_job import BATCHES, KILLED_AT
 from tests.helpers.keras_training import weights
@@ -38,9 +39,9 @@ class Job(keras_elastic_job.Job):
         optimizer = self.model.optimizer
         steps = allgather_object(int(optimizer.iterations), name="steps")
         # of Adam's moments, which begin with zeros
-        moments = allgather_object(bool(any(slot.numpy().any() for slot in optimizer._dgc_slots())), name="moments")
+        moments = allgather_object(bool(any(slot.numpy().any() for slot in optimizer.variables[2:])), name="moments")
         return {
-            "spread": float(np.abs(every - every[:1]).max()), "in the round": int(optimizer._dgc_make_rounds().calls),
+            "spread": float(np.abs(every - every[:1]).max()), "in the round": int(session(optimizer).rounds.calls),
             "inner steps": steps, "moments": moments,
         }  # fmt: skip
 

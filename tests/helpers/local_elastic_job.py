@@ -11,6 +11,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers import elastic_job
 from tests.helpers.elastic_job import BATCHES
@@ -25,7 +26,8 @@ class Job(elastic_job.Job):
 
     def __init__(self, folder: Path, how: str) -> None:
         super().__init__(folder, how)
-        self.receive, self.optimizer._dgc_rounds.receive = self.optimizer._dgc_rounds.receive, self.received
+        rounds = session(self.optimizer).rounds
+        self.receive, rounds.receive = rounds.receive, self.received
 
     def wrapped(self) -> Any:
         adamw = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
@@ -41,7 +43,7 @@ class Job(elastic_job.Job):
 
     def received(self) -> bool:
         """The changes are on their way."""
-        if self.optimizer._dgc.buckets.steps == KILLED_AT // H:
+        if session(self.optimizer).buckets.steps == KILLED_AT // H:
             self.may_die()
         return bool(self.receive())
 
@@ -52,7 +54,7 @@ class Job(elastic_job.Job):
         every = hvd.allgather(weights(self.model)[None], name="spread")
         inner = self.optimizer.state[next(self.model.parameters())]
         return {
-            "spread": float((every - every[:1]).abs().max()), "in the round": self.optimizer._dgc_rounds.count,
+            "spread": float((every - every[:1]).abs().max()), "in the round": session(self.optimizer).rounds.count,
             "inner steps": hvd.allgather_object(int(inner["step"]) if "step" in inner else 0),
         }  # fmt: skip
 

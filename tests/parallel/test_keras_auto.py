@@ -86,7 +86,7 @@ def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange():
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_what_waits_of_variables_goes_with_them_to_another_set(name):
     for found in _found("keras_auto_choice.given_up"):
-        assert found[f"several, {name}"] == [True] * 4, found
+        assert found[f"several, {name}"] == [True] * 3, found
         assert found[f"several, {name}, modes"] == [DENSE, DENSE] and found[f"several, {name}, finite"]
 
 

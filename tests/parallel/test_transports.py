@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.quality.simulation import Board, Loopback
+from dgc_horovod.testing.loopback import Board, Loopback
 from tests.helpers.jobs import run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.torch_ranks import run_torch_ranks, torchrun

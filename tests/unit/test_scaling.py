@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dgc_horovod.testing.torch import stand_in
 from dgc_horovod.torch.gradients.scaling import SeenScaler, stop_watching, watch_scalers
 
 
@@ -103,7 +104,7 @@ def test_a_step_without_a_loss_has_the_scale_of_before(uneven):
     scale_at(optimizer, seen, scaler)
     assert seen.get_scale() == 1
     if uneven == "join":
-        optimizer._dgc = SimpleNamespace(buckets=SimpleNamespace(in_join=True))
+        stand_in(optimizer, SimpleNamespace(buckets=SimpleNamespace(in_join=True)))
     else:
         optimizer._allreduce_delay = dict.fromkeys("ab", 1)
         optimizer.backward_passes_per_step = 1

@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from tests.helpers.training import UNROUNDED, distance, fingerprint, smooth_model, train, weights
 
@@ -30,12 +31,12 @@ def wrapped(model: nn.Module, dense: int = 0, op: Any = hvd.Average, **settings:
 
 def known(optimizer: Any) -> str:
     """The bits of what is known of second moments."""
-    return optimizer._dgc.buckets.second.packed().tobytes().hex()
+    return session(optimizer).buckets.second.packed().tobytes().hex()
 
 
 def _kept(optimizer: Any) -> torch.Tensor:
     """What a rank keeps of compressed tensors."""
-    engines = [each for each in optimizer._dgc.buckets.engines if not each.bucket.uncompressed]
+    engines = [each for each in session(optimizer).buckets.engines if not each.bucket.uncompressed]
     return torch.cat([torch.as_tensor(each.state.v) for each in engines])
 
 
@@ -54,7 +55,7 @@ def dense_steps() -> dict[str, Any]:
             apart.append(distance(dense, weights(ours)))
 
     losses = train(ours, optimizer, DENSE + 1, after_step=look)
-    (p, name), second = (model[0].weight, "0.weight"), optimizer._dgc.buckets.second
+    (p, name), second = (model[0].weight, "0.weight"), session(optimizer).buckets.second
     theirs = stock.state[p]["exp_avg_sq"] / (1 - BETAS[1] ** DENSE)
     found = torch.from_numpy(second[name].square()).view(p.shape)
     ratios = [float((theirs.mean(dim) / found.mean(dim)).log().abs().max()) for dim in (0, 1)]
@@ -98,8 +99,8 @@ def faults() -> dict[str, Any]:
         seen[step] = known(optimizer)
 
     train(model, optimizer, DENSE + 10, before_backward=before)
-    steps = optimizer._dgc.buckets.second["0.weight"].steps
-    for engine in optimizer._dgc.buckets.engines:
+    steps = session(optimizer).buckets.second["0.weight"].steps
+    for engine in session(optimizer).buckets.engines:
         engine.clear()  # as where a residual leaves the range of fp32
     at[0] = 0
     train(model, optimizer, 5)
@@ -169,7 +170,8 @@ def nodes() -> dict[str, Any]:
     optimizer = wrapped(ours, exchange="hierarchical", **UNROUNDED)
     train(ours, optimizer, 1)
     found["kept"] = _kept(optimizer).numel()
-    pairs = zip(alone._dgc.buckets.second.saved().items(), optimizer._dgc.buckets.second.saved().values(), strict=True)
+    one, other = (session(each).buckets.second.saved() for each in (alone, optimizer))
+    pairs = zip(one.items(), other.values(), strict=True)
     # squares of a node's mean are less than those of its workers, in all rows alike but for chance
     found["levels"] = {
         name: [float(x[3:].mean()), float(y[3:].mean()), float(x[0]), float(y[0])] for (name, x), y in pairs

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
@@ -113,7 +114,7 @@ def dropped() -> list[bool]:
         model = smooth_model()
         optimizer = _wrapped(model)
         train(model, optimizer, 2)
-        left = [weakref.ref(optimizer._dgc), *(weakref.ref(run.engine) for run in optimizer._dgc.runs)]
+        left = [weakref.ref(each) for each in (session(optimizer).exchange, *session(optimizer).buckets.engines)]
         del optimizer
         return [each() is not None for each in left]
     finally:
@@ -127,7 +128,7 @@ def commits_within_an_accumulation() -> dict[str, Any]:
     optimizer = _wrapped(model, backward_passes_per_step=2)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
     train(model, optimizer, 3, passes=2)
-    before, steps = fingerprint(model), optimizer._dgc.buckets.steps
+    before, steps = fingerprint(model), session(optimizer).buckets.steps
     x, y = next(iter(batches(1, hvd.rank())))
     F.mse_loss(model(x), y).backward()
     errors = [error_of(state.save)]
@@ -137,7 +138,7 @@ def commits_within_an_accumulation() -> dict[str, Any]:
     optimizer.zero_grad()
     F.mse_loss(model(x), y).backward()
     errors.append(error_of(state.restore))
-    back = fingerprint(model) == before, optimizer._dgc.buckets.steps == steps
+    back = fingerprint(model) == before, session(optimizer).buckets.steps == steps
     optimizer.zero_grad()
     train(model, optimizer, 2, passes=2)
     return {"errors": errors, "refused": refused, "back": back, "print": fingerprint(model)}
@@ -217,7 +218,7 @@ def epochs_of_any_kind() -> dict[str, Any]:
     for epoch in (1, 2.0, np.int64(2), np.float32(1.0)):
         for tell in (optimizer.set_epoch, sampler.set_epoch):
             tell(epoch)
-            kept.append(repr(optimizer._dgc.buckets.epoch))
+            kept.append(repr(session(optimizer).buckets.epoch))
     train(model, optimizer, 1)
     optimizer.load_residual_state_dict(optimizer.residual_state_dict())
     return {"kept": kept, "errors": [error_of(lambda e=epoch: optimizer.set_epoch(e)) for epoch in (1.5, "2", None)]}

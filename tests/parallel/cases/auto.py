@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, MOST_TIMED, SETTLING, TIMED
+from dgc_horovod.testing.torch import session, take
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of, error_told, stay_away
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, smooth_model, train, weights
@@ -40,12 +41,6 @@ def made(make: Any = _nesterov, mode: str | None = DENSE, **fields: Any) -> tupl
     if mode is not None:
         take(optimizer, mode)
     return model, optimizer
-
-
-def take(optimizer: Any, mode: str) -> None:
-    """Go on with `mode`, whatever the clock says."""
-    optimizer._dgc_choice.trial.stay(mode)
-    optimizer._dgc_switch(mode)
 
 
 def stock(make: Any, clip: float | None = None, half: bool = False) -> nn.Module:
@@ -125,7 +120,7 @@ def script_clipping() -> dict[str, Any]:
             optimizer.step()
         kept = optimizer.residual_state_dict()["tensors"].values()
         left.append(_norm_of([arrays["u"] for arrays in kept if "u" in arrays]) / before)
-    told = "clipping" in optimizer._dgc_told or hvd.rank() > 0
+    told = "clipping" in session(optimizer).told or hvd.rank() > 0
     return {"same": same, "told": told, "weights": fingerprint(model), "momentum": left[0]}
 
 
@@ -194,7 +189,7 @@ def conservation() -> dict[str, float]:
 def choosing() -> dict[str, Any]:
     """A choice by the clock: the same on every rank, and the one that the times say."""
     model, optimizer = made(mode=None, density=0.01)
-    trial, modes, prints = optimizer._dgc_choice.trial, [], []
+    trial, modes, prints = session(optimizer).choice.trial, [], []
     most = 3 * (SETTLING + MOST_TIMED) + 1
     data = iter(batches(most, hvd.rank()))
     for _ in range(most):
@@ -206,7 +201,7 @@ def choosing() -> dict[str, Any]:
         prints.append(fingerprint(model))
     return {
         "modes": modes, "prints": prints, "ended": trial.ended, "seconds": trial.seconds,
-        "steps": optimizer._dgc.buckets.steps, "stats": optimizer.compression_stats()["steps"],
+        "steps": session(optimizer).buckets.steps, "stats": optimizer.compression_stats()["steps"],
     }  # fmt: skip
 
 
@@ -233,7 +228,7 @@ def resuming() -> dict[str, Any]:
                     nn.functional.mse_loss(model(x), y).backward()
                     optimizer.step()
                 ends.append(fingerprint(model))
-            found[f"{name}, {mode}"] = [ends[0] == ends[1], optimizer._dgc_choice.trial.mode, ends[1]]
+            found[f"{name}, {mode}"] = [ends[0] == ends[1], session(optimizer).choice.trial.mode, ends[1]]
     return found
 
 
@@ -249,20 +244,14 @@ def uneven() -> dict[str, Any]:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
         hvd.join()
-        trial = optimizer._dgc_choice.trial
+        trial = session(optimizer).choice.trial
         hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
         hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
         found[str(mode)] = [trial.ended, trial.mode]
-        found[f"{mode}, steps"] = optimizer._dgc.buckets.steps  # a checkpoint is of one step
+        found[f"{mode}, steps"] = session(optimizer).buckets.steps  # a checkpoint is of one step
         train(model, optimizer, 4)
         found[f"{mode}, weights"] = fingerprint(model)
     return found
-
-
-def trying(optimizer: Any, mode: str = COMPRESSED) -> None:
-    """Be in the middle of a trial of `mode`, as every rank is."""
-    optimizer._dgc_choice.trial.dense_timed(1.0, {mode: 0.1})
-    optimizer._dgc_switch(mode)
 
 
 def given_up() -> dict[str, Any]:
@@ -271,10 +260,10 @@ def given_up() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in (COMPRESSED, HALF):
         model, optimizer = made(mode=None)
-        trying(optimizer, mode)
+        take(optimizer, mode, on_trial=True)
         train(model, optimizer, 3 + 2 * hvd.rank())
         hvd.join()
-        found[f"join, {mode}"] = [optimizer._dgc_choice.trial.mode, optimizer._dgc_choice.trial.ended]
+        found[f"join, {mode}"] = [session(optimizer).choice.trial.mode, session(optimizer).choice.trial.ended]
         hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
         hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
         train(model, optimizer, 4)
@@ -291,7 +280,7 @@ def given_up() -> dict[str, Any]:
                 optimizer.step()
         else:
             optimizer.step()
-        found[f"overflow, {by_hand}"] = [fingerprint(model) == before, optimizer._dgc_choice.trial.mode]
+        found[f"overflow, {by_hand}"] = [fingerprint(model) == before, session(optimizer).choice.trial.mode]
         train(model, optimizer, 2)
         found[f"overflow, {by_hand}, finite"] = bool(weights(model).isfinite().all())
     return found
@@ -317,7 +306,7 @@ def beside() -> dict[str, Any]:
         optimizer.zero_grad()
         model(torch.tensor([step % 50, hvd.rank()])).square().sum().backward()
         optimizer.step()
-    trial = optimizer._dgc_choice.trial
+    trial = session(optimizer).choice.trial
     damped = smooth_model()
     made_of = torch.optim.SGD(damped.parameters(), lr=0.05, momentum=0.9, dampening=0.1)
     stock_one = DistributedOptimizer(made_of, damped.named_parameters(), compression=Compression.auto())
@@ -327,7 +316,7 @@ def beside() -> dict[str, Any]:
     take(optimizer, DENSE)
     return {
         "sparse": [trial.mode, trial.ended, trial.seconds == {}],
-        "dampening": [hasattr(stock_one, "_dgc"), fingerprint(damped)],
+        "dampening": [hasattr(stock_one, "compression_stats"), fingerprint(damped)],
         "gradients": all(p.grad is not None for p in model.parameters()),
     }
 
@@ -348,17 +337,18 @@ def loading() -> dict[str, Any]:
         for residuals in ("ignored", "if sound"):
             model, optimizer = made(mode=None)
             load_checkpoint(folder / mode, model, optimizer, residuals=residuals)
-            found[f"{mode}, {residuals}"] = [optimizer._dgc_choice.trial.mode, optimizer._dgc_choice.trial.ended]
+            trial = session(optimizer).choice.trial
+            found[f"{mode}, {residuals}"] = [trial.mode, trial.ended]
             train(model, optimizer, 2)
             found[f"{mode}, {residuals}, weights"] = fingerprint(model)
     model, optimizer = made(mode=None)
-    trying(optimizer)
+    take(optimizer, COMPRESSED, on_trial=True)
     train(model, optimizer, 3)
     save_checkpoint(folder / "trial", model, optimizer)
-    found["saving"] = [optimizer._dgc_choice.trial.mode, optimizer._dgc_choice.trial.ended]
+    found["saving"] = [session(optimizer).choice.trial.mode, session(optimizer).choice.trial.ended]
     model, optimizer = made(mode=None)
     load_checkpoint(folder / "trial", model, optimizer)
-    found["trial"] = [optimizer._dgc_choice.trial.mode, optimizer._dgc_choice.trial.ended]
+    found["trial"] = [session(optimizer).choice.trial.mode, session(optimizer).choice.trial.ended]
     return found
 
 

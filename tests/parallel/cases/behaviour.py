@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from tests.helpers import hand_table
 from tests.helpers.logs import messages
@@ -37,7 +38,7 @@ def _run_table(gradients: list[Any], nesterov: bool) -> list[dict[str, Any]]:
         before = w.detach().clone()
         (w * torch.tensor(step[hvd.rank()]).view(2, 3)).sum().backward()
         optimizer.step()
-        arrays = optimizer._dgc.buckets.state_arrays()["w"]
+        arrays = session(optimizer).buckets.state_arrays()["w"]
         rows.append(
             {
                 "u": arrays["u"].tolist(),
@@ -72,7 +73,7 @@ def loss_scaling() -> dict[str, Any]:
         return model, optimizer, scaler
 
     plain, scaled, overflowed = run(False), run(True), run(True, overflow_at=5)
-    arrays = overflowed[1]._dgc.buckets.state_arrays()
+    arrays = session(overflowed[1]).buckets.state_arrays()
     return {
         "same bits": fingerprint(plain[0]) == fingerprint(scaled[0]),
         "fingerprint": fingerprint(overflowed[0]),
@@ -227,7 +228,7 @@ def step_hooks() -> dict[str, Any]:
         if ours:
             compression = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
             sgd = DistributedOptimizer(sgd, model.named_parameters(), compression)
-            sgd.register_step_pre_hook(lambda o, a, k: calls.append(all(p.grad is not None for p in o._dgc.names)))
+            sgd.register_step_pre_hook(lambda *_: calls.append(all(p.grad is not None for p in model.parameters())))  # noqa: B023
         sgd.register_step_post_hook(_clamp)
         data = batches(10, hvd.rank())
         for x, y in data:
@@ -267,7 +268,7 @@ def larger_batch_identity() -> dict[str, float]:
     model = smooth_model()
     compression = Compression.threshold(1e30, max_density=1.0, compress_1d=True, min_numel=1, **UNROUNDED)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters(), compression)
-    engines = [run.engine for run in optimizer._dgc.runs]
+    engines = session(optimizer).buckets.engines
 
     def send_every_period(step: int) -> None:
         for engine in engines:

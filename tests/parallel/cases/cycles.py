@@ -7,6 +7,7 @@ from typing import Any
 
 import horovod.torch as hvd
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.growth import CYCLES, growth
 from tests.helpers.training import momentum_sgd, smooth_model, train
@@ -21,7 +22,7 @@ def optimizers() -> dict[str, Any]:
         optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression=compression)
         hvd.broadcast_optimizer_state(optimizer, 0)
         train(model, optimizer, 3)
-        return [weakref.ref(optimizer), weakref.ref(optimizer._dgc), *map(weakref.ref, model.parameters())]
+        return [weakref.ref(optimizer), weakref.ref(session(optimizer).exchange), *map(weakref.ref, model.parameters())]
 
     dgc = Compression.dgc(0.05, min_numel=16)
     compressions = {"dgc": dgc, "auto": Compression.auto(), "local": Compression.local(2)}

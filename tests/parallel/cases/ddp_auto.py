@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, MOST_TIMED, SETTLING
+from dgc_horovod.testing.torch import session, take
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, load_checkpoint, register, save_checkpoint
 from tests.helpers.errors import error_of
 from tests.helpers.regression import UNROUNDED, batches, distance, fingerprint, smooth_model, weights
@@ -40,13 +41,8 @@ def _made(make: Any = _sgd, mode: str | None = DENSE, views: bool = False, **fie
     given = Compression.auto(**{"density": 0.05, "min_numel": 16, **fields})
     optimizer = register(model, make(model), given)
     if mode is not None:
-        _take(optimizer, mode)
+        take(optimizer, mode)
     return model, optimizer
-
-
-def _take(optimizer: Any, mode: str) -> None:
-    optimizer._dgc_choice.trial.stay(mode)
-    optimizer._dgc_switch(mode)
 
 
 def _step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -114,7 +110,7 @@ def _train_with(model: Any, optimizer: Any, modes: Sequence[str]) -> list[str]:
     """`STEPS` steps, a mode after the other; fingerprints after each."""
     seen = []
     for step, (x, y) in enumerate(batches(STEPS, dist.get_rank())):
-        _take(optimizer, modes[step * len(modes) // STEPS])
+        take(optimizer, modes[step * len(modes) // STEPS])
         _step(model, optimizer, x, y)
         seen.append(fingerprint(model))
     return seen
@@ -127,7 +123,7 @@ def choosing() -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dgc_horovod").addHandler(handler)
     model, optimizer = _made(mode=None, density=0.01)
-    trial, modes = optimizer._dgc_choice.trial, []
+    trial, modes = session(optimizer).choice.trial, []
     for x, y in batches(3 * (SETTLING + MOST_TIMED) + 1, dist.get_rank()):
         modes.append(trial.mode)
         _step(model, optimizer, x, y)
@@ -149,7 +145,7 @@ def resuming() -> dict[str, Any]:
                 model, optimizer = _made(make)
                 for step, (x, y) in enumerate(batches(STEPS, dist.get_rank())):
                     if step == STEPS // 3:
-                        _take(optimizer, mode)
+                        take(optimizer, mode)
                     if stops and step == 2 * STEPS // 3:
                         path = os.path.join(os.environ["DGC_TEST_FOLDER"], f"{name}.{mode}")
                         save_checkpoint(path, model, optimizer)
@@ -157,7 +153,7 @@ def resuming() -> dict[str, Any]:
                         load_checkpoint(path, model, optimizer)
                     _step(model, optimizer, x, y)
                 ends.append(fingerprint(model))
-            found[f"{name}, {mode}"] = [ends[0] == ends[1], optimizer._dgc_choice.trial.mode, ends[1]]
+            found[f"{name}, {mode}"] = [ends[0] == ends[1], session(optimizer).choice.trial.mode, ends[1]]
     return found
 
 
@@ -171,7 +167,7 @@ def overflow() -> dict[str, Any]:
     optimizer.step()
     skipped = fingerprint(model) == before
     _step(model, optimizer, x, y)
-    return {"skipped": skipped, "mode": optimizer._dgc_choice.trial.mode, "weights": fingerprint(model)}
+    return {"skipped": skipped, "mode": session(optimizer).choice.trial.mode, "weights": fingerprint(model)}
 
 
 def habits() -> dict[str, Any]:
@@ -182,7 +178,8 @@ def habits() -> dict[str, Any]:
         for half in (slice(8), slice(8, None)):
             F.mse_loss(model(x[half]), y[half]).backward()
         optimizer.step()
-    twice = [optimizer._dgc_choice.trial.ended, COMPRESSED in optimizer._dgc_choice.trial.seconds, fingerprint(model)]
+    trial = session(optimizer).choice.trial
+    twice = [trial.ended, COMPRESSED in trial.seconds, fingerprint(model)]
     model, optimizer = _made(mode=None)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # the first steps overflow
     for x, y in batches(10, dist.get_rank()):
@@ -190,7 +187,7 @@ def habits() -> dict[str, Any]:
         scaler.scale(F.mse_loss(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
-    scaled = [optimizer._dgc_choice.script_accumulates, scaler.get_scale() < 2.0**127]
+    scaled = [session(optimizer).choice.script_accumulates, scaler.get_scale() < 2.0**127]
     counts = []
     for mode in (DENSE, COMPRESSED):
         model, optimizer = _made(mode=mode)
@@ -228,7 +225,7 @@ def cannot() -> dict[str, Any]:
         _step(model, optimizer, x, y)
     plain = smooth_model()
     return {
-        "ours": hasattr(optimizer, "_dgc"),
+        "ours": hasattr(optimizer, "compression_stats"),
         "weights": fingerprint(model),
         "plain": error_of(lambda: DistributedOptimizer(_sgd(plain), plain.named_parameters(), Compression.auto())),
     }

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, ddp, node_process_sets
 from tests.helpers.fed import DENSITY, MIN_NUMEL, RATE, SETTINGS, SHAPES, gradients, looked_at
 from tests.helpers.regression import fingerprint
@@ -80,8 +81,8 @@ def _run(make: Callable[[nn.Module], torch.optim.Optimizer], wrap: Callable[[nn.
         optimizer.zero_grad()
         model({key: torch.from_numpy(x) for key, x in step.items()}).backward()
         optimizer.step()
-        kind = type(optimizer._dgc).__name__
-        rows.append({**looked_at(optimizer._dgc.buckets), "weights": fingerprint(model), "kind": kind})
+        buckets = session(optimizer).buckets
+        rows.append({**looked_at(buckets), "weights": fingerprint(model), "node size": buckets.topology.node_size})
     return rows
 
 

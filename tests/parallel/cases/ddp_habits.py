@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
 from tests.helpers.errors import error_of
 from tests.helpers.regression import UNROUNDED, batches, distance, fingerprint, smooth_model, weights
@@ -359,7 +360,7 @@ def synchronized_again() -> dict[str, Any]:
             optimizer.synchronize()
             errors.append(error_of(optimizer.step))
         assert fingerprint(model) == ends[-1]
-    told = sorted(optimizer._dgc_told)
+    told = sorted(session(optimizer).told)
     optimizer.zero_grad()
     F.mse_loss(model(x), y).backward()
     optimizer.synchronize()

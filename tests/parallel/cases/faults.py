@@ -151,7 +151,7 @@ def for_long() -> dict[str, Any]:
                 break
     found |= {
         "said": [text for text in texts if "not finite" in text],
-        "skips": run.optimizer._dgc.buckets.counts.skipped,
+        "skips": run.optimizer.compression_stats()["skipped"],
     }
     with messages() as texts:
         scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**20), smooth_model()

@@ -7,6 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.fed import DENSITY, MIN_NUMEL, RATE, SETTINGS, SHAPES, gradients, looked_at
 
@@ -28,6 +29,6 @@ def with_torch() -> dict[str, Any]:
             for key, p in parameters.items():
                 p.backward(torch.from_numpy(step[key]))
             optimizer.step()
-            rows.append(looked_at(optimizer._dgc.buckets))
+            rows.append(looked_at(session(optimizer).buckets))
         found[name] = rows
     return found

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.training import UNROUNDED, distance, fingerprint, smooth_model, train, weights
 
@@ -123,8 +124,8 @@ def _check_against_mpi4py(pair: Any) -> dict[str, Any]:
         everyone = pair.allgather(mine)
         for positions, values in everyone:
             update[positions] += values * np.float32(0.5)
-        arrays = optimizer._dgc.buckets.state_arrays()
-        payload = optimizer._dgc.runs[0].engine.exchange._packet.copy()
+        arrays = session(optimizer).buckets.state_arrays()
+        payload = session(optimizer).buckets.engines[0].exchange._packet.copy()
         agreed["u"] &= bool((np.concatenate([arrays[name]["u"] for name in order]) == u).all())
         agreed["v"] &= bool((np.concatenate([arrays[name]["v"] for name in order]) == v).all())
         grads = np.concatenate([matrices[name].grad.numpy().ravel() for name in order])

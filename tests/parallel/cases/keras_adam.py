@@ -14,6 +14,7 @@ import tensorflow as tf
 from dgc_horovod import WarmupSchedule
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from dgc_horovod.tensorflow.keras.elastic import KerasState
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.keras_training import BATCHES, alone, fingerprint, fit, shard, smooth_model, weights
 from tests.parallel.cases.keras_state import _remove, _shared_folder
 
@@ -32,7 +33,7 @@ def _optimizer(dense: bool = False, inner: Any = None, **fields: Any) -> Any:
 
 
 def _second(optimizer: Any) -> np.ndarray:
-    return optimizer._dgc.exchanges[0].steps.buckets.second.packed()
+    return session(optimizer).buckets.second.packed()
 
 
 def _print(optimizer: Any) -> str:
@@ -99,7 +100,7 @@ def dense_steps() -> dict[str, Any]:
     losses = _epochs(model, 1)
     found["known"].append(bool(_second(optimizer).any()))
     found["emptied"] = float(np.abs(_compressed_slots(optimizer, optimizer._velocities)).max())
-    buckets = optimizer._dgc.exchanges[0].steps.buckets
+    buckets = session(optimizer).buckets
     squares = np.concatenate([buckets.second[name].square() for name in buckets.compressed])
     found["ratio"] = float(squares.sum() / velocity.sum())
     found["losses"] = [*losses, *_epochs(model, 2)]
@@ -143,7 +144,7 @@ def handed_on() -> dict[str, Any]:
     for act in (state.restore, state.save, state.restore, state.sync):
         act()
     if hvd.rank() == 1:  # as a newcomer
-        optimizer._dgc.exchanges[0].steps.buckets.clear()
+        session(optimizer).buckets.clear()
     for act in (state.sync, state.reset, state.sync):
         act()
     found: dict[str, Any] = {"second": [_print(optimizer)]}

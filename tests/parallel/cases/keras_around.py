@@ -22,16 +22,7 @@ from dgc_horovod.tensorflow.keras import (
     load_model,
 )
 from tests.helpers.errors import error_of
-from tests.helpers.keras_training import (
-    everything,
-    fingerprint,
-    fit,
-    keras,
-    momentum_sgd,
-    shard,
-    smooth_model,
-    weights,
-)
+from tests.helpers.keras_training import everything, fingerprint, fit, keras, momentum_sgd, shard, smooth_model, weights
 from tests.helpers.logs import messages
 
 
@@ -233,7 +224,7 @@ def _flushed_on_commit() -> list[bool]:
         kept.commit()
         fit(model, model.optimizer, 1)
         kept.commit()
-        tensors = model.optimizer._dgc.residuals().tensors.values()
+        tensors = model.optimizer.residual_state_dict()["tensors"].values()
         before = fingerprint(model), int(model.optimizer.iterations)
         kept.commit()
         found += [not any(t["v"].any() for t in tensors if t["v"].size > 96)]

@@ -12,24 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
-from dgc_horovod.tensorflow.keras import (
-    Compression,
-    DistributedOptimizer,
-    callbacks,
-    load_checkpoint,
-    save_checkpoint,
-)
-from dgc_horovod.tensorflow.wrapping.variables import key_of
-from tests.helpers.keras_training import (
-    BATCH,
-    BATCHES,
-    fingerprint,
-    fit,
-    momentum_sgd,
-    shard,
-    smooth_model,
-    weights,
-)
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, callbacks, load_checkpoint, save_checkpoint
+from dgc_horovod.testing.tensorflow import make_exchange, session
+from tests.helpers.keras_training import BATCH, BATCHES, fingerprint, fit, momentum_sgd, shard, smooth_model, weights
 from tests.parallel.cases.keras_state import _remove, _shared_folder
 
 STEPS = 24
@@ -55,21 +40,15 @@ def made(make: Callable[[], Any] = _nesterov, mode: str | None = DENSE, **fields
     optimizer = DistributedOptimizer(make(), compression=compression)
     optimizer.build(model.trainable_variables)
     known = model.trainable_variables
-    optimizer._dgc.variable_set(known, [tf.zeros(v.shape) for v in known])
+    make_exchange(optimizer, known)
     if mode is not None:
         take(optimizer, mode)
     return model, optimizer
 
 
-def choice_of(optimizer: Any) -> Any:
-    """The choice of its exchange, of which there is one."""
-    (exchange,) = optimizer._dgc.exchanges
-    return exchange.auto.choice
-
-
 def take(optimizer: Any, mode: str) -> None:
     """Go on with `mode`, whatever the clock says."""
-    choice_of(optimizer).trial.stay(mode)
+    session(optimizer).choice.trial.stay(mode)
 
 
 _steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # traced once for each model
@@ -193,14 +172,14 @@ def of_other_kinds() -> dict[str, Any]:
         model = smooth_model()
         optimizer = DistributedOptimizer(make(), compression=Compression.auto(density=0.5, min_numel=16), op=hvd.Sum)
         optimizer.build(model.trainable_variables)
-        optimizer._dgc.variable_set(model.trainable_variables, [tf.zeros(v.shape) for v in model.trainable_variables])
+        make_exchange(optimizer, model.trainable_variables)
         modes = [DENSE, COMPRESSED, DENSE]
         take(optimizer, DENSE)
         momentum = []
 
         def switch(step: int, optimizer: Any = optimizer, modes: Any = modes, momentum: Any = momentum) -> None:
             take(optimizer, modes[step * len(modes) // STEPS])
-            slot = optimizer._dgc.update.slots(key_of(optimizer._trainable_variables[0]))[0]
+            slot = optimizer.variables[2]  # momentum of the first variable
             momentum.append(float(np.linalg.norm(slot.numpy())))
 
         prints = train(model, optimizer, STEPS, switch)
@@ -245,7 +224,7 @@ def resuming() -> dict[str, Any]:
                     _remove(folder)
                 train(model, optimizer, STEPS // 3, first=2 * STEPS // 3)
                 ends.append(fingerprint(model))
-            found[f"{name}, {mode}"] = [ends[0] == ends[1], choice_of(optimizer).trial.mode, ends[1]]
+            found[f"{name}, {mode}"] = [ends[0] == ends[1], session(optimizer).choice.trial.mode, ends[1]]
     return found
 
 
@@ -261,5 +240,5 @@ def on_nodes() -> dict[str, Any]:
         record = optimizer.residual_state_dict()["tensors"].values()
         found[f"{name}, left"] = sum(float(abs(x).sum()) for arrays in record for x in arrays.values())
         found[f"{name}, finite"] = bool(np.isfinite(weights(model)).all())
-    found["nodes"] = optimizer._dgc.exchanges[0].steps.node_size
+    found["nodes"] = session(optimizer).exchange.steps.node_size
     return found

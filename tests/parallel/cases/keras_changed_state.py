@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import fingerprint
 from tests.helpers.sealed import OF_KERAS, outcomes
@@ -124,7 +125,7 @@ def outer_momentum() -> dict[str, Any]:
         model, loaded = _train(makes[one](), 0, 4), _train(makes[other](), 0, 4)
         save_checkpoint(folder, model)
         load_checkpoint(folder, loaded, residuals="required" if "each" not in (one, other) else "ignored")
-        outer = loaded.optimizer._dgc_outer()
+        outer = session(loaded.optimizer).rounds.outer
         found[f"{one}, {other}"] = [
             fingerprint(loaded) == fingerprint(model),
             bool(outer) == (other == "local"),

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import BATCH, BATCHES, fingerprint, fit, momentum_sgd, shard, smooth_model
 from tests.helpers.logs import messages
@@ -30,7 +31,7 @@ class _Spoil(keras.callbacks.Callback):
 
 
 def _second(model: Any) -> Any:
-    return model.optimizer._dgc.exchanges[0].steps.buckets.second
+    return session(model.optimizer).buckets.second
 
 
 def drifting() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from dgc_horovod.tensorflow import DistributedGradientTape
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_model
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import fit, keras, momentum_sgd, smooth_model
 from tests.helpers.logs import messages
@@ -204,13 +205,13 @@ def around() -> dict[str, Any]:
     fixed = DistributedOptimizer(momentum_sgd(global_clipnorm=LIMIT), compression=dgc)
     found["fixed"] = error_of(lambda: setattr(fixed, "global_clipnorm", 1.0))
     again = type(fixed).from_config({**fixed.get_config(), "global_clipnorm": 3.0})
-    found["from_config"] = again._dgc.settings.config.clip_norm
+    found["from_config"] = session(again).settings.config.clip_norm
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, f"{hvd.rank()}.keras"))
         model = fit(smooth_model(), DistributedOptimizer(momentum_sgd(global_clipnorm=LIMIT), compression=dgc), 1)
         model.save(path)
         found["stock file"] = keras.models.load_model(path).optimizer.global_clipnorm
-        found["loaded"] = load_model(path, compression=dgc).optimizer._dgc.settings.config.clip_norm
+        found["loaded"] = session(load_model(path, compression=dgc).optimizer).settings.config.clip_norm
     found["own"] = error_of(lambda: DistributedOptimizer(Own(0.1), compression=dgc))
     differing = DistributedOptimizer(momentum_sgd(clipnorm=1.0 + hvd.rank()))
     found["differing"] = error_of(lambda: _weights(differing))

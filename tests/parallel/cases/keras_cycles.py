@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.growth import CYCLES, growth
 from tests.helpers.keras_training import BATCH, INPUTS, keras, momentum_sgd
 
@@ -27,7 +28,7 @@ def _compressions() -> dict[str, Callable[[], Any]]:
 
 def _parts(optimizer: Any, model: Any) -> list[weakref.ref[Any]]:
     """What is to go with an optimizer."""
-    exchanges = optimizer._dgc.exchanges if hasattr(optimizer, "_dgc") else []
+    exchanges = session(optimizer).exchanges if hasattr(optimizer, "compression_stats") else []
     runs = [run for exchange in exchanges for run in exchange.steps.runs]
     memory = [each for run in runs for each in (run.engine, run.blocks)]
     return [weakref.ref(each) for each in (optimizer, model, *exchanges, *memory)]

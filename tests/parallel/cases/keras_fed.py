@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow import Compression, DistributedOptimizer
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
 from tests.helpers.fed import DENSITY, MIN_NUMEL, RATE, SETTINGS, SHAPES, gradients, looked_at
 from tests.helpers.keras_training import everything, keras, momentum_sgd
@@ -40,7 +41,7 @@ def with_tensorflow() -> dict[str, Any]:
             rows = []
             for step in gradients(hvd.rank()):
                 run(*map(tf.constant, step.values()))
-                rows.append(looked_at(optimizer._dgc.exchanges[0].steps.buckets))
+                rows.append(looked_at(session(optimizer).buckets))
             found[mode][name] = rows
     return found
 
@@ -124,7 +125,7 @@ def not_finite() -> dict[str, Any]:
             if step == 2 and hvd.rank() == 1:
                 gradient[3, 4] = np.nan
             run(tf.constant(gradient))
-            arrays = next(iter(optimizer._dgc.exchanges[0].steps.buckets.state_arrays().values()))
+            arrays = next(iter(session(optimizer).buckets.state_arrays().values()))
             states.append((variable.numpy().copy(), arrays["v"]))
         found[mode] = {
             "weights stay": bool(np.array_equal(states[1][0], states[2][0])),

@@ -13,13 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow import broadcast_variables
-from dgc_horovod.tensorflow.keras import (
-    Compression,
-    DistributedOptimizer,
-    callbacks,
-    load_checkpoint,
-    save_checkpoint,
-)
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, callbacks, load_checkpoint, save_checkpoint
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import BATCH, BATCHES, fingerprint, fit, shard, smooth_model, weights
 from tests.parallel.cases.keras_state import _remove, _shared_folder
@@ -160,7 +155,7 @@ def spoiled_gradient() -> dict[str, Any]:
             gradient[0, 0] = np.nan
         optimizer.apply([tf.constant(gradient)], [variable])
         sound = bool(np.isfinite(variable.numpy()).all())
-    counts = optimizer._dgc_set.exchange.steps.counts
+    counts = session(optimizer).exchange.steps.counts
     return {"sound": sound, "apart": _apart(variable), "skipped": counts.skipped, "left out": counts.left_out}
 
 

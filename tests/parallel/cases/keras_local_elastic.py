@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import horovod.tensorflow as hvd
 import keras
@@ -14,6 +15,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.functions import allgather_object
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, elastic
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import fingerprint, shard, smooth_model, weights
 
@@ -55,18 +57,18 @@ def _train(model: Any, steps: int) -> None:
 
 def _inner(model: Any) -> list[float]:
     """Sums of the inner optimizer's state of this rank."""
-    return [float(np.asarray(slot.numpy(), np.float64).sum()) for slot in model.optimizer._dgc_slots()]
+    return [float(np.asarray(slot.numpy(), np.float64).sum()) for slot in model.optimizer.variables[2:]]
 
 
 def _residual(model: Any) -> list[float]:
     """Sums of `e` of this rank."""
-    tensors = model.optimizer._dgc.residuals(own=False).tensors
+    tensors = session(model.optimizer).residuals().tensors
     return [float(arrays["v"].sum(dtype=np.float64)) for _, arrays in sorted(tensors.items())]
 
 
 def _everything(model: Any) -> list[Any]:
     stats = model.optimizer.compression_stats()
-    outer = [float(x.numpy().sum()) for x in model.optimizer._dgc_outer()]
+    outer = [float(x.numpy().sum()) for x in session(model.optimizer).rounds.outer]
     return [fingerprint(model), _inner(model), _residual(model), outer, int(model.optimizer.iterations), stats["steps"]]
 
 
@@ -103,19 +105,14 @@ def broken_off() -> dict[str, Any]:
     _train(model, H + 2)
     state.commit()
     before = fingerprint(model)
-    (exchange,) = model.optimizer._dgc.exchanges
-    make, exchange.steps.buckets.aggregate = exchange.steps.buckets.aggregate, _fail
-    failed = error_of(lambda: _train(model, 2))
-    exchange.steps.buckets.aggregate = make
+    buckets, left = session(model.optimizer).buckets, HorovodInternalError("a worker has left")
+    with mock.patch.object(buckets, "aggregate", side_effect=left):
+        failed = error_of(lambda: _train(model, 2))
     state.restore()
-    same, calls = fingerprint(model) == before, int(model.optimizer._dgc_rounds.calls)
+    same, calls = fingerprint(model) == before, int(session(model.optimizer).rounds.calls)
     _train(model, H - 2)
-    left = int(model.optimizer._dgc_rounds.calls)
-    return {"failed": failed, "same": same, "calls": calls, "spread": _spread(model), "left": left}
-
-
-def _fail(*_: Any) -> Any:
-    raise HorovodInternalError("a worker has left")
+    calls_left = int(session(model.optimizer).rounds.calls)
+    return {"failed": failed, "same": same, "calls": calls, "spread": _spread(model), "left": calls_left}
 
 
 @_in_an_elastic_job
@@ -129,7 +126,7 @@ def meeting() -> dict[str, Any]:
         apart, first = _spread(model), hvd.broadcast(weights(model), 0).numpy()
         kept = [_inner(model), _residual(model)]
         state.sync()
-        rounds = model.optimizer._dgc_rounds
+        rounds = session(model.optimizer).rounds
         found[name] = {
             "apart": apart, "spread": _spread(model), "rank 0's": bool((weights(model) == first).all()),
             "kept": [_inner(model), _residual(model)] == kept, "differ": len(set(allgather_object(repr(kept)))),
@@ -148,11 +145,11 @@ def newcomer() -> dict[str, Any]:
         model, state = _made(name)
         if hvd.rank() == 0:
             _train(model, H - 2)  # which needs nobody
-            for momentum in model.optimizer._dgc_outer():
+            for momentum in session(model.optimizer).rounds.outer:
                 momentum.assign(momentum + 1)
         own = _inner(model)
         state.sync()
-        outer = [float(x.numpy().mean()) for x in model.optimizer._dgc_outer()]
+        outer = [float(x.numpy().mean()) for x in session(model.optimizer).rounds.outer]
         found[name] = {
             "alike": len(set(allgather_object(repr(_inner(model))))), "as before": _inner(model) == own,
             "momentum": outer, "iterations": int(model.optimizer.iterations),

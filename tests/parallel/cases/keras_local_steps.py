@@ -90,7 +90,7 @@ def faults() -> dict[str, Any]:
 
 
 def _waiting(optimizer: Any) -> np.ndarray:
-    return np.concatenate([arrays["v"] for _, arrays in sorted(optimizer._dgc.residuals().tensors.items())])
+    return np.concatenate([arrays["v"] for _, arrays in sorted(optimizer.residual_state_dict()["tensors"].items())])
 
 
 def resumed() -> dict[str, Any]:

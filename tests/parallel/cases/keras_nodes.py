@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.keras_training import (
     alone,
     distance,
@@ -32,13 +33,13 @@ def layout() -> dict[str, Any]:
         momentum_sgd(), compression=Compression.dgc(density=0.02, min_numel=16, exchange="hierarchical")
     )
     model = fit(smooth_model(), optimizer, 3)
-    engines = optimizer._dgc.exchanges[0].steps.buckets.engines
+    engines = session(optimizer).buckets.engines
     sparse = [engine for engine in engines if not engine.bucket.uncompressed]
     before = weights(model)
     optimizer.flush()
     compression = Compression.dgc(density=0.02, min_numel=16, exchange="hierarchical")
     adam = fit(smooth_model(), DistributedOptimizer(keras.optimizers.Adam(0.003), compression=compression), 2)
-    second = adam.optimizer._dgc.exchanges[0].steps.buckets.second.packed()
+    second = session(adam.optimizer).buckets.second.packed()
     slots: dict[str, np.ndarray] = {}
     adam.optimizer.save_own_variables(slots)
     velocity = [float(x.sum()) for x in slots.values() if np.ndim(x) == 2]

@@ -8,6 +8,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.keras_training import fingerprint, fit, momentum_sgd, smooth_model, weights
 
 
@@ -18,7 +19,7 @@ def long_run() -> dict[str, Any]:
         momentum_sgd(), compression=Compression.dgc(density=0.05, min_numel=16, exchange="sharded")
     )
     model = fit(smooth_model(), optimizer, 30)
-    engines = optimizer._dgc.exchanges[0].steps.buckets.engines
+    engines = session(optimizer).buckets.engines
     (sparse,) = [engine for engine in engines if not engine.bucket.uncompressed]
     before, remainder = weights(model), float(np.abs(sparse.state.remainder).sum())
     optimizer.flush()

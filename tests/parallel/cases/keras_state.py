@@ -99,16 +99,16 @@ def flushed() -> dict[str, Any]:
             model = fit(smooth_model(), _optimizer(compression, name, op=op), 1)
             optimizer = model.optimizer
             before = [weight.numpy().astype(float) for weight in model.weights]
-            states = hvd.allgather_object(optimizer._dgc.residuals(), name="states")
+            states = hvd.allgather_object(optimizer.residual_state_dict(), name="states")
             optimizer.flush()
             rate, worst, left = float(optimizer.learning_rate), 0.0, 0.0
             for i, weight in enumerate(model.weights):
                 if weight.shape.rank == 2:
-                    owed = sum(state.tensors[str(i)]["v"].astype(float) for state in states) * rate
+                    owed = sum(state["tensors"][str(i)]["v"].astype(float) for state in states) * rate
                     owed = owed / len(states) if op == hvd.Average else owed
                     moved = (before[i] - weight.numpy()).ravel()
                     worst = max(worst, float(np.abs(moved - owed).max() / np.abs(owed).max()))
-            for arrays in optimizer._dgc.residuals().tensors.values():
+            for arrays in optimizer.residual_state_dict()["tensors"].values():
                 for part, x in arrays.items():
                     if part == "u" or (part == "v" and name != "AdamW") or x.size > 96:
                         left = max(left, float(np.abs(x).max()))
@@ -200,5 +200,5 @@ def load_of_others() -> dict[str, Any]:
 
 
 def _as_lists(optimizer: Any) -> dict[str, Any]:
-    tensors = optimizer._dgc.residuals().tensors
+    tensors = optimizer.residual_state_dict()["tensors"]
     return {name: {part: x.tolist() for part, x in arrays.items()} for name, arrays in tensors.items()}

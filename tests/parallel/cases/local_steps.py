@@ -94,9 +94,9 @@ def conservation() -> dict[str, float]:
 
     optimizer.exchange = watched
     train(model, optimizer, 10 * H)
-    state = optimizer._dgc.buckets.state_arrays()
+    state = optimizer.residual_state_dict()["tensors"]
     waits = torch.cat(
-        [torch.from_numpy(state[name]["v"]) if name in state else torch.zeros(p.numel())
+        [state[name]["v"] if "v" in state.get(name, ()) else torch.zeros(p.numel())
          for name, p in model.named_parameters()]
     )  # fmt: skip
     moved = hvd.allreduce(weights(model) - begun, name="moved")

@@ -9,13 +9,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from dgc_horovod.torch import (
-    Compression,
-    DistributedOptimizer,
-    WarmupSchedule,
-    load_checkpoint,
-    save_checkpoint,
-)
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
 from tests.helpers.logs import messages
 from tests.helpers.training import distance, smooth_model, train, weights
@@ -87,7 +82,7 @@ def differing() -> dict[str, Any]:
         model = smooth_model()
         optimizer = wrapped(model, on_mismatch=action, check_every=1, outer_momentum=0.5)
         train(model, optimizer, H)
-        outer = optimizer._dgc_rounds.outer(model[2].weight)
+        outer = session(optimizer).rounds.outer(model[2].weight)
         with torch.no_grad():
             model[2].weight[0, 0] += 0.01 * hvd.rank()
             outer[0, 0] += 0.01 * hvd.rank()
@@ -173,7 +168,7 @@ def spoiled_gradient() -> dict[str, Any]:
         if hvd.rank() == 1 and step == H + 2:
             model[0].weight.grad[0, 0] = float("nan")
         optimizer.step()
-    counts = optimizer._dgc.buckets.counts
+    counts = session(optimizer).buckets.counts
     found = {
         "spread": _spread(model), "statistics": bool(torch.isfinite(model[1].running_var).all()),
         "skipped": counts.skipped, "moved": not torch.equal(before, weights(model)), "left out": counts.left_out,
@@ -248,4 +243,5 @@ def counted_anew() -> dict[str, Any]:
     made = wrapped(other, torch.optim.SGD(other.parameters(), 0.01, momentum=0.9), warmup=WarmupSchedule(steps=20))
     load_checkpoint(folder, other, made, residuals="ignored")
     train(other, made, H)
-    return {"exchanges": made.compression_stats()["steps"], "step": made._dgc.buckets.steps, "spread": _spread(other)}
+    step = session(made).buckets.steps
+    return {"exchanges": made.compression_stats()["steps"], "step": step, "spread": _spread(other)}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import nn
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import elastic
 from dgc_horovod.torch.state import copied
 from tests.helpers.errors import error_of
@@ -37,7 +39,7 @@ def _everything(model: nn.Module, optimizer: Any) -> list[Any]:
     arrays = [x for name in sorted(kept) for part, x in sorted(kept[name].items())]
     state = optimizer.state_dict()
     inner = [float(x.double().sum()) for own in state["state"].values() for x in own.values()]
-    return [fingerprint(model), inner, [float(x.double().sum()) for x in arrays], optimizer._dgc.buckets.steps]
+    return [fingerprint(model), inner, [float(x.double().sum()) for x in arrays], session(optimizer).buckets.steps]
 
 
 def going_back() -> dict[str, Any]:
@@ -70,16 +72,11 @@ def broken_off() -> dict[str, Any]:
     train(model, optimizer, H + 2)
     state.commit()
     before = fingerprint(model)
-    finish = optimizer._dgc.finish
-
-    def fail() -> bool:
-        raise HorovodInternalError("a worker has left")
-
-    optimizer._dgc.finish = fail
-    failed = error_of(lambda: train(model, optimizer, 2 * H))
-    optimizer._dgc.finish = finish
+    failure = HorovodInternalError("a worker has left")
+    with mock.patch.object(session(optimizer).exchange, "finish", side_effect=failure):
+        failed = error_of(lambda: train(model, optimizer, 2 * H))
     state.restore()
-    rounds = optimizer._dgc_rounds
+    rounds = session(optimizer).rounds
     same, count = fingerprint(model) == before, rounds.count
     train(model, optimizer, H - 2)
     return {"failed": failed, "same": same, "count": count, "spread": _spread(model), "left": rounds.count}
@@ -101,7 +98,7 @@ def meeting() -> dict[str, Any]:
             found[name] = {
                 "apart": apart, "spread": _spread(model), "rank 0's": torch.equal(weights(model), first),
                 "kept": _own(optimizer) == kept, "differ": len(set(hvd.allgather_object(repr(kept)))),
-                "count": optimizer._dgc_rounds.count,
+                "count": session(optimizer).rounds.count,
                 "handed on": sorted({part for arrays in copied(optimizer).tensors.values() for part in arrays}),
             }  # fmt: skip
             train(model, optimizer, 2 * H)
@@ -113,8 +110,8 @@ def meeting() -> dict[str, Any]:
 
 def _own(optimizer: Any) -> list[float]:
     """Sums of `e` and of the inner optimizer's state of this rank."""
-    arrays = optimizer._dgc.residuals().tensors.values()
-    inner = [x for p in optimizer._dgc.names for x in optimizer.state[p].values()]
+    arrays = session(optimizer).exchange.residuals().tensors.values()
+    inner = [x for p in session(optimizer).exchange.names for x in optimizer.state[p].values()]
     return [float(a["v"].sum()) for a in arrays] + [float(x.double().sum()) for x in inner]
 
 
@@ -126,13 +123,13 @@ def newcomer() -> dict[str, Any]:
         model, optimizer, state = _made(name)
         if hvd.rank() == 0:
             train(model, optimizer, H - 2)  # which needs nobody
-            optimizer._dgc_rounds.momentum = {p: torch.ones_like(p) for p in model.parameters()}
+            session(optimizer).rounds.momentum.update({p: torch.ones_like(p) for p in model.parameters()})
         own = _own(optimizer)
         state.sync()
-        alike = [repr(_own(optimizer)), repr([float(x.sum()) for x in optimizer._dgc_rounds.momentum.values()])]
+        alike = [repr(_own(optimizer)), repr([float(x.sum()) for x in session(optimizer).rounds.momentum.values()])]
         found[name] = {
             "alike": len(set(hvd.allgather_object(tuple(alike)))), "as before": _own(optimizer) == own,
-            "momentum": all(bool((x == 1).all()) for x in optimizer._dgc_rounds.momentum.values()),
+            "momentum": all(bool((x == 1).all()) for x in session(optimizer).rounds.momentum.values()),
         }  # fmt: skip
         train(model, optimizer, H)
         found[name]["then"] = _spread(model)
@@ -163,7 +160,7 @@ def flushed() -> dict[str, Any]:
     state.sync()
     train(model, optimizer, H + 2)
     state.commit()
-    left = [bool(a["v"].any()) for a in optimizer._dgc.residuals().tensors.values() if a["v"].size > 100]
+    left = [bool(a["v"].any()) for a in session(optimizer).exchange.residuals().tensors.values() if a["v"].size > 100]
     spread, before = _spread(model), fingerprint(model)
     state.commit()
     idle = fingerprint(model) == before

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 from tests.parallel.cases.local_steps import WHOLE, H, _adamw, wrapped
@@ -24,10 +25,11 @@ def averaging() -> dict[str, Any]:
     own = STEPS[hvd.rank()]
     train(model, optimizer, own)
     last = hvd.join()
-    found = {"last": last, "apart": distance(_alone(), weights(model)), "exchanges": optimizer._dgc.buckets.steps}
+    found = {"last": last, "apart": distance(_alone(), weights(model)), "exchanges": session(optimizer).buckets.steps}
     inner = int(optimizer.state[next(model.parameters())]["step"])
     train(model, optimizer, H)
-    return {**found, "own": inner == own, "in the round": optimizer._dgc_rounds.count, "replica": fingerprint(model)}
+    found |= {"own": inner == own, "in the round": session(optimizer).rounds.count}
+    return {**found, "replica": fingerprint(model)}
 
 
 def _alone() -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything of ours is loaded
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.logs import messages
 from tests.helpers.training import batches, distance, fingerprint, smooth_model, weights
@@ -132,7 +133,7 @@ def first_step() -> dict[str, float]:
                 optimizer.step()
             tensors = optimizer.residual_state_dict()["tensors"].values()
             parts = [array for arrays in tensors for part, array in sorted(arrays.items()) if part != "v"]
-            second, names = optimizer._dgc.buckets.second, optimizer._dgc.buckets.compressed
+            second, names = session(optimizer).buckets.second, session(optimizer).buckets.compressed
             kept[way] = torch.cat(parts or [torch.from_numpy(second[name].square()).sqrt() for name in names])
         found |= {f"{name}, {way}": distance(kept["given"], kept[way]) for way in ("after", "before", "none")}
     return found

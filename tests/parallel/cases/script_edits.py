@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.errors import error_of
 from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, weights
@@ -28,7 +29,7 @@ def _wrapped(way: str, make: Callable[[nn.Module], torch.optim.Optimizer] = mome
 
 
 def _told(optimizer: Any) -> list[str]:
-    return sorted(getattr(optimizer, "_dgc_told", ()))
+    return sorted(session(optimizer).told) if hasattr(optimizer, "compression_stats") else []
 
 
 def taken_away() -> dict[str, Any]:

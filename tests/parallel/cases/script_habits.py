@@ -18,6 +18,7 @@ from horovod.torch import broadcast_optimizer_state, broadcast_parameters
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train, weights
@@ -37,7 +38,7 @@ def _wrapped(make: Callable[[nn.Module], torch.optim.Optimizer], **fields: Any) 
 
 def _kept(optimizer: Any) -> float:
     """The largest element of u and v on this rank."""
-    arrays = optimizer._dgc.buckets.state_arrays()
+    arrays = session(optimizer).buckets.state_arrays()
     return max(float(abs(part).max()) for parts in arrays.values() for part in parts.values())
 
 
@@ -123,7 +124,7 @@ def networks_in_turns() -> list[float]:
         for step in range(30):
             model[2].requires_grad_(not turns or step % 2 == 0)  # type: ignore[index]
             train(model, optimizer, 1)
-        kept.append(float(abs(optimizer._dgc.buckets.state_arrays()["2.weight"]["v"]).max()))
+        kept.append(float(abs(session(optimizer).buckets.state_arrays()["2.weight"]["v"]).max()))
     return kept
 
 
@@ -216,7 +217,7 @@ def synchronized_again() -> dict[str, Any]:
             if advised:
                 d.synchronize()
         ends.append(fingerprint(generator))
-        told += [*g._dgc_told, *d._dgc_told]
+        told += [*session(g).told, *session(d).told]
         with g.skip_synchronize():
             g.synchronize()
             errors += [error_of(g.step)]

@@ -16,6 +16,7 @@ import torch
 
 from dgc_horovod import WarmupSchedule
 from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, elastic, load_checkpoint, save_checkpoint
 from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
@@ -305,7 +306,7 @@ def adam_after_a_flush() -> dict[str, float]:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def second() -> float:
-        return float(optimizer._dgc.buckets.second["0.weight"].square().sum())
+        return float(session(optimizer).buckets.second["0.weight"].square().sum())
 
     train(model, optimizer, 30)
     before = second()

@@ -181,7 +181,7 @@ def frozen_half_way() -> dict[str, float]:
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-        arrays = optimizer._dgc.buckets.state_arrays()["0.weight"]
+        arrays = optimizer.residual_state_dict()["tensors"]["0.weight"]
         norms[step] = float((arrays["v"] ** 2).sum() + (arrays["u"] ** 2).sum())
     return {"distance": distance(*results), "norm at 9": norms[9], "norm at 79": norms[79]}
 

@@ -8,6 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.training import fingerprint, momentum_sgd, smooth_model, train
 
@@ -38,6 +39,6 @@ def same_as_native() -> dict[str, Any]:
             optimizer = DistributedOptimizer(make(model), model.named_parameters(), compression)
             train(model, optimizer, STEPS)
             found[name][backend] = fingerprint(model)
-            used = {run.engine.kernels.name for run in optimizer._dgc.runs}
+            used = {engine.kernels.name for engine in session(optimizer).buckets.engines}
             assert used == {backend}, used
     return found

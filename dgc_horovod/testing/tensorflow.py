@@ -1,0 +1,74 @@
+"""The parts of a Keras optimizer or a GradientTape that ``dgc_horovod.tensorflow`` has wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.tensorflow.auto.choice import GraphChoice
+from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.local.rounds import LocalRounds
+from dgc_horovod.tensorflow.wrapping.settings import Settings
+
+
+@dataclass(frozen=True)
+class SessionView:
+    """The parts of an optimizer, or of all tapes with the same settings; `session` makes it."""
+
+    _distribution: Distribution
+    _make_rounds: Any  # an optimizer's; a tape is not kept alive
+
+    @property
+    def settings(self) -> Settings:
+        """What it was wrapped with; ``config`` is None where nothing is compressed."""
+        return self._distribution.settings
+
+    @property
+    def exchanges(self) -> list[GradientExchange]:
+        """Its exchanges, one for each set of variables that was trained; none before the first step."""
+        return self._distribution.exchanges
+
+    @property
+    def exchange(self) -> GradientExchange:
+        """The exchange, where there is one."""
+        (exchange,) = self.exchanges
+        return exchange
+
+    @property
+    def buckets(self) -> OptimizerExchange:
+        """The engines of the exchange, their state, counters and config."""
+        buckets = self.exchange.steps.buckets
+        assert buckets is not None
+        return buckets
+
+    @property
+    def choice(self) -> Any:
+        """The `Choice` of ``Compression.auto``."""
+        graph: GraphChoice = self.exchange.auto  # type: ignore[attr-defined]
+        return graph.choice
+
+    @property
+    def rounds(self) -> LocalRounds:
+        """The rounds of local steps, of an optimizer that is built."""
+        rounds: LocalRounds = self._make_rounds()
+        return rounds
+
+    def residuals(self) -> ResidualState | None:
+        """What is owed to the model: within a round of local steps too, without the inner optimizer's variables."""
+        return self._distribution.residuals(own=False)
+
+
+def session(wrapped: Any) -> SessionView:
+    """The parts of `wrapped`, an optimizer or a tape."""
+    return SessionView(wrapped._dgc, getattr(wrapped, "_dgc_make_rounds", None))
+
+
+def make_exchange(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Agree with the other ranks on the exchange of `variables`, as the first step does."""
+    optimizer._dgc.variable_set(variables, [tf.zeros(variable.shape) for variable in variables])
