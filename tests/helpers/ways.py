@@ -205,11 +205,13 @@ def follow_all(adapter: str, made: Made, part: str = "", join: Callable[[], Any]
         fits = {"": True, "quick": name in _QUICK_ON_KERAS, "other": name not in _QUICK_ON_KERAS}
         if adapter not in way.on or not {**fits, "nodes": name in _ON_NODES}[part]:
             continue
-        if part == "nodes":
-            way = dataclasses.replace(way, fields={**way.fields, "exchange": "hierarchical"})
         with scripted():
-            found[name] = _follow(name, way, made, join)
+            found[name] = _follow(name, _over_nodes(way) if part == "nodes" else way, made, join)
     return found
+
+
+def _over_nodes(way: Way) -> Way:
+    return dataclasses.replace(way, fields={**way.fields, "exchange": "hierarchical"})
 
 
 def _follow(name: str, way: Way, made: Made, join: Callable[[], Any]) -> dict[str, Any]:
@@ -269,7 +271,7 @@ def write_fixtures(adapter: str, made: Made, on_nodes: bool = False) -> dict[str
     """Write the checkpoints of `FIXTURES`."""
     for name, way in _fixtures(adapter, on_nodes).items():
         with scripted():
-            training = made(way, 0)
+            training = made(_over_nodes(way) if on_nodes else way, 0)
             _train(training, way, 0, way.steps)
             training.save(CHECKPOINTS / name)
     return {}
