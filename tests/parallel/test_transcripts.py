@@ -26,4 +26,4 @@ def test_training_is_bit_for_bit_what_it_was(group, tmp_path):
 
 def test_all_is_recorded():
     assert list(RECORDED) == list(GROUPS)
-    assert all(len(runs) > 5 for runs in RECORDED.values())
+    assert all(len(runs) > 2 for runs in RECORDED.values())
