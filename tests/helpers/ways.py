@@ -277,14 +277,19 @@ def write_fixtures(adapter: str, made: Made, on_nodes: bool = False) -> dict[str
     return {}
 
 
-def read_fixtures(adapter: str, made: Made) -> dict[str, Any]:
-    """Load them, and train on: "loaded NAME", which every machine has alike, and "NAME, trained on"."""
+def read_fixtures(adapter: str, made: Made, workers: int) -> dict[str, Any]:
+    """Load them, and train on: "loaded NAME", which every machine has alike, and "NAME, trained on".
+
+    Other ranks than have chosen choose again, by allreduce: the order of whose sums is not ours where there are three.
+    """
     found = {}
     for name, way in {**_fixtures(adapter, False), **_fixtures(adapter, True)}.items():
         with scripted():
             training = made(way, 1)
             training.load(CHECKPOINTS / name)
             found[f"loaded {name}"] = {part: x for part, x in _kept(training).items() if part != "stats"}
+            if way.method == "auto" and workers > 2:
+                continue
             with Transcript() as sent:
                 _train(training, way, way.steps, way.steps + 4)
             found[f"{name}, trained on"] = {"packets": sent.packets(), **_kept(training)}

@@ -31,7 +31,7 @@ def on_nodes() -> dict[str, Any]:
 
 def fixtures() -> dict[str, Any]:
     """Checkpoints of another day."""
-    return {**plain(dist.get_rank()), **tables.read_fixtures(tables.DDP, _made)}
+    return {**plain(dist.get_rank()), **tables.read_fixtures(tables.DDP, _made, dist.get_world_size())}
 
 
 def write() -> dict[str, Any]:

@@ -125,7 +125,7 @@ def on_nodes() -> dict[str, Any]:
 
 def fixtures() -> dict[str, Any]:
     """Checkpoints of another day."""
-    return {**_plain(), **tables.read_fixtures(tables.KERAS, _made)}
+    return {**_plain(), **tables.read_fixtures(tables.KERAS, _made, hvd.size())}
 
 
 def write() -> dict[str, Any]:

@@ -75,7 +75,7 @@ def on_nodes() -> dict[str, Any]:
 def fixtures() -> dict[str, Any]:
     """Checkpoints of another day."""
     hvd.init()
-    return {**plain(hvd.rank()), **tables.read_fixtures(tables.TORCH, _made)}
+    return {**plain(hvd.rank()), **tables.read_fixtures(tables.TORCH, _made, hvd.size())}
 
 
 def write() -> dict[str, Any]:
