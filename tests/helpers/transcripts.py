@@ -1,6 +1,7 @@
 """What a change of the insides must leave as it was, bit for bit: runs, and the hashes of all that they made.
 
-``python -m tests.helpers.transcripts`` records them anew.
+``python -m tests.helpers.transcripts [GROUP...]`` records them anew, and with ``--fixtures`` first the checkpoints that
+are loaded in them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,6 @@ from dgc_horovod import WarmupSchedule
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 
 FILE = Path(__file__).parents[1] / "parallel" / "transcripts.json"
-WORKERS = (2, 3, 4)
 _SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
 
 # Name -> preset and its fields. From three ranks on nothing may go by allreduce, the order of whose sums is not ours.
@@ -83,34 +85,145 @@ class Transcript:
     def __exit__(self, *error: object) -> None:
         OptimizerExchange.compress = self._stock  # type: ignore[method-assign]
 
+    def packets(self) -> str:
+        """Hash of them."""
+        return _short(hashlib.sha256("".join(self._sent[index].hexdigest() for index in sorted(self._sent)).encode()))
+
     def hashes(self, weights: np.ndarray, residuals: Mapping[str, Any]) -> dict[str, str]:
         """Of the packets, the weights, and what this rank keeps, u and v of each tensor."""
-        kept = hashlib.sha256()
-        for name in sorted(residuals["tensors"]):
-            for part, values in sorted(residuals["tensors"][name].items()):
-                kept.update(f"{name} {part}".encode() + np.ascontiguousarray(values).tobytes())
-        packets = "".join(self._sent[index].hexdigest() for index in sorted(self._sent))
         return {
-            "packets": hashlib.sha256(packets.encode()).hexdigest()[:16],
-            "weights": hashlib.sha256(np.ascontiguousarray(weights).tobytes()).hexdigest()[:16],
-            "residuals": kept.hexdigest()[:16],
+            "packets": self.packets(),
+            "weights": hash_of([("", weights)]),
+            "residuals": hash_of(parts_of(residuals["tensors"])),
         }
 
 
-def transcripts() -> dict[str, Any]:
-    """Every run on real ranks: "framework, ranks" -> run -> hashes of each rank."""
-    from tests.helpers.ranks import run_ranks
+def parts_of(tensors: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Those of ``residual_state_dict()["tensors"]`` in an order, for `hash_of`."""
+    return [(f"{name} {part}", x) for name in sorted(tensors) for part, x in sorted(tensors[name].items())]
 
-    found: dict[str, Any] = {}
-    for framework in ("torch", "keras"):
-        case = f"{'keras_' if framework == 'keras' else ''}transcripts.all_runs"
-        for workers in WORKERS:
-            ranks = [rank[case] for rank in run_ranks(workers, [case], timeout=600)]
-            found[f"{framework}, {workers} ranks"] = {name: [rank[name] for rank in ranks] for name in ranks[0]}
-    return found
+
+def hash_of(parts: Iterable[tuple[str, Any]]) -> str:
+    """Hash of arrays and their names."""
+    found = hashlib.sha256()
+    for name, values in parts:
+        found.update(name.encode() + np.ascontiguousarray(values).tobytes())
+    return _short(found)
+
+
+def _short(found: Any) -> str:
+    return str(found.hexdigest()[:16])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one case on real ranks.
+
+    Args:
+        case: function that makes them: name of a run -> what is compared; one is "stock", of nothing of ours.
+        workers: number of ranks.
+        kind: "gloo" or "nodes" on Horovod, "ddp" or "ddp nodes".
+        slow: whether it takes minutes.
+    """
+
+    case: str
+    workers: int = 2
+    kind: str = "gloo"
+    slow: bool = False
+
+    def run(self, folder: Path) -> dict[str, list[Any]]:
+        """Run -> what each rank has found; checkpoints go to `folder`."""
+        from tests.helpers.ranks import run_ranks
+        from tests.helpers.torch_ranks import run_torch_ranks
+
+        if self.kind.startswith("ddp"):
+            nodes = 2 if self.kind == "ddp nodes" else 1
+            every = run_torch_ranks(self.workers, [self.case], 600, nodes=nodes, folder=folder)
+        else:
+            every = run_ranks(self.workers, [self.case], self.kind, 600, folder=folder)
+        ranks = [rank[self.case] for rank in every]
+        return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+_PREFIX = {"torch": "", "ddp": "ddp_", "keras": "keras_"}  # of an adapter's cases
+
+
+def _groups() -> dict[str, Group]:
+    groups = {}
+    for adapter, prefix in _PREFIX.items():
+        case, ddp = f"{prefix}transcripts", adapter == "ddp"
+        kind = "ddp" if ddp else "gloo"
+        for workers in () if ddp else (2, 3, 4):
+            slow = workers > 2 or adapter == "keras"
+            groups[f"{adapter}, {workers} ranks"] = Group(f"{case}.all_runs", workers, slow=slow)
+        groups[f"{adapter}, ways"] = Group(f"{case}.ways", kind=kind)
+        if adapter == "keras":
+            groups["keras, more ways"] = Group("keras_transcripts.more_ways", slow=True)
+        groups[f"{adapter}, on nodes"] = Group(f"{case}.on_nodes", 4, "ddp nodes" if ddp else "nodes", slow=True)
+        for workers in (2, 3):
+            groups[f"{adapter}, fixtures, {workers} ranks"] = Group(f"{case}.fixtures", workers, kind, workers > 2)
+    return groups
+
+
+GROUPS = _groups()
+_WRITING = (
+    *(Group(f"{prefix}transcripts.write", kind="ddp" if prefix == "ddp_" else "gloo") for prefix in _PREFIX.values()),
+    Group("transcripts.write_on_nodes", 4, "nodes"),
+)
+
+
+def difference(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> str:
+    """The first run that differs, on which rank, and in what first; then the names of the others; "" if none does."""
+    first, others = "", []
+    for name in dict.fromkeys((*before, *now)):
+        then, found = before.get(name), now.get(name)
+        if then == found:
+            continue
+        if first:
+            others.append(name)
+        elif then is None or found is None:
+            first = f"{name}: {'only now' if then is None else 'gone'}"
+        else:
+            first = f"{name}, {_of_ranks(then, found)}"
+    return first and f"{first}; other runs that differ: {others}"
+
+
+def _of_ranks(before: list[Any], now: list[Any]) -> str:
+    rank = [then == found for then, found in zip(before, now, strict=True)].index(False)
+    then, found = before[rank], now[rank]
+    parts = [part for part in {**then, **found} if then.get(part) != found.get(part)]
+    same, what = [part for part in then if part not in parts], parts[0]
+    return f"rank {rank}: {what}: {then.get(what)} before, {found.get(what)} now; also {parts[1:]}; same: {same}"
+
+
+def record(names: Iterable[str]) -> None:
+    """Run those groups, or all, and write what they have found."""
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for name in list(names) or GROUPS:
+        with tempfile.TemporaryDirectory(prefix="dgc-transcripts-") as folder:
+            known[name] = GROUPS[name].run(Path(folder))
+        FILE.write_text(_as_lines({name: known[name] for name in GROUPS if name in known}))
+        print(f"recorded {name} in {FILE}", flush=True)
+
+
+def _as_lines(groups: Mapping[str, Mapping[str, list[Any]]]) -> str:
+    """JSON, a rank of a run in each line."""
+
+    def block(items: Iterable[tuple[str, str]], ends: str, indent: str) -> str:
+        lines = ",\n".join(f"{indent}{name}{text}" for name, text in items)
+        return f"{ends[0]}\n{lines}\n{indent[1:]}{ends[1]}"
+
+    def named(items: Mapping[str, Any], show: Callable[[Any], str]) -> list[tuple[str, str]]:
+        return [(f"{json.dumps(name)}: ", show(value)) for name, value in items.items()]
+
+    def ranks(found: list[Any]) -> str:
+        return block([("", json.dumps(rank)) for rank in found], "[]", "   ")
+
+    return block(named(groups, lambda runs: block(named(runs, ranks), "{}", "  ")), "{}", " ") + "\n"
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1]) if len(sys.argv) > 1 else FILE
-    where.write_text(json.dumps(transcripts(), indent=1) + "\n")
-    print(f"recorded {where}")
+    if "--fixtures" in sys.argv:
+        for each in _WRITING:
+            each.run(Path())
+    record(name for name in sys.argv[1:] if name != "--fixtures")

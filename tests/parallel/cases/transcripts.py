@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import horovod.torch as hvd
 import torch
 from torch import nn
 
+import dgc_horovod.torch as adapter
 from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers import ways as tables
+from tests.helpers.torch_ways import OPTIMIZERS, TorchTraining, model_of, plain
 from tests.helpers.training import momentum_sgd, smooth_model, train, weights
 from tests.helpers.transcripts import Transcript, made, runs
 
@@ -46,3 +50,41 @@ def _hashes(make: Callable[[nn.Module], torch.optim.Optimizer], compression: obj
     with Transcript() as transcript:
         train(model, optimizer, 20, passes)
     return transcript.hashes(weights(model).numpy(), optimizer.residual_state_dict())
+
+
+def _made(way: tables.Way, seed: int) -> TorchTraining:
+    model = model_of(way, seed)
+    optimizer = DistributedOptimizer(
+        OPTIMIZERS[way.optimizer](model), model.named_parameters(), way.compression(Compression), way.passes
+    )
+    return TorchTraining(way, hvd.rank(), model, optimizer, adapter)
+
+
+def ways() -> dict[str, Any]:
+    """What scripts do."""
+    hvd.init()
+    return {**plain(hvd.rank()), **tables.follow_all(tables.TORCH, _made, join=hvd.join)}
+
+
+def on_nodes() -> dict[str, Any]:
+    """Some of it on nodes."""
+    hvd.init()
+    return {**plain(hvd.rank()), **tables.follow_all(tables.TORCH, _made, "nodes")}
+
+
+def fixtures() -> dict[str, Any]:
+    """Checkpoints of another day."""
+    hvd.init()
+    return {**plain(hvd.rank()), **tables.read_fixtures(tables.TORCH, _made, hvd.size())}
+
+
+def write() -> dict[str, Any]:
+    """Write them."""
+    hvd.init()
+    return tables.write_fixtures(tables.TORCH, _made)
+
+
+def write_on_nodes() -> dict[str, Any]:
+    """Write those of nodes."""
+    hvd.init()
+    return tables.write_fixtures(tables.TORCH, _made, on_nodes=True)
