@@ -18,7 +18,6 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.testing.loopback import Board, Loopback
-from dgc_horovod.testing.torch import stand_in
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates.base import States
@@ -128,8 +127,7 @@ class CompressedRanks(DenseRanks):
             for rank in range(senders)
         ]
         for update, exchange in zip(self._updates, self.exchanges, strict=True):  # each counts its own steps
-            stand_in(self.optimizer, exchange)
-            update.prepare(self.optimizer)
+            update.prepare(self.optimizer, exchange)
         self.exchange = self.exchanges[0].buckets
         self._states: list[States] = []  # of every rank's optimizer, as the first compressed step finds it
         self._owners = Owners(self.exchanges[0].compressed, shard_density) if shard_density else None
@@ -164,8 +162,8 @@ class CompressedRanks(DenseRanks):
         if finite:
             if self._owners is not None:
                 self._owners.reselect(density)
-            compressed, own_step = self.exchanges[0].compressed, self.optimizer.step
-            self._apply(lambda: self._updates[0].step(self.optimizer, compressed, own_step))
+            exchange, own_step = self.exchanges[0], self.optimizer.step
+            self._apply(lambda: self._updates[0].step(self.optimizer, exchange, own_step))
         for exchange in self.exchanges:  # no script clips
             exchange.clipping.step_ends()
         return sum(losses) / len(losses)

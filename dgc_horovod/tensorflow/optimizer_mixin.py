@@ -53,7 +53,7 @@ class DistributedMethods(UsersClass):
     _dgc_clips = True  # whether what is applied is a gradient of one step
 
     @not_converted
-    def apply(self: Any, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
+    def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
         """As Keras', with the gradients of all ranks."""
         grads = list(grads)
         given = None if trainable_variables is None else list(trainable_variables)
@@ -72,7 +72,7 @@ class DistributedMethods(UsersClass):
         if not (application.exchanged or self.gradient_accumulation_steps):
             raise UnsupportedUse(OWN_APPLY.format(name=type(self).__name__))
 
-    def _clip_gradients(self: Any, grads: Sequence[Gradient]) -> list[Gradient]:
+    def _clip_gradients(self, grads: Sequence[Gradient]) -> list[Gradient]:
         application = self._dgc_applying
         if application is None:
             return super()._clip_gradients(grads) if self._dgc_clips else list(grads)
@@ -99,25 +99,25 @@ class DistributedMethods(UsersClass):
         results = list(gradients.values())
         return results if compresses else super()._clip_gradients(self._dgc_limited(results))
 
-    def _dgc_limited(self: Any, gradients: list[Gradient]) -> list[Gradient]:
+    def _dgc_limited(self, gradients: list[Gradient]) -> list[Gradient]:
         """The averages of all ranks within the ``clip_norm`` of a choice that has ended in no compression."""
         limit = self._dgc.settings.clip_norm
         return gradients if limit is None else list(tf.clip_by_global_norm(gradients, limit)[0])
 
-    def _dgc_shared(self: Any, variables: VariableSet) -> list[Any]:
+    def _dgc_shared(self, variables: VariableSet) -> list[Any]:
         """The optimizer's variables that are the same on every rank; with local weights, only its iterations."""
         shared = list(map(native, shared_variables(self)))
         if not any(variables.local):
             return shared
         return [native(self.iterations)]
 
-    def _apply_weight_decay(self: Any, variables: Sequence[Any]) -> None:
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
         if self._dgc_applying is None or self._dgc_applying.finite is None:
             super()._apply_weight_decay(variables)
         else:
             self._dgc_applying.decayed = variables  # under the condition of `_backend_update_step`
 
-    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         application = self._dgc_applying
         above: Any = super()
         if application is None or application.finite is None:
@@ -136,7 +136,7 @@ class DistributedMethods(UsersClass):
 
         tf.cond(application.finite, either, lambda: False)  # on every rank, or on none
 
-    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """As the optimizer's own; ``w -= lr * mean(s)`` where its arithmetic has been done before selection."""
         application = self._dgc_applying
         if application is None or not application.split or key_of(variable) not in application.variables.compressed:
@@ -151,40 +151,40 @@ class DistributedMethods(UsersClass):
 
     # -- what Keras does around
 
-    def build(self: Any, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Any]) -> None:
         """As Keras'. Accumulators of ``backward_passes_per_step`` are each rank's own: not saved, not broadcast."""
         super().build(variables)
         if self._dgc_passes > 1:
             for accumulator in self._accumulated_gradients:
                 self._untrack_variable(accumulator)
 
-    def get_config(self: Any) -> dict[str, Any]:
+    def get_config(self) -> dict[str, Any]:
         """As Keras', of the wrapped optimizer."""
         config = super().get_config()
         return {**config, "gradient_accumulation_steps": None} if self._dgc_passes > 1 else config
 
-    def save_own_variables(self: Any, store: Any) -> None:
+    def save_own_variables(self, store: Any) -> None:
         """As Keras'; the slots that are empty because the engine has their part get what this rank has."""
         _save(self, self.variables, store)
 
-    def load_own_variables(self: Any, store: Any) -> None:
+    def load_own_variables(self, store: Any) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
         super().load_own_variables(store)
         self._dgc.clock.reloaded()
 
-    def set_weights(self: Any, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[Any]) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
         super().set_weights(weights)
         self._dgc.clock.reloaded()  # of the model's weights it says nothing: a local round goes on
 
-    def __setattr__(self: Any, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # LossScaleOptimizer does so to the one that it wraps
             self.__dict__["_dgc_scaled_by_another"] = True
         if name in KINDS:
             check_change(self, self._dgc.settings.config, name, value)
         super().__setattr__(name, value)
 
-    def _dgc_check(self: Any, variables: Sequence[Any]) -> None:
+    def _dgc_check(self, variables: Sequence[Any]) -> None:
         if self.__dict__.get("_dgc_scaled_by_another"):
             raise UnsupportedUse(
                 "a LossScaleOptimizer was put around this DistributedOptimizer (or its loss_scale_factor was taken "
@@ -199,30 +199,30 @@ class DistributedMethods(UsersClass):
                     "over ranks; use another dtype policy"
                 )
 
-    def __copy__(self: Any) -> Any:
+    def __copy__(self) -> Any:
         raise UnsupportedUse("a copy would train undistributed; copy the Keras optimizer, then wrap the copy")
 
-    def __deepcopy__(self: Any, memo: Any) -> Any:
+    def __deepcopy__(self, memo: Any) -> Any:
         return self.__copy__()
 
-    def __reduce__(self: Any) -> Any:
+    def __reduce__(self) -> Any:
         return self.__copy__()
 
     # -- ours
 
-    def register_local_var(self: Any, var: Any) -> None:
+    def register_local_var(self, var: Any) -> None:
         """Leave `var` to each rank: its gradient is not exchanged (and divided by N, if scale_local_gradients)."""
         self._dgc_local |= keys_of(var, "var")
 
-    def set_epoch(self: Any, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch (from 0) it is; our callbacks do it in ``model.fit``."""
         self._dgc.set_epoch(epoch)
 
-    def clear_residuals(self: Any) -> None:
+    def clear_residuals(self) -> None:
         """Empty u and v on this rank: for a script that has set the weights to others."""
         self._dgc.clear()
 
-    def residual_state_dict(self: Any) -> dict[str, Any]:
+    def residual_state_dict(self) -> dict[str, Any]:
         """What this rank has kept of gradients that the model has not had yet: training state, of this rank alone.
 
         Returns:
@@ -235,7 +235,7 @@ class DistributedMethods(UsersClass):
         state = self._dgc.residuals()
         return {} if state is None else state.to_dict()
 
-    def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_residual_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on, bit for bit, from ``residual_state_dict()`` of this rank; after weights and optimizer were loaded.
 
         Raises:
@@ -244,7 +244,7 @@ class DistributedMethods(UsersClass):
         if state_dict != {}:
             self._dgc.resume(ResidualState.from_dict(state_dict), int(self.iterations))
 
-    def flush(self: Any) -> None:
+    def flush(self) -> None:
         """Apply everything that the ranks have kept, by one dense exchange: no residual is left on any rank.
 
         Momentum goes into the optimizer's slots, so that a saved model is a stock one of which nothing is missing. SGD:
@@ -257,21 +257,21 @@ class DistributedMethods(UsersClass):
         """
         flush(self, self._dgc)
 
-    def _dgc_finish_round(self: Any) -> None:
+    def _dgc_finish_round(self) -> None:
         """End what spans several steps: nothing does here."""
 
-    def _dgc_outer(self: Any) -> list[Any]:
+    def _dgc_outer(self) -> list[Any]:
         """Variables that belong to a checkpoint and not to Keras' optimizer; it is built. None here."""
         return []
 
-    def _dgc_weights_loaded(self: Any) -> None:
+    def _dgc_weights_loaded(self) -> None:
         """A checkpoint of ours was loaded."""
 
-    def _dgc_apply_as_stock(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _dgc_apply_as_stock(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """A step of the user's optimizer, without exchange."""
         super().apply(list(gradients), list(variables))
 
-    def _dgc_apply_whole(self: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _dgc_apply_whole(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """The same with gradients of many steps: nothing that is meant for one clips or scales them."""
         object.__setattr__(self, "_dgc_clips", False)
         try:
@@ -279,7 +279,7 @@ class DistributedMethods(UsersClass):
         finally:
             object.__setattr__(self, "_dgc_clips", True)
 
-    def compression_stats(self: Any) -> dict[str, Any]:
+    def compression_stats(self) -> dict[str, Any]:
         """What this rank has exchanged since it was wrapped: fields as in ``dgc_horovod.torch``."""
         return self._dgc.stats()
 
@@ -306,52 +306,52 @@ class AgreedScaling(UsersClass):
     """Over a LossScaleOptimizer whose inner optimizer is distributed: an overflow on one rank is one on all."""
 
     @not_converted
-    def check_finite(self: Any, grads: Sequence[Gradient]) -> tf.Tensor:
+    def check_finite(self, grads: Sequence[Gradient]) -> tf.Tensor:
         """Whether every gradient of every rank is finite. One small collective."""
         return self._dgc.all_agree(super().check_finite(grads))
 
     @property
-    def _dgc(self: Any) -> Distribution:
+    def _dgc(self) -> Distribution:
         return self.inner_optimizer._dgc
 
-    def save_own_variables(self: Any, store: Any) -> None:
+    def save_own_variables(self, store: Any) -> None:
         """See `DistributedMethods`."""
         _save(self, self.variables, store)
 
-    def load_own_variables(self: Any, store: Any) -> None:
+    def load_own_variables(self, store: Any) -> None:
         """See `DistributedMethods`."""
         super().load_own_variables(store)
         self._dgc.clock.reloaded()
 
-    def set_weights(self: Any, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[Any]) -> None:
         """See `DistributedMethods`."""
         super().set_weights(weights)
         self._dgc.clock.reloaded()
 
-    def register_local_var(self: Any, var: Any) -> None:
+    def register_local_var(self, var: Any) -> None:
         """See `DistributedMethods`."""
         self.inner_optimizer.register_local_var(var)
 
-    def set_epoch(self: Any, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """See `DistributedMethods`."""
         self.inner_optimizer.set_epoch(epoch)
 
-    def clear_residuals(self: Any) -> None:
+    def clear_residuals(self) -> None:
         """See `DistributedMethods`."""
         self.inner_optimizer.clear_residuals()
 
-    def residual_state_dict(self: Any) -> dict[str, Any]:
+    def residual_state_dict(self) -> dict[str, Any]:
         """See `DistributedMethods`."""
         return self.inner_optimizer.residual_state_dict()
 
-    def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_residual_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `DistributedMethods`."""
         self.inner_optimizer.load_residual_state_dict(state_dict)
 
-    def flush(self: Any) -> None:
+    def flush(self) -> None:
         """See `DistributedMethods`."""
         self.inner_optimizer.flush()
 
-    def compression_stats(self: Any) -> dict[str, Any]:
+    def compression_stats(self) -> dict[str, Any]:
         """See `DistributedMethods`."""
         return self.inner_optimizer.compression_stats()

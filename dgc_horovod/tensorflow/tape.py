@@ -128,7 +128,7 @@ class _DistributedTape(UsersClass):
 
     @not_converted
     def gradient(
-        self: Any,
+        self,
         target: Any,
         sources: Any,
         output_gradients: Any = None,
@@ -150,7 +150,7 @@ class _DistributedTape(UsersClass):
             own[i] = gradient
         return tf.nest.pack_sequence_as(sources, own)
 
-    def _combined(self: Any, variables: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
+    def _combined(self, variables: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
         agreed = self._dgc.variable_set(variables, gradients, self._dgc_local, number)
         gradients = agreed.completed(gradients)
         for i in agreed.given:
@@ -170,31 +170,31 @@ class _DistributedTape(UsersClass):
             gradients[i] = gradient
         return gradients
 
-    def jacobian(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UnsupportedUse: each of its rows would be an exchange of its own."""
         raise UnsupportedUse("a DistributedGradientTape has no jacobian; ask the tape that it was made of")
 
     batch_jacobian = jacobian
 
-    def __enter__(self: Any) -> Any:
+    def __enter__(self) -> Any:
         self._dgc_calls.clear()  # another step
         return super().__enter__()
 
-    def reset(self: Any) -> None:
+    def reset(self) -> None:
         """As TensorFlow's."""
         self._dgc_calls.clear()
         super().reset()
 
-    def register_local_source(self: Any, source: Any) -> None:
+    def register_local_source(self, source: Any) -> None:
         """Leave `source` to each rank: its gradient is not exchanged."""
         self._dgc_local |= keys_of(source, "source")
 
-    def compression_stats(self: Any) -> dict[str, Any]:
+    def compression_stats(self) -> dict[str, Any]:
         """What this rank has exchanged for tapes of these settings: fields as in ``dgc_horovod.torch``."""
         return self._dgc.stats()
 
     def get_local_and_global_gradients(
-        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
         """(source, gradient) pairs of the sources that are local, and of those that are not, as Horovod's."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))

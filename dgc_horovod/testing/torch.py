@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.torch import state
 from dgc_horovod.torch.auto.choice import OptimizerChoice
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.local.rounds import LocalRounds
+from dgc_horovod.torch.session.auto import AutoTuned
+from dgc_horovod.torch.session.local import LocalSteps
+from dgc_horovod.torch.session.session import Session, session_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class SessionView:
         rounds: the rounds of local steps; None without.
         choice: the choice of ``Compression.auto``; None without.
         told: keys of the notices that rank 0 has given once.
+        under_way: number of parameters whose gradient of the present step has come.
     """
 
     exchange: GradientExchange
@@ -30,13 +34,23 @@ class SessionView:
     rounds: LocalRounds | None
     choice: OptimizerChoice | None
     told: frozenset[str]
+    under_way: int
 
 
 def session(optimizer: Any) -> SessionView:
     """The parts of `optimizer`, which compresses on this rank."""
-    exchange: GradientExchange = optimizer._dgc
-    rounds, choice = getattr(optimizer, "_dgc_rounds", None), getattr(optimizer, "_dgc_choice", None)
-    return SessionView(exchange, exchange.buckets, rounds, choice, frozenset(optimizer._dgc_told))
+    found = _session(optimizer)
+    rounds = found.strategy.rounds if isinstance(found.strategy, LocalSteps) else None
+    choice = found.strategy.choice if isinstance(found.strategy, AutoTuned) else None
+    return SessionView(
+        found.exchange, found.exchange.buckets, rounds, choice, frozenset(found.told), len(found.passes.results)
+    )
+
+
+def _session(optimizer: Any) -> Session:
+    found = session_of(optimizer)
+    assert found is not None
+    return found
 
 
 def take(optimizer: Any, mode: str, on_trial: bool = False) -> None:
@@ -47,14 +61,23 @@ def take(optimizer: Any, mode: str, on_trial: bool = False) -> None:
         mode: DENSE, HALF or COMPRESSED of ``planning.trial``.
         on_trial: whether that is measured now, and the choice still to be made.
     """
-    trial = optimizer._dgc_choice.trial
+    found = _session(optimizer)
+    assert isinstance(found.strategy, AutoTuned)
+    trial = found.strategy.choice.trial
     if on_trial:
         trial.dense_timed(1.0, {mode: 0.1})
     else:
         trial.stay(mode)
-    optimizer._dgc_switch(mode)
+    found.strategy.switch(mode)
 
 
-def stand_in(optimizer: torch.optim.Optimizer, exchange: Any) -> None:
-    """Let updates, rounds and scalers find `exchange` on a plain `optimizer`, as on a wrapped one."""
-    vars(optimizer)["_dgc"] = exchange
+def kept_by(optimizer: Any) -> ResidualState:
+    """The record of what this rank has kept, between two steps."""
+    found = _session(optimizer)
+    return state.kept_by(found)
+
+
+def copied(optimizer: Any) -> ResidualState:
+    """The same without what stands in the optimizer's state, whatever is under way."""
+    found = _session(optimizer)
+    return state.copied(found)

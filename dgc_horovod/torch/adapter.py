@@ -11,11 +11,11 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 _NEEDED = (
     "_allreduce_grad_async",
-    "_make_hook",
     "_register_hooks",
     "synchronize",
     "skip_synchronize",
     "load_state_dict",
+    "set_backward_passes_per_step",
 )
 if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, name)]:
     raise ImportError(
@@ -27,6 +27,7 @@ from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
 from dgc_horovod.torch.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
 from dgc_horovod.torch.compression import Compression  # noqa: E402
 from dgc_horovod.torch.joining import join  # noqa: E402
+from dgc_horovod.torch.local.elastic import handler_of  # noqa: E402
 from dgc_horovod.torch.nodes import node_process_sets  # noqa: E402
 from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
 
@@ -41,5 +42,5 @@ __all__ = [
 ]
 
 broadcast.register()
-elastic.register()
+elastic.register(handler_of)
 joining.install()

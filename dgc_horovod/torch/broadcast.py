@@ -11,6 +11,7 @@ import horovod.torch as hvd
 import torch
 
 from dgc_horovod.names import replace_everywhere
+from dgc_horovod.torch.session.session import Session, session_of
 from dgc_horovod.torch.wrapping import owners
 
 
@@ -25,9 +26,8 @@ def _register_parameters(stock: Any) -> None:
     @functools.wraps(stock)
     def broadcast_parameters(params: Any, *place: Any, **named_place: Any) -> None:
         stock(params, *place, **named_place)
-        for optimizer in owners.live():
-            if optimizer._dgc_in_round:  # of local steps
-                optimizer._dgc_rounds.restart_of(list(_tensors(params)))
+        for session in owners.live():
+            session.strategy.weights_set(list(_tensors(params)))
 
     broadcast_parameters._dgc_stock = stock  # type: ignore[attr-defined]
     replace_everywhere(stock, broadcast_parameters)
@@ -44,56 +44,57 @@ def _tensors(params: Any) -> Iterator[torch.Tensor]:
 def _register_optimizer_state(stock: Any) -> None:
     @functools.wraps(stock)
     def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
-        if not hasattr(optimizer, "_dgc_update") or not optimizer.process_set.included():
+        session = session_of(optimizer)
+        if session is None:
             stock(optimizer, root_rank, model)
             return
-        if not (_is_stateless(optimizer) and optimizer.process_set.process_set_id == 0):
-            with unmoved(optimizer):  # a part of the ranks calls what the others call
+        if not (_is_stateless(session) and optimizer.process_set.process_set_id == 0):
+            with unmoved(session):  # a part of the ranks calls what the others call
                 stock(optimizer, root_rank, model)
-        _follow(optimizer, root_rank)
+        _follow(session, optimizer.process_set, root_rank)
 
     broadcast_optimizer_state._dgc_stock = stock  # type: ignore[attr-defined]
     replace_everywhere(stock, broadcast_optimizer_state)
 
 
-def _is_stateless(optimizer: Any) -> bool:
+def _is_stateless(session: Session) -> bool:
     """Whether there is nothing that stock would broadcast, nor the options then: SGD without momentum."""
-    return optimizer._dgc_update.kind == "sgd" and not any(group["momentum"] for group in optimizer.param_groups)
+    groups = session.optimizer.param_groups
+    return session.update.kind == "sgd" and not any(group["momentum"] for group in groups)
 
 
 @contextmanager
-def unmoved(optimizer: Any) -> Iterator[None]:
+def unmoved(session: Session) -> Iterator[None]:
     """Weights stay: to fill an empty state, which some optimizers have before their first step, Horovod takes one."""
-    empty = not optimizer.state_dict()["state"]
-    before = [p.detach().clone() for p in optimizer._dgc.names] if empty else []
+    empty = not session.optimizer.state_dict()["state"]
+    before = [p.detach().clone() for p in session.exchange.names] if empty else []
     yield
     with torch.no_grad():
-        for p, value in zip(optimizer._dgc.names, before, strict=False):
+        for p, value in zip(session.exchange.names, before, strict=False):
             p.copy_(value)
 
 
-def _options(optimizer: Any) -> list[dict[str, Any]]:
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Learning rates and the like, of each group."""
     return [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _follow(optimizer: Any, root_rank: int) -> None:
+def _follow(session: Session, process_set: hvd.ProcessSet, root_rank: int) -> None:
     """If the root has loaded a state since its last step, training goes on from there: every rank's u and v are void.
 
     Before the first step every ``p.grad`` is then zero, as with stock Horovod.
     """
-    ranks = optimizer.process_set.ranks
+    optimizer, ranks = session.optimizer, process_set.ranks
     if ranks is None or root_rank in ranks:
-        own = optimizer._dgc_loaded, _options(optimizer) if _is_stateless(optimizer) else []
-        found = hvd.broadcast_object(own, root_rank, name="dgc.loaded", process_set=optimizer.process_set)
-        loaded, options = found
+        own = session.loaded, _options(optimizer) if _is_stateless(session) else []
+        loaded, options = hvd.broadcast_object(own, root_rank, name="dgc.loaded", process_set=process_set)
         for group, theirs in zip(optimizer.param_groups, options, strict=False):
             group.update(theirs)
-        if loaded and not optimizer._dgc_loaded:
-            optimizer._dgc_forget()
+        if loaded and not session.loaded:
+            session.forget()
         if loaded:
-            optimizer._dgc_share_loaded(root_rank)
-    if optimizer._dgc.buckets.steps == 0:
-        for p in optimizer._dgc.names:
+            session.strategy.share_loaded(root_rank if ranks is None else list(ranks).index(root_rank))
+    if session.exchange.buckets.steps == 0:
+        for p in session.exchange.names:
             if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p)

@@ -11,6 +11,7 @@ from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
+from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import HorovodCollectives
 
 
@@ -31,7 +32,8 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
     collectives = _patient(optimizer)
-    state.save(directory, collectives, model, optimizer, extra, optimizer.process_set.process_set_id)
+    names, group = optimizer._parameter_names, optimizer.process_set.process_set_id  # Horovod's
+    state.save(directory, collectives, model, optimizer, extra, names, group)
 
 
 def load_checkpoint(
@@ -64,6 +66,7 @@ def _patient(optimizer: Any) -> HorovodCollectives:
         raise UnsupportedUse("pass the optimizer that DistributedOptimizer has returned")
     if not optimizer.process_set.included():
         raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
-    if getattr(optimizer, "_dgc", None) is not None:
-        state.follow(optimizer)
+    session = session_of(optimizer)
+    if session is not None:
+        session.carrier.follow(session)
     return HorovodCollectives(optimizer.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())

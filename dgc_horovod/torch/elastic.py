@@ -1,6 +1,6 @@
 """Horovod Elastic: residuals are committed and restored with the optimizer, and handed on when the ranks change.
 
-``hvd.elastic.TorchState`` finds the handler of an optimizer by itself (``_dgc_handler``). What a rank has kept is its
+``hvd.elastic.TorchState`` finds the handler of an optimizer by itself (`register`). What a rank has kept is its
 own: it is never broadcast. When N ranks become M, what the survivors have kept is scaled by M/N (where gradients are
 averaged), so that the combined residual stays the same; newcomers begin with nothing.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -22,7 +23,8 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, going_back
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.clipping.local import clips_of
-from dgc_horovod.torch.state import copied, follow, kept_by, put_back
+from dgc_horovod.torch.session.session import Session, session_of
+from dgc_horovod.torch.state import copied, kept_by, put_back
 from dgc_horovod.torch.transport import HorovodCollectives
 
 _log = logging.getLogger("dgc_horovod")
@@ -40,7 +42,7 @@ class Membership:
             raise UnsupportedUse(NOT_ALL_RANKS)
         self.agreed = False
 
-    def check(self, optimizer: Any) -> None:
+    def check(self, session: Session) -> None:
         """Before a gradient is exchanged: follow a change of the ranks; compare once what all are about to do.
 
         A newcomer makes its optimizer while the others wait for its state: not before the first step do all meet.
@@ -48,31 +50,30 @@ class Membership:
         Raises:
             RankMismatch: on every rank, if they differ.
         """
-        self.follow(optimizer)
+        self.follow(session)
         if not self.agreed:
             self.agreed = True
-            exchange = optimizer._dgc
+            exchange = session.exchange
             fields = {
-                **optimizer._dgc_agreed_fields(),
+                **session.carrier.agreed_fields(session),
                 "step": str(exchange.buckets.steps),
                 "loss scale (keep the scaler's state_dict() in the TorchState)": str(exchange.loss_scale()),
             }
-            check_agreement(HorovodCollectives(optimizer.process_set, "start"), fields)
+            check_agreement(HorovodCollectives(hvd.global_process_set, "start"), fields)
 
-    def follow(self, optimizer: Any) -> None:
+    def follow(self, session: Session) -> None:
         """Work with the ranks that there are: where a host has left, no state is synced."""
-        collectives = optimizer._dgc.collectives
+        collectives = session.exchange.collectives
         if (hvd.size(), hvd.rank()) != (collectives.workers, collectives.rank):
-            renew(optimizer)
+            renew(session)
 
 
-def renew(optimizer: Any) -> None:
+def renew(session: Session) -> None:
     """Work with the ranks that there are now; this rank keeps what it has."""
-    state = copied(optimizer)
-    optimizer._dgc_build()
-    put_back(optimizer, state.carried_on(hvd.rank(), hvd.size()))
-    if optimizer._dgc_membership is not None:  # None: an elastic script that was started with a fixed number of ranks
-        optimizer._dgc_membership.agreed = False
+    state = copied(session)
+    session.build()
+    put_back(session, state.carried_on(hvd.rank(), hvd.size()))
+    session.carrier.agree_anew()
     if state.workers != hvd.size() and hvd.rank() == 0:
         _log.info("dgc_horovod: %d ranks have become %d; each keeps its residuals", state.workers, hvd.size())
 
@@ -88,13 +89,16 @@ class ResidualHandler(OptimizerStateHandler):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._saved: ResidualState = copied(optimizer)
+        found = session_of(optimizer)
+        assert found is not None
+        self.session = found
+        self._saved: ResidualState = copied(self.session)
         self._flushed_at: Any = None  # `_place` after it
 
     def meet(self) -> None:
         """Compare with the others before anything is exchanged; a newcomer may have data to read before it comes."""
         collectives = HorovodCollectives(hvd.global_process_set, "meeting", envvars.checkpoint_seconds())
-        check_agreement(collectives, {"version": __version__, **self.value._dgc_agreed_fields()})
+        check_agreement(collectives, {"version": __version__, **self.session.carrier.agreed_fields(self.session)})
 
     def flush(self) -> None:
         """Apply what ranks have kept, unless they have made no step since: some methods make one of their own."""
@@ -104,7 +108,7 @@ class ResidualHandler(OptimizerStateHandler):
 
     def _place(self) -> Any:
         """What another step changes."""
-        return self.value._dgc.buckets.steps
+        return self.session.exchange.buckets.steps
 
     def save(self) -> None:
         """Remember u and v with the optimizer's state: a commit."""
@@ -113,10 +117,10 @@ class ResidualHandler(OptimizerStateHandler):
 
     def _kept(self) -> ResidualState:
         """What a commit keeps of this rank; in an accumulation nothing has been handed to the exchange yet."""
-        if self.value._dgc_is_exchanging():
-            return kept_by(self.value)
-        follow(self.value)
-        return copied(self.value)
+        if self.session.is_exchanging:
+            return kept_by(self.session)
+        self.session.carrier.follow(self.session)
+        return copied(self.session)
 
     def restore(self) -> None:
         """Go back to the last commit; a step under way is given up."""
@@ -126,24 +130,24 @@ class ResidualHandler(OptimizerStateHandler):
         committed = copy.deepcopy(self._saved_optimizer_state)
         super().restore()  # ends what is under way, and empties u and v
         self._saved_optimizer_state = committed
-        buckets = self.value._dgc.buckets
-        put_back(self.value, self._saved.carried_on(buckets.rank, buckets.workers))
+        buckets = self.session.exchange.buckets
+        put_back(self.session, self._saved.carried_on(buckets.rank, buckets.workers))
 
     def sync(self) -> None:
         """Take over the optimizer's state and the step of rank 0; keep this rank's own residuals."""
-        optimizer, self._flushed_at = self.value, None
-        own = copied(optimizer)
-        optimizer._dgc_update.prepare(optimizer)  # newcomers and survivors must broadcast the same entries
+        session, self._flushed_at = self.session, None
+        own = copied(session)
+        session.update.prepare(session.optimizer, session.exchange)  # all ranks must broadcast the same entries
         super().sync()
-        put_back(optimizer, own)  # and not what stands in their places
-        renew(optimizer)
-        buckets = optimizer._dgc.buckets
+        put_back(session, own)  # and not what stands in their places
+        renew(session)
+        buckets = session.exchange.buckets
         own_place = buckets.steps, buckets.epoch, own.clips, buckets.second.saved()
         place = hvd.broadcast_object(own_place, 0, name="dgc.elastic.step")
         buckets.steps, buckets.epoch, clips, second = place
         buckets.second.load(second)
         if buckets.steps:  # a newcomer has made no step, but the others clip
-            optimizer._dgc.clipping.goes_on(clips_of(clips, optimizer._dgc.names))
+            session.exchange.clipping.goes_on(clips_of(clips, session.exchange.names))
 
 
 class TorchState(HorovodTorchState):
@@ -185,14 +189,14 @@ class _Compressed(type):
     """What `isinstance` asks."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return hasattr(instance, "_dgc")
+        return session_of(instance) is not None
 
 
 class _CompressedOptimizer(metaclass=_Compressed):
     """Any optimizer of ours: their classes are made on the spot, and have no base in common."""
 
 
-def register() -> None:
-    """Let ``hvd.elastic.TorchState`` find the handlers of our optimizers."""
+def register(handler: Callable[[Any], ResidualHandler]) -> None:
+    """Let ``hvd.elastic.TorchState`` make the handler of each of our optimizers by `handler`."""
     others = [entry for entry in get_handler_registry() if entry[0] is not _CompressedOptimizer]
-    set_handler_registry([(_CompressedOptimizer, lambda optimizer: optimizer._dgc_handler(optimizer)), *others])
+    set_handler_registry([(_CompressedOptimizer, handler), *others])

@@ -22,8 +22,11 @@ from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.notices import JOINED, OVERFLOW
 from dgc_horovod.torch import state
-from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.local.joining import RoundParticipant
+from dgc_horovod.torch.horovod_carrier import HorovodCarrier
+from dgc_horovod.torch.local.joining import RoundParticipant, mark
+from dgc_horovod.torch.session.auto import AutoTuned
+from dgc_horovod.torch.session.local import LocalSteps
+from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.wrapping import owners
 
@@ -58,34 +61,45 @@ def join(device: int = -1) -> int:
         same step that is one; otherwise a few small collectives more, and if weights differ in the end a broadcast of
         weights and optimizer state.
     """
-    for optimizer in owners.undecided():
-        optimizer._dgc_choice.give_up(JOINED)  # the others see it at their next comparison
+    for strategy in _automatic():
+        if strategy.undecided:
+            strategy.choice.give_up(JOINED)  # the others see it at their next comparison
     last = _join(device)
-    _even_out([optimizer for optimizer in owners.automatic() if optimizer.process_set.process_set_id == 0])
+    _even_out([strategy for strategy in _automatic() if _of_all_ranks(strategy.session)])
     return last
 
 
-def _even_out(optimizers: Sequence[Any]) -> None:
+def _automatic() -> list[AutoTuned]:
+    strategies = [session.strategy for session in owners.all_alive()]
+    return [strategy for strategy in strategies if isinstance(strategy, AutoTuned)]
+
+
+def _of_all_ranks(session: Session) -> bool:
+    carrier = session.carrier
+    return isinstance(carrier, HorovodCarrier) and carrier.process_set.process_set_id == 0
+
+
+def _even_out(strategies: Sequence[AutoTuned]) -> None:
     """Let what a rank has counted, or seen, in steps that others have not made, be the same on every rank."""
-    if not optimizers:
+    if not strategies:
         return
-    own = [[each._dgc.buckets.steps, each._dgc_choice.trial.mode] for each in optimizers]
+    own = [[each.session.exchange.buckets.steps, each.choice.trial.mode] for each in strategies]
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     every = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "automatic")]
-    for optimizer, found in zip(optimizers, zip(*every, strict=True), strict=True):
-        optimizer._dgc.buckets.steps = max(steps for steps, _ in found)
+    for strategy, found in zip(strategies, zip(*every, strict=True), strict=True):
+        strategy.session.exchange.buckets.steps = max(steps for steps, _ in found)
         if len({mode for _, mode in found}) > 1:  # of fp16, whose overflow one in join has not seen
-            optimizer._dgc_choice.give_up(OVERFLOW)
-        optimizer._dgc_leave()
+            strategy.choice.give_up(OVERFLOW)
+        strategy.leave()
 
 
 def _join(device: int) -> int:
-    optimizers = owners.live()
-    if not optimizers:
+    sessions = owners.live()
+    if not sessions:
         return int(_stock_join(device))
-    for optimizer in optimizers:
-        _check(optimizer)
-    participants = [_participant_of(optimizer) for optimizer in optimizers]
+    for session in sessions:
+        _check(session)
+    participants = [_participant_of(session) for session in sessions]
     try:
         _take_part(participants)
     finally:
@@ -110,100 +124,84 @@ def _guarded_call(*arguments: Any) -> Any:
     return _stock_call(*arguments)
 
 
-def _check(optimizer: Any) -> None:
-    if optimizer._dgc_membership is not None:
+def _check(session: Session) -> None:
+    if session.carrier.elastic:
         raise UnsupportedUse("join() under Horovod Elastic: use hvd.elastic.ElasticSampler, which shares the data out")
-    if optimizer.process_set.process_set_id != 0:
+    if not _of_all_ranks(session):
         raise UnsupportedUse("join() waits for all ranks; an optimizer of a part of them (process_set) cannot join")
-    if not optimizer._dgc.runs:
+    if not session.exchange.runs:
         raise UnsupportedUse(
             "join() with an optimizer of which nothing is compressed, as all its tensors are small: use "
             "compression=Compression.none (dgcrun: --compression none)"
         )
-    launched = any(handle is not None for handle, _ in optimizer._handles.values())
-    if launched or (optimizer._synchronized and optimizer._dgc_may_apply):
+    if session.passes.launched or (session.passes.synchronized and session.may_apply):
         raise UnsupportedUse(
             "join() between backward() and step(), while gradients are exchanged; call it after step()"
         )
 
 
 class _Participant:
-    """One optimizer of a rank in join.
+    """One session of a rank in join.
 
     Args:
-        optimizer: optimizer of ``DistributedOptimizer``, between two steps.
+        session: session of every step, between two steps.
     """
 
     has_own_state = False  # whether the optimizer's state is each rank's own, and weights are the same in any case
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.steps = optimizer, self._exchange(optimizer).buckets.steps
-        self._held = {p: p.grad for p in self.exchange.names}  # of backward passes that make no whole step
-        self._handles, self._delays = dict(optimizer._handles), dict(optimizer._allreduce_delay)
-        optimizer._handles.clear()
-        self._mark(True)
-
-    @staticmethod
-    def _exchange(optimizer: Any) -> GradientExchange:
-        found: GradientExchange = optimizer._dgc
-        return found
-
-    @property
-    def exchange(self) -> GradientExchange:
-        """The exchange of the optimizer."""
-        return self._exchange(self.optimizer)
-
-    def _mark(self, in_join: bool) -> None:
-        for engine in self.exchange.buckets.engines:
-            engine.in_join = in_join
+    def __init__(self, session: Session) -> None:
+        self.session, self.steps = session, session.exchange.buckets.steps
+        self._grads = {p: p.grad for p in session.exchange.names}  # of backward passes that make no whole step
+        self._held = session.passes.set_aside()
+        mark(session, True)
 
     def begin(self) -> None:
         """Start a step without a gradient, which may turn out to be nobody's."""
-        optimizer = self.optimizer
-        self._before, self._selected = state.copied(optimizer), self.exchange.buckets.counts.selected
-        self._entries = {p: dict(optimizer.state[p]) for p in self.exchange.names if p in optimizer.state}
-        for p in self.exchange.names:
+        session = self.session
+        exchange, states = session.exchange, session.optimizer.state
+        self._before, self._selected = state.copied(session), exchange.buckets.counts.selected
+        self._entries = {p: dict(states[p]) for p in exchange.names if p in states}
+        for p in exchange.names:
             p.grad = None
-            optimizer._handles[p] = optimizer._allreduce_grad_async(p)
+            session.passes.results[p] = session.strategy.hand_over(p)
 
     def end(self) -> bool:
         """Finish the step, all of which has arrived; returns whether it was nobody's."""
-        optimizer, buckets = self.optimizer, self.exchange.buckets
-        optimizer.synchronize()
+        session, buckets = self.session, self.session.exchange.buckets
+        session.strategy.synchronize()
         if buckets.ranks_in_join == buckets.workers:
             self._take_back()
             return True
-        if self.exchange.loss_scale() == 1.0:
-            with optimizer.skip_synchronize():
-                type(optimizer).step(optimizer)  # not what a scheduler has put over it, to count the steps
+        if session.exchange.loss_scale() == 1.0:
+            with session.passes.skipping():
+                session.step()  # not what a scheduler has put over the optimizer's, to count the steps
         # else p.grad has a scale that this rank's GradScaler does not know: the weights come in the end
-        optimizer._synchronized = False
+        session.passes.synchronized = False
         return False
 
     def _take_back(self) -> None:
         """Be as before `begin`, bit for bit."""
-        optimizer, exchange = self.optimizer, self.exchange
-        state.put_back(optimizer, self._before)
+        session, exchange = self.session, self.session.exchange
+        state.put_back(session, self._before)
         for p, entries in self._entries.items():
-            optimizer.state[p] = entries
-        optimizer._dgc_update.prepare(optimizer)  # what the step has taken over is there again
+            session.optimizer.state[p] = entries
+        session.update.prepare(session.optimizer, exchange)  # what the step has taken over is there again
         exchange.buckets.counts.steps -= 1
         exchange.buckets.counts.selected = self._selected
 
     def leave(self) -> None:
         """Be as before join, but for what the steps have changed."""
-        optimizer = self.optimizer
-        self._mark(False)
-        for p, grad in self._held.items():
+        session = self.session
+        mark(session, False)
+        for p, grad in self._grads.items():
             p.grad = grad
-        optimizer._handles.update(self._handles)
-        optimizer._allreduce_delay.update(self._delays)
-        optimizer._synchronized = False
+        session.passes.put_back(self._held)
+        session.passes.synchronized = False
 
 
-def _participant_of(optimizer: Any) -> _Participant | RoundParticipant:
-    local = optimizer._dgc_config.local_steps is not None
-    return RoundParticipant(optimizer) if local else _Participant(optimizer)
+def _participant_of(session: Session) -> _Participant | RoundParticipant:
+    strategy = session.strategy
+    return RoundParticipant(strategy) if isinstance(strategy, LocalSteps) else _Participant(session)
 
 
 def _take_part(participants: Sequence[_Participant | RoundParticipant]) -> None:
@@ -213,7 +211,7 @@ def _take_part(participants: Sequence[_Participant | RoundParticipant]) -> None:
         participant.begin()
     deadline = time.monotonic() + limit
     while waiting:
-        for participant in [each for each in waiting if each.exchange.arrived]:
+        for participant in [each for each in waiting if each.session.exchange.arrived]:
             if participant.end():
                 waiting.remove(participant)
             else:
@@ -237,38 +235,37 @@ def _settle(participants: Sequence[_Participant | RoundParticipant]) -> int:
     last = max(range(len(steps)), key=lambda rank: (steps[rank], rank))
     if len(set(steps)) == 1:
         return last
-    for participant in participants:
-        optimizer = participant.optimizer
-        if participant.has_own_state:
-            _take_over_options(optimizer, last)
+    for session, has_own_state in ((each.session, each.has_own_state) for each in participants):
+        if has_own_state:
+            _take_over_options(session, last)
             continue
-        found = json.dumps([optimizer._dgc_replicas.fingerprint(optimizer), _state_of(_scaler(optimizer))])
+        optimizer, replicas = session.optimizer, session.replicas
+        found = json.dumps([replicas.fingerprint(optimizer), _state_of(_scaler(session))])
         if len(set(collectives.gather_bytes(found.encode(), "fingerprints"))) == 1:
             continue
         if collectives.rank == 0:
             _log.info("dgc_horovod: join: weights, state and options of the optimizer become those of rank %d", last)
-        optimizer._dgc_replicas.take_over(optimizer, last)
-        _take_over_options(optimizer, last)
+        replicas.take_over(session, last)
+        _take_over_options(session, last)
     return last
 
 
-def _take_over_options(optimizer: Any, root: int) -> None:
+def _take_over_options(session: Session, root: int) -> None:
     """Learning rates and the like, and the loss scale, of rank `root`."""
-    groups = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
-    groups, scale = hvd.broadcast_object((groups, _state_of(_scaler(optimizer))), root, name="dgc.join.options")
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
+    param_groups, scaler = session.optimizer.param_groups, _scaler(session)
+    groups = [{key: x for key, x in group.items() if key != "params"} for group in param_groups]
+    groups, scale = hvd.broadcast_object((groups, _state_of(scaler)), root, name="dgc.join.options")
+    for group, options in zip(param_groups, groups, strict=True):
         group.update(options)
     if scale:
-        scaler = _scaler(optimizer)
         if scaler is None:
             raise UnsupportedUse("join() on a rank that has not used its GradScaler yet; make one step on each rank")
         scaler.load_state_dict(scale)
 
 
-def _scaler(optimizer: Any) -> torch.amp.GradScaler | None:
+def _scaler(session: Session) -> torch.amp.GradScaler | None:
     """The script's GradScaler, if it is known."""
-    scaler = optimizer._dgc_scaler
-    return getattr(scaler, "_scaler", scaler)
+    return getattr(session.scaler, "_scaler", session.scaler)
 
 
 def _state_of(scaler: torch.amp.GradScaler | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """``DistributedOptimizer``: Horovod's own, with its gradient exchange replaced.
 
 The returned object's class is made on the spot, exactly one level over the user's class, out of the
-methods of Horovod's ``_DistributedOptimizer`` and those of ``CompressedMethods``. Nothing of Horovod is
-copied or changed; ``Compression.none`` and ``.fp16`` go to Horovod's own factory untouched.
+methods of Horovod's ``_DistributedOptimizer`` and, over them, `Overrides`, which call the optimizer's `Session`.
+Nothing of Horovod is copied or changed; ``Compression.none`` and ``.fp16`` go to Horovod's own factory untouched.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch
 from horovod.torch.compression import Compression as HorovodCompression
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, config_of
-from dgc_horovod.config import DGCConfig, check_local_steps
-from dgc_horovod.errors import ConfigError
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
-from dgc_horovod.torch.auto.horovod_methods import STOCK, HorovodAutomaticMethods, check_automatic
 from dgc_horovod.torch.clipping.of_averages import limit_averages
-from dgc_horovod.torch.local.horovod_methods import HorovodLocalMethods
-from dgc_horovod.torch.local.update import LocalUpdate
-from dgc_horovod.torch.optimizer_mixin import CompressedMethods
-from dgc_horovod.torch.updates.choice import choose_update, kind_of
+from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier
+from dgc_horovod.torch.session.choice import strategy_of
+from dgc_horovod.torch.session.overrides import OutsideOverrides, made_class
+from dgc_horovod.torch.session.session import Session
+from dgc_horovod.torch.transport import WITHOUT_CUDA, needs_host
 from dgc_horovod.torch.wrapping.arguments import checked_names
 from dgc_horovod.torch.wrapping.horovod_arguments import alike, check_arguments, check_same_choice
 from dgc_horovod.torch.wrapping.refusals import (
@@ -131,45 +132,47 @@ def _compressing(
         check_optimizer(optimizer, settings["sparse_as_dense"])
         check_parameters(optimizer, named)
         check_plain_models(optimizer, named)
-        if config.local_steps is None:
-            methods: tuple[type, ...] = (CompressedMethods, *([HorovodAutomaticMethods] if config.automatic else []))
-            update = choose_update(optimizer, config)
-            if config.automatic:
-                check_automatic(named)
-        else:
-            methods = (CompressedMethods, HorovodLocalMethods)
-            update = LocalUpdate(kind_of(optimizer), config.outer_rate)
-            check_local_steps(op == hvd.Average)
+        if config.automatic:
+            check_automatic(named)
+        kind = strategy_of(config, op == hvd.Average)
+        update = kind.update(optimizer, config)
         if process_set.included() and hvd.rank() == 0:
             begin_as_environment_says(config)
-        wrapped = _adopt(optimizer, named, methods, **settings)
-    wrapped._attach(config, update, grad_scaler)
+        wrapped = _adopt(optimizer, named, kind.overrides if process_set.included() else OutsideOverrides, **settings)
+    if process_set.included():
+        carrier = HorovodCarrier(wrapped, config.automatic)
+        wrapped._dgc = Session(wrapped, carrier, kind.config, update, grad_scaler, kind.strategy)
+        wrapped._dgc.start()
     return wrapped
 
 
+def check_automatic(named: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise UnsupportedUse where nothing can be chosen."""
+    if envvars.horovod_elastic():
+        raise UnsupportedUse("under Horovod Elastic the number of ranks changes, and auto measures one")
+    if any(needs_host(p) for _, p in named):
+        raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
+
+
 def _adopt(
-    optimizer: torch.optim.Optimizer,
-    named: list[tuple[str, torch.Tensor]],
-    layers: tuple[type, ...],
-    **settings: Any,
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], overrides: type, **settings: Any
 ) -> Any:
     """A distributed optimizer with `optimizer`'s state, without running its class's constructor again.
 
     Args:
         optimizer, named: optimizer, and the names of its parameters.
-        layers: classes whose methods go over Horovod's, each over those before it.
+        overrides: class whose methods go over Horovod's.
         settings: Horovod's arguments.
     """
     user_class: Any = type(optimizer)
-    every = [entry for layer in layers for base in reversed(layer.__mro__[:-1]) for entry in vars(base).items()]
-    ours = {k: v for k, v in every if not k.startswith("__") or k == "__reduce_ex__"}
-    methods = {**vars(_DistributedOptimizer), **ours}
+    below = {**vars(_DistributedOptimizer), "set_backward_passes_per_step": _set_passes}
     # broadcast_optimizer_state expects the class one level over the user's, with Horovod's __module__
-    final = type(user_class.__name__, (user_class,), methods)
+    final = made_class(user_class, overrides, below, _DistributedOptimizer.__module__)
     # Horovod's constructor calls the next class's with (params), which not every optimizer survives: while it
     # runs, that next class is one that does nothing. Its hooks are ours, and registered later.
     quiet = type(user_class.__name__, (user_class,), {"__init__": lambda self, params: None})
-    under_construction = type(user_class.__name__, (quiet,), {**methods, "_register_hooks": lambda self: None})
+    methods = {**vars(final), "_register_hooks": lambda self: None}
+    under_construction = type(user_class.__name__, (quiet,), methods)
     wrapped: Any = object.__new__(under_construction)
     # what stands around a method on the object (a scheduler's, the script's) is of the unwrapped one, as in stock
     kept = {
@@ -179,3 +182,9 @@ def _adopt(
     wrapped.__init__(wrapped.param_groups, named, HorovodCompression.none, **settings)
     wrapped.__class__ = final
     return wrapped
+
+
+def _set_passes(self: Any, passes: int) -> None:
+    """As Horovod's."""
+    self.backward_passes_per_step = passes
+    self._dgc.passes.sum_up(passes)

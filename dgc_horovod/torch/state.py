@@ -22,6 +22,7 @@ from dgc_horovod.torch.clipping.local import records_of
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.session.session import Session, session_of
 from dgc_horovod.torch.updates.base import SplitUpdate
 
 
@@ -31,6 +32,7 @@ def save(
     model: Any,
     optimizer: Any,
     extra: dict[str, Any],
+    names: Mapping[torch.Tensor, str],
     group: int = 0,
 ) -> None:
     """What ``save_checkpoint`` of every adapter does.
@@ -38,25 +40,21 @@ def save(
     Args:
         directory, model, optimizer, extra: see ``save_checkpoint``.
         collectives: transport of the ranks that save, which bears with slow disks.
+        names: names of parameters, perhaps of a whole model of which other optimizers have parts.
         group: number of the group of ranks; 0: all of the job.
     """
-    exchange = getattr(optimizer, "_dgc", None)
-    if exchange is not None:
-        optimizer._dgc_finish_round()
+    session = session_of(optimizer)
+    if session is not None:
+        session.strategy.finish_round()
 
     def content() -> checkpoint.Content:
-        state = None if exchange is None else kept_by(optimizer)
+        state = None if session is None else kept_by(session)
         saved = _dumped(model, optimizer, extra) if collectives.rank == 0 else b""
-        holds = checkpoint.digest_of_names(_own_names(optimizer), group)
-        return checkpoint.Content(holds, saved, state, None if exchange is None else exchange.config)
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        holds = checkpoint.digest_of_names([name for p, name in names.items() if p in own], group)
+        return checkpoint.Content(holds, saved, state, None if session is None else session.exchange.config)
 
     checkpoint.save(directory, collectives, content)
-
-
-def _own_names(optimizer: Any) -> list[str]:
-    """Names of what the optimizer has; it may have been given those of a whole model of which others have parts."""
-    own = {p for group in optimizer.param_groups for p in group["params"]}
-    return [name for p, name in optimizer._parameter_names.items() if p in own]
 
 
 def load(
@@ -74,34 +72,28 @@ def load(
         collectives: transport of the ranks that load, which bears with slow disks.
         averages: whether gradients are averaged or summed.
     """
-    exchange = getattr(optimizer, "_dgc", None)
-    config = None if exchange is None else exchange.config
-    node_size = 1 if exchange is None else exchange.buckets.topology.node_size
+    session = session_of(optimizer)
+    config = None if session is None else session.exchange.config
+    node_size = 1 if session is None else session.exchange.buckets.topology.node_size
     found = checkpoint.load(directory, collectives, config, averages, residuals, node_size)
     with model_file.put_back_on_error(model), together(collectives, f"loading {directory}"):
-        if exchange is not None:
-            check_between_steps(optimizer)
-            _split(optimizer, found.state)
+        if session is not None:
+            session.strategy.check_between_steps()
+            _split(session, found.state)
         name = found.manifest.file(checkpoint.MODEL).name
         saved = model_file.read(name, found.model)
         model_file.load_model(name, saved, model)
         model_file.check_fits(name, saved, optimizer)
-        if exchange is not None:
-            optimizer._dgc_check_state_dict(saved["optimizer"])
+        if session is not None:
+            session.strategy.split(saved["optimizer"])
     with together(collectives, f"loading {directory}"):
         optimizer.load_state_dict(saved["optimizer"])
-        if exchange is not None:
-            put_back(optimizer, found.state)
+        if session is not None:
+            put_back(session, found.state)
             checkpoint.tell_if_empty(found, directory)
-    if exchange is not None and found.manifest.workers not in (0, collectives.workers):
-        optimizer._dgc_ranks_changed()
+    if session is not None and found.manifest.workers not in (0, collectives.workers):
+        session.strategy.ranks_changed()
     return dict(saved["extra"])
-
-
-def follow(optimizer: Any) -> None:
-    """Know which ranks there are, before anything depends on it."""
-    if optimizer._dgc_membership is not None:
-        optimizer._dgc_membership.follow(optimizer)
 
 
 def _dumped(model: Any, optimizer: Any, extra: dict[str, Any]) -> bytes:
@@ -120,58 +112,51 @@ def _dumped(model: Any, optimizer: Any, extra: dict[str, Any]) -> bytes:
 # -- the state of one rank
 
 
-def check_between_steps(optimizer: Any) -> None:
-    """Raise UnsupportedUse while gradients are being exchanged, or have been and are not applied yet."""
-    optimizer._dgc_check_between_steps()
-
-
-def kept_by(optimizer: Any) -> ResidualState:
+def kept_by(session: Session) -> ResidualState:
     """A copy of what this rank has kept; see ``residual_state_dict``."""
-    follow(optimizer)
-    check_between_steps(optimizer)
-    state = copied(optimizer)
-    optimizer._dgc_update.add_own(optimizer, state)
+    session.carrier.follow(session)
+    session.strategy.check_between_steps()
+    state = copied(session)
+    session.update.add_own(session.optimizer, session.exchange, state)
     return state
 
 
-def load_residuals(optimizer: Any, state: ResidualState) -> None:
+def load_residuals(session: Session, state: ResidualState) -> None:
     """Go on from `state`, of this rank; see ``load_residual_state_dict``."""
-    follow(optimizer)
-    check_between_steps(optimizer)
-    put_back(optimizer, state)
+    session.carrier.follow(session)
+    session.strategy.check_between_steps()
+    put_back(session, state)
 
 
-def copied(optimizer: Any) -> ResidualState:
+def copied(session: Session) -> ResidualState:
     """`kept_by`, whatever is under way; without what stands in the optimizer's state."""
-    exchange = optimizer._dgc
+    exchange = session.exchange
     state: ResidualState = exchange.residuals()
-    state.mode = optimizer._dgc_mode()
+    state.mode = session.strategy.mode()
     state.clips = records_of(exchange.clipping.asked, exchange.names)
-    state.method = _method_of(optimizer)
+    state.method = _method_of(session)
     return state
 
 
-def _method_of(optimizer: Any) -> str:
-    update = optimizer._dgc_update
-    return method_of(optimizer._dgc.config, isinstance(update, SplitUpdate), update.kind == "adam")
+def _method_of(session: Session) -> str:
+    update = session.update
+    return method_of(session.exchange.config, isinstance(update, SplitUpdate), update.kind == "adam")
 
 
-def _split(optimizer: Any, state: ResidualState) -> tuple[ResidualState, Any]:
+def _split(session: Session, state: ResidualState) -> tuple[ResidualState, Any]:
     """`split_own` of the update, of a record that has been found to fit; nothing is changed."""
-    exchange, update = optimizer._dgc, optimizer._dgc_update
-    state, own = update.split_own(optimizer, state)
-    check_kept(state, _method_of(optimizer))
-    exchange.buckets.check_fits(state)
+    state, own = session.update.split_own(session.exchange, state)
+    check_kept(state, _method_of(session))
+    session.exchange.buckets.check_fits(state)
     return state, own
 
 
-def put_back(optimizer: Any, state: ResidualState) -> None:
+def put_back(session: Session, state: ResidualState) -> None:
     """`load_residuals`, whatever is under way."""
-    exchange, update = optimizer._dgc, optimizer._dgc_update
-    state, own = _split(optimizer, state)
-    exchange.load(state)
-    update.take_own(optimizer, own)
-    optimizer._dgc_resume(state.mode)
+    state, own = _split(session, state)
+    session.exchange.load(state)
+    session.update.take_own(session.optimizer, own)
+    session.strategy.resume(state.mode)
 
 
 def to_dict(state: ResidualState) -> dict[str, Any]:
@@ -205,12 +190,20 @@ def _converted(x: Any, convert: Callable[[Any], Any]) -> Any:
 # -- nothing left behind
 
 
-def flush(optimizer: Any) -> None:
-    """See ``flush`` of the optimizer."""
-    follow(optimizer)
-    check_between_steps(optimizer)
-    exchange, update = optimizer._dgc, optimizer._dgc_update
-    kept = update.flush(optimizer, _left(exchange), exchange.is_compressed)
+def flush_between_steps(session: Session) -> None:
+    """See ``flush`` of the optimizer; a rank that may not flush, as it is in a step, may call it again after that."""
+    session.carrier.follow(session)
+    session.strategy.before_flush()
+    session.carrier.meet(session, "flush")
+    flush(session)
+
+
+def flush(session: Session) -> None:
+    """Apply everything that the ranks have kept, between two steps."""
+    session.carrier.follow(session)
+    session.strategy.check_between_steps()
+    exchange, update = session.exchange, session.update
+    kept = update.flush(session.optimizer, exchange, _left(exchange), session.own_step)
     share = 1 if exchange.settings.averages else exchange.collectives.workers
     for p, v in kept.items():
         if p in exchange.place:
@@ -219,7 +212,7 @@ def flush(optimizer: Any) -> None:
             exchange.dense_residuals[p] = v / share
     for p in exchange.names:
         p.grad = None
-    update.prepare(optimizer)  # the next step takes over what stands in the optimizer's state now
+    update.prepare(session.optimizer, exchange)  # the next step takes over what stands in the optimizer's state now
 
 
 def _left(exchange: GradientExchange) -> dict[torch.Tensor, dict[str, torch.Tensor]]:

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
-from dgc_horovod.torch.ddp import Compression, register
+from dgc_horovod.torch.ddp import Compression, carrier, register
 from dgc_horovod.torch.ddp.hook import exchange_hook
-from dgc_horovod.torch.ddp.methods import DataParallelMethods
 
 MODE, MARK = "DDP_TESTS_MODE", "DDP_TESTS_MARK"  # environment variables, which reach the ranks
 STOCK, HOOKS, ALL = "stock", "hooks", "all"  # ours: nowhere, in the place of the hooks of a test, in every DDP
@@ -27,7 +26,7 @@ GPUS = 8  # that the tests see; each is the CPU
 
 _optimizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # model -> its optimizer
 _make, _hook = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
-_end = DataParallelMethods._dgc_end_backward
+_end = carrier.end_backward
 
 
 def on_cpu(device: Any) -> Any:
@@ -107,9 +106,9 @@ def put_our_hook() -> None:
     def register_builtin(self: Any, kind: Any) -> None:
         register_ours(self)
 
-    def end_backward(self: Any) -> None:
-        _end(self)
-        self.step()  # the tests know nothing of our optimizer; it moves nothing
+    def end_backward(session: Any) -> None:
+        _end(session)
+        session.optimizer.step()  # the tests know nothing of our optimizer; it moves nothing
         with Path(os.environ[MARK]).open("a") as file:
             file.write("exchanged\n")
 
@@ -117,7 +116,7 @@ def put_our_hook() -> None:
     DistributedDataParallel.register_comm_hook = register_hook  # type: ignore[method-assign]
     if os.environ[MODE] != STOCK:
         DistributedDataParallel._register_builtin_comm_hook = register_builtin  # type: ignore[method-assign]
-    DataParallelMethods._dgc_end_backward = end_backward  # type: ignore[method-assign]
+    carrier.end_backward = end_backward
 
 
 torch.set_num_threads(1)

@@ -19,9 +19,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from dgc_horovod.testing.torch import copied
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.elastic import TorchState
-from dgc_horovod.torch.state import copied
 from tests.helpers.training import INPUTS, fingerprint, smooth_model, target
 from tests.helpers.victim import is_the_victim
 

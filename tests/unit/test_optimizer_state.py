@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_of_adam_only_the_zeros_that_are_ours_follow_a_cast():
     p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     optimizer, update = torch.optim.Adam([p, q]), PlainUpdate("adam")
     theirs = optimizer.state[q]["exp_avg"] = torch.zeros(3)
-    update.prepare(optimizer)
+    update.prepare(optimizer, SimpleNamespace(names={p: "p", q: "q"}))
     p.data, q.data = p.data.double(), q.data.double()
     update.begin(optimizer)
     assert {optimizer.state[p][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float64}

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dgc_horovod.testing.torch import stand_in
 from dgc_horovod.torch.gradients.scaling import SeenScaler, stop_watching, watch_scalers
+from dgc_horovod.torch.session.passes import Passes
 
 
 @pytest.fixture(autouse=True)
@@ -103,14 +103,13 @@ def test_a_step_without_a_loss_has_the_scale_of_before(uneven):
     scaler = scaler_of(8.0)
     scale_at(optimizer, seen, scaler)
     assert seen.get_scale() == 1
-    if uneven == "join":
-        stand_in(optimizer, SimpleNamespace(buckets=SimpleNamespace(in_join=True)))
-    else:
-        optimizer._allreduce_delay = dict.fromkeys("ab", 1)
-        optimizer.backward_passes_per_step = 1
+    passes = Passes("ab", 1)
+    exchange = SimpleNamespace(buckets=SimpleNamespace(in_join=uneven == "join"))
+    carrier = SimpleNamespace(exchanges_in_backward=False)
+    optimizer._dgc = SimpleNamespace(exchange=exchange, passes=passes, carrier=carrier)
     assert seen.get_scale() == 8
     if uneven == "no batch":
-        optimizer._allreduce_delay["a"] = 0
+        passes.comes("a")
         assert seen.get_scale() == 1
 
 

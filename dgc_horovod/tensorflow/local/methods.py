@@ -17,8 +17,8 @@ from dgc_horovod.notices import MID_ROUND, clips_alone, step_not_made
 from dgc_horovod.stats import ExchangeStats
 from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
-from dgc_horovod.tensorflow.distribution import VariableSet
 from dgc_horovod.tensorflow.flush import passes_of
+from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.local.rounds import LocalRounds
 from dgc_horovod.tensorflow.optimizer_mixin import DistributedMethods, not_converted
@@ -36,10 +36,10 @@ class LocalMethods(DistributedMethods):
     """
 
     _dgc_rounds: LocalRounds | None = None
-    _dgc_set: VariableSet | None = None
+    _dgc_changes: GradientExchange | None = None  # their exchange
 
     @not_converted
-    def apply(self: Any, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
+    def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
         """As Keras', on this rank alone; then the exchange, if a round is full."""
         grads = list(grads)
         known = list(self._trainable_variables if trainable_variables is None else trainable_variables)
@@ -54,81 +54,86 @@ class LocalMethods(DistributedMethods):
         rounds = self._dgc_make_rounds()
         if not rounds.variables:  # all are this rank's own
             return self._dgc_apply_as_stock(grads, known)
-        self._dgc_make_set(rounds)
+        exchange, config = self._dgc_make_set(rounds), self._dgc.settings.config
+        assert config is not None and config.local_steps is not None
         trained = {key_of(variable) for variable in known}
         self._dgc.let_go_of_frozen(trained)
         rounds.begin(trained)
-        if self._dgc.settings.config.on_nonfinite == "skip":
-            grads = _finite_or_zero(grads, known, self._dgc_set.exchange.steps.counts)
+        if config.on_nonfinite == "skip":
+            grads = _finite_or_zero(grads, known, exchange.steps.counts)
         self._dgc_apply_as_stock(grads, known)
-        every = self._dgc.settings.config.local_steps * passes_of(self)
+        every = config.local_steps * passes_of(self)
         tf.cond(tf.equal(native(self._iterations) % every, 0), self._dgc_exchange, lambda: tf.constant(False))
         return None
 
-    def _dgc_make_set(self: Any, rounds: LocalRounds) -> None:
+    def _dgc_make_set(self, rounds: LocalRounds) -> GradientExchange:
         """The exchange of all variables of the rounds, agreed on by all ranks."""
-        if self._dgc_set is None:
-            agreed = self._dgc.variable_set(rounds.variables, rounds.weights)
-            object.__setattr__(self, "_dgc_set", agreed)  # Keras need not know
-            counts, clips = agreed.exchange.steps.counts, clipping_of(self)
+        if self._dgc_changes is None:
+            agreed = self._dgc.variable_set(rounds.variables, rounds.weights).exchange
+            assert agreed is not None
+            object.__setattr__(self, "_dgc_changes", agreed)  # Keras need not know
+            counts, clips = agreed.steps.counts, clipping_of(self)
             rounds.tell_of_pending(counts, passes_of(self))
             at_end.watch(hvd.rank())
             if clips is not None and hvd.rank() == 0:
                 _log.info("dgc_horovod: %s", clips_alone("the optimizer", clips[1], counts.workers))
+            return agreed
+        return self._dgc_changes
 
-    def _dgc_make_rounds(self: Any) -> LocalRounds:
+    def _dgc_make_rounds(self) -> LocalRounds:
         """The rounds of all variables that Keras has built it with, whichever of them a step changes."""
         rounds: LocalRounds | None = self._dgc_rounds
         if rounds is None:
             shared = [variable for variable in self._trainable_variables if key_of(variable) not in self._dgc_local]
-            rounds = LocalRounds(shared, self._dgc.settings.config)
+            config = self._dgc.settings.config
+            assert config is not None
+            rounds = LocalRounds(shared, config)
             object.__setattr__(self, "_dgc_rounds", rounds)
         return rounds
 
-    def _dgc_exchange(self: Any) -> tf.Tensor:
+    def _dgc_exchange(self) -> tf.Tensor:
         # iterations counted before the last step, as at an exchange of gradients
         seconds = [native(variable) for variable in getattr(self, "_velocities", ())]  # of Adam and its like
-        self._dgc_rounds.exchange(
-            self._dgc_set.exchange, self.iterations - 1, self._dgc_slots(), seconds, passes_of(self)
-        )
+        rounds = self._dgc_make_rounds()
+        rounds.exchange(self._dgc_make_set(rounds), self.iterations - 1, self._dgc_slots(), seconds, passes_of(self))
         return tf.constant(True)
 
-    def _dgc_slots(self: Any) -> list[tf.Variable]:
+    def _dgc_slots(self) -> list[tf.Variable]:
         """The inner optimizer's variables that each rank has for itself."""
         alike = {id(native(variable)) for variable in (self._iterations, self._learning_rate)}
         return [native(variable) for variable in shared_variables(self) if id(native(variable)) not in alike]
 
     @not_converted
-    def exchange(self: Any) -> None:
+    def exchange(self) -> None:
         """Exchange what the weights have changed by since the last time; every rank calls it, between two steps.
 
         Afterwards the weights are the same on every rank. ``apply`` does it every ``local_steps`` steps.
         """
-        if self._dgc_set is not None:
-            tf.cond(self._dgc_rounds.calls > 0, self._dgc_exchange, lambda: tf.constant(False))
+        if self._dgc_changes is not None:
+            tf.cond(self._dgc_make_rounds().calls > 0, self._dgc_exchange, lambda: tf.constant(False))
 
-    def _dgc_finish_round(self: Any) -> None:
+    def _dgc_finish_round(self) -> None:
         self.exchange()
 
-    def _dgc_outer(self: Any) -> list[Any]:
+    def _dgc_outer(self) -> list[Any]:
         return self._dgc_make_rounds().outer
 
-    def _dgc_weights_loaded(self: Any) -> None:
+    def _dgc_weights_loaded(self) -> None:
         self._dgc_make_rounds().begin_anew()
 
-    def flush(self: Any) -> None:
+    def flush(self) -> None:
         """Apply everything that the ranks have kept: the round under way ends, then `e` goes densely."""
         if self._dgc.holds_loaded:  # of all variables, frozen ones too
             self._dgc_make_set(self._dgc_make_rounds())
         self.exchange()
         super().flush()
 
-    def load_own_variables(self: Any, store: Any) -> None:
+    def load_own_variables(self, store: Any) -> None:
         """As Keras'; the round under way is given up, outer momentum, and what the ranks have kept."""
         super().load_own_variables(store)
         self._dgc_restart()
 
-    def clear_residuals(self: Any) -> None:
+    def clear_residuals(self) -> None:
         """Empty `e` and outer momentum, and begin a round with the weights that a script has set.
 
         Every rank calls it, and has set them to the same.
@@ -138,27 +143,27 @@ class LocalMethods(DistributedMethods):
         if self._dgc_rounds is not None:
             self._dgc_rounds.begin_anew()
 
-    def _dgc_restart(self: Any) -> None:
+    def _dgc_restart(self) -> None:
         if self._dgc_rounds is not None:
             self._dgc_rounds.restart()
 
-    def register_local_var(self: Any, var: Any) -> None:
+    def register_local_var(self, var: Any) -> None:
         """Leave `var` to each rank: what it changes by is not exchanged. Before the first step."""
         if self._dgc_rounds is not None:
             raise UnsupportedUse("local steps: call register_local_var before the first step; rounds have begun")
         super().register_local_var(var)
 
-    def residual_state_dict(self: Any) -> dict[str, Any]:
+    def residual_state_dict(self) -> dict[str, Any]:
         """See `DistributedMethods`; between two rounds. The slots of SGD, Adam and AdamW are in it, too."""
         self._dgc_check_between_rounds()
         return super().residual_state_dict()
 
-    def load_residual_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_residual_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `DistributedMethods`; between two rounds."""
         self._dgc_check_between_rounds()
         super().load_residual_state_dict(state_dict)
 
-    def _dgc_check_between_rounds(self: Any) -> None:
+    def _dgc_check_between_rounds(self) -> None:
         if self._dgc_rounds is not None and int(self._dgc_rounds.calls):
             raise UnsupportedUse(MID_ROUND)
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad
@@ -20,6 +20,9 @@ from dgc_horovod.torch.clipping.local import ELEMENTS, Clip
 from dgc_horovod.torch.clipping.norms import total_norm
 from dgc_horovod.torch.wrapping import owners
 from dgc_horovod.torch.wrapping.notices import clipping_learned, clipping_left_out
+
+if TYPE_CHECKING:
+    from dgc_horovod.torch.session.session import Session
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -68,18 +71,14 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
     """The norms of gradients whose ranks clip them already, and the parameters that are left to torch."""
-    norms, left = [], parameters
-    for optimizer in owners.automatic():
-        own = tuple(x for x in parameters if x in optimizer._dgc.names)
-        if own and optimizer._dgc_is_undecided:
-            optimizer._dgc_choice.script_clips = True
-        if own and optimizer._dgc_stock and _is_known(limit, p):
-            optimizer._dgc.clipping.note_uncompressed(Clip(own, limit, p, optimizer._synchronized))
-    for optimizer in owners.live():
-        if _is_known(limit, p) and any(x in optimizer._dgc.names for x in parameters):
-            optimizer._dgc_sees_clipping(limit)
-        own = tuple(x for x in left if x in optimizer._dgc.names) if optimizer._dgc_is_exchanging() else ()
-        norm = _note(optimizer, Clip(own, limit, p)) if own and _is_known(limit, p) else None
+    norms, left, known = [], parameters, _is_known(limit, p)
+    for session in owners.all_alive():
+        own = tuple(x for x in parameters if x in session.exchange.names)
+        if own:
+            session.strategy.sees_clip(Clip(own, limit, p, session.passes.synchronized), known)
+    for session in owners.live():
+        own = tuple(x for x in left if x in session.exchange.names) if session.is_exchanging else ()
+        norm = _note(session, Clip(own, limit, p)) if own and known else None
         if norm is not None:
             norms.append(norm)
             taken = set(own)
@@ -91,36 +90,36 @@ def _is_known(limit: float, p: float) -> bool:
     return 0 < limit < math.inf and (math.isnan(p) or p > 0)  # a norm of order p <= 0 is torch's affair
 
 
-def _note(optimizer: Any, clip: Clip) -> float | None:
+def _note(session: Session, clip: Clip) -> float | None:
     """The script has made a call; see `LocalClipping.note`. None: what stands in ``p.grad`` is torch's to clip."""
-    clipping, synchronized = optimizer._dgc.clipping, optimizer._synchronized
+    clipping, synchronized = session.exchange.clipping, session.passes.synchronized
     norm: float | None = clipping.note(dataclasses.replace(clip, updates=synchronized))
     if clipping.given is None:
-        optimizer._tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
+        session.tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
     elif clip.limit != clipping.given and not math.isnan(clip.p):
-        optimizer._tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
-    if synchronized and not optimizer._dgc_may_apply:  # NaN, which the script may look for
+        session.tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
+    if synchronized and not session.may_apply:  # NaN, which the script may look for
         return None
-    return _cut(optimizer, clip) if norm is None and synchronized else norm
+    return _cut(session, clip) if norm is None and synchronized else norm
 
 
-def _cut(optimizer: Any, clip: Clip) -> float:
+def _cut(session: Session, clip: Clip) -> float:
     """The script's first call: clip the updates of this step as it says, but for those that are no gradients."""
-    steps = set(optimizer._dgc.compressed if optimizer._dgc_update.sends_directions else ())
-    norm: float = optimizer._dgc.clipping.cut(clip, steps)
-    optimizer._dgc_watch.look_again()
+    steps = set(session.exchange.compressed if session.update.sends_directions else ())
+    norm: float = session.exchange.clipping.cut(clip, steps)
+    session.watch.look_again()
     return norm
 
 
-def cut_late(optimizer: Any) -> None:
+def cut_late(session: Session) -> None:
     """Clip the updates of a step whose gradients the script has clipped in vain, as it does not know yet."""
-    for clip in optimizer._dgc.clipping.take_late():
-        _cut(optimizer, clip)
+    for clip in session.exchange.clipping.take_late():
+        _cut(session, clip)
 
 
-def end_step(optimizer: Any) -> None:
+def end_step(session: Session) -> None:
     """What the script has asked for in this step holds from now on."""
-    clipping, buckets = optimizer._dgc.clipping, optimizer._dgc.buckets
+    clipping, buckets = session.exchange.clipping, session.exchange.buckets
     if clipping.first_factor < 1:
         buckets.rescale(clipping.first_factor)
     clipping.step_ends(buckets.in_join)
@@ -128,8 +127,8 @@ def end_step(optimizer: Any) -> None:
 
 def _look_again() -> None:
     """What torch's function has just done to gradients is known: it is no change that a script should hear of."""
-    for optimizer in owners.live():
-        optimizer._dgc_watch.look_again()
+    for session in owners.live():
+        session.watch.look_again()
 
 
 def _as_tensor(norm: float, parameters: list[torch.Tensor]) -> torch.Tensor:

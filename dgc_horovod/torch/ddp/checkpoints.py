@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
+from dgc_horovod.torch.ddp.carrier import GroupCarrier
 from dgc_horovod.torch.ddp.models import bare, bare_optimizer
-from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
+from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
+from dgc_horovod.torch.session.session import session_of
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
@@ -33,7 +38,8 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
     optimizer = bare_optimizer(optimizer)
-    state.save(directory, _patient(optimizer), bare(model), optimizer, extra, _group_number(optimizer))
+    member = _member(optimizer)
+    state.save(directory, _patient(member), bare(model), optimizer, extra, member.names, _number(member.group))
 
 
 def load_checkpoint(
@@ -57,21 +63,43 @@ def load_checkpoint(
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
     optimizer = bare_optimizer(optimizer)
-    averages = optimizer._dgc_settings.averages if hasattr(optimizer, "_dgc_settings") else True
-    return state.load(directory, _patient(optimizer), bare(model), optimizer, averages, residuals)
+    member = _member(optimizer)
+    averages = isinstance(member, Uncompressed) or member.settings.averages
+    return state.load(directory, _patient(member), bare(model), optimizer, averages, residuals)
 
 
-def _patient(optimizer: Any) -> ProcessGroupCollectives:
-    """Collectives that bear with slow disks."""
-    if not hasattr(optimizer, "_dgc_process_group"):
+@dataclass
+class Uncompressed:
+    """What a checkpoint needs of an optimizer whose gradients DDP exchanges, in place of a session.
+
+    Args:
+        group: ranks that take part.
+        names: name of every parameter.
+        patient_group: the same ranks, connected to wait longer; None: not yet.
+    """
+
+    group: Group
+    names: Mapping[torch.Tensor, str]
+    patient_group: Group | None = None
+
+
+def _member(optimizer: Any) -> GroupCarrier | Uncompressed:
+    """Ranks and names of an optimizer that was registered."""
+    session = session_of(optimizer)
+    found = getattr(optimizer, "_dgc", None) if session is None else session.carrier
+    if not isinstance(found, (GroupCarrier, Uncompressed)):
         raise UnsupportedUse("pass the optimizer that was given to register() or DistributedOptimizer()")
+    return found
+
+
+def _patient(member: GroupCarrier | Uncompressed) -> ProcessGroupCollectives:
+    """Collectives that bear with slow disks."""
     seconds = envvars.checkpoint_seconds()
-    if not hasattr(optimizer, "_dgc_patient_group"):
-        optimizer._dgc_patient_group = new_group(optimizer._dgc_process_group.ranks, seconds)
-    return ProcessGroupCollectives(optimizer._dgc_patient_group, checkpoint.CALLS, seconds)
+    if member.patient_group is None:
+        member.patient_group = new_group(member.group.ranks, seconds)
+    return ProcessGroupCollectives(member.patient_group, checkpoint.CALLS, seconds)
 
 
-def _group_number(optimizer: Any) -> int:
+def _number(group: Group) -> int:
     """0 for all ranks, as Horovod numbers its process sets; else the first rank of a part, which is its own."""
-    ranks = optimizer._dgc_process_group.ranks
-    return 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
+    return 0 if len(group.ranks) == dist.get_world_size() else 1 + group.ranks[0]

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import owners
 
 JOINING = (
@@ -20,7 +21,7 @@ SUPERSEDED = (
     "the optimizer that this DistributedDataParallel model was registered with is gone; call register() with the "
     "optimizer that is used now"
 )
-# model -> function that gives who carries its gradients, an optimizer unless it is gone or DDP itself
+# model -> function that gives who takes its gradients, a session unless it is gone or DDP itself
 _users: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
@@ -35,7 +36,7 @@ class OwnExchange:
     def __init__(self, group: dist.ProcessGroup, halves: bool) -> None:
         self._group, self._halves = group, halves
 
-    def _dgc_carry(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def carry(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket. torch's hook of fp16 divides before the sum, and loses what is small; this one after it."""
         if not self._halves:
             return default_hooks.allreduce_hook(self._group, bucket)
@@ -58,9 +59,9 @@ class HookState:
         return HookState, ()
 
 
-def install(model: DistributedDataParallel, optimizer: Any) -> None:
-    """Let `optimizer` have the gradients of `model`; of an earlier one it takes the place."""
-    _let_carry(model, weakref.ref(optimizer))
+def install(model: DistributedDataParallel, session: Session) -> None:
+    """Let `session` have the gradients of `model`; of an earlier one it takes the place."""
+    _let_carry(model, weakref.ref(session))
 
 
 def _let_carry(model: DistributedDataParallel, carrier: Callable[[], Any]) -> None:
@@ -71,15 +72,15 @@ def _let_carry(model: DistributedDataParallel, carrier: Callable[[], Any]) -> No
 
 
 def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
-    """From now on DDP exchanges the gradients of `model` itself; an optimizer that had them gets none any more.
+    """From now on DDP exchanges the gradients of `model` itself; a session that had them gets none any more.
 
     Args:
         model: model, compressed before or not.
         halves: whether in half precision.
     """
     before = _users[model]() if model in _users else None
-    if isinstance(before, torch.optim.Optimizer):
-        before._dgc_superseded = True  # type: ignore[attr-defined]
+    if isinstance(before, Session):
+        before.superseded = True
     if halves or model in _users:  # else DDP needs no hook
         own = OwnExchange(model.process_group, halves)
         _let_carry(model, lambda: own)
@@ -93,22 +94,22 @@ def has_another(model: DistributedDataParallel) -> bool:
 # Without postponed annotations: DDP looks at them. As it is, where a script has compiled what calls backward().
 @torch.compiler.disable
 def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hand over the gradients of a bucket to the optimizer of its model.
+    """Hand over the gradients of a bucket to the session of its model.
 
     Args:
         state: that of the model.
         bucket: bucket of DDP, in which several parameters lie; another one in the next step may hold others.
     """
     model = state.model()
-    carrier = _users[model]()
-    if isinstance(carrier, OwnExchange):
-        return carrier._dgc_carry(bucket)
+    user = _users[model]()
+    if isinstance(user, OwnExchange):
+        return user.carry(bucket)
     if model._join_config.enable:
         raise UnsupportedUse(JOINING)
-    if carrier is None:
+    if user is None:
         raise UnsupportedUse(SUPERSEDED)
-    owners.check(carrier)
-    return carrier._dgc_carry(bucket)
+    owners.check(user)
+    return user.carrier.carry(user, bucket)
 
 
 def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -13,17 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import config_of
-from dgc_horovod.config import DGCConfig, check_local_steps
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch.clipping.of_averages import limit_averages
-from dgc_horovod.torch.ddp.auto import STOCK, AutomaticDataParallelMethods
+from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
+from dgc_horovod.torch.ddp.checkpoints import Uncompressed
 from dgc_horovod.torch.ddp.compression import Compression
 from dgc_horovod.torch.ddp.hook import leave_to_ddp
-from dgc_horovod.torch.ddp.local import LocalDataParallelMethods, LocalProcessGroupMethods
-from dgc_horovod.torch.ddp.methods import ANOTHERS_STEP, DataParallelMethods, ProcessGroupMethods
 from dgc_horovod.torch.ddp.models import (
     bare_optimizer,
     check_same_parameters,
@@ -35,8 +33,10 @@ from dgc_horovod.torch.ddp.models import (
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
-from dgc_horovod.torch.local.update import LocalUpdate
-from dgc_horovod.torch.updates.choice import choose_update, kind_of
+from dgc_horovod.torch.session.choice import Kind, strategy_of
+from dgc_horovod.torch.session.overrides import made_class
+from dgc_horovod.torch.session.session import Session, session_of
+from dgc_horovod.torch.updates.base import PlainUpdate
 from dgc_horovod.torch.wrapping.arguments import checked_names, choice_fields
 from dgc_horovod.torch.wrapping.refusals import (
     NoChoice,
@@ -47,6 +47,11 @@ from dgc_horovod.torch.wrapping.refusals import (
 )
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
 
+ANOTHERS_STEP = (
+    "this step() was taken from the optimizer before register() or DistributedOptimizer(), and knows nothing of the "
+    "exchange. Take it afterwards. accelerate takes it under fp16: pass register() what accelerator.prepare() has "
+    "returned (trainer.optimizer), and not what is inside"
+)
 COMPRESSES = (
     "this optimizer compresses, and what it keeps is a part of its training; for Compression.none or .fp16 make a new "
     "torch optimizer, and load this one's state_dict() after flush()"
@@ -88,7 +93,7 @@ def register(
     if config is None:
         _check_choice(group, compression)
         found = data_parallel(model)
-        if hasattr(optimizer, "_dgc"):
+        if session_of(optimizer) is not None:
             raise UnsupportedUse(COMPRESSES)
         _uncompressed(optimizer, found, group, halves=compression is Compression.fp16)
         return given
@@ -106,7 +111,7 @@ def register(
 def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
     """Leave `optimizer` as it is, with what a checkpoint needs; DDP exchanges its gradients."""
     leave_to_ddp(model, halves)
-    vars(optimizer).update(_dgc_process_group=group, _parameter_names=_names_of(named_parameters(model)))
+    optimizer._dgc = Uncompressed(group, _names_of(named_parameters(model)))
 
 
 def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: Group) -> None:
@@ -120,17 +125,11 @@ def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config
         known = {p for _, p in named}
         frozen = [p for each in optimizer.param_groups for p in each["params"] if p not in known]
         named += [(f"frozen.{i}", p) for i, p in enumerate(frozen)]
-        update = _checked(optimizer, named, config)
+        kind, update = _checked(optimizer, named, config)
     scaler = SeenScaler()
     watch_scalers()
-    methods: type = AutomaticDataParallelMethods if config.automatic else DataParallelMethods
-    if config.local_steps is not None:
-        methods = LocalDataParallelMethods
-    with _undone_on_error(optimizer):
-        _adopt(optimizer, methods, named, group, ReduceSettings(averages=True), _dgc_model=weakref.ref(found))
-        scaler.belongs_to(optimizer)
-        optimizer._attach(config, update, scaler)  # type: ignore[attr-defined]
-    _lead_here(optimizer)
+    carrier = DataParallelCarrier(found, group, _names_of(named), config.automatic)
+    _take_over(optimizer, carrier, kind, update, scaler)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -175,13 +174,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
         named = checked_names(optimizer, named_parameters)
         check_plain_models(optimizer, named)
-        update = _checked(optimizer, named, config, sparse_as_dense, average)
-    methods = ProcessGroupMethods if config.local_steps is None else LocalProcessGroupMethods
+        kind, update = _checked(optimizer, named, config, sparse_as_dense, average)
     settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
-    with _undone_on_error(optimizer):
-        _adopt(optimizer, methods, named, group, settings, passes=backward_passes_per_step)
-        optimizer._attach(config, update, grad_scaler)  # type: ignore[attr-defined]
-    _lead_here(optimizer)
+    carrier = GroupCarrier(group, _names_of(named), settings, backward_passes_per_step)
+    _take_over(optimizer, carrier, kind, update, grad_scaler)
     return optimizer
 
 
@@ -205,34 +201,41 @@ def _alike(group: Group) -> AbstractContextManager[None]:
 
 
 def _checked(
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     named: list[tuple[str, torch.Tensor]],
     config: DGCConfig,
     sparse: bool = False,
     averages: bool = True,
-) -> Any:
-    """The split of the optimizer's arithmetic, or an error for what cannot be compressed, or recorded, here."""
+) -> tuple[Kind, PlainUpdate]:
+    """What its session is made of, or an error for what cannot be compressed, or recorded, here."""
     checked_names(optimizer, named)
     check_optimizer(optimizer, sparse)
     check_parameters(optimizer, named)
-    if config.local_steps is None:
-        update = choose_update(optimizer, config)
-    else:
-        check_local_steps(averages)
-        update = LocalUpdate(kind_of(optimizer), config.outer_rate)
+    kind = strategy_of(config, averages)
+    update = kind.update(optimizer, config)
     if dist.get_rank() == 0:
         begin_as_environment_says(config)
-    return update
+    return kind, update
 
 
-def _lead_here(optimizer: torch.optim.Optimizer) -> None:
-    """Let who has taken a method of `optimizer` before come to ours; a step that does not is an error."""
+def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, update: PlainUpdate, scaler: Any) -> None:
+    """Give `optimizer` a session, and the methods of a class one level over its own.
+
+    Who has taken a method of it before comes to ours; a step that does not is an error.
+    """
+    own = type(optimizer)
+    with _undone_on_error(optimizer):
+        optimizer.__class__ = made_class(own, kind.overrides, {}, own.__module__)
+        if isinstance(scaler, SeenScaler):
+            scaler.belongs_to(optimizer)
+        optimizer._dgc = Session(optimizer, carrier, kind.config, update, scaler, kind.strategy)
+        optimizer._dgc.start()
     lead_to_ours(optimizer)
     optimizer.register_step_pre_hook(_only_ours)
 
 
 def _only_ours(optimizer: Any, *_: Any) -> None:
-    if not optimizer._dgc_steps:
+    if not optimizer._dgc.stepping:
         raise UnsupportedUse(ANOTHERS_STEP)
 
 
@@ -247,39 +250,6 @@ def _undone_on_error(optimizer: Any) -> Iterator[None]:
         vars(optimizer).clear()
         vars(optimizer).update(before)
         raise
-
-
-def _adopt(
-    optimizer: Any,
-    methods: type,
-    named: list[tuple[str, torch.Tensor]],
-    group: Group,
-    settings: ReduceSettings,
-    passes: int = 1,
-    **more: Any,
-) -> None:
-    """Give `optimizer` the methods of a class, one level over its own."""
-    own = type(optimizer)
-    ours = {
-        key: value
-        for base in reversed(methods.__mro__[:-1])
-        for key, value in vars(base).items()
-        if not key.startswith("__") or key == "__reduce_ex__"
-    }
-    optimizer.__class__ = type(own.__name__, (own,), {**ours, "__module__": own.__module__})
-    vars(optimizer).update(
-        _dgc_process_group=group,
-        _dgc_settings=settings,
-        backward_passes_per_step=passes,
-        _parameter_names=_names_of(named),
-        _handles={},
-        _dgc_passes_left=dict.fromkeys((p for _, p in named), passes),
-        _grad_accs=[],
-        _requires_update=set(),
-        _synchronized=False,
-        _should_synchronize=True,
-        **more,
-    )
 
 
 def _names_of(named: list[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:

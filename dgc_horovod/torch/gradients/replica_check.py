@@ -6,7 +6,7 @@ import gc
 import json
 import zlib
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from dgc_horovod.config_check import shared_from
 from dgc_horovod.stats import replica_checks
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.scaling import scale_of
+
+if TYPE_CHECKING:
+    from dgc_horovod.torch.session.session import Session
 
 _RENORMALIZES = (
     "An Embedding with max_norm has {name!r}: in the forward pass each rank scales down the rows that it looks up "
@@ -50,7 +53,7 @@ class Replicas:
             with suppress(*self._collectives.failures):  # another rank may have ended after its last step
                 self._under_way = self._collectives.allgather(sent, "replicas"), step, names
 
-    def end(self, optimizer: Any) -> None:
+    def end(self, session: Session) -> None:
         """Before the next step is applied: compare with the other ranks'.
 
         Raises:
@@ -72,26 +75,27 @@ class Replicas:
         found = replica_check.find(self._collectives, step, names, self._checksum_of)
         if found is None:  # the script has set it right in the meantime
             return
-        told = replica_check.ask(self._collectives, self._circumstances(optimizer, found.names))
+        told = replica_check.ask(self._collectives, self._circumstances(session, found.names))
         replica_check.stop_or_tell(found, self._stops, self._collectives.rank, told)
-        self.take_over(optimizer)
+        self.take_over(session)
 
-    def _circumstances(self, optimizer: Any, names: list[str]) -> replica_check.Circumstances:
+    def _circumstances(self, session: Session, names: list[str]) -> replica_check.Circumstances:
         options = {
             f"{key} of parameter group {i}": _plain(value)
-            for i, group in enumerate(optimizer.param_groups)
+            for i, group in enumerate(session.optimizer.param_groups)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        options["loss scale"] = _plain(scale_of(optimizer._dgc_scaler)())
+        options["loss scale"] = _plain(scale_of(session.scaler)())
         if self._rounds:  # the inner optimizer is each rank's own
             options.clear()
         alike_after = min(self._alike_after.get(name, 0) for name in names)
         writers = {name: _RENORMALIZES.format(name=name) for name in names if _is_renormalized(self._parameters[name])}
         return replica_check.Circumstances(options, writers, self._before or {}, alike_after)
 
-    def take_over(self, optimizer: Any, root: int = 0) -> None:
+    def take_over(self, session: Session, root: int = 0) -> None:
         """Weights and optimizer state of rank `root`, which says what there is: others may have something else."""
+        optimizer, second = session.optimizer, session.exchange.buckets.second
         own = {
             name: {key: _described(x) for key, x in optimizer.state[p].items()} for name, p in self._parameters.items()
         }
@@ -110,14 +114,13 @@ class Replicas:
                 self._broadcast(state[key], f"{name}.{key}", root)
             for key in set(state) - set(there_is[name]):
                 del state[key]
-        for name, x in optimizer._dgc_outer().items():
+        for name, x in session.strategy.outer().items():
             self._broadcast(x, f"{name}.outer", root)
-        second = optimizer._dgc.buckets.second
         values = torch.from_numpy(second.packed())
         self._broadcast(values, "second moments", root)
         second.unpack(values.numpy())
 
-    def fingerprint(self, optimizer: Any) -> int:
+    def fingerprint(self, optimizer: torch.optim.Optimizer) -> int:
         """A checksum of all weights and of the optimizer's state and options."""
         found = replica_check.checksum(map(self._bytes_of, self._parameters))
         for name, p in self._parameters.items():

@@ -136,11 +136,10 @@ def _in_backward() -> bool:
 
 def _has_no_loss(optimizer: Any) -> bool:
     """Whether no backward pass on this rank has reached an optimizer in the step under way."""
-    exchange = getattr(optimizer, "_dgc", None)
-    if exchange is not None and exchange.buckets.in_join:
-        return True
-    left = getattr(optimizer, "_allreduce_delay", {})  # Horovod's: parameter -> backward passes before it is exchanged
-    return bool(left) and set(left.values()) == {optimizer.backward_passes_per_step}
+    session = getattr(optimizer, "_dgc", None)  # which may not be there yet
+    if session is None or session.exchange.buckets.in_join:
+        return session is not None
+    return session.passes.none_yet and not session.carrier.exchanges_in_backward
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:

@@ -8,7 +8,9 @@ import torch
 
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.elastic import ResidualHandler
-from dgc_horovod.torch.state import copied, follow
+from dgc_horovod.torch.session.local import LocalSteps
+from dgc_horovod.torch.session.session import Session, session_of
+from dgc_horovod.torch.state import copied
 
 
 class RoundHandler(ResidualHandler):
@@ -28,40 +30,50 @@ class RoundHandler(ResidualHandler):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._round = optimizer._dgc_rounds.copied()
+        assert isinstance(self.session.strategy, LocalSteps)
+        self._strategy = self.session.strategy
+        self._round = self._strategy.rounds.copied()
 
     def save(self) -> None:
         """Remember `e`, the inner optimizer, outer momentum and the round under way: a commit."""
         super().save()
-        self._round = self.value._dgc_rounds.copied()
+        self._round = self._strategy.rounds.copied()
 
     def restore(self) -> None:
         """Go back to the last commit; an exchange under way is given up, and does not touch the weights any more."""
-        self.value._dgc_rounds.go_back(self._round)
+        self._strategy.rounds.go_back(self._round)
         super().restore()
 
     def sync(self) -> None:
         """Take over outer momentum, options and step of rank 0, and begin a round; keep `e` and the inner optimizer."""
-        optimizer, rounds = self.value, self.value._dgc_rounds
-        own = _inner(optimizer) if rounds.count or optimizer._dgc.buckets.steps else {}
+        session, rounds = self.session, self._strategy.rounds
+        own = _inner(session) if rounds.count or session.exchange.buckets.steps else {}
         rounds.go_back()
-        optimizer._dgc_loaded = True  # so that the outer momentum is shared as well
+        session.loaded = True  # so that the outer momentum is shared as well
         super().sync()
         for p, entries in own.items():
-            optimizer.state[p].update(entries)
+            session.optimizer.state[p].update(entries)
 
     def _place(self) -> Any:
-        return super()._place(), self.value._dgc_rounds.count
+        return super()._place(), self._strategy.rounds.count
 
     def _kept(self) -> ResidualState:
-        follow(self.value)  # and within a round, too
-        return copied(self.value)
+        self.session.carrier.follow(self.session)  # and within a round, too
+        return copied(self.session)
 
 
-def _inner(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
+def _inner(session: Session) -> dict[torch.Tensor, dict[str, Any]]:
     """A copy of the inner optimizer's state on this rank, by parameter."""
+    states = session.optimizer.state
     return {
-        p: {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in optimizer.state[p].items()}
-        for p in optimizer._dgc.names
-        if p in optimizer.state
+        p: {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in states[p].items()}
+        for p in session.exchange.names
+        if p in states
     }
+
+
+def handler_of(optimizer: Any) -> ResidualHandler:
+    """The handler in a ``TorchState`` of an optimizer that compresses."""
+    session = session_of(optimizer)
+    local = session is not None and isinstance(session.strategy, LocalSteps)
+    return RoundHandler(optimizer) if local else ResidualHandler(optimizer)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
-from dgc_horovod.torch.updates.base import Compressed, Left, Parameter, PlainUpdate, step_count
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.updates.base import Left, OwnStep, Parameter, PlainUpdate, step_count
 
 # entries of an inner optimizer's state that go into a rank's record, by the kind of the optimizer
 _KEPT = {"sgd": {"momentum_buffer": MOMENTUM}, "adam": {"exp_avg": FIRST, "exp_avg_sq": SECOND}}
@@ -29,8 +29,8 @@ class LocalUpdate(PlainUpdate):
         super().__init__(kind)
         self.notices, self._rate = [], rate
 
-    def add_own(self, optimizer: Any, state: ResidualState) -> None:
-        for p, name in optimizer._dgc.names.items():
+    def add_own(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, state: ResidualState) -> None:
+        for p, name in exchange.names.items():
             own = optimizer.state.get(p, {})
             kept = {part: own.get(key) for key, part in _KEPT.get(self.kind, {}).items()}
             if not all(bool(torch.isfinite(x).all()) for x in kept.values() if x is not None):
@@ -41,9 +41,11 @@ class LocalUpdate(PlainUpdate):
             if "step" in own and name in state.tensors:
                 state.directions[name] = int(own["step"])
 
-    def split_own(self, optimizer: Any, state: ResidualState) -> tuple[ResidualState, dict[Parameter, _Own]]:
+    def split_own(
+        self, exchange: GradientExchange, state: ResidualState
+    ) -> tuple[ResidualState, dict[Parameter, _Own]]:
         keys, found, tensors = _KEPT.get(self.kind, {}), {}, {}
-        of_name = {name: p for p, name in optimizer._dgc.names.items()}
+        of_name = {name: p for p, name in exchange.names.items()}
         for name, arrays in state.tensors.items():
             own = {key: arrays[part] for key, part in keys.items() if part in arrays}
             if name in of_name and own:
@@ -61,7 +63,7 @@ class LocalUpdate(PlainUpdate):
         return dataclasses.replace(state, tensors=tensors, directions={}), found
 
     @torch.no_grad()
-    def take_own(self, optimizer: Any, own: dict[Parameter, _Own]) -> None:
+    def take_own(self, optimizer: torch.optim.Optimizer, own: dict[Parameter, _Own]) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 arrays, steps = own.get(p, ({}, None))
@@ -71,7 +73,13 @@ class LocalUpdate(PlainUpdate):
                     optimizer.state[p]["step"] = step_count(p, group, steps)
 
     @torch.no_grad()
-    def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
+    def flush(
+        self,
+        optimizer: torch.optim.Optimizer,
+        exchange: GradientExchange,
+        left: Mapping[Parameter, Left],
+        own_step: OwnStep,
+    ) -> dict[Parameter, torch.Tensor]:
         """Apply what all ranks together had kept: it is a change of weights, of which nothing is left."""
         for p, parts in left.items():
             if RESIDUAL in parts:

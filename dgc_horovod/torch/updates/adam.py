@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from dgc_horovod.notices import ADAM_DIRECTIONS
 from dgc_horovod.state.residual_state import RESIDUAL
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates.base import (
-    Compressed,
     Group,
     Left,
+    OwnStep,
     Parameter,
     SplitUpdate,
     States,
@@ -56,14 +56,13 @@ class AdamUpdate(SplitUpdate):
         return 0.0 if self.dense or self._decoupled(group) else float(group["weight_decay"])
 
     @torch.no_grad()
-    def prepare(self, optimizer: Any) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         """As for others; the second moment is there as stock Adam has it, and the first is zero."""
-        exchange = optimizer._dgc
         for group in optimizer.param_groups:
             for p in self._taken.intersection(group["params"]):
                 if p in optimizer.state and exchange.buckets.second[exchange.names[p]].known:
                     optimizer.state[p].update(self._stock_state(p, group, exchange))
-        super().prepare(optimizer)
+        super().prepare(optimizer, exchange)
 
     def _stock_state(self, p: Parameter, group: Group, exchange: GradientExchange) -> dict[str, torch.Tensor]:
         moment = exchange.buckets.second[exchange.names[p]]
@@ -100,15 +99,21 @@ class AdamUpdate(SplitUpdate):
         p.add_(update, alpha=lr if group["maximize"] else -lr)
 
     @torch.no_grad()
-    def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
+    def flush(
+        self,
+        optimizer: torch.optim.Optimizer,
+        exchange: GradientExchange,
+        left: Mapping[Parameter, Left],
+        own_step: OwnStep,
+    ) -> dict[Parameter, torch.Tensor]:
         """All of v is applied, and stock Adam can go on with the second moment.
 
         A gradient that waits, what coding has left of one that was sent whole, is not applied: Adam would take a full
         step for it, however small it is.
         """
-        kept, exchange = {}, optimizer._dgc
+        kept = {}
         for p, group in ((p, each) for each in optimizer.param_groups for p in each["params"] if p in left):
-            if not is_compressed(p) or not exchange.buckets.second[exchange.names[p]].known:
+            if not exchange.is_compressed(p) or not exchange.buckets.second[exchange.names[p]].known:
                 kept[p] = left[p][RESIDUAL]
                 continue
             p.add_(left[p][RESIDUAL].to(p.dtype), alpha=-_sign(group) * float(group["lr"]))
@@ -116,11 +121,11 @@ class AdamUpdate(SplitUpdate):
         exchange.buckets.second.clear()
         return kept
 
-    def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
         if not self.dense:
-            super().step(optimizer, compressed, own_step)
+            super().step(optimizer, exchange, own_step)
             return
-        fill_state(optimizer, self.kind)
+        fill_state(optimizer, self.kind, exchange.names)
         own_step()
 
 

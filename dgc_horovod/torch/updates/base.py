@@ -9,7 +9,7 @@ Adam the gradient has been divided by the root of the second moment, and what is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from dgc_horovod.torch.gradients.exchange import GradientExchange
 Group = dict[str, Any]
 Parameter = torch.Tensor
 Left = Mapping[str, torch.Tensor]  # of a tensor, by part
-Compressed = Callable[[Parameter], bool]
+OwnStep = Callable[[], Any]
 States = MutableMapping[Parameter, dict[str, Any]]  # of an optimizer
 Made = list[tuple[Parameter, str, "weakref.ref[torch.Tensor]"]]  # parameter, key of its state, what was put there
 _STEP, _MOMENTS = "step", ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # in it
@@ -47,12 +47,12 @@ class PlainUpdate:
         self._looks = LOOKS if kind == "other" else 0  # that are left, see `check_weights`
         self.notices = [ADAM_AFTER] if kind == "adam" else []  # for the user, once
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         """Let the optimizer's state have what stock's has, on every rank: zeros where the engine keeps the real thing.
 
         Called after wrapping, after loading a state, and whenever somebody asks for it.
         """
-        self._made += fill_state(optimizer, self.kind)
+        self._made += fill_state(optimizer, self.kind, exchange.names)
 
     def check_weights(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         """After a step: raise NotFinite if an optimizer whose arithmetic is not known has spoilt the weights.
@@ -81,7 +81,7 @@ class PlainUpdate:
         """The factor, in [0, 1), by which the engine's momentum falls in a step without a gradient."""
         return 0.0
 
-    def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
         """Apply one exchanged step: `own_step` runs the user's optimizer on every ``p.grad`` there is."""
         own_step()
 
@@ -91,10 +91,10 @@ class PlainUpdate:
     def end_dense_steps(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         """The optimizer has stepped alone, the same on every rank; from now on it does with what was exchanged."""
 
-    def add_own(self, optimizer: Any, state: ResidualState) -> None:
+    def add_own(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, state: ResidualState) -> None:
         """Add to a rank's record what of the optimizer's state is this rank's alone."""
 
-    def split_own(self, optimizer: Any, state: ResidualState) -> tuple[ResidualState, Any]:
+    def split_own(self, exchange: GradientExchange, state: ResidualState) -> tuple[ResidualState, Any]:
         """The record without that, and that, for `take_own`; nothing is changed.
 
         Raises:
@@ -102,17 +102,24 @@ class PlainUpdate:
         """
         return state, None
 
-    def take_own(self, optimizer: Any, own: Any) -> None:
+    def take_own(self, optimizer: torch.optim.Optimizer, own: Any) -> None:
         """Put back what `split_own` has found."""
 
     @torch.no_grad()
-    def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
+    def flush(
+        self,
+        optimizer: torch.optim.Optimizer,
+        exchange: GradientExchange,
+        left: Mapping[Parameter, Left],
+        own_step: OwnStep,
+    ) -> dict[Parameter, torch.Tensor]:
         """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
 
         Args:
             optimizer: wrapped torch optimizer.
+            exchange: its exchange.
             left: combined u and v of every tensor in a bucket, by part.
-            is_compressed: function that tells whether a tensor is on the sparse path.
+            own_step: function that runs the user's optimizer on every ``p.grad`` there is.
 
         Returns:
             What cannot be applied, by parameter, and is to be kept on every rank.
@@ -120,7 +127,7 @@ class PlainUpdate:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = left[p][RESIDUAL].to(p.dtype) if p in left else None
-        optimizer._dgc_own_step()
+        own_step()
         return {}
 
 
@@ -131,10 +138,10 @@ class SplitUpdate(PlainUpdate):
         super().__init__(kind)
         self._taken: set[Parameter] = set()  # whose state has been looked at since `prepare`
 
-    def prepare(self, optimizer: Any) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         for p in self._taken:
-            self._follow_emptied(p, optimizer.state, optimizer._dgc)
-        super().prepare(optimizer)
+            self._follow_emptied(p, optimizer.state, exchange)
+        super().prepare(optimizer, exchange)
         self._taken = set()
 
     def _was_placeholder(self, p: Parameter, states: States, exchange: GradientExchange) -> bool:
@@ -159,18 +166,24 @@ class SplitUpdate(PlainUpdate):
         raise NotImplementedError
 
     @torch.no_grad()
-    def flush(self, optimizer: Any, left: Mapping[Parameter, Left], is_compressed: Compressed) -> dict[Parameter, Any]:
+    def flush(
+        self,
+        optimizer: torch.optim.Optimizer,
+        exchange: GradientExchange,
+        left: Mapping[Parameter, Left],
+        own_step: OwnStep,
+    ) -> dict[Parameter, torch.Tensor]:
         kept = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p in left:
-                    kept[p] = self.flush_one(p, left[p], group, optimizer.state[p], is_compressed(p))
+                    kept[p] = self.flush_one(p, left[p], group, optimizer.state[p], exchange.is_compressed(p))
         return {p: v for p, v in kept.items() if v is not None}
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer, compressed: list[Parameter], own_step: Callable[[], Any]) -> None:
-        held = {p: p.grad for p in compressed}
-        for p in compressed:
+    def step(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
+        held = {p: p.grad for p in exchange.compressed}
+        for p in held:
             p.grad = None
         try:
             own_step()
@@ -200,18 +213,21 @@ def drop_momentum(exchange: GradientExchange, p: Parameter) -> None:
         engine.state.write(i, {part: x for part, x in kept.items() if part in (RESIDUAL, REMAINDER)})
 
 
-def fill_state(optimizer: torch.optim.Optimizer, kind: str) -> Made:
+def fill_state(optimizer: torch.optim.Optimizer, kind: str, known: Collection[Parameter]) -> Made:
     """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
 
     With an empty state Horovod's ``broadcast_optimizer_state`` takes a real step; and where one rank alone
     has loaded a checkpoint, the ranks would broadcast different entries and never meet. An entry with nothing in it
     goes: ranks outside the optimizer's process set, which call that function too, have none.
 
+    Args:
+        optimizer, kind: optimizer, and the kind of it.
+        known: parameters that are exchanged; one of them may have been frozen since.
+
     Returns:
         The zeros of moments that were made, for `refit_state`.
     """
     made: Made = []
-    known = set(getattr(optimizer, "_dgc_parameters", {}).values())  # one of them may have been frozen since
     # the first buffer of SGD with dampening is the gradient itself, not a part of it: its state stays as it comes
     dampens = kind == "sgd" and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups)
     for group in optimizer.param_groups if kind in ("sgd", "adam") and not dampens else []:

@@ -8,8 +8,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dgc_horovod import __version__
-from dgc_horovod.config import FIELD_NAMES, DGCConfig
+from dgc_horovod.config import FIELD_NAMES
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.torch.session.session import Session, session_of
 from dgc_horovod.torch.wrapping import owners
 
 
@@ -22,7 +23,7 @@ def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> li
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if hasattr(optimizer, "_requires_update"):
+    if hasattr(optimizer, "_requires_update") or session_of(optimizer) is not None:  # Horovod's own, or ours
         raise UnsupportedUse(
             "this optimizer is already wrapped by a DistributedOptimizer; wrap the torch optimizer itself"
         )
@@ -65,15 +66,16 @@ def choice_fields(compression: Any, refused: str) -> dict[str, str]:
     return {"version": __version__, "compression": name, "refused": refused}
 
 
-def agreed_fields(optimizer: Any, parameters: dict[str, torch.Tensor], config: DGCConfig) -> dict[str, str]:
+def agreed_fields(session: Session) -> dict[str, str]:
     """What the ranks must have in common, whoever carries bytes: one text each; lists one entry a line."""
+    parameters, scaler = session.parameters, session.scaler
     return {
-        "optimizer": type(optimizer).__name__,
-        "grad_scaler": str(optimizer._dgc_scaler is not None and optimizer._dgc_scaler.is_enabled()),
-        **{f"config.{name}": repr(getattr(config, name)) for name in FIELD_NAMES},
+        "optimizer": type(session.optimizer).__name__,
+        "grad_scaler": str(scaler is not None and scaler.is_enabled()),
+        **{f"config.{name}": repr(getattr(session.config, name)) for name in FIELD_NAMES},
         "tensor count": str(len(parameters)),
         "names": "\n".join(parameters),
         "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
         "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
-        "rounds of earlier optimizers, which exchange() ends": str(len(owners.in_rounds(optimizer))),
+        "rounds of earlier optimizers, which exchange() ends": str(len(owners.in_rounds(session))),
     }

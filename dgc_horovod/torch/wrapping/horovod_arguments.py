@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from horovod.common.util import split_list
 
 from dgc_horovod import envvars
-from dgc_horovod.config import DGCConfig, check_predivide
+from dgc_horovod.config import check_predivide
 from dgc_horovod.config_check import check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.wrapping.arguments import agreed_fields, choice_fields
 
@@ -43,23 +45,21 @@ def alike(process_set: hvd.ProcessSet) -> AbstractContextManager[None]:
     return refused_alike(lambda refused: check_same_choice("dgc", process_set, refused))
 
 
-def agreed_arguments(
-    optimizer: Any, parameters: dict[str, torch.Tensor], groups: dict[torch.Tensor, int], config: DGCConfig
-) -> dict[str, str]:
-    """`agreed_fields`, and Horovod's arguments. `groups`: see `boundaries`."""
+def agreed_arguments(session: Session, op: int) -> dict[str, str]:
+    """`agreed_fields`, and Horovod's arguments."""
+    settings, places = session.carrier.settings, session.boundaries
     return {
-        **agreed_fields(optimizer, parameters, config),
-        "op": str(int(optimizer.op)),
-        "backward_passes_per_step": str(optimizer.backward_passes_per_step),
-        "gradient_predivide_factor": str(float(optimizer.gradient_predivide_factor)),
-        "sparse_as_dense": str(optimizer.sparse_as_dense),
-        "bucket boundaries": "\n".join(f"{name} {groups[p]}" for name, p in parameters.items()),
+        **agreed_fields(session),
+        "op": str(op),
+        "backward_passes_per_step": str(session.passes.per_step),
+        "gradient_predivide_factor": str(float(settings.gradient_predivide_factor)),
+        "sparse_as_dense": str(settings.sparse_as_dense),
+        "bucket boundaries": "\n".join(f"{name} {places[p]}" for name, p in session.parameters.items()),
     }
 
 
-def boundaries(optimizer: Any, parameters: dict[str, torch.Tensor]) -> dict[torch.Tensor, int]:
-    """A number per parameter; those of one Horovod group and one device share it."""
-    groups = optimizer._groups
+def boundaries(groups: Any, parameters: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, int]:
+    """A number per parameter; those of one of Horovod's `groups` and one device share it."""
     if isinstance(groups, int):
         groups = split_list(list(parameters.values()), groups)
     group_of = {p: i for i, group in enumerate(groups or []) for p in group}

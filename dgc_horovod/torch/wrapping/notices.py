@@ -63,6 +63,10 @@ ADDED_LATER = (
     "a parameter of shape {shape} was added to the torch optimizer after it had been wrapped: the ranks have already "
     "agreed on names and buckets. Add the group first, then wrap"
 )
+LOADED_TWICE = (
+    "a second load_state_dict() without a step after the first has emptied what load_checkpoint() had brought of u and "
+    "v. accelerator.prepare(optimizer) does so: call load_checkpoint() after it"
+)
 SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). The second "
     "synchronization does nothing; put step() inside `with optimizer.skip_synchronize():`"

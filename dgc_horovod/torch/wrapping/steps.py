@@ -6,20 +6,24 @@ import gc
 import weakref
 from functools import partial
 from types import CellType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.wrapping.notices import ADDED_TO_UPDATE, DROPPED, STEPPED_INSIDE, STEPPED_OTHERWISE
 
+if TYPE_CHECKING:
+    from dgc_horovod.torch.session.session import Session
 
-def is_trial(optimizer: Any) -> bool:
+
+def is_trial(session: Session) -> bool:
     """Whether this step only fills the state: ``torch.distributed.checkpoint`` makes it before the first real one.
 
     Its learning rates and gradients are zeros, and it may be one rank's alone: nothing may be exchanged in it.
     """
-    if optimizer.state or optimizer._handles or optimizer._synchronized:
+    optimizer = session.optimizer
+    if optimizer.state or session.passes.results or session.passes.synchronized:
         return False
     groups = optimizer.param_groups
     if any(group.get("lr", 0) for group in groups):
@@ -42,7 +46,7 @@ def watch_inside(outer: Any) -> None:
 
 def _only_within(reference: Any, name: str, inner: torch.optim.Optimizer, *_: Any) -> None:
     outer = reference()
-    if outer is not None and not (outer._dgc_superseded or outer._dgc_steps):
+    if outer is not None and not (outer._dgc.superseded or outer._dgc.stepping):
         raise UnsupportedUse(STEPPED_INSIDE.format(outer=type(outer).__name__, inner=type(inner).__name__, name=name))
 
 
@@ -53,26 +57,26 @@ def other_methods(optimizer: torch.optim.Optimizer) -> list[str]:
     return [f"{name}()" for name in names if callable(getattr(own, name))]
 
 
-def check_update_left(optimizer: Any, p: torch.Tensor) -> None:
+def check_update_left(session: Session, p: torch.Tensor) -> None:
     """A backward pass has brought a gradient of `p`, and no step has applied the update that stood in ``p.grad``.
 
     Where a momentum has made it, it must not enter that again; with error feedback alone it is a gradient, as in stock
     Horovod. If the gradient is not added to it, the model's own ``zero_grad`` has dropped it.
     """
-    if not optimizer._dgc_watch.brought:
+    if not session.watch.brought:
         return
-    if optimizer._dgc_watch.writes_to(p) != optimizer.backward_passes_per_step:
-        optimizer._tell_once("dropped", DROPPED)
-    elif optimizer._dgc.compressed and any(map(optimizer._dgc_update.fading, optimizer.param_groups)):
+    if session.watch.writes_to(p) != session.passes.per_step:
+        session.tell_once("dropped", DROPPED)
+    elif session.exchange.compressed and any(map(session.update.fading, session.optimizer.param_groups)):
         raise UnsupportedUse(ADDED_TO_UPDATE)
 
 
-def check_not_stepped_otherwise(optimizer: Any) -> None:
+def check_not_stepped_otherwise(session: Session) -> None:
     """The update that stands in ``p.grad`` is to go, and ``step`` has not applied it."""
-    methods = other_methods(optimizer)
-    if methods and optimizer._dgc_watch.weights_changed():
-        text = STEPPED_OTHERWISE.format(optimizer=type(optimizer).__name__, methods=", ".join(methods))
-        raise UnsupportedUse(text)
+    methods = other_methods(session.optimizer)
+    if methods and session.watch.weights_changed():
+        name = type(session.optimizer).__name__
+        raise UnsupportedUse(STEPPED_OTHERWISE.format(optimizer=name, methods=", ".join(methods)))
 
 
 def lead_to_ours(optimizer: Any) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import horovod.torch as hvd
 
+from dgc_horovod.testing.torch import kept_by
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
-from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
 from tests.helpers.training import fingerprint, momentum_sgd, smooth_model
 from tests.parallel.cases.state import _SMALL, COMPRESSIONS, HALF, _adamw, _made, _shared_folder, _train

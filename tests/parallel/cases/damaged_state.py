@@ -9,8 +9,8 @@ import horovod.torch as hvd
 import torch
 
 from dgc_horovod.state import manifest
+from dgc_horovod.testing.torch import kept_by
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
-from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
 from tests.helpers.sealed import OF_TORCH, outcomes
 from tests.helpers.training import batches, fingerprint, momentum_sgd

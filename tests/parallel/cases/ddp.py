@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
 from tests.helpers.errors import error_of
 from tests.helpers.regression import (
@@ -167,7 +168,7 @@ def compiled() -> dict[str, float]:
         ddp = DistributedDataParallel(torch.compile(inner, backend="aot_eager") if name == "inside" else inner)
         model = torch.compile(ddp, backend="aot_eager") if name == "around" else ddp
         optimizer = register(model, sgd(ddp), everything())
-        names = [optimizer._parameter_names[p] for p in ddp.parameters()]
+        names = [session(optimizer).exchange.names[p] for p in ddp.parameters()]
         assert names == list(dict(smooth_model().named_parameters()))
         data = batches(12, dist.get_rank())
         for x, y in data:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc_horovod.testing.torch import kept_by
 from dgc_horovod.torch import ddp
 from dgc_horovod.torch.ddp import Compression, load_checkpoint, register, save_checkpoint
-from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
 from tests.helpers.regression import batches, fingerprint, smooth_model
 from tests.helpers.sealed import OF_TORCH, outcomes

@@ -67,7 +67,7 @@ def cast_after_wrapping() -> dict[str, Any]:
     for x, y in batches(5, hvd.rank()):
         optimizer.zero_grad()
         F.mse_loss(model(x.double()), y.double()).backward()
-        in_flight = len(optimizer._handles)
+        in_flight = session(optimizer).under_way
         optimizer.step()
     return {"fingerprint": fingerprint(model), "in flight": in_flight}
 

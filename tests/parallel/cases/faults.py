@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from dgc_horovod.errors import NotFinite
+from dgc_horovod.testing.torch import kept_by
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
 from tests.helpers.logs import messages
 from tests.helpers.regression import Dividing

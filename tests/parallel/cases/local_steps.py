@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, smooth_model, train, weights
@@ -84,21 +85,25 @@ def conservation() -> dict[str, float]:
     optimizer = wrapped(model, local_decay=1.0, outer_momentum=0.0, values="fp32", dense_values="fp32")
     begun, inner = weights(model), torch.zeros(())
     last = begun.clone()
-    original = optimizer.exchange
+    rounds = session(optimizer).rounds
+    assert rounds is not None
+    send, receive = rounds.send, rounds.receive
 
-    def watched() -> None:
-        nonlocal inner, last
+    def sending() -> bool:
+        nonlocal inner
         inner = inner + (weights(model) - last)
-        original()
-        last = weights(model)
+        return send()
 
-    optimizer.exchange = watched
+    def receiving() -> bool:
+        nonlocal last
+        finite = receive()
+        last = weights(model)
+        return finite
+
+    rounds.send, rounds.receive = sending, receiving  # type: ignore[method-assign]
     train(model, optimizer, 10 * H)
     state = optimizer.residual_state_dict()["tensors"]
-    waits = torch.cat(
-        [state[name]["v"] if "v" in state.get(name, ()) else torch.zeros(p.numel())
-         for name, p in model.named_parameters()]
-    )  # fmt: skip
+    waits = torch.cat([state.get(name, {}).get("v", torch.zeros(p.numel())) for name, p in model.named_parameters()])
     moved = hvd.allreduce(weights(model) - begun, name="moved")
     made = hvd.allreduce(inner, name="made")
     owed = hvd.allreduce(waits, name="owed")

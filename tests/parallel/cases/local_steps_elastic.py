@@ -11,9 +11,9 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import nn
 
-from dgc_horovod.testing.torch import session
+from dgc_horovod.testing.torch import copied, session
 from dgc_horovod.torch import elastic
-from dgc_horovod.torch.state import copied
+from dgc_horovod.torch.session.session import session_of
 from tests.helpers.errors import error_of
 from tests.helpers.training import fingerprint, smooth_model, train, weights
 from tests.parallel.cases.local_steps import H, wrapped
@@ -145,7 +145,7 @@ def renewed() -> dict[str, Any]:
         state.sync()
         train(model, optimizer, 2 * H + 2)
         if anew:
-            elastic.renew(optimizer)
+            elastic.renew(session_of(optimizer))
         train(model, optimizer, 2 * H - 2)
         ends.append(_everything(model, optimizer))
     return {"same": ends[0] == ends[1]}

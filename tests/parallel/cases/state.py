@@ -16,9 +16,8 @@ import torch
 
 from dgc_horovod import WarmupSchedule
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.testing.torch import session
+from dgc_horovod.testing.torch import kept_by, session
 from dgc_horovod.torch import Compression, DistributedOptimizer, elastic, load_checkpoint, save_checkpoint
-from dgc_horovod.torch.state import kept_by
 from tests.helpers.errors import error_of
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 

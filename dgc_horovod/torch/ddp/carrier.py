@@ -1,0 +1,248 @@
+"""torch.distributed as the carrier of a session: of plain models, and of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc_horovod.config_check import check_agreement
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.torch.ddp.densities import SameDensity
+from dgc_horovod.torch.ddp.hook import OwnExchange, after_ddp, as_it_is, install
+from dgc_horovod.torch.ddp.nodes import transports
+from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives
+from dgc_horovod.torch.gradients.collectives import Collectives
+from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.session.auto import AutoTuned
+from dgc_horovod.torch.session.carrier import Carrier, Stock
+from dgc_horovod.torch.session.session import Session
+from dgc_horovod.torch.wrapping import owners, steps
+from dgc_horovod.torch.wrapping.arguments import agreed_fields
+
+Parameter = torch.Tensor
+STOCK = "DDP"
+ACCUMULATED = (
+    "backward() was called again before step(): the second gradient was added to an update, which has been through the "
+    "exchange. Put all backward passes of a step but the last inside `with model.no_sync():`. To give an update up, "
+    "call optimizer.zero_grad() before the next backward(); after this error make a new DistributedDataParallel and "
+    "register it with a new optimizer"
+)
+NOT_EXCHANGED = (
+    "step() without gradients that have been exchanged: since the last step there was no forward and backward pass "
+    "outside of model.no_sync(), or it went to model.module, or left out a parameter (find_unused_parameters=True of "
+    "DistributedDataParallel allows that), or optimizer.zero_grad() came after it, or the model has been put into "
+    "another DistributedDataParallel since: register that with a new optimizer"
+)
+UNUSED = (
+    "step() without gradients that have been exchanged: the last backward pass has brought no gradient for {names}, "
+    "and DistributedDataParallel waits for one of every parameter. Where a parameter, or an output of the model, takes "
+    "no part in the loss, or is frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it. "
+    "To a loss that is made of gradients alone (torch.autograd.grad), which leaves out the last bias, add "
+    "0 * output.sum()"
+)
+BROADCAST = (
+    "DistributedDataParallel sends the model's buffers to all ranks before every forward pass, of local steps too; "
+    "pass broadcast_buffers=False to it, so that they are each rank's own"
+)
+_NAMED = 5  # parameters in a message
+_log = logging.getLogger("dgc_horovod")
+
+
+class GroupCarrier(Carrier):
+    """The ranks of a process group of our own.
+
+    Args:
+        group: its connections.
+        names, settings, passes_per_step: see `Carrier`.
+    """
+
+    def __init__(
+        self, group: Group, names: Mapping[Parameter, str], settings: ReduceSettings, passes_per_step: int = 1
+    ) -> None:
+        super().__init__(names, settings, passes_per_step)
+        self.group = group
+        self.patient_group: Group | None = None  # for checkpoints
+        self._density: SameDensity | None = None  # where the ranks' densities may differ
+
+    @property
+    def group_name(self) -> str:
+        return f"process group {self.group.ranks}"
+
+    def boundaries(self, parameters: Mapping[str, Parameter]) -> dict[Parameter, int]:
+        devices: dict[torch.device, int] = {}
+        return {p: devices.setdefault(p.device, len(devices)) for p in parameters.values()}
+
+    def agreed_fields(self, session: Session) -> dict[str, str]:
+        return {
+            **agreed_fields(session),
+            "average": str(self.settings.averages),
+            "backward_passes_per_step": str(self.passes_per_step),
+            "devices": "\n".join(f"{name} {session.boundaries[p]}" for name, p in session.parameters.items()),
+        }
+
+    def agree(self, session: Session) -> None:
+        check_agreement(ProcessGroupCollectives(self.group, "start"), self.agreed_fields(session))
+
+    def transports(self, session: Session) -> Mapping[str, Collectives]:
+        collectives = ProcessGroupCollectives(self.group, session.tag)
+        return transports(collectives, session.config, self.settings.averages, session.parameters)
+
+    def deliver(self, session: Session) -> None:
+        if session.strategy.takes_gradients:
+            session.hook_gradients()
+
+    def check_ranks(self, session: Session) -> None:
+        """See `SameDensity`."""
+        warmup, exchange = session.config.warmup, session.exchange
+        if warmup is not None and warmup.needs_epoch and exchange.collectives.workers > 1:
+            if self._density is None:
+                self._density = SameDensity(exchange.buckets, exchange.collectives)
+            self._density.check()
+
+    def meet(self, session: Session, name: str) -> None:
+        session.exchange.collectives.meet(name)  # type: ignore[attr-defined]
+
+
+class DataParallelCarrier(GroupCarrier):
+    """The ranks of a DistributedDataParallel model, whose hook brings its gradients.
+
+    After ``backward`` outside of ``no_sync``, ``p.grad`` holds the update, as it holds the average with DDP alone: what
+    scripts do to it then (unscale, clip) they do to the same numbers on every rank.
+
+    Args:
+        model: model.
+        automatic: whether DDP's own exchange may carry gradients.
+        group, names: see `GroupCarrier`.
+    """
+
+    exchanges_in_backward = True
+
+    def __init__(
+        self, model: DistributedDataParallel, group: Group, names: Mapping[Parameter, str], automatic: bool
+    ) -> None:
+        super().__init__(group, names, ReduceSettings(averages=True))
+        self._model = weakref.ref(model)
+        self.own = StockDDP(model)
+        if automatic:
+            self.stock = self.own
+
+    def deliver(self, session: Session) -> None:
+        model = self._model()
+        assert model is not None
+        install(model, session)
+
+    def started(self, session: Session) -> None:
+        model = self._model()
+        if not session.strategy.takes_gradients and model is not None and session.speaks:
+            if model.broadcast_buffers and any(True for _ in model.buffers()):
+                _log.warning("dgc_horovod: %s", BROADCAST)
+
+    def carry(self, session: Session, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Hand over the gradients of one bucket of DDP.
+
+        DDP gets them back as they are and puts them where they were. After it has done so, in the same backward pass,
+        all exchanges are waited for, and ``p.grad`` gets what is the same on every rank.
+        """
+        strategy = session.strategy
+        if not strategy.takes_gradients:  # each rank's gradients are its own
+            return as_it_is(bucket)
+        if isinstance(strategy, AutoTuned) and strategy.stock:
+            return self._carry_as_ddp(session, strategy, bucket)
+        if session.passes.synchronized and not session.offered:
+            steps.check_not_stepped_otherwise(session)
+            if any(session.watch.writes_to(p) is not None for p in bucket.parameters()):
+                raise UnsupportedUse(ACCUMULATED)
+        model = self._model()
+        views = bucket.gradients() if model is not None and model.gradient_as_bucket_view else None
+        for i, p in enumerate(bucket.parameters()):
+            if p not in session.exchange.names:  # frozen since DDP was made
+                continue
+            if p.grad is None and views is not None:  # unused here
+                p.grad = views[i]
+            session.passes.results[p] = strategy.hand_over(p)
+        if bucket.is_last():
+            after_ddp(lambda: end_backward(session))
+        return as_it_is(bucket)
+
+    def _carry_as_ddp(
+        self, session: Session, strategy: AutoTuned, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            strategy.add_owed(p, gradient)
+        if bucket.is_last():
+            self.own.passes = 1 if session.offered else self.own.passes + 1  # a GradScaler may have skipped a step
+            session.offered = False
+            begin = time.perf_counter()
+            after_ddp(lambda: strategy.arrived(time.perf_counter() - begin))
+        return self.own.exchange.carry(bucket)
+
+    def withhold(self, parameters: Collection[Parameter]) -> dict[Parameter, torch.Tensor]:
+        """What is frozen stays where it is, as with DDP alone."""
+        withheld = {p: p.grad for p in parameters if not p.requires_grad and p.grad is not None}
+        for p in withheld:
+            p.grad = None
+        return withheld
+
+    def before_step(self, session: Session) -> None:
+        """Nothing was exchanged since the last step; DDP calls no hook for a bucket of which a gradient is missing."""
+        owners.check(session)
+        if session.passes.synchronized:
+            return
+        model, parameters, results = self._model(), session.parameters, session.passes.results
+        missing = [repr(name) for name, p in parameters.items() if p not in results and _brings_nothing(p)]
+        # of the last forward pass: whether it was outside of no_sync(); the model may be gone
+        in_sync = getattr(model, "require_forward_param_sync", False)
+        if model is None or not in_sync or model.find_unused_parameters or not 0 < len(missing) < len(parameters):
+            raise UnsupportedUse(NOT_EXCHANGED)
+        others = f" and {len(missing) - _NAMED} others" if len(missing) > _NAMED else ""
+        raise UnsupportedUse(UNUSED.format(names=", ".join(missing[:_NAMED]) + others))
+
+
+def end_backward(session: Session) -> None:
+    """The backward pass is over, and every ``p.grad`` is where DDP has it."""
+    session.watch.look_again()
+    session.strategy.synchronize()
+    session.offered = False
+
+
+def _brings_nothing(p: Parameter) -> bool:
+    return not p.requires_grad or p.grad is None or not p.grad.any()
+
+
+class StockDDP(Stock):
+    """DDP's own exchange.
+
+    Args:
+        model: model.
+
+    Attributes:
+        passes: backward passes outside of no_sync() in the present step.
+    """
+
+    name = STOCK
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._group: Any = model.process_group
+        self._device = next(model.parameters()).device  # a group may have a backend for each kind
+        self.exchange, self.passes = OwnExchange(self._group, halves=False), 0
+
+    @property
+    def on_gloo(self) -> bool:
+        return bool(self._group._get_backend(self._device).name() == "gloo")
+
+    def set_half(self, halves: bool) -> None:
+        self.exchange = OwnExchange(self._group, halves)
+
+    def take_accumulates(self) -> bool:
+        passes, self.passes = self.passes, 0
+        return passes != 1  # which DDP alone can do
+
+    def cleared(self) -> None:
+        self.passes = 0

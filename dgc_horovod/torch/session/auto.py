@@ -1,0 +1,242 @@
+"""The strategy of ``Compression.auto``: the fastest exchange by its own clock."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dgc_horovod.notices import OVERFLOW
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
+from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
+from dgc_horovod.torch import state
+from dgc_horovod.torch.auto.choice import OptimizerChoice
+from dgc_horovod.torch.clipping.norms import clip_all
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.grad_guard import GradientWatch
+from dgc_horovod.torch.session.carrier import Stock
+from dgc_horovod.torch.session.every_step import EveryStep, evaluated
+from dgc_horovod.torch.session.passes import Result
+from dgc_horovod.torch.session.strategy import Closure
+from dgc_horovod.torch.wrapping import owners
+from dgc_horovod.torch.wrapping.notices import SYNCHRONIZED_TWICE
+
+if TYPE_CHECKING:
+    from dgc_horovod.torch.clipping.local import Clip
+    from dgc_horovod.torch.session.session import Session
+
+Parameter = torch.Tensor
+
+
+class AutoTuned(EveryStep):
+    """The framework's own exchange, until the clock says that another is faster.
+
+    Where that carries gradients, every bit of the training is the framework's. u, v and all else of the session are
+    there, and empty. When compression begins, the optimizer's momentum becomes every rank's u; when it ends, a flush
+    puts u there, and applies v.
+    """
+
+    choice: OptimizerChoice
+    stock = True
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        own = session.carrier.stock
+        assert own is not None
+        self.own: Stock = own
+        self.halves = self._overflowed = False  # the latter in the present step
+        self._waited = 0.0  # in the present step
+        self._owed: dict[Parameter, torch.Tensor] = {}
+        self.own.set_half(False)
+
+    def started(self) -> None:
+        """See `Strategy`."""
+        self.choice = OptimizerChoice(self.session.exchange, self.own.name, self.own.on_gloo)
+
+    @property
+    def undecided(self) -> bool:  # type: ignore[override]
+        """See `Strategy`."""
+        return not self.choice.trial.ended
+
+    # -- a step of the framework's own exchange
+
+    def hand_over(self, p: Parameter) -> Result:
+        """See `EveryStep`."""
+        if not self.stock:
+            return super().hand_over(p)
+        if p.grad is not None and not (p.grad.is_sparse or p.grad.is_contiguous()):
+            p.grad = p.grad.contiguous()  # Horovod takes no other: those of channels_last are not
+        self.add_owed(p, p.grad)
+        return self.own.start(p)
+
+    def add_owed(self, p: Parameter, gradient: torch.Tensor | None) -> None:
+        """Give a gradient what coding has left of those that were sent whole, which a flush need not apply."""
+        owed = self._owed.pop(p, None)
+        if owed is not None and gradient is not None:
+            gradient.add_(owed.to(gradient), alpha=self.session.exchange.loss_scale())
+            self.session.exchange.fade(p, 0.0)
+
+    def synchronize(self) -> None:
+        """See `EveryStep`; DDP's own exchange is over with the backward pass."""
+        if not self.stock:
+            super().synchronize()
+        elif not self.session.carrier.exchanges_in_backward:
+            owners.check(self.session)
+            begin = time.perf_counter()
+            self.session.take_updates()
+            self.arrived(time.perf_counter() - begin)
+
+    def arrived(self, waited: float) -> None:
+        """The framework's own exchange has filled every ``p.grad``.
+
+        Args:
+            waited: seconds in which nothing was left to do but wait for it, >= 0.
+        """
+        session, exchange = self.session, self.session.exchange
+        self._waited += waited
+        session.groups.check_nothing_unfrozen(session.optimizer.param_groups, exchange.names)
+        if self.halves and exchange.loss_scale() == 1.0:  # else a GradScaler looks, and skips the step
+            self._overflowed = not all(bool(p.grad.isfinite().all()) for p in exchange.names if p.grad is not None)
+        if session.config.clip_norm is not None:
+            clip_all(exchange.names, session.config.clip_norm * exchange.loss_scale())
+
+    def step(self, closure: Closure | None) -> Any:
+        """See `EveryStep`; now and then the ranks compare and choose."""
+        if self.stock:
+            loss = evaluated(closure)
+            self._stock_step()
+            self.session.loaded = False
+        else:
+            loss = super().step(closure)
+        if self.choice.compare_after(self._waited):
+            self.switch(self.choice.trial.mode)
+        self._waited = 0.0
+        return loss
+
+    def _stock_step(self) -> None:
+        """The framework's own, but for what half precision has made infinite: that is skipped, and fp16 is over."""
+        session = self.session
+        session.update.begin(session.optimizer)
+        with session.as_step():
+            self._apply_stock()
+        session.exchange.clipping.uncompressed_step_ends()
+        overflowed, self._overflowed = self._overflowed, False
+        self.choice.count(self.halves, skipped=overflowed)
+        if overflowed:  # the same on every rank, which all have the same average
+            session.passes.synchronized = False
+            self.choice.give_up(OVERFLOW)
+            self.leave()
+
+    def _apply_stock(self) -> None:
+        session, passes = self.session, self.session.passes
+        if session.carrier.exchanges_in_backward:
+            owners.check(session)
+            self.choice.script_accumulates |= self.own.take_accumulates()
+        elif not passes.skips:
+            if passes.synchronized:
+                warnings.warn(SYNCHRONIZED_TWICE, stacklevel=6)
+            self.synchronize()
+        if not self._overflowed:
+            passes.synchronized = False
+            session.own("step")()
+
+    def clear_gradients(self) -> None:
+        """See `EveryStep`."""
+        self.own.cleared()
+        super().clear_gradients()
+
+    # -- from one exchange to another
+
+    def leave(self) -> None:
+        """Go on with the framework's own exchange, as every rank does, where the choice was given up."""
+        if self.choice.given_up and self.choice.trial.mode != DENSE:
+            self.switch(DENSE)
+            self.choice.trial.stay(DENSE)
+
+    def switch(self, mode: str) -> None:
+        """Exchange the gradients of the steps to come in another way; between two steps, on every rank."""
+        session = self.session
+        if mode != COMPRESSED and not self.stock:
+            grads = {p: p.grad for p in session.exchange.names}  # a script may look at them after the step
+            held = session.passes.set_aside()  # backward passes of a step to come
+            state.flush(session)
+            session.passes.put_back(held)
+            for p, grad in grads.items():
+                p.grad = grad
+        begins = mode == COMPRESSED and self.stock
+        self._enter(mode)
+        if begins:
+            session.update.end_dense_steps(session.optimizer, session.exchange)
+
+    def _enter(self, mode: str) -> None:
+        session, stock = self.session, mode != COMPRESSED
+        self._owed = _left_of_whole(session.exchange) if stock else {}
+        self.halves = mode == HALF
+        self.own.set_half(self.halves)
+        if not stock and self.stock:
+            session.update.prepare(session.optimizer, session.exchange)  # the engine takes over what stands there
+            session.watch = GradientWatch()
+            session.may_apply = True
+            session.exchange.clipping.goes_on()
+        self.stock, session.exchange.buckets.counts.mode = stock, mode  # type: ignore[misc]
+
+    def mode(self) -> str:
+        """See `Strategy`."""
+        trial = self.choice.trial
+        return trial.mode if trial.ended or trial.mode == COMPRESSED else UNDECIDED
+
+    def resume(self, mode: str) -> None:
+        """A resumed job goes on with what was chosen; what was saved without a choice was compressed."""
+        if mode == UNDECIDED:
+            self.choice.begin()
+            self._enter(self.choice.trial.mode)
+        else:
+            self.choice.trial.stay(mode or COMPRESSED)
+            self._enter(mode or COMPRESSED)
+
+    def _begin_anew(self) -> None:
+        """Choose again, as every rank does; what is kept is applied."""
+        self.switch(DENSE)
+        self.choice.begin()
+
+    def ranks_changed(self) -> None:
+        """See `Strategy`."""
+        if self.choice.trial.ended:  # what was fastest for other ranks
+            self._begin_anew()
+
+    def check_between_steps(self) -> None:
+        """See `Strategy`."""
+        if self.session.passes.results or not self.stock:  # behind the uncompressed exchange u and v are empty
+            super().check_between_steps()
+
+    def finish_round(self) -> None:
+        """A checkpoint holds no half of a trial: that begins anew."""
+        if not self.stock and not self.choice.trial.ended:
+            self._begin_anew()
+
+    def sees_clip(self, clip: Clip, known: bool) -> None:
+        """See `Strategy`."""
+        if self.undecided:
+            self.choice.script_clips = True
+        if self.stock and known:
+            self.session.exchange.clipping.note_uncompressed(clip)
+
+
+def _left_of_whole(exchange: GradientExchange) -> dict[Parameter, torch.Tensor]:
+    """What coding has left of the gradients of tensors that are sent whole, where it has left something.
+
+    A worker of a node has it of its slice, for all workers of the node.
+    """
+    left, kept = {}, exchange.residuals()
+    parameters = {name: p for p, name in exchange.names.items()}
+    for engine in exchange.buckets.engines:
+        for segment in engine.bucket.segments if engine.bucket.uncompressed else ():
+            v = kept.tensors.get(segment.name, {}).get(RESIDUAL)
+            if v is not None and v.any():
+                p, first = parameters[segment.name], kept.runs.get(segment.name, [0])[0]
+                whole = torch.zeros(p.numel(), dtype=torch.float32)
+                whole[first : first + v.size] = torch.from_numpy(v) * exchange.buckets.topology.node_size
+                left[p] = whole.view(p.shape)
+    return left

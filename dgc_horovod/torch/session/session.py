@@ -1,0 +1,280 @@
+"""The owner of an optimizer's steps: what is exchanged, between whom, when, and what is kept of it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.config_check import unique_tag
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.notices import describe
+from dgc_horovod.torch import epochs
+from dgc_horovod.torch.clipping import calls as clip_calls
+from dgc_horovod.torch.gradients.dense_path import not_finite_of
+from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.grad_guard import GradientWatch
+from dgc_horovod.torch.gradients.node_exchange import exchange_of
+from dgc_horovod.torch.gradients.replica_check import Replicas
+from dgc_horovod.torch.gradients.scaling import scale_of
+from dgc_horovod.torch.session.carrier import Carrier
+from dgc_horovod.torch.session.groups import ParameterGroups
+from dgc_horovod.torch.session.passes import Passes
+from dgc_horovod.torch.session.strategy import Strategy
+from dgc_horovod.torch.updates.base import PlainUpdate
+from dgc_horovod.torch.wrapping import owners, steps
+from dgc_horovod.torch.wrapping.notices import LATE_HOOK, LOADED_TWICE, SCALER_NOT_PASSED
+
+Parameter = torch.Tensor
+_log = logging.getLogger("dgc_horovod")
+# of torch's wrapper around every step; its attributes are also on a function that functools.wraps puts around it
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+class Session:
+    """One optimizer whose gradients, or changes of weights, are exchanged.
+
+    Args:
+        optimizer: the user's, whose class is one over its own already; it owns the session.
+        carrier: the ranks, and how gradients come here.
+        config: compression settings.
+        update: how the optimizer's arithmetic is split.
+        scaler: GradScaler of the script, or what stands for one; None: there is none.
+        strategy: class of the strategy.
+
+    Attributes:
+        exchange: everything between the gradients of one rank and those of all; another one when the ranks change.
+        may_apply: whether the update in ``p.grad`` is one, and not what has overflowed on some rank.
+        offered: whether a GradScaler has looked at the updates; it may skip the step.
+        stepping: whether ``step`` is under way, and not another that somebody has taken from the class before.
+        loaded: whether a state has been loaded since the last step.
+        superseded: whether another optimizer has the parameters now.
+        told: keys of what the user has been told once.
+    """
+
+    exchange: GradientExchange
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        carrier: Carrier,
+        config: DGCConfig,
+        update: PlainUpdate,
+        scaler: Any,
+        strategy: type[Strategy],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.carrier, self.config, self.update, self.scaler = carrier, config, update, scaler
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self.parameters = {carrier.names[p]: p for p in trained}
+        self.passes = Passes(self.parameters.values(), carrier.passes_per_step)
+        self.groups = ParameterGroups(optimizer, carrier.names)
+        self.watch = GradientWatch()
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.may_apply, self.superseded, self.offered = True, False, False
+        self.stepping, self.loaded = False, False
+        self.returned: Any = None  # by the user's own step, the last time
+        self.told: set[str] = set()
+        self.strategy = strategy(self)
+        self.boundaries = carrier.boundaries(self.parameters)
+        carrier.agree(self)
+        self.tag = unique_tag("\n".join([carrier.group_name, *self.parameters]))
+        self.build()
+
+    def start(self) -> None:
+        """Take the gradients over; the optimizer has this session now."""
+        self.update.prepare(self.optimizer, self.exchange)
+        self.groups.changed = self.optimizer.param_groups
+        clip_calls.watch()
+        if self.speaks:
+            describe(self.exchange.buckets, self.update.notices)
+        for other in owners.in_rounds(self):  # as many on every rank, as they have agreed
+            other.strategy.end_for_another()
+        self.strategy.started()
+        self.carrier.deliver(self)  # last: after an error no gradient comes here
+        owners.claim(self)
+        steps.watch_inside(self.optimizer)
+        self.carrier.started(self)
+
+    def build(self) -> None:
+        """Everything that depends on which ranks there are; again whenever they change."""
+        transports, scale = self.carrier.transports(self), scale_of(self.scaler)
+        settings = self.carrier.settings
+        self.exchange = exchange_of(self.parameters, self.boundaries, self.config, transports, settings, scale)
+        buckets = self.exchange.buckets
+        if self.strategy.takes_gradients:  # else weights are what is exchanged
+            buckets.ending.spoilt = partial(not_finite_of, self.exchange.names)
+        self.replicas = Replicas(self.parameters, self.config, self.exchange.collectives)
+        if self.config.warmup is not None and self.config.warmup.needs_epoch:
+            epochs.observe(buckets)
+        self.strategy.built()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that has this session."""
+        found = self._optimizer()
+        assert found is not None
+        return found
+
+    @property
+    def alive(self) -> bool:
+        """Whether there still is one, and it has its parameters."""
+        return self._optimizer() is not None and not self.superseded
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells the user what concerns all."""
+        return self.exchange.collectives.rank == 0
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
+        return self.passes.synchronized or self.passes.launched
+
+    @property
+    def second(self) -> Any:
+        """What is known of Adam's second moment."""
+        return self.exchange.buckets.second
+
+    def tell_once(self, key: str, text: str) -> None:
+        """Log `text` on the first rank, the first time that it is told under this key."""
+        if key not in self.told and self.speaks:
+            self.told.add(key)
+            _log.warning("dgc_horovod: %s", text)
+
+    # -- the step
+
+    def hook_gradients(self) -> None:
+        """Let `gradient_ready` be called after each backward pass of a parameter, as long as this session lives."""
+        weak = weakref.ref(self)  # a script may wrap the same model again
+
+        def ready(p: Parameter) -> None:
+            session = weak()
+            if session is not None:
+                hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                if len(hooks) > 1 and not hasattr(hooks[next(reversed(hooks))], "belongs_to_dgc"):
+                    session.tell_once("late hook", LATE_HOOK)
+                session.gradient_ready(p)
+
+        hook: Any = torch.compiler.disable(ready)
+        hook.belongs_to_dgc = True
+        self.hooks += [p.register_post_accumulate_grad_hook(hook) for p in self.parameters.values()]
+        weakref.finalize(self, _remove, self.hooks)
+
+    def gradient_ready(self, p: Parameter) -> None:
+        """A backward pass has accumulated into ``p.grad``."""
+        if self.passes.comes(p):
+            self.passes.results[p] = self.strategy.hand_over(p)
+
+    def take_updates(self) -> None:
+        """Exchange what has not been yet, wait for everything, and put what came into ``p.grad``."""
+        results, taken = self.passes.results, set[int]()
+        for p in self.passes.missing:  # in one order on every rank
+            results[p] = self.strategy.hand_over(p)
+        for p, result in results.items():
+            assert result is not None
+            self.carrier.put(p, result(), taken)
+        self.passes.close()
+        self.passes.synchronized = True
+
+    def own_step(self) -> None:
+        """The step of the user's optimizer, without torch's hooks."""
+        optimizer = self.optimizer
+        self.update.begin(optimizer)
+        own_step: Any = self.own("step")
+        own_step = own_step.__func__
+        if getattr(own_step, "__code__", None) is _HOOKED:  # it would run the hooks a second time
+            own_step = own_step.__wrapped__
+        with self.as_step():
+            self.returned = own_step(optimizer)
+
+    def own(self, name: str) -> Callable[..., Any]:
+        """A method of the user's optimizer, as its own class has it."""
+        found: Callable[..., Any] = getattr(super(type(self.optimizer), self.optimizer), name)
+        return found
+
+    def with_hooks(self, act: Callable[[], None]) -> None:
+        """Torch's own wrapper runs the step hooks, once, around everything that the step does."""
+        with self.as_step():
+            torch.optim.Optimizer.profile_hook_step(lambda optimizer: act())(self.optimizer)
+
+    @contextmanager
+    def as_step(self) -> Iterator[None]:
+        """Inside, the user's own step is ours to call."""
+        before, self.stepping = self.stepping, True
+        try:
+            yield
+        finally:
+            self.stepping = before
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the script; see `Strategy`."""
+        if closure is None and steps.is_trial(self):  # torch fills an empty state, on this rank alone
+            self.with_hooks(self.own_step)
+            return self.returned
+        return self.strategy.step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's, and an error between backward and step, while gradients are being exchanged."""
+        self.strategy.clear_gradients()
+        self.own("zero_grad")(*args, **kwargs)
+
+    def offer_to_scaler(self) -> bool:
+        """GradScaler.step asks whether ``step`` unscales by itself, just before it calls it: its use is noticed here.
+
+        A fused step would unscale the dense path only.
+        """
+        if self.strategy.scales_itself:
+            return True
+        if self.scaler is None:
+            raise UnsupportedUse(SCALER_NOT_PASSED)
+        self.offered = True
+        return False
+
+    # -- what is kept
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The optimizer's own, and what the strategy adds."""
+        self.update.prepare(self.optimizer, self.exchange)
+        return self.strategy.extend(self.own("state_dict")(*args, **kwargs))
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's own; momentum and moments of stock are taken over, and u and v start empty."""
+        if self.passes.launched and not self.carrier.elastic:
+            raise UnsupportedUse(
+                "load_state_dict() between backward() and step(): gradients are being exchanged; call it after step()"
+            )
+        own, added = self.strategy.split(state_dict)
+        if self.loaded and self.carrier.exchanges_in_backward:
+            if any(x.any() for kept in self.exchange.buckets.state_arrays().values() for x in kept.values()):
+                self.tell_once("loaded twice", LOADED_TWICE)
+        self.passes.begin_anew()
+        self.own("load_state_dict")(own, *args, **kwargs)
+        self.forget()
+        self.loaded, self.groups.changed = True, self.optimizer.param_groups
+        self.strategy.load(added)
+
+    def forget(self) -> None:
+        """u, v and the step under way: the weights and the optimizer's state are about to be others."""
+        self.exchange.abandon()
+        self.exchange.buckets.clear()
+        self.update.prepare(self.optimizer, self.exchange)
+        self.watch = GradientWatch()
+        self.strategy.forget()
+
+
+def session_of(optimizer: Any) -> Session | None:
+    """The session of an optimizer; None where it has none."""
+    found = getattr(optimizer, "_dgc", None)
+    return found if isinstance(found, Session) else None
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
