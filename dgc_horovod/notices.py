@@ -83,7 +83,7 @@ def no_momentum(optimizer: type) -> str:
 
 
 def not_finite(step: int, where: str) -> str:
-    """What is said of a step that is not applied: its number from 0, and `OptimizerExchange.where_not_finite`."""
+    """What is said of a step that is not applied: its number from 0, and `Ending.where`."""
     if where in _TOO_LARGE:
         return _TOO_LARGE[where].format(what=f"step {step}")
     if where.startswith(WEIGHTS):
@@ -102,7 +102,7 @@ def of_skipped(exchange: OptimizerExchange) -> tuple[str, str]:
     """
     counts, rounds = exchange.counts, exchange.config.local_steps is not None
     said = round_not_finite if rounds else not_finite
-    text = said(exchange.steps - 1, exchange.where_not_finite())
+    text = said(exchange.steps - 1, exchange.ending.where())
     if not is_round(counts.skipped):
         return ("too large" if exchange.ending.leaves_out else "not finite"), text
     steps, what = counts.steps - counts.before_skips, "exchanges" if rounds else "steps"

@@ -234,7 +234,7 @@ class OptimizerExchange:
 
     def close(self, finite: bool) -> None:
         """End the step; unless `finite`, take back what was sent in it, or leave it out, as every rank does."""
-        skipped_at = None if finite else (self.steps, self.where_not_finite())
+        skipped_at = None if finite else (self.steps, self.ending.where())
         if finite or self.ending.leaves_out:
             self._note(self.diagnostics.close(finite))
             for engine in self.engines:
@@ -260,10 +260,6 @@ class OptimizerExchange:
             if self.rank == 0 and density == self.config.final_density < 1:
                 advice.tell(self._advice.on(figures, density))
 
-    def where_not_finite(self) -> str:
-        """`Ending.where`."""
-        return self.ending.where()
-
     def rollback(self) -> None:
         """Take back what the step under way has sent."""
         self.diagnostics.close(False)
@@ -284,11 +280,18 @@ class OptimizerExchange:
         self._as_stock = None
 
     def rescale(self, factor: float) -> None:
-        """Let what is kept be what it would, had all gradients been `factor` times as large."""
-        self.second.rescale(factor)
+        """Let u and v be what they would, had all gradients been `factor` times as large."""
+        for engine in self.engines:
+            engine.state.rescale(factor)
+
+    def clip_first(self, limit: float, factor: float) -> None:
+        """The first step, which is over, should have kept to a `limit` of each rank's norm: here by a `factor`."""
         for engine in self.engines:
             if engine.bucket.uncompressed or not self.second.known:  # a direction is the same for any size
                 engine.state.rescale(factor)
+        norm = math.sqrt(self.second.squares)
+        if norm > limit:  # the same on every rank, as what is shared must stay
+            self.second.rescale(limit / norm)
 
     def residuals(self) -> ResidualState:
         """A copy of all that this rank keeps. Between two steps only."""
@@ -356,8 +359,7 @@ class OptimizerExchange:
 
     def check_fits(self, state: ResidualState) -> None:
         """Raise CheckpointError unless `load` can take `state`."""
-        node_size = self.topology.node_size
-        ours = self.workers, self.rank, self.averages, node_size
+        ours = self.workers, self.rank, self.averages, (node_size := self.topology.node_size)
         if ours != (state.workers, state.rank, state.averages, state.node_size):
             raise CheckpointError(
                 f"the residuals are of rank {state.rank} of {state.workers} in nodes of {state.node_size}, "

@@ -77,6 +77,11 @@ class Moment:
         """Whether a gradient has been seen."""
         return bool(self.values[_SAMPLES]) and bool(self.rows.any())
 
+    @property
+    def squares(self) -> float:
+        """Mean over the ranks of the squared norm of their gradients, averaged over steps."""
+        return float(self.rows @ self._per_row)
+
     def _mean_square(self) -> float:
         level = float(self.rows.mean())
         return min(max(float(self.values[_MEAN]), level / self._gradients), level)
@@ -179,6 +184,11 @@ class SecondMoments:
     def known(self) -> bool:
         """Whether something is known of any of them."""
         return any(x.moment.known for x in self._tensors.values())
+
+    @property
+    def squares(self) -> float:
+        """`Moment.squares` of all of them."""
+        return sum(x.moment.squares for x in self._tensors.values())
 
     def begin(self, name: str, b2: float, eps: float) -> None:
         """Adam's b2 and eps of a tensor at the step under way."""

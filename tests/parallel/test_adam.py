@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ["dense_steps", "first_steps", "faults", "rare", "coupled", "summed"]
+CASES = ["dense_steps", "first_steps", "clipped", "faults", "rare", "coupled", "summed"]
 STATES = ["state", "stock_checkpoint", "looked_at", "earlier", "handed_on", "broadcast"]
 DENSE = 30
 
@@ -39,6 +39,13 @@ def test_compressed_from_the_first_step(ranks):
         assert sum(each["losses"][-5:]) < 0.6 * sum(each["losses"][:5])
         assert 5 < each["bytes"] < 30, "the sums of a small model at its first step are a large part"
         assert each["memory"] < 4.3
+
+
+def test_what_the_ranks_share_stays_the_same_where_the_script_clips(ranks):
+    """Each had multiplied it by a factor of its own."""
+    found = [rank["adam.clipped"] for rank in ranks]
+    assert found[0]["known"] == found[1]["known"] and alike(found, "replica")
+    assert found[0]["norm"] == pytest.approx(1.0, rel=1e-3), "the mean norm of the first step is within the limit"
 
 
 def test_it_goes_on_where_it_was_interrupted(ranks):

@@ -80,7 +80,7 @@ def test_an_update_that_is_too_large_is_left_out_once(ranks_of, kind, node_size)
     """The same elements were sent at every step, and no step was applied any more, without a word."""
     ranks = ranks_of(kind, node_size)
     assert not stepped(ranks, gradient_with(3e38))[0]
-    words = {each.where_not_finite() for each in ranks}
+    words = {each.ending.where() for each in ranks}
     assert len(words) == 1 and words.pop().startswith("no rank")
     for _ in range(IN_A_ROW - 2):  # what owners had no room for may be as large
         if (found := stepped(ranks, gradient_with(1e-3)))[0]:
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_is_still_taken_back(ranks_of, kind, node_
         assert not any(each.ending.leaves_out for each in ranks)
         for each, v in list(zip(ranks, before, strict=True))[:3]:
             assert np.abs(each.engines[0].state.v).max() > np.abs(v).max(), "it waits"
-    assert "no rank" not in ranks[0].where_not_finite()
+    assert "no rank" not in ranks[0].ending.where()
 
 
 def test_where_all_that_waits_is_too_large_it_is_left_out_too(ranks_of):
@@ -147,16 +147,16 @@ def test_weights_that_are_not_finite_are_said_to_be(ranks_of):
         each.ending.spoilt = lambda: looks.append(1) or "dense/kernel"
     assert stepped(ranks, gradient_with(1.0))[0] and not looks
     assert not stepped(ranks, gradient_with(1.0), nan_on=1)[0] and len(looks) == WORKERS
-    where = ranks[0].where_not_finite()
+    where = ranks[0].ending.where()
     assert where == ranks[0].counts.skips[0][1] == "the weights of 'dense/kernel'"
     assert "step 1: the weights of 'dense/kernel' are not finite, and so gradients are not" in not_finite(1, where)
-    assert stepped(ranks, gradient_with(1.0))[0] and "the weights" not in ranks[0].where_not_finite()
+    assert stepped(ranks, gradient_with(1.0))[0] and "the weights" not in ranks[0].ending.where()
 
 
 def test_it_is_told_in_its_own_words(ranks_of):
     ranks = ranks_of("allgather")
     stepped(ranks, gradient_with(3e38))
-    where = ranks[0].where_not_finite()
+    where = ranks[0].ending.where()
     assert "step 3: an update was too large" in (text := not_finite(3, where)) and "gradient was not finite" not in text
     assert "clip_norm" in text and "float32" in text
     assert round_not_finite(3, where).startswith("exchange 3: an update was too large")

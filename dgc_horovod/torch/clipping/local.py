@@ -167,10 +167,14 @@ class LocalClipping:
         return norm
 
     @property
-    def first_factor(self) -> float:
-        """Where the script clips all gradients in the first step: what u and v must be multiplied by."""
+    def first_clip(self) -> tuple[float, float] | None:
+        """Where the script clips all gradients in the first step: this rank's limit, and what u and v are times too
+        large; None where it does not.
+        """
         noted = self._noted.get(self.clips[0].key) if self.clips else None
-        return self._factor(noted, self._own_norm) if noted is not None and self._is_of_first(noted) else 1.0
+        if noted is None or not self._is_of_first(noted):
+            return None
+        return self._local(noted.limit), self._factor(noted, self._own_norm)
 
     def _is_of_first(self, clip: Clip) -> bool:
         """Whether `clip` limits what the first step has measured, which is under way."""

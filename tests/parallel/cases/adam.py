@@ -6,11 +6,12 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
-from tests.helpers.training import UNROUNDED, distance, fingerprint, smooth_model, train, weights
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, smooth_model, train, weights
 
 DENSE, BETAS = 30, (0.9, 0.95)
 
@@ -83,6 +84,21 @@ def first_steps() -> dict[str, Any]:
         "bytes": sent["bytes_dense"] / sent["bytes_sent"],
         "memory": memory / sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
+
+
+def clipped() -> dict[str, Any]:
+    """A script that clips from its first step on, of which the ranks' gradients differ much."""
+    hvd.init()
+    model = smooth_model()
+    optimizer, found, limit = wrapped(model, min_numel=64), [], 0.1
+    for i, (x, y) in enumerate(batches(6, hvd.rank())):
+        optimizer.zero_grad()
+        ((1 + 9 * hvd.rank()) * F.mse_loss(model(x), y)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        norm = session(optimizer).buckets.second.squares ** 0.5
+        found.append([known(optimizer), norm / (limit * hvd.size() ** 0.5) if i == 0 else 0.0])
+    return {"known": [each[0] for each in found], "norm": found[0][1], "replica": fingerprint(model)}
 
 
 def faults() -> dict[str, Any]:
