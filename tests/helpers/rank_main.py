@@ -55,7 +55,14 @@ def start_with_nodes() -> None:
     adapter = "torch" if os.environ["DGC_TEST_KIND"] == "torch" else "tensorflow"
     horovod, nodes = (importlib.import_module(name) for name in (f"horovod.{adapter}", "dgc_horovod.core.nodes"))
     nodes.loss_by_nodes = lambda *_: ""  # small models would not gain
-    nodes.FLAT = ""  # every case is one of nodes, whatever its compression says
+    agree = nodes.agree
+
+    def with_any(collectives: Any, config: Any, *others: Any) -> Any:
+        """Every case is one of nodes, but for those that say that they are not."""
+        is_default = config.exchange == "flat" and config.local_steps is None
+        return agree(collectives, config.replace(exchange="auto") if is_default else config, *others)
+
+    nodes.agree = with_any
     init = horovod.init
 
     def with_nodes(process_sets: Any = ()) -> None:
