@@ -8,17 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.notices import (
-    JOINED,
-    OVERFLOW,
-    SPARSE,
-    tell_choice,
-    tell_given_up,
-    tell_too_short,
-)
+from dgc_horovod.notices import JOINED, SPARSE, tell_choice, tell_given_up, tell_too_short
 from dgc_horovod.planning.density import is_too_short
 from dgc_horovod.planning.prediction import Observed, predicted
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, SETTLING, TIMED, Trial
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, SETTLING, TIMED, Trial
+from dgc_horovod.state.residual_state import EARLIER_FP16, UNDECIDED
 
 PROBED, REPEATS = 2**20, 3  # elements, at most, of an allreduce that is timed, and how often
 _WORTH = 10  # a run has so many times the steps that a choice takes, or none is made
@@ -56,6 +50,13 @@ class Choice:
         if total is not None and short and self.speaks:
             tell_too_short(total, config.density, self._stock)
 
+    def resume(self, mode: str) -> None:
+        """Go on with what was chosen, `ResidualState.mode`; what was saved without a choice was compressed."""
+        if mode == UNDECIDED:
+            self.begin()
+        else:
+            self.trial.stay({"": COMPRESSED, EARLIER_FP16: DENSE}.get(mode, mode))
+
     def give_up(self, why: str) -> None:
         """The present exchange stays until all ranks can go back to the uncompressed one, which then stays."""
         if not self.given_up and self.speaks:
@@ -68,12 +69,11 @@ class Choice:
         """Whether this rank decides for all, and tells the user."""
         return self.buckets.rank == 0
 
-    def count(self, half: bool, skipped: bool = False) -> None:
-        """Count a step of the uncompressed exchange, in fp16 or not; of one that was skipped its number."""
+    def count(self) -> None:
+        """Count a step of the uncompressed exchange."""
         buckets = self.buckets
-        width = 2 if half else 4
-        buckets.counts.traffic.count_allreduce(width * sum(buckets.numel.values()), buckets.workers)
-        buckets.counts.end_step((buckets.steps, OVERFLOW) if skipped else None)
+        buckets.counts.traffic.count_allreduce(4 * sum(buckets.numel.values()), buckets.workers)
+        buckets.counts.end_step()
         buckets.steps += 1
 
     # -- times
@@ -100,7 +100,7 @@ class Choice:
         return [1.0, *self.trial.own()]
 
     def compare(self, sums: Sequence[float]) -> bool:
-        """Take the sums of `own`; whether the link is to be timed as well, and gradients looked at: then `expect`."""
+        """Take the sums of `own`; whether the link is to be timed as well: then `expect`."""
         means = self._means(sums)
         if means is None:
             self.give_up(JOINED)
@@ -109,7 +109,7 @@ class Choice:
                 self._dense = means
                 return True
             self.trial.tried(means[0])
-            self._conclude({})
+            self._conclude(None)
         return False
 
     @property
@@ -117,38 +117,34 @@ class Choice:
         """Number of elements of the longer allreduce that is timed, > 1."""
         return max(2, min(PROBED, sum(self.buckets.numel.values()) // 8))
 
-    def observed(self, one: float, many: float, sparse: bool, halves: bool) -> list[float]:
+    def observed(self, one: float, many: float, sparse: bool) -> list[float]:
         """What a rank gives of the link and of its gradients.
 
         Args:
             one, many: seconds of an allreduce of one element, and of `probed`.
             sparse: whether there are sparse gradients.
-            halves: whether half precision has room for all.
         """
         config, nodes = self.buckets.config, self.buckets.topology.node_size > 1
         # workers of a node might differ in what they clip, see `NodeGradientExchange`
         clips = self.script_clips and nodes and config.clip_norm is None
         hindered = clips or self.script_accumulates
-        return [1.0, one, many, float(sparse), float(hindered), float(not halves)]
+        return [1.0, one, many, float(sparse), float(hindered)]
 
     def expect(self, sums: Sequence[float]) -> None:
-        """Take the sums of `observed`: what is tried next is what the cost model expects to be faster."""
+        """Take the sums of `observed`: compression is tried if the cost model does not expect it to be slower."""
         found = self._means(sums)
         if found is None:
             return self.give_up(JOINED)
-        one, many, sparse, *obstacles = found
+        one, many, sparse, hindered = found
         if sparse:
             return self.give_up(SPARSE)
         step, waited = self._dense
         observed = Observed(step, waited, one, many, self.probed)
-        expected = predicted(self.buckets, observed, self._on_gloo)
-        for mode, obstacle in zip((COMPRESSED, HALF), obstacles, strict=True):
-            if obstacle:
-                del expected[mode]
+        expected = None if hindered else predicted(self.buckets, observed, self._on_gloo)
         self.trial.dense_timed(observed.step, expected)
         self._conclude(expected)
 
-    def _conclude(self, expected: dict[str, float]) -> None:
+    def _conclude(self, expected: float | None) -> None:
         self.buckets.counts.trial_seconds = dict(self.trial.seconds)
         if self.speaks:
             tell_choice(self.buckets, self.trial, expected, self._stock)

@@ -91,11 +91,11 @@ class Presets:
 
     @classmethod
     def auto(cls, total_steps: int | None = None, **fields: Any) -> Any:
-        """Whatever is fastest here: stock Horovod's exchange, its fp16, or `dgc` at a density that fits the run.
+        """Whatever is faster here: stock Horovod's exchange, or `dgc` at a density that fits the run.
 
-        The job begins with stock Horovod's exchange, and times it. Where the cost model says that another one is
-        faster, it tries that one for some tens of steps, and goes on with what the clock has found best: with stock
-        Horovod's unless another gains 5%.
+        The job begins with stock Horovod's exchange, and times it. Where the cost model says that compression is
+        faster, it tries that for some tens of steps, and goes on with what the clock has found best: with stock
+        Horovod's unless compression gains 5%.
 
         Args:
             total_steps: number of steps of the run, >= 1: the density is then the smallest at which a coordinate is

@@ -59,8 +59,8 @@ class DGCConfig:
         node_size: number of workers of a node, >= 1; None: those on one host.
         max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
             density is lowered until it does, not below 0.0001; None: no limit.
-        automatic: whether the job begins with stock Horovod's exchange, and takes the fastest by its own clock: that,
-            its fp16, or this compression.
+        automatic: whether the job begins with stock Horovod's exchange, and takes the faster by its own clock: that, or
+            this compression.
         total_steps: number of steps of the run, >= 1, where it is known: ``automatic`` takes the density from it.
         local_steps: number of the optimizer's steps on each rank alone from one exchange to the next, H >= 1: what is
             exchanged then is the weights' change. None: gradients are exchanged at every step.

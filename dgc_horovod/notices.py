@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from dgc_horovod import envvars
 from dgc_horovod.core.bucketing import dense_values
 from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN, WEIGHTS
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import NotFinite
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, Trial
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, Trial
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -251,32 +251,29 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
         )
 
 
-def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: Mapping[str, float], stock: str) -> None:
+def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: float | None, stock: str) -> None:
     """What a trial has come to: what is tried next, or what stays, with the times that say so.
 
     Args:
         exchange: buckets of the optimizer.
         trial: trial, after a comparison.
-        expected: predicted seconds of a step by mode, after the dense steps; else empty.
+        expected: predicted seconds of a compressed step, after the dense steps; else None.
         stock: whose the uncompressed exchange is, "stock Horovod" or "DDP".
     """
-    names = {DENSE: stock, HALF: "its fp16", COMPRESSED: f"compression at density {exchange.density():g}"}
+    names = {DENSE: stock, COMPRESSED: f"compression at density {exchange.density():g}"}
     timed = ", ".join(f"{names[mode]} {1e3 * seconds:,.0f} ms a step" for mode, seconds in trial.seconds.items())
-    guessed = ", ".join(f"{names[mode]} {1e3 * seconds:,.0f} ms" for mode, seconds in expected.items())
     _log.info(
         "dgc_horovod: step %d: %s: %s%s",
         exchange.steps,
         f"{names[trial.mode]} stays" if trial.ended else f"trying {names[trial.mode]}",
         timed,
-        f"; expected: {guessed}" if expected else "",
+        "" if expected is None else f"; expected: {names[COMPRESSED]} {1e3 * expected:,.0f} ms",
     )
 
 
 # Why the uncompressed exchange stays
 JOINED = "a rank has called hvd.join() before a choice was made"
-JOINED_IN_FP16 = "a rank has called hvd.join(), and would not see an overflow of fp16"
 SPARSE = "there are sparse gradients, which compression would make dense"
-OVERFLOW = "a sum of gradients was beyond half precision"
 SEVERAL = "the variables that are trained have changed"
 
 

@@ -55,8 +55,8 @@ def choice(tallies: Sequence[ExchangeStats]) -> dict[str, Any]:
     """What a job that chooses its exchange (`planning.trial`) is at; of several exchanges, what the largest is.
 
     Returns:
-        ``mode``, one of `DENSE`, `HALF` and `COMPRESSED`; ``trial_seconds``, see `ExchangeStats`; ``stock_steps``:
-        number of the steps of stock Horovod's exchange, which is `DENSE` or `HALF`. Empty where none chooses.
+        ``mode``, `DENSE` or `COMPRESSED`; ``trial_seconds``, see `ExchangeStats`; ``stock_steps``:
+        number of the steps of stock Horovod's exchange, which is `DENSE`. Empty where none chooses.
     """
     # one that has compressed without a choice is of a script that has asked for that
     found = [counts for counts in tallies if counts.mode or not counts.offered]

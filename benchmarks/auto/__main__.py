@@ -1,4 +1,4 @@
-"""Auto beside dense, fp16 and dgc by hand: two hosts, four links, real computing. Needs root on Linux.
+"""Auto beside dense and dgc by hand: two hosts, four links, real computing. Needs root on Linux.
 
 Three models in PyTorch, two in Keras.
 """

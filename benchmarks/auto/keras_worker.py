@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.auto.turns import AUTO, DENSITY, DGC, FP16, NOTHING, measure
+from benchmarks.auto.turns import AUTO, DENSITY, DGC, NOTHING, measure
 from dgc_horovod.planning.trial import Trial
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
 from dgc_horovod.testing.tensorflow import session
@@ -44,8 +44,8 @@ class KerasTrainer:
 
     Args:
         name: of `MAKERS`, what is trained.
-        method: one of `METHODS`; "dense" and "fp16" are our optimizer without compression, as Horovod's own exchanges
-            nothing under Keras 3.
+        method: one of `METHODS`; "dense" is our optimizer without compression, as Horovod's own exchanges nothing under
+            Keras 3.
     """
 
     def __init__(self, name: str, method: str) -> None:
@@ -56,7 +56,6 @@ class KerasTrainer:
             compression = {
                 AUTO: Compression.auto(density=DENSITY),
                 DGC: Compression.dgc(density=DENSITY),
-                FP16: Compression.fp16,
             }.get(method, Compression.none)
             self.optimizer = DistributedOptimizer(self.optimizer, compression=compression)
         self.optimizer.build(model.trainable_variables)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.auto.turns import AUTO, DENSE, DGC, FP16, METHODS, NOTHING
+from benchmarks.auto.turns import AUTO, DENSE, DGC, METHODS, NOTHING
 from benchmarks.exchange.tables import NAMES
 from benchmarks.report import RESULTS, markdown, save_figure
 
 FILE = RESULTS / "auto.json.xz"
 RUN = 2000  # steps of the run that choosing is a part of; shorter ones stay dense
-_BY_HAND = (DENSE, FP16, DGC)
+_BY_HAND = (DENSE, DGC)
 Cell = Mapping[str, Any]
 
 
@@ -77,15 +77,15 @@ def draw(kept: Mapping[str, Cell], file: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
     shown = (*_BY_HAND, AUTO)
-    for i, (method, color) in enumerate(zip(shown, ("0.6", "C1", "C0", "C2"), strict=True)):
+    for i, (method, color) in enumerate(zip(shown, ("0.6", "C0", "C2"), strict=True)):
         heights = []
         for cell in kept.values():
             found = medians(cell)
             heights.append(found[method] / min(found[name] for name in _BY_HAND))
-        axes.bar([x + 0.2 * (i - 1.5) for x in range(len(heights))], heights, 0.2, label=method, color=color)
+        axes.bar([x + 0.25 * (i - 1) for x in range(len(heights))], heights, 0.25, label=method, color=color)
     names = [f"{cell['model'].split(',')[0]}\n{NAMES[cell['rate']]}" for cell in kept.values()]
     axes.set_xticks(range(len(names)), names, fontsize=7)
     axes.set_yscale("log")
     axes.set_ylabel("time of a step, of the best by hand")
-    axes.legend(frameon=False, fontsize=8, ncols=4)
+    axes.legend(frameon=False, fontsize=8, ncols=3)
     save_figure(figure, file)

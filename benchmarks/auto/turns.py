@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from dgc_horovod.planning.trial import Trial
 
-NOTHING, DENSE, FP16, DGC, AUTO = METHODS = ("no exchange", "dense", "fp16", "dgc", "auto")
+NOTHING, DENSE, DGC, AUTO = METHODS = ("no exchange", "dense", "dgc", "auto")
 DENSITY = 0.01
 _TURNS, _TURN_SECONDS, _MOST_STEPS = 8, 4.0, 60
 

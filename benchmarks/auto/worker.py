@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 
 from benchmarks.auto.models import MODELS, Model
-from benchmarks.auto.turns import AUTO, DENSE, DENSITY, FP16, NOTHING, measure
+from benchmarks.auto.turns import AUTO, DENSE, DENSITY, NOTHING, measure
 from dgc_horovod.planning.trial import Trial
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
@@ -33,9 +33,8 @@ class TorchTrainer:
         sgd = torch.optim.SGD(self.module.parameters(), lr=0.01, momentum=0.9)
         named = list(self.module.named_parameters())
         self.optimizer: Any = sgd
-        if method in (DENSE, FP16):
-            stock = hvd.Compression.fp16 if method == FP16 else hvd.Compression.none
-            self.optimizer = hvd.DistributedOptimizer(sgd, named, compression=stock)
+        if method == DENSE:
+            self.optimizer = hvd.DistributedOptimizer(sgd, named)
         elif method != NOTHING:
             ours = Compression.auto(density=DENSITY) if method == AUTO else Compression.dgc(density=DENSITY)
             self.optimizer = DistributedOptimizer(sgd, named, compression=ours)

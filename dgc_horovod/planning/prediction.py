@@ -1,4 +1,4 @@
-"""What a step would take with other exchanges, from what a job has measured of its own dense steps."""
+"""What a compressed step would take, from what a job has measured of its own dense steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.planning import cost_model
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link
 from dgc_horovod.planning.machine import Machine
-from dgc_horovod.planning.trial import COMPRESSED, HALF
 from dgc_horovod.stats import ring_received
 
 _HOOK = 30e-6  # seconds of a compressed step for each tensor: 5 ms of ResNet-50's 161 (docs/planning.md)
@@ -44,8 +43,8 @@ class Observed:
         return 8 * received / max(self.many - self.one, 1e-3 * self.many)
 
 
-def predicted(buckets: OptimizerExchange, observed: Observed, gloo: bool) -> dict[str, float]:
-    """Seconds of a step with fp16, and with the compression of `buckets`, by mode of `Trial`.
+def predicted(buckets: OptimizerExchange, observed: Observed, gloo: bool) -> float:
+    """Seconds of a step with the compression of `buckets`.
 
     The link's rate is that of the allreduces that were timed, with their sums; a round costs what the shorter one does;
     what of the dense exchange was not waited for is hidden behind the backward pass. See `cost_model`.
@@ -62,12 +61,7 @@ def predicted(buckets: OptimizerExchange, observed: Observed, gloo: bool) -> dic
     machine = replace(alone.over_gloo(), add_fp32=0.0) if gloo else alone
     dense = cost_model.cost(cost_model.DENSE, specs, config, cluster, machine)
     hidden = max(0.0, dense.network_seconds - observed.waited)
-    half = cost_model.cost(cost_model.FP16, specs, config, cluster, machine)
     nodes = HIERARCHICAL if place.node_size > 1 else ""
     exchange = "+".join(filter(None, (nodes, SHARDED if config.shards else ""))) or FLAT
     machine = replace(machine, overlap=min(1.0, hidden / observed.computing))
-    compressed = cost_model.cost(exchange, specs, config, cluster, machine)
-    return {
-        HALF: observed.computing + max(0.0, half.network_seconds - hidden),
-        COMPRESSED: compressed.step_seconds,
-    }
+    return cost_model.cost(exchange, specs, config, cluster, machine).step_seconds

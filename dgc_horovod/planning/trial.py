@@ -1,4 +1,4 @@
-"""Which exchange a job takes, by its own clock: stock Horovod's, its fp16, or the compressed one.
+"""Which exchange a job takes, by its own clock: stock Horovod's, or the compressed one.
 
 Nothing here communicates: every rank gives its times, is told their means over the ranks, and comes to the same choice.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
 
-DENSE, HALF, COMPRESSED = "dense", "fp16", "compressed"
+DENSE, COMPRESSED = "dense", "compressed"
 SETTLING, TIMED = 5, 20  # steps after a change that are not timed, at least 1, and steps that are, at least
 MOST_TIMED, _LEAST_SECONDS = 100, 1.0  # what else happens on a machine lasts some tenths of a second
 GAIN = 0.95  # of the dense step's time, or less, is faster
@@ -18,13 +17,13 @@ _CLOSE = 1.3  # what is within this of another may turn out better
 
 
 class Trial:
-    """Times the dense steps, then those of each exchange that is predicted to be faster, and takes the fastest.
+    """Times the dense steps, then compressed ones if those are predicted to be faster, and takes the faster exchange.
 
     Args:
         dense_steps: number of dense steps before those that are timed, >= 0.
 
     Attributes:
-        mode: exchange of the steps to come, `DENSE`, `HALF` or `COMPRESSED`.
+        mode: exchange of the steps to come, `DENSE` or `COMPRESSED`.
         ended: whether it stays.
         seconds: time of a step of each exchange that was timed, by mode, mean over the ranks of their medians.
     """
@@ -32,8 +31,6 @@ class Trial:
     def __init__(self, dense_steps: int = SETTLING) -> None:
         self.mode, self.ended = DENSE, False
         self.seconds: dict[str, float] = {}
-        self._left: list[str] = []
-        self._second: list[str] = []  # tried where none of those is faster: what was expected of them was wrong
         self._begin(dense_steps)
 
     def _begin(self, settling: int = SETTLING) -> None:
@@ -77,37 +74,25 @@ class Trial:
         self._timed = wanted
         return True
 
-    def dense_timed(self, seconds: float, predicted: Mapping[str, float]) -> None:
-        """The dense steps are timed: choose what to try.
+    def dense_timed(self, seconds: float, predicted: float | None) -> None:
+        """The dense steps are timed: try compression, unless that is expected to be slower.
 
         Args:
             seconds: mean over the ranks of a dense step's time, > 0.
-            predicted: seconds of a step with each other exchange, by mode, the same on every rank.
+            predicted: seconds of a compressed step, the same on every rank; None: there can be none.
         """
         self.seconds[DENSE] = seconds
-        faster = sorted(
-            (mode for mode in predicted if predicted[mode] <= _HOPEFUL * seconds), key=lambda m: predicted[m]
-        )
-        self._left = [mode for mode in faster if predicted[mode] <= _CLOSE * predicted[faster[0]]]
-        self._second = faster[len(self._left) :]
-        self._go_on()
+        if predicted is not None and predicted <= _HOPEFUL * seconds:
+            self.mode = COMPRESSED
+            self._begin()
+        else:
+            self.stay()
 
     def tried(self, seconds: float) -> None:
-        """The present exchange is timed: its mean over the ranks, > 0."""
-        self.seconds[self.mode] = seconds
-        self._go_on()
+        """The compressed steps are timed: their mean over the ranks, > 0."""
+        self.seconds[COMPRESSED] = seconds
+        self.stay(COMPRESSED if seconds <= GAIN * self.seconds[DENSE] else DENSE)
 
     def stay(self, mode: str | None = None) -> None:
         """End the trial with `mode`, or with the present one."""
-        self.mode, self.ended, self._left = mode or self.mode, True, []
-
-    def _go_on(self) -> None:
-        self._begin()
-        best = min(self.seconds, key=self.seconds.__getitem__)
-        gains = self.seconds[best] <= GAIN * self.seconds[DENSE]
-        if not self._left and not gains:
-            self._left, self._second = self._second, []
-        if self._left:
-            self.mode = self._left.pop(0)
-            return
-        self.stay(best if gains else DENSE)
+        self.mode, self.ended = mode or self.mode, True

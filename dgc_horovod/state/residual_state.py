@@ -44,7 +44,8 @@ FROZEN_SINCE = (  # what may be behind it where other tensors are trained than b
     'before saving to change them, or pass residuals="ignored": what was not sent is lost then'
 )
 UNDECIDED = "undecided"  # mode of a job that chooses an exchange by its clock, and has not
-MODES = ("", UNDECIDED, "dense", "fp16", "compressed")  # the others are those of `planning.trial`
+EARLIER_FP16 = "fp16"  # stock's exchange in half precision, which earlier versions may have chosen
+MODES = ("", UNDECIDED, EARLIER_FP16, "dense", "compressed")  # the others are those of `planning.trial`
 Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
 
 

@@ -15,20 +15,16 @@ from keras.src.trainers.trainer import Trainer
 
 
 def install(set_right: Callable[[Any, bool], None]) -> None:
-    """Wrap ``Trainer.compile``, once a process, so that ``set_right(model, explicit)`` follows it.
+    """Wrap ``Trainer.compile``, so that ``set_right(model, explicit)`` follows it.
 
     Args:
         set_right: function of the compiled model, and of whether the user asked for XLA.
     """
-    if not hasattr(Trainer.compile, "_dgc_installed"):
-        Trainer.compile = _followed_by(set_right, Trainer.compile)
+    stock = Trainer.compile
 
-
-def _followed_by(set_right: Callable[[Any, bool], None], compile_: Any) -> Any:
-    @functools.wraps(compile_)
-    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        compile_(self, *args, **kwargs)
+    @functools.wraps(stock)
+    def compile(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
         set_right(self, kwargs.get("jit_compile") is True)
 
-    compile._dgc_installed = True  # type: ignore[attr-defined]
-    return compile
+    Trainer.compile = compile

@@ -12,19 +12,21 @@ import tensorflow as tf
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND
-from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.watchdog import watched
-from dgc_horovod.tensorflow.wrapping.variables import is_frozen, key_of
+from dgc_horovod.tensorflow.session.session import Session
+from dgc_horovod.tensorflow.session.strategy import Own, WholeApplication
+from dgc_horovod.tensorflow.wrapping.variables import is_frozen, key_of, scaled
 
 
-def flush(optimizer: Any, distribution: Distribution) -> None:
-    """See ``flush`` of the optimizer."""
-    distribution.clock.look(int(optimizer.iterations))
+def flush(session: Session, own: Own) -> None:
+    """See ``flush`` of the optimizer. `own`: its ``apply``, as the user's class has it."""
+    optimizer, distribution = session.optimizer, session.distribution
+    distribution.clock.look(session.iterations)
     distribution.residuals()  # errors that should come before anything is changed
     if distribution.holds_loaded:  # before the first step
         trained = [variable for variable in optimizer._trainable_variables if not is_frozen(variable)]
-        distribution.variable_set(trained, trained, optimizer._dgc_local)  # of the kind of dense gradients
+        distribution.variable_set(trained, trained, session.local)  # of the kind of dense gradients
     if not any(exchange.keeps_state for exchange in distribution.exchanges):
         return
     if distribution.update.flush_is_step and passes_of(optimizer) > 1:
@@ -41,7 +43,12 @@ def flush(optimizer: Any, distribution: Distribution) -> None:
         return exchange.steps.take_over_again()
     numbers = list(variables)
     given = [(variables[i], {part: x.reshape(variables[i].shape) for part, x in left[i].items()}) for i in numbers]
-    kept = distribution.update.flush(optimizer, given, distribution.compressed)
+    if distribution.update.flush_is_step:
+        kept, scale = [None] * len(given), optimizer.loss_scale_factor or 1  # by which Keras divides
+        with session.during(WholeApplication()):
+            own([scaled(tf.cast(x[RESIDUAL], v.dtype), scale) for v, x in given], [v for v, _ in given])
+    else:
+        kept = distribution.update.flush(optimizer, given, distribution.compressed)
     for variable in variables.values():
         if variable.constraint is not None:
             variable.assign(variable.constraint(variable))

@@ -14,6 +14,7 @@ from dgc_horovod.tensorflow.wrapping.variables import Key, is_frozen, key_of
 
 if TYPE_CHECKING:
     from dgc_horovod.tensorflow.distribution import Distribution
+    from dgc_horovod.tensorflow.session.session import Session
 
 TRAINED, EXCHANGED = "trained", "exchanged"
 
@@ -78,22 +79,21 @@ def _method(distribution: Distribution) -> str:
     return "" if config is None else method_of(config, update.is_split, update.dense_is_stock)
 
 
-def trained_in(model: Any, optimizer: Any, distribution: Distribution) -> dict[str, list[int] | None]:
+def trained_in(model: Any, session: Session) -> dict[str, list[int] | None]:
     """Which of the model's weights are trained, and which are exchanged where that is known: residuals have numbers.
 
     Args:
         model: Keras model, built.
-        optimizer: optimizer of ours, built, without a LossScaleOptimizer around it.
-        distribution: its exchanges.
+        session: session of its optimizer, which is built.
 
     Returns:
         Indices in ``model.weights``, by `TRAINED` and `EXCHANGED`.
     """
     index = {key_of(weight): i for i, weight in enumerate(model.weights)}
-    local_steps = _method(distribution) == CHANGES  # of all that the optimizer was built with
-    kept = [v for v in optimizer._trainable_variables if local_steps or not is_frozen(v)]
-    trained = [index.get(key_of(v), -1) for v in kept if key_of(v) not in optimizer._dgc_local]
-    exchanged = [[index.get(source.key, -1) for source in each.sources] for each in distribution.exchanges]
+    local_steps = _method(session.distribution) == CHANGES  # of all that the optimizer was built with
+    kept = [v for v in session.optimizer._trainable_variables if local_steps or not is_frozen(v)]
+    trained = [index.get(key_of(v), -1) for v in kept if key_of(v) not in session.local]
+    exchanged = [[index.get(source.key, -1) for source in each.sources] for each in session.distribution.exchanges]
     return {TRAINED: trained, EXCHANGED: exchanged[0] if len(exchanged) == 1 else None}
 
 

@@ -7,6 +7,7 @@ stock one. It takes the user's optimizer over as it is: variables, slots, iterat
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,11 @@ from dgc_horovod.tensorflow import compiling
 from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping, clipping_of, with_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.local.methods import NO_SCALER, LocalMethods
 from dgc_horovod.tensorflow.local.update import LocalUpdate
-from dgc_horovod.tensorflow.optimizer_mixin import AgreedScaling, DistributedMethods
+from dgc_horovod.tensorflow.session.local import LocalSteps
+from dgc_horovod.tensorflow.session.overrides import AgreedScaling, LocalOverrides, Overrides
+from dgc_horovod.tensorflow.session.session import Session, session_of
+from dgc_horovod.tensorflow.session.strategy import EveryStep
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.updates.choice import choose_update
 from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
@@ -91,24 +94,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = backward_passes_per_step
     if not isinstance(passes, (int, np.integer)) or isinstance(passes, bool) or passes < 1:
         raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
-    settings = make_settings(
-        compression,
-        num_groups,
-        groups,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        scale_local_gradients=scale_local_gradients,
-    )
-    return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
+    return _distribute(optimizer, make_settings(**locals()), int(passes), average_aggregated_gradients)
 
 
 def is_distributed(optimizer: Any) -> bool:
     """Whether it is one of ours."""
-    return isinstance(optimizer, (DistributedMethods, AgreedScaling))
+    return session_of(optimizer) is not None
 
 
 def set_right(model: Any, explicit: bool = False) -> None:
@@ -152,19 +143,22 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
             "local steps with use_ema=True: each rank would average its own weights, and end with a model of its own"
         )
     kind: Any = type(optimizer)
-    methods = LocalMethods if rounds else DistributedMethods
-    wrapped = _adopt(optimizer, methods, lambda plain: _distribute(plain, settings, passes, averaged))
+
+    def again(plain: Any) -> Any:
+        return _distribute(plain, settings, passes, averaged)
+
+    wrapped = _adopt(optimizer, LocalOverrides if rounds else Overrides, again)
+    weak: Any = weakref.proxy(wrapped)  # which owns what refers to it
     steps = passes if passes > 1 else wrapped.gradient_accumulation_steps or 1
     described = " ".join([kind.__name__, *map(str, clipping_of(optimizer) or ())])  # ranks compare it
     if config is not None and rounds:  # clipping is the inner optimizer's own
-        distribution = Distribution(settings, LocalUpdate(wrapped, config.outer_rate), "optimizer", rounds, described)
+        distribution = Distribution(settings, LocalUpdate(weak, config.outer_rate), "optimizer", rounds, described)
     else:
-        of_this, update = _split(optimizer, wrapped, settings)
+        of_this, update = _split(optimizer, weak, settings)
         distribution = Distribution(of_this, update, "optimizer", steps, described)
-        distribution.clipping = Clipping(wrapped, of_this)
-    own: dict[str, Any] = {"_dgc": distribution, "_dgc_local": set()}
-    for name, value in {**own, "_dgc_passes": passes, "_dgc_averaged": averaged}.items():
-        object.__setattr__(wrapped, name, value)  # Keras need not know
+        distribution.clipping = Clipping(weak, of_this)
+    session = Session(wrapped, distribution, LocalSteps if rounds else EveryStep, passes, averaged, again)
+    object.__setattr__(wrapped, "_dgc", session)  # Keras need not know
     if passes > 1:
         _accumulate(wrapped, passes)
     object.__setattr__(optimizer, "_dgc_taken", True)
@@ -186,22 +180,21 @@ def _split(optimizer: Any, wrapped: Any, settings: Settings) -> tuple[Settings, 
 
 def _distribute_scaler(scaler: Any, inner: Any) -> Any:
     """A LossScaleOptimizer around `inner`, one of ours."""
-    if isinstance(inner, LocalMethods):
-        raise UnsupportedUse(NO_SCALER)
-
-    def again(plain: Any) -> Any:
-        return _distribute_scaler(plain, type(inner)._dgc_again(plain.inner_optimizer))
-
+    session: Session = inner._dgc
+    if isinstance(session.strategy, LocalSteps):
+        raise UnsupportedUse(LocalSteps.no_scaler)
+    again = session.again
     refuse_own_methods(scaler, "DistributedOptimizer")
-    wrapped = _adopt(scaler, AgreedScaling, again)
+    wrapped = _adopt(scaler, AgreedScaling, lambda plain: _distribute_scaler(plain, again(plain.inner_optimizer)))
+    object.__setattr__(wrapped, "_dgc", session)
     wrapped.inner_optimizer = inner
     object.__setattr__(scaler, "_dgc_taken", True)
-    inner.__dict__["_dgc_scaled_by_another"] = False
+    session.scaled_by_another = False
     return wrapped
 
 
-def _adopt(optimizer: Any, methods: type, again: Callable[[Any], Any]) -> Any:
-    """`optimizer`'s state in an object of a class made for it: `methods` over the user's class, under its name.
+def _adopt(optimizer: Any, overrides: type, again: Callable[[Any], Any]) -> Any:
+    """`optimizer`'s state in an object of a class made for it: `overrides` over the user's class, under its name.
 
     Args:
         again: function that makes another optimizer distributed in the same way.
@@ -212,8 +205,8 @@ def _adopt(optimizer: Any, methods: type, again: Callable[[Any], Any]) -> Any:
         return again(user_class.from_config(config, *([custom_objects] if custom_objects else [])))
 
     attributes = {name: getattr(user_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    ours = {"from_config": classmethod(from_config), "_dgc_again": staticmethod(again)}
-    final: Any = type(user_class.__name__, (methods, user_class), {**attributes, **ours})
+    ours = {**attributes, "from_config": classmethod(from_config)}
+    final: Any = type(user_class.__name__, (overrides, user_class), ours)
     if user_class in GLOBAL_CUSTOM_NAMES:  # a user's registered class: a saved model must name that one
         GLOBAL_CUSTOM_NAMES[final] = GLOBAL_CUSTOM_NAMES[user_class]
     wrapped: Any = object.__new__(final)

@@ -21,10 +21,10 @@ from dgc_horovod.state import checkpoint
 from dgc_horovod.state.kinds import NAMED, TEXT, checked, list_of, optional, tuple_of, whole
 from dgc_horovod.state.residual_state import UNDECIDED
 from dgc_horovod.tensorflow.broadcast import own_variables, shared_variables
-from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.kept import EXCHANGED, TRAINED, check_taken, of_these, trained_in
+from dgc_horovod.tensorflow.session.session import Session, session_of
 from dgc_horovod.tensorflow.wrapping.variables import native
 
 _log = logging.getLogger("dgc_horovod")
@@ -50,20 +50,20 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
-    distribution, collectives, variables, outer = _parts(model, optimizer)
-    used = _inner(optimizer or model.optimizer)
-    used._dgc_finish_round()
+    session, collectives, variables, outer = _parts(model, optimizer)
+    session.strategy.finish_round()
 
     def content() -> checkpoint.Content:
+        used, distribution = session.optimizer, session.distribution
         made, passes = int(used._iterations), passes_of(used)
         if made % passes:
             raise UnsupportedUse(
                 f"{made % passes} of {passes} passes of a step are accumulated, which a checkpoint does not hold; save "
                 "after the last one"
             )
-        distribution.clock.look(int(used.iterations))
+        distribution.clock.look(session.iterations)
         state = distribution.residuals()
-        trained = trained_in(model, used, distribution)
+        trained = trained_in(model, session)
         saved = _dumped(variables, outer, trained, extra) if collectives.rank == 0 else b""
         shapes = [str(_described(variable)) for variable in (*variables, *outer)]
         holds = checkpoint.digest_of_names(shapes, distribution.settings.process_set.process_set_id)
@@ -92,50 +92,45 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
-    distribution, collectives, variables, outer = _parts(model, optimizer)
-    used, settings = _inner(optimizer or model.optimizer), distribution.settings
+    session, collectives, variables, outer = _parts(model, optimizer)
+    distribution, settings = session.distribution, session.distribution.settings
     node_size = distribution.topology_for([variable.shape for variable in model.trainable_variables]).node_size
     found = checkpoint.load(directory, collectives, settings.config, settings.averages, residuals, node_size)
     with together(collectives, f"loading {directory}"):  # before anything is changed, on any rank
         saved = _Saved.read(found.manifest.file(checkpoint.MODEL).name, found.model)
         saved.check(variables, outer)
         if settings.config is not None:
-            state = of_these(found.state, saved.head, trained_in(model, used, distribution))
+            state = of_these(found.state, saved.head, trained_in(model, session))
             check_taken(state, distribution)
     with together(collectives, f"loading {directory}"):
         saved.assign(variables, outer, collectives.rank)
-        for accumulator in own_variables(used):  # an accumulation under way was of other weights
+        for accumulator in own_variables(session.optimizer):  # an accumulation under way was of other weights
             native(accumulator).assign(tf.zeros_like(native(accumulator)))
-        used._dgc_weights_loaded()
+        session.strategy.begin_anew()
         if settings.config is not None:
             if found.manifest.workers not in (0, collectives.workers):
                 state.mode = UNDECIDED  # what was fastest for other ranks
-            distribution.resume(state, int((optimizer or model.optimizer).iterations))
+            distribution.resume(state, session.iterations)
             checkpoint.tell_if_empty(found, directory)
     return dict(saved.head["extra"])
 
 
-def _parts(model: Any, optimizer: Any) -> tuple[Distribution, Collectives, list[Any], list[Any]]:
-    """Exchanges, transport, variables that every method has, and the outer momenta of local steps."""
+def _parts(model: Any, optimizer: Any) -> tuple[Session, Collectives, list[Any], list[Any]]:
+    """Session, transport, variables that every method has, and the outer momenta of local steps."""
     optimizer = optimizer or getattr(model, "optimizer", None)
-    distribution = getattr(optimizer, "_dgc", None)
-    if distribution is None:
+    session = session_of(optimizer)
+    if session is None:
         raise UnsupportedUse("compile the model with the optimizer that DistributedOptimizer has returned, or pass it")
-    if not distribution.takes_part:
+    if not session.takes_part:
         raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
     if not model.built:
         raise UnsupportedUse("the model must be built: call model.build(input_shape)")
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     variables = [native(variable) for variable in (*model.weights, *shared_variables(optimizer))]
-    outer = [native(variable) for variable in _inner(optimizer)._dgc_outer()]
-    patient = Collectives(distribution.settings.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
-    return distribution, patient, variables, outer
-
-
-def _inner(optimizer: Any) -> Any:
-    """Without a LossScaleOptimizer around it."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+    outer = [native(variable) for variable in session.strategy.outer()]
+    patient = Collectives(session.distribution.settings.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
+    return session, patient, variables, outer
 
 
 def _dumped(variables: list[Any], outer: list[Any], trained: dict[str, Any], extra: dict[str, Any]) -> bytes:

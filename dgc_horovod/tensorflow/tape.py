@@ -17,7 +17,7 @@ from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow.clipping import of_tape
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.optimizer_mixin import UsersClass, not_converted
+from dgc_horovod.tensorflow.session.overrides import UsersClass, not_converted
 from dgc_horovod.tensorflow.updates.base import TapeUpdate
 from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
@@ -63,18 +63,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     if isinstance(gradtape, _DistributedTape):
         raise UnsupportedUse("this tape is already a DistributedGradientTape; wrap the tf.GradientTape itself")
     refuse_own_methods(gradtape, "DistributedGradientTape")
-    settings = make_settings(
-        compression,
-        num_groups,
-        groups,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        scale_local_gradients=scale_local_gradients,
-    )
+    settings = make_settings(**locals())
     if settings.config is not None and settings.config.automatic:
         if hvd.rank() == 0:
             _say_once_that_nothing_is_chosen()
@@ -91,8 +80,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     kind: Any = type(gradtape)
     tape = object.__new__(_class_over(kind))
     tape.__dict__.update(gradtape.__dict__)
-    tape._dgc = _distribution(settings)
-    tape._dgc_calls, tape._dgc_local = Counter(), set()
+    tape._dgc = TapeSession(_distribution(settings))
     return tape
 
 
@@ -119,12 +107,60 @@ def _distribution(settings: Settings) -> Distribution:
     return _distributions[key]
 
 
+class TapeSession:
+    """What is ours about one tape.
+
+    Args:
+        distribution: exchanges of all tapes with the same settings.
+
+    Attributes:
+        calls: how often ``gradient`` was called in this step for the same variables, by their keys.
+        local: keys of variables that are left to each rank.
+    """
+
+    def __init__(self, distribution: Distribution) -> None:
+        self.distribution, self.calls, self.local = distribution, Counter[Any](), set[Any]()
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank is in the process set."""
+        return self.distribution.takes_part
+
+    def exchange(self, variables: list[Any], own: list[Gradient]) -> None:
+        """Put the gradients of all ranks in the place of this rank's `own`; they may be asked for several times."""
+        key = tuple(source.key for source in sources_of(variables))
+        number = self.calls[key]
+        self.calls[key] += 1
+        here = [i for i, variable in enumerate(variables) if own[i] is not None or not is_frozen(variable)]
+        combined = self._combined([variables[i] for i in here], [own[i] for i in here], number) if here else []
+        for i, gradient in zip(here, combined, strict=True):
+            own[i] = gradient
+
+    def _combined(self, variables: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
+        agreed = self.distribution.variable_set(variables, gradients, self.local, number)
+        gradients = agreed.completed(gradients)
+        for i in agreed.given:
+            if agreed.local[i]:
+                gradients[i] = scaled(gradients[i], self.distribution.settings.local_scale)
+        if agreed.exchange is None:
+            return gradients
+        weights = [native(variables[i]) for i in agreed.active]
+        combined, finite, _ = agreed.exchange([gradients[i] for i in agreed.active], weights=weights)
+        if finite is not None:
+            combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
+        if self.distribution.settings.config is not None:
+            own, clip_norm = [gradients[i] for i in agreed.active], self.distribution.settings.config.clip_norm
+            of_tape.Returned(clip_norm, own, combined, agreed.exchange.collectives)
+            of_tape.pending.update(agreed.sources[i].key for i in agreed.active)
+        for i, gradient in zip(agreed.active, combined, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+
 class _DistributedTape(UsersClass):
     """The methods put over the class of the user's tape."""
 
-    _dgc: Distribution
-    _dgc_calls: Counter[Any]
-    _dgc_local: set[Any]
+    _dgc: TapeSession
 
     @not_converted
     def gradient(
@@ -139,36 +175,9 @@ class _DistributedTape(UsersClass):
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         if not self._dgc.takes_part:
             return gradients
-        flat = tf.nest.flatten(sources)
-        key = tuple(source.key for source in sources_of(flat))
-        number = self._dgc_calls[key]  # a persistent tape may be asked several times for the same variables
-        self._dgc_calls[key] += 1
         own = list(tf.nest.flatten(gradients))
-        here = [i for i, variable in enumerate(flat) if own[i] is not None or not is_frozen(variable)]
-        combined = self._combined([flat[i] for i in here], [own[i] for i in here], number) if here else []
-        for i, gradient in zip(here, combined, strict=True):
-            own[i] = gradient
+        self._dgc.exchange(tf.nest.flatten(sources), own)
         return tf.nest.pack_sequence_as(sources, own)
-
-    def _combined(self, variables: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
-        agreed = self._dgc.variable_set(variables, gradients, self._dgc_local, number)
-        gradients = agreed.completed(gradients)
-        for i in agreed.given:
-            if agreed.local[i]:
-                gradients[i] = scaled(gradients[i], self._dgc.settings.local_scale)
-        if agreed.exchange is None:
-            return gradients
-        weights = [native(variables[i]) for i in agreed.active]
-        combined, finite, _ = agreed.exchange([gradients[i] for i in agreed.active], weights=weights)
-        if finite is not None:
-            combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
-        if self._dgc.settings.config is not None:
-            own, clip_norm = [gradients[i] for i in agreed.active], self._dgc.settings.config.clip_norm
-            of_tape.Returned(clip_norm, own, combined, agreed.exchange.collectives)
-            of_tape.pending.update(agreed.sources[i].key for i in agreed.active)
-        for i, gradient in zip(agreed.active, combined, strict=True):
-            gradients[i] = gradient
-        return gradients
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UnsupportedUse: each of its rows would be an exchange of its own."""
@@ -177,29 +186,29 @@ class _DistributedTape(UsersClass):
     batch_jacobian = jacobian
 
     def __enter__(self) -> Any:
-        self._dgc_calls.clear()  # another step
+        self._dgc.calls.clear()  # another step
         return super().__enter__()
 
     def reset(self) -> None:
         """As TensorFlow's."""
-        self._dgc_calls.clear()
+        self._dgc.calls.clear()
         super().reset()
 
     def register_local_source(self, source: Any) -> None:
         """Leave `source` to each rank: its gradient is not exchanged."""
-        self._dgc_local |= keys_of(source, "source")
+        self._dgc.local |= keys_of(source, "source")
 
     def compression_stats(self) -> dict[str, Any]:
         """What this rank has exchanged for tapes of these settings: fields as in ``dgc_horovod.torch``."""
-        return self._dgc.stats()
+        return self._dgc.distribution.stats()
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
         """(source, gradient) pairs of the sources that are local, and of those that are not, as Horovod's."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
-        local = [pair for pair in pairs if key_of(pair[0]) in self._dgc_local]
-        return local, [pair for pair in pairs if key_of(pair[0]) not in self._dgc_local]
+        local = [pair for pair in pairs if key_of(pair[0]) in self._dgc.local]
+        return local, [pair for pair in pairs if key_of(pair[0]) not in self._dgc.local]
 
 
 def _nan(gradient: tf.Tensor) -> tf.Tensor:

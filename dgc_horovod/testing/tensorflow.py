@@ -22,7 +22,7 @@ class SessionView:
     """The parts of an optimizer, or of all tapes with the same settings; `session` makes it."""
 
     _distribution: Distribution
-    _make_rounds: Any  # an optimizer's; a tape is not kept alive
+    _strategy: Any  # an optimizer's; a tape is not kept alive
 
     @property
     def settings(self) -> Settings:
@@ -56,7 +56,7 @@ class SessionView:
     @property
     def rounds(self) -> LocalRounds:
         """The rounds of local steps, of an optimizer that is built."""
-        rounds: LocalRounds = self._make_rounds()
+        rounds: LocalRounds = self._strategy.rounds
         return rounds
 
     def residuals(self) -> ResidualState | None:
@@ -66,9 +66,9 @@ class SessionView:
 
 def session(wrapped: Any) -> SessionView:
     """The parts of `wrapped`, an optimizer or a tape."""
-    return SessionView(wrapped._dgc, getattr(wrapped, "_dgc_make_rounds", None))
+    return SessionView(wrapped._dgc.distribution, getattr(wrapped._dgc, "strategy", None))
 
 
 def make_exchange(optimizer: Any, variables: Sequence[Any]) -> None:
     """Agree with the other ranks on the exchange of `variables`, as the first step does."""
-    optimizer._dgc.variable_set(variables, [tf.zeros(variable.shape) for variable in variables])
+    optimizer._dgc.distribution.variable_set(variables, [tf.zeros(variable.shape) for variable in variables])

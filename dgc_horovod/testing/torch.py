@@ -58,14 +58,14 @@ def take(optimizer: Any, mode: str, on_trial: bool = False) -> None:
 
     Args:
         optimizer: one that chooses.
-        mode: DENSE, HALF or COMPRESSED of ``planning.trial``.
-        on_trial: whether that is measured now, and the choice still to be made.
+        mode: DENSE or COMPRESSED of ``planning.trial``.
+        on_trial: whether compression is measured now, and the choice still to be made.
     """
     found = _session(optimizer)
     assert isinstance(found.strategy, AutoTuned)
     trial = found.strategy.choice.trial
     if on_trial:
-        trial.dense_timed(1.0, {mode: 0.1})
+        trial.dense_timed(1.0, 0.1)
     else:
         trial.stay(mode)
     found.strategy.switch(mode)

@@ -48,7 +48,7 @@ def observe(listener: EpochListener) -> None:
 
 def _telling(set_epoch: Any) -> Any:
     @functools.wraps(set_epoch)
-    def tell(self: Any, epoch: int) -> None:
+    def tell(self: DistributedSampler[Any], epoch: int) -> None:
         set_epoch(self, epoch)
         for listener in _listeners:
             listener.epoch = whole(epoch)

@@ -10,7 +10,6 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.torch.compression import Compression as HorovodCompression
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import envvars
@@ -116,10 +115,6 @@ class StockHorovod(Stock):
     @property
     def on_gloo(self) -> bool:
         return bool(hvd.gloo_enabled())
-
-    def set_half(self, halves: bool) -> None:
-        optimizer: Any = self._optimizer()
-        optimizer._compression = HorovodCompression.fp16 if halves else HorovodCompression.none
 
     def start(self, p: Parameter) -> Result:
         optimizer = self._optimizer()

@@ -20,7 +20,7 @@ from horovod.torch import mpi_ops
 
 from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
-from dgc_horovod.notices import JOINED, OVERFLOW
+from dgc_horovod.notices import JOINED
 from dgc_horovod.torch import state
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier
 from dgc_horovod.torch.local.joining import RoundParticipant, mark
@@ -80,16 +80,14 @@ def _of_all_ranks(session: Session) -> bool:
 
 
 def _even_out(strategies: Sequence[AutoTuned]) -> None:
-    """Let what a rank has counted, or seen, in steps that others have not made, be the same on every rank."""
+    """Let the number of steps be the same on every rank, of which some have made more than others."""
     if not strategies:
         return
-    own = [[each.session.exchange.buckets.steps, each.choice.trial.mode] for each in strategies]
+    own = [each.session.exchange.buckets.steps for each in strategies]
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     every = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "automatic")]
     for strategy, found in zip(strategies, zip(*every, strict=True), strict=True):
-        strategy.session.exchange.buckets.steps = max(steps for steps, _ in found)
-        if len({mode for _, mode in found}) > 1:  # of fp16, whose overflow one in join has not seen
-            strategy.choice.give_up(OVERFLOW)
+        strategy.session.exchange.buckets.steps = max(found)
         strategy.leave()
 
 

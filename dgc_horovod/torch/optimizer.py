@@ -184,7 +184,7 @@ def _adopt(
     return wrapped
 
 
-def _set_passes(self: Any, passes: int) -> None:
+def _set_passes(self: _DistributedOptimizer, passes: int) -> None:
     """As Horovod's."""
     self.backward_passes_per_step = passes
     self._dgc.passes.sum_up(passes)

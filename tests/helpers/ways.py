@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 
 from dgc_horovod import WarmupSchedule
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, Trial
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, Trial
 from tests.helpers.transcripts import Transcript, hash_of, parts_of
 
 INPUTS, BATCH, EPOCH = 32, 16, 3  # steps of an epoch
@@ -162,11 +162,11 @@ Made = Callable[..., Any]  # (way, seed) -> Training
 
 
 class ScriptedTrial(Trial):
-    """A choice that goes through every exchange, three steps each, whatever the clock says."""
+    """A choice that goes from each exchange to the other, three steps each, whatever the clock says."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps, self._script = 0, [COMPRESSED, HALF, DENSE, COMPRESSED]
+        self._steps, self._script = 0, [COMPRESSED, DENSE, COMPRESSED]
 
     def step_ended(self, now: float, waited: float) -> bool:
         """See `Trial`."""

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from dgc_horovod.planning.trial import DENSE, GAIN, SETTLING, TIMED
+from dgc_horovod.state.residual_state import EARLIER_FP16
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
@@ -60,7 +61,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_in_each_state():
     one, other = _found("keras_auto.resuming")
     assert one == other and len(one) == 5
     for name, (same, mode, _) in one.items():
-        assert same and name.endswith(mode), name
+        assert same and name.replace(EARLIER_FP16, DENSE).endswith(mode), name
 
 
 def test_a_rank_whose_file_is_lost_does_what_the_others_do():
@@ -76,16 +77,11 @@ def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing():
 
 
 @pytest.mark.slow
-def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange():
-    one, other = _found("keras_auto_choice.given_up")
-    assert one == other
-    assert one["overflow"] == [True, True] and one["after"] == [DENSE, True] and one["skipped"] == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_what_waits_of_variables_goes_with_them_to_another_set(name):
-    for found in _found("keras_auto_choice.given_up"):
+    one, other = _found("keras_auto_choice.given_up")
+    assert one == other
+    for found in (one, other):
         assert found[f"several, {name}"] == [True] * 3, found
         assert found[f"several, {name}, modes"] == [DENSE, DENSE] and found[f"several, {name}, finite"]
 

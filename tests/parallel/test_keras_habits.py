@@ -44,7 +44,7 @@ def test_variables_without_an_element(ranks):
 
 def test_a_loaded_checkpoint_empties_all_sets(ranks):
     for found in (found["keras_habits.reloaded"] for found in ranks):
-        assert len(found) == 4 and all(found.values()), found
+        assert len(found) == 5 and all(found.values()), found
 
 
 def test_a_failed_step_changes_nothing(ranks):
@@ -97,7 +97,7 @@ def test_models_and_optimizers(ranks):
     for said, rank in zip(first["compiled with what was given"], (1, 0), strict=True):
         assert said.startswith(f"UnsupportedUse: the model of rank {rank} is compiled with the optimizer that"), said
     assert first["own"] == "Own"
-    for name in ("copy", "deepcopy", "pickle"):
+    for name in ("copy", "deepcopy", "pickle", "copy of a scaler"):
         assert "would train undistributed" in first[name]
     assert "compile the model again" in first["not compiled again"]
     assert first["warm-up of a second model"][0] == first["warm-up of a second model"][1]

@@ -272,7 +272,7 @@ def test_the_records_of_an_automatic_job_say_what_it_chose(tmp_path, monkeypatch
     counts.end_step()
     begun = record_of("auto")
     assert (begun["mode"], begun["stock_steps"], begun["trial_seconds"]) == ("dense", 1, {})
-    counts.mode, counts.trial_seconds, counts.offered = "fp16", {"dense": 0.2}, 10
+    counts.mode, counts.trial_seconds, counts.offered = "dense", {"dense": 0.2}, 10
     counts.end_step()
     counts.mode = "compressed"
     counts.end_step()

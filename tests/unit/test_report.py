@@ -218,6 +218,7 @@ def automatic(mode: str, stock: int, **seconds: float) -> Run:
             "compressed",
             "compressed 100",
         ),
+        # of an earlier version
         (automatic("fp16", 250, dense=0.2, fp16=0.1), "stock Horovod, fp16", "stock Horovod, fp16 100"),
         (automatic("compressed", 250, dense=0.2), "compressed", "no time of its own yet"),
         (automatic("dense", 250), "stock Horovod", "No times were compared. 250 of 250 steps were stock Horovod's."),

@@ -17,7 +17,7 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.planning import trial
 from dgc_horovod.state import manifest
 from dgc_horovod.state.handing_on import handed_on
-from dgc_horovod.state.residual_state import MODES, UNDECIDED, ResidualState
+from dgc_horovod.state.residual_state import EARLIER_FP16, MODES, UNDECIDED, ResidualState
 from tests.helpers.sealed import GONE, JUNK, of_npz, places, replaced
 from tests.unit.test_state import assert_equal, load, of_node, save, state_of
 
@@ -140,7 +140,7 @@ def test_records_of_different_models_are_not_handed_on():
 
 
 def test_modes_are_those_of_a_trial():
-    assert set(MODES) == {"", UNDECIDED, trial.DENSE, trial.HALF, trial.COMPRESSED}
+    assert set(MODES) == {"", UNDECIDED, EARLIER_FP16, trial.DENSE, trial.COMPRESSED}
 
 
 @MANY

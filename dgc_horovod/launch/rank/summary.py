@@ -17,7 +17,7 @@ from dgc_horovod.launch.rank.reports import Reports
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
-from dgc_horovod.planning.trial import COMPRESSED, HALF
+from dgc_horovod.planning.trial import COMPRESSED
 from dgc_horovod.recording import Recording, rank_figures
 from dgc_horovod.stats import ExchangeStats, all_exchanges, total
 
@@ -152,9 +152,7 @@ class Outcome:
         if not stats["bytes_sent"]:
             return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
         if self.job.method == AUTO and not any(counts.mode == COMPRESSED for counts in all_exchanges):
-            halves = any(counts.mode == HALF for counts in all_exchanges)
-            taken = "fp16" if halves else "dense exchange"
-            return f"auto: stock Horovod's {taken} was taken; {_steps(stats, 0)}"
+            return f"auto: stock Horovod's dense exchange was taken; {_steps(stats, 0)}"
         alone = sum(counts.steps_alone for counts in all_exchanges)
         text = _line(self.job.method, alone, _at_end(all_exchanges), stats, "fp16" in self.asked)
         ranks = self._reports.of_all() if self._reports is not None else [rank_figures(self.rank or 0)]

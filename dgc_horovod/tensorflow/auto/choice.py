@@ -16,15 +16,15 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.choice import REPEATS, Choice
-from dgc_horovod.notices import JOINED, OVERFLOW
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
+from dgc_horovod.notices import JOINED
+from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.wrapping.settings import STOCK
 
 HANDED_BACK = "handed back"  # a dense step, before which all that ranks have kept is applied
-BRANCHES = (DENSE, HALF, COMPRESSED, HANDED_BACK)  # a step is one of them, by its number
+BRANCHES = (DENSE, COMPRESSED, HANDED_BACK)  # a step is one of them, by its number
 _NOTHING, _COMPARING, _MEETING = range(3)  # what the ranks do before a step
 
 
@@ -65,13 +65,10 @@ class GraphChoice:
         self._seen = self._buckets.steps
 
     def resume(self, state: ResidualState) -> None:
-        """A resumed job goes on with what was chosen; what was saved without a choice was compressed."""
-        mode, self._seen = state.mode or COMPRESSED, self._buckets.steps
-        self.holds = mode in (COMPRESSED, UNDECIDED)
-        if mode == UNDECIDED:
-            self.choice.begin()
-        else:
-            self.choice.trial.stay(mode)
+        """See `Choice.resume`."""
+        self._seen = self._buckets.steps
+        self.choice.resume(state.mode)
+        self.holds = state.mode == UNDECIDED or self.choice.trial.mode == COMPRESSED
 
     # -- before a step
 
@@ -142,15 +139,12 @@ class GraphChoice:
         self._given_at = time.perf_counter()
         return [np.bool_(True)]
 
-    def ended(self, half: bool, finite: np.ndarray) -> list[Any]:
-        """Those of all ranks are there; returns whether they may be applied."""
+    def ended(self, _: Any) -> list[Any]:
+        """Those of all ranks are there."""
         self._waited = time.perf_counter() - self._given_at
         self._collectives.watch.disarm()
-        applied = bool(finite)
-        self.choice.count(half, skipped=not applied)
-        if not applied:  # the same on every rank, which all have the same average
-            self.choice.give_up(OVERFLOW)
-        return [np.bool_(applied)]
+        self.choice.count()
+        return [np.bool_(True)]
 
     # -- comparisons
 
@@ -173,16 +167,13 @@ class GraphChoice:
         self._asks = self.choice.compare(sums.tolist())
         return [np.bool_(True)]
 
-    def expected(self, halves: tf.Tensor) -> tf.Tensor:
-        """Time the link, and find what other exchanges would take: in a dense step whose gradients have arrived.
+    def expected(self) -> tf.Tensor:
+        """Time the link, and find what a compressed step would take: in a dense step whose gradients have arrived.
 
         Before, forward and backward pass would take the threads that a small allreduce needs.
-
-        Args:
-            halves: whether half precision has room for the gradients.
         """
         clock: list[tf.Tensor] = []
-        received = tf.reshape(tf.cast(halves, tf.float32), [1])
+        received = tf.zeros([1])
         for numel in (1, self.choice.probed):
             for i in range(1 + REPEATS):  # the first time all ranks get there, and Horovod learns the name
                 # made by the call: TensorFlow would do a collective on a constant once, when it optimizes the graph
@@ -190,7 +181,7 @@ class GraphChoice:
                 received = self._collectives.allreduce(sent, f"auto.link.{numel}.{i}")
                 clock.append(began)
         clock += self._call(self._end_probe, [received[:1]], [tf.float64])
-        return self._summed("expected", [halves, *clock], self._observe, self._expect)
+        return self._summed("expected", clock, self._observe, self._expect)
 
     def _begin_probe(self, numel: int, _: Any) -> list[Any]:
         self._collectives.watch.arm(self._collectives.full_name("auto.link"))
@@ -199,10 +190,10 @@ class GraphChoice:
     def _end_probe(self, _: Any) -> list[Any]:
         return [np.float64(time.perf_counter())]
 
-    def _observe(self, halves: np.ndarray, *clock: np.ndarray) -> list[Any]:
+    def _observe(self, *clock: np.ndarray) -> list[Any]:
         times = np.diff(np.array(clock, np.float64)).tolist()
         one, many = (statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS))
-        return [np.array(self.choice.observed(one, many, False, bool(halves)), np.float64)]
+        return [np.array(self.choice.observed(one, many, False), np.float64)]
 
     def _expect(self, sums: np.ndarray) -> list[Any]:
         self._asks = False

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from dgc_horovod.notices import JOINED, JOINED_IN_FP16, SEVERAL
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
+from dgc_horovod.notices import JOINED, SEVERAL
+from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND, ResidualState
 from dgc_horovod.tensorflow.auto.choice import BRANCHES, HANDED_BACK, GraphChoice
-from dgc_horovod.tensorflow.auto.half import fits
 from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, all_finite
+from dgc_horovod.tensorflow.wrapping.variables import Gradient
 
 
 class AutomaticExchange(GradientExchange):
@@ -38,10 +36,7 @@ class AutomaticExchange(GradientExchange):
         self._limits = clipping
         self.auto = GraphChoice(self.steps)
         groups = dict(enumerate(self.settings.group_numbers(self.sources)))
-        self._stock_paths = {
-            mode: DensePath(self.collectives, self.settings, compression, groups, mode)
-            for mode, compression in ((DENSE, hvd.Compression.none), (HALF, hvd.Compression.fp16))
-        }
+        self._stock_path = DensePath(self.collectives, self.settings, hvd.Compression.none, groups)
 
     @property
     def keeps_state(self) -> bool:
@@ -55,11 +50,8 @@ class AutomaticExchange(GradientExchange):
         self.auto.choice.give_up(why)
 
     def joins(self) -> None:
-        trial = self.auto.choice.trial
-        if not trial.ended:
+        if not self.auto.choice.trial.ended:
             self.give_up(JOINED)
-        elif trial.mode == HALF:  # an overflow would be one on the ranks that are not in join
-            self.give_up(JOINED_IN_FP16)
 
     def follow(self, other: GradientExchange) -> None:
         assert isinstance(other, AutomaticExchange)
@@ -92,10 +84,10 @@ class AutomaticExchange(GradientExchange):
             return [*results, finite, tf.constant(False) if dense is None else dense]
 
         def handed_back() -> list[tf.Tensor]:
-            return self._stock(DENSE, gradients, probes, *self._handed_back(which, rate, weights))
+            return self._stock(gradients, probes, *self._handed_back(which, rate, weights))
 
         branches = {
-            **{mode: partial(self._stock, mode, gradients, probes) for mode in (DENSE, HALF)},
+            DENSE: lambda: self._stock(gradients, probes),
             COMPRESSED: compressed,
             HANDED_BACK: handed_back,
         }
@@ -104,7 +96,6 @@ class AutomaticExchange(GradientExchange):
 
     def _stock(
         self,
-        mode: str,
         gradients: Sequence[tf.Tensor],
         probes: tf.Tensor,
         owed: Mapping[int, tf.Tensor] | None = None,
@@ -113,9 +104,8 @@ class AutomaticExchange(GradientExchange):
         """The averages of `gradients`, whether they may be applied, and that the step is the optimizer's own.
 
         Args:
-            mode: `DENSE` or `HALF`.
             gradients: gradients of this rank.
-            probes: whether it is to be found out now what other exchanges would take.
+            probes: whether it is to be found out now what a compressed step would take.
             owed: what is added to some of the averages, by number.
             after: what else must have come before the step has ended.
         """
@@ -123,15 +113,11 @@ class AutomaticExchange(GradientExchange):
         gradients = [tf.identity(gradient) for gradient in gradients]  # else all of the branch would wait for all
         with tf.control_dependencies(gradients):
             (given,) = self._call(auto.given, [probes], [tf.bool])
-        found = self._stock_paths[mode](dict(enumerate(gradients)))
+        found = self._stock_path(dict(enumerate(gradients)))
         results = [found[i] for i in range(len(gradients))]
-        if mode == HALF:
-            ends = all_finite(results)
-        else:  # of stock's own arithmetic nothing is skipped
-            halves = partial(fits, results, self.collectives.workers)
-            ends = tf.cond(probes, lambda: auto.expected(halves()), lambda: tf.constant(True))
         with tf.control_dependencies([given, *after, *results]):
-            (applied,) = self._call(auto.ended, [ends], [tf.bool], mode == HALF)
+            ends = tf.cond(probes, auto.expected, lambda: tf.constant(True))
+            (applied,) = self._call(auto.ended, [ends], [tf.bool])  # of stock's own arithmetic nothing is skipped
         applied.set_shape([])
         results = self._limits.averaged(results)
         results = [tf.cast(result, self._dtype(i, result.dtype)) for i, result in enumerate(results)]

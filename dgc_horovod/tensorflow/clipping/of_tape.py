@@ -22,10 +22,11 @@ from dgc_horovod.names import replace_everywhere
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
 from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.session.overrides import not_converted
+from dgc_horovod.tensorflow.session.session import session_of
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, key_of
 
 _log = logging.getLogger("dgc_horovod")
-not_converted: Any = tf.autograph.experimental.do_not_convert
 INSTEAD = "pass clip_norm=... to the compression (dgcrun: --dgc-clip-norm), which clips each rank's gradient"
 
 
@@ -125,7 +126,7 @@ def _of_a_script(stock: Any) -> Callable[..., Any]:
 
 
 def _of_an_optimizer(stock: Any) -> Callable[..., Any]:
-    def clip(self: Any, grads: Any) -> Any:
+    def clip(self: BaseOptimizer, grads: Any) -> Any:
         kind, _ = clipping_of(self) or ("", 0.0)
         if kind and _left_out(grads, f"{kind} of the optimizer", kind == "global_clipnorm"):
             return grads
@@ -139,7 +140,7 @@ _inside = [False]  # whether an optimizer applies for another one
 
 
 def _checked(stock: Any) -> Callable[..., Any]:
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(self: BaseOptimizer, grads: Any, trainable_variables: Any = None) -> Any:
         grads, given = list(grads), None if trainable_variables is None else list(trainable_variables)
         if _inside[0]:
             return stock(self, grads, given)
@@ -159,7 +160,7 @@ def _check(optimizer: Any, grads: Sequence[Gradient], keys: set[Any]) -> None:
     changed = not marked and bool(keys & pending)
     pending.difference_update(keys)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if hasattr(inner, "_dgc"):
+    if session_of(inner) is not None:
         if marked:
             raise UnsupportedUse(
                 "gradients of a DistributedGradientTape are given to a DistributedOptimizer, which would exchange and "

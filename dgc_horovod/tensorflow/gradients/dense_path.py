@@ -23,18 +23,12 @@ class DensePath:
         settings: Horovod's arguments.
         compression: Horovod's ``Compression.none`` or ``Compression.fp16``.
         groups: group of each gradient by its index, -1 for none; a group is reduced as one operation.
-        name: beginning of the names under which Horovod knows its operations.
     """
 
     def __init__(
-        self,
-        collectives: Collectives,
-        settings: Settings,
-        compression: Any,
-        groups: Mapping[int, int],
-        name: str = "dense",
+        self, collectives: Collectives, settings: Settings, compression: Any, groups: Mapping[int, int]
     ) -> None:
-        self._collectives, self._settings, self._name = collectives, settings, name
+        self._collectives, self._settings = collectives, settings
         self._compression, self._groups = compression, groups
 
     def nbytes(self, gradients: Iterable[Gradient]) -> int:
@@ -68,7 +62,7 @@ class DensePath:
 
     def _reduced(self, gradient: tf.Tensor, i: int) -> tf.Tensor:
         sent, context = self._coded(gradient)
-        reduced = self._collectives.allreduce(sent, f"{self._name}.{i}", self._settings.op, *self._settings.scales)
+        reduced = self._collectives.allreduce(sent, f"dense.{i}", self._settings.op, *self._settings.scales)
         return tf.cast(self._compression.decompress(reduced, context), gradient.dtype)
 
     def _coded(self, gradient: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -79,7 +73,7 @@ class DensePath:
         before, after = self._settings.scales
         reduced = hvd.grouped_allreduce(
             [sent for sent, _ in coded.values()],
-            name=self._collectives.full_name(f"{self._name}.group.{group}"),
+            name=self._collectives.full_name(f"dense.group.{group}"),
             op=self._settings.op,
             prescale_factor=before,
             postscale_factor=after,

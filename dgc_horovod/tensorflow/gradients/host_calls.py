@@ -22,6 +22,8 @@ from dgc_horovod.kernels.contract import Kernels
 _log = logging.getLogger("dgc_horovod")
 _ALIGNMENT = 64  # bytes; TensorFlow copies what is not aligned so
 
+_OUTLIVES = "a graph outlives the DistributedOptimizer whose steps it makes; keep the optimizer"
+
 
 def threads() -> int:
     """Number of threads that TensorFlow uses inside an operation."""
@@ -70,8 +72,11 @@ def held_by(holder: list[Any], function: Callable[..., Any]) -> Callable[..., An
     def call(*arguments: Any) -> Any:
         alive = known()
         if alive is None:
-            raise UnsupportedUse("a graph outlives the DistributedOptimizer whose steps it makes; keep the optimizer")
-        return alive(*arguments)
+            raise UnsupportedUse(_OUTLIVES)
+        try:
+            return alive(*arguments)
+        except ReferenceError:  # what it makes steps of is gone already
+            raise UnsupportedUse(_OUTLIVES) from None
 
     return call
 

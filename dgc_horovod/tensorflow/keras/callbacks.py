@@ -16,8 +16,10 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
+from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.watchdog import watched
+from dgc_horovod.tensorflow.session.session import session_of
 from dgc_horovod.tensorflow.wrapping.variables import key_of, keys_of
 
 __all__ = [
@@ -34,8 +36,9 @@ class _EpochTeller(keras.callbacks.Callback):
     """Tells a distributed optimizer the epoch, which a density warm-up may need, and sees that it is used."""
 
     @property
-    def _distribution(self) -> Any:
-        return getattr(self.model.optimizer, "_dgc", None)
+    def _distribution(self) -> Distribution | None:
+        session = session_of(self.model.optimizer)
+        return None if session is None else session.distribution
 
     def on_train_begin(self, logs: Any = None) -> None:
         epochs, steps = (self.params or {}).get("epochs"), (self.params or {}).get("steps")
@@ -124,8 +127,8 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
                 clear()
 
     def _broadcast(self) -> None:
-        optimizer = self.model.optimizer
-        outer = optimizer._dgc_outer() if hasattr(optimizer, "_dgc_outer") else []
+        optimizer, session = self.model.optimizer, session_of(self.model.optimizer)
+        outer = [] if session is None else session.strategy.outer()
         variables = [*self.model.weights, *shared_variables(optimizer), *outer]
         with tf.device(self.device):
             broadcast_variables([v for v in variables if key_of(v) not in self._local], self.root_rank)
@@ -223,8 +226,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer.learning_rate = new
         has_rate = isinstance(optimizer, keras.optimizers.SGD)  # in its velocity
         if self.momentum_correction and old and new != old and has_rate and getattr(optimizer, "momentums", None):
-            distribution = getattr(optimizer, "_dgc", None)
-            ours = distribution.in_engines if distribution is not None and distribution.update.is_split else set()
+            session = session_of(optimizer)
+            ours = session.distribution.in_engines if session and session.distribution.update.is_split else set()
             for variable, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
                 if key_of(variable) not in ours:
                     velocity.assign(velocity * (new / old))

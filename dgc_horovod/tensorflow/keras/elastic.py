@@ -27,6 +27,7 @@ from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.watchdog import wait_for_shutdown
 from dgc_horovod.tensorflow.local.elastic import RoundState, assign_values, values_of
+from dgc_horovod.tensorflow.session.session import session_of
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
@@ -98,7 +99,8 @@ class KerasState(ObjectState):
         self.model, self.optimizer, self._flushes = model, optimizer or model.optimizer, flush_on_commit
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        distribution = getattr(self.optimizer, "_dgc", None)
+        session = session_of(self.optimizer)
+        distribution = None if session is None else session.distribution
         compresses = distribution is not None and distribution.settings.config is not None
         self._distribution: Distribution | None = distribution if compresses else None
         self._settings: Settings | None = None if distribution is None else distribution.settings
@@ -129,11 +131,10 @@ class KerasState(ObjectState):
 
     def _remember(self) -> None:
         self._saved = values_of(self._all_variables)
+        self._kept: ResidualState | None = None
         if self._distribution is not None:
             self._distribution.clock.look(self._iterations)
-        self._kept: ResidualState | None = (
-            None if self._distribution is None else self._distribution.residuals(own=False)
-        )
+            self._kept = self._distribution.residuals(own=False)
 
     def commit(self) -> None:
         """As Horovod's."""

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.tensorflow.broadcast import broadcast_variables
+from dgc_horovod.tensorflow.session.local import LocalSteps
+from dgc_horovod.tensorflow.session.session import session_of
 
 
 class RoundState:
@@ -26,13 +28,13 @@ class RoundState:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._rounds: Any = optimizer._dgc_make_rounds() if hasattr(optimizer, "_dgc_make_rounds") else None
+        session = session_of(optimizer)
+        self._steps = session.strategy if session is not None and isinstance(session.strategy, LocalSteps) else None
 
     @property
     def variables(self) -> list[Any]:
         """What is this rank's own beside weights and slots, and belongs to a commit."""
-        rounds = self._rounds
+        rounds = None if self._steps is None else self._steps.rounds
         return [] if rounds is None else [rounds.calls, rounds.fresh, *rounds.anchors, *rounds.outer]
 
     def meet(self, broadcast: Callable[[], None], is_newcomer: bool) -> None:
@@ -42,17 +44,18 @@ class RoundState:
             broadcast: function that sends weights and the optimizer's variables.
             is_newcomer: whether this rank has made no step, so that its inner optimizer is nobody's.
         """
-        if self._rounds is None:
+        if self._steps is None:
             return broadcast()
-        slots = [] if is_newcomer else self._optimizer._dgc_slots()
-        inner, outer = values_of(slots), values_of(self._rounds.outer)
+        rounds = self._steps.rounds
+        slots = [] if is_newcomer else self._steps.slots
+        inner, outer = values_of(slots), values_of(rounds.outer)
         broadcast()  # weights that have been set have no outer momentum
         assign_values(slots, inner)
-        assign_values(self._rounds.outer, outer)
+        assign_values(rounds.outer, outer)
         if outer:
-            broadcast_variables(self._rounds.outer, root_rank=0)
-        self._rounds.calls.assign(0)
-        self._rounds.fresh.assign(True)
+            broadcast_variables(rounds.outer, root_rank=0)
+        rounds.calls.assign(0)
+        rounds.fresh.assign(True)
         return None
 
 

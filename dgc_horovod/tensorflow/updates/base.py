@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
@@ -98,7 +97,7 @@ class PlainUpdate:
         return left[RESIDUAL]
 
     def flush(self, optimizer: Any, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
-        """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
+        """Apply what all ranks together had kept, where that is no step of the user's optimizer.
 
         Args:
             optimizer: wrapped Keras optimizer.
@@ -108,9 +107,7 @@ class PlainUpdate:
         Returns:
             For each variable what cannot be applied, and is to be kept on every rank; or None.
         """
-        gradients = [tf.cast(parts[RESIDUAL], variable.dtype) for variable, parts in left]
-        optimizer._dgc_apply_whole(gradients, [variable for variable, _ in left])
-        return [None] * len(left)
+        raise NotImplementedError
 
 
 class TapeUpdate(PlainUpdate):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from dgc_horovod.choice import REPEATS, Choice
-from dgc_horovod.torch.auto.half import fits
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 
 
@@ -43,11 +42,8 @@ class OptimizerChoice(Choice):
         return self.trial.mode != before
 
     def _observed(self) -> list[float]:
-        exchange = self._exchange
-        gradients = [p.grad for p in exchange.names if p.grad is not None]
-        sparse = any(gradient.is_sparse for gradient in gradients)
-        halves = not sparse and fits(gradients, exchange.buckets.workers * exchange.loss_scale())
-        return self.observed(self._timed(1), self._timed(self.probed), sparse, halves)
+        sparse = any(p.grad is not None and p.grad.is_sparse for p in self._exchange.names)
+        return self.observed(self._timed(1), self._timed(self.probed), sparse)
 
     def _sum(self, own: Sequence[float], name: str) -> list[float]:
         return self._allreduced(torch.tensor(own, dtype=torch.float64), name).tolist()

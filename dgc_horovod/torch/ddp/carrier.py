@@ -237,9 +237,6 @@ class StockDDP(Stock):
     def on_gloo(self) -> bool:
         return bool(self._group._get_backend(self._device).name() == "gloo")
 
-    def set_half(self, halves: bool) -> None:
-        self.exchange = OwnExchange(self._group, halves)
-
     def take_accumulates(self) -> bool:
         passes, self.passes = self.passes, 0
         return passes != 1  # which DDP alone can do

@@ -166,7 +166,7 @@ def stop_watching() -> None:
 
 def _noticed(method: Any, name: str) -> Any:
     @functools.wraps(method)
-    def noticed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noticed(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         global _last
         optimizer = args[0] if args else kwargs.get("optimizer")
         if isinstance(optimizer, torch.optim.Optimizer):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dgc_horovod.notices import OVERFLOW
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF
+from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
 from dgc_horovod.torch import state
 from dgc_horovod.torch.auto.choice import OptimizerChoice
@@ -46,10 +45,8 @@ class AutoTuned(EveryStep):
         own = session.carrier.stock
         assert own is not None
         self.own: Stock = own
-        self.halves = self._overflowed = False  # the latter in the present step
         self._waited = 0.0  # in the present step
         self._owed: dict[Parameter, torch.Tensor] = {}
-        self.own.set_half(False)
 
     def started(self) -> None:
         """See `Strategy`."""
@@ -97,8 +94,6 @@ class AutoTuned(EveryStep):
         session, exchange = self.session, self.session.exchange
         self._waited += waited
         session.groups.check_nothing_unfrozen(session.optimizer.param_groups, exchange.names)
-        if self.halves and exchange.loss_scale() == 1.0:  # else a GradScaler looks, and skips the step
-            self._overflowed = not all(bool(p.grad.isfinite().all()) for p in exchange.names if p.grad is not None)
         if session.config.clip_norm is not None:
             clip_all(exchange.names, session.config.clip_norm * exchange.loss_scale())
 
@@ -116,31 +111,20 @@ class AutoTuned(EveryStep):
         return loss
 
     def _stock_step(self) -> None:
-        """The framework's own, but for what half precision has made infinite: that is skipped, and fp16 is over."""
-        session = self.session
+        session, passes = self.session, self.session.passes
         session.update.begin(session.optimizer)
         with session.as_step():
-            self._apply_stock()
-        session.exchange.clipping.uncompressed_step_ends()
-        overflowed, self._overflowed = self._overflowed, False
-        self.choice.count(self.halves, skipped=overflowed)
-        if overflowed:  # the same on every rank, which all have the same average
-            session.passes.synchronized = False
-            self.choice.give_up(OVERFLOW)
-            self.leave()
-
-    def _apply_stock(self) -> None:
-        session, passes = self.session, self.session.passes
-        if session.carrier.exchanges_in_backward:
-            owners.check(session)
-            self.choice.script_accumulates |= self.own.take_accumulates()
-        elif not passes.skips:
-            if passes.synchronized:
-                warnings.warn(SYNCHRONIZED_TWICE, stacklevel=6)
-            self.synchronize()
-        if not self._overflowed:
+            if session.carrier.exchanges_in_backward:
+                owners.check(session)
+                self.choice.script_accumulates |= self.own.take_accumulates()
+            elif not passes.skips:
+                if passes.synchronized:
+                    warnings.warn(SYNCHRONIZED_TWICE, stacklevel=5)
+                self.synchronize()
             passes.synchronized = False
             session.own("step")()
+        session.exchange.clipping.uncompressed_step_ends()
+        self.choice.count()
 
     def clear_gradients(self) -> None:
         """See `EveryStep`."""
@@ -173,8 +157,6 @@ class AutoTuned(EveryStep):
     def _enter(self, mode: str) -> None:
         session, stock = self.session, mode != COMPRESSED
         self._owed = _left_of_whole(session.exchange) if stock else {}
-        self.halves = mode == HALF
-        self.own.set_half(self.halves)
         if not stock and self.stock:
             session.update.prepare(session.optimizer, session.exchange)  # the engine takes over what stands there
             session.watch = GradientWatch()
@@ -188,13 +170,9 @@ class AutoTuned(EveryStep):
         return trial.mode if trial.ended or trial.mode == COMPRESSED else UNDECIDED
 
     def resume(self, mode: str) -> None:
-        """A resumed job goes on with what was chosen; what was saved without a choice was compressed."""
-        if mode == UNDECIDED:
-            self.choice.begin()
-            self._enter(self.choice.trial.mode)
-        else:
-            self.choice.trial.stay(mode or COMPRESSED)
-            self._enter(mode or COMPRESSED)
+        """See `Strategy`."""
+        self.choice.resume(mode)
+        self._enter(self.choice.trial.mode)
 
     def _begin_anew(self) -> None:
         """Choose again, as every rank does; what is kept is applied."""

@@ -31,10 +31,6 @@ class Stock:
         """Whether it is Gloo's, on a CPU."""
         raise NotImplementedError
 
-    def set_half(self, halves: bool) -> None:
-        """Let gradients travel as the framework's own half precision, or in full."""
-        raise NotImplementedError
-
     def start(self, p: Parameter) -> Result:
         """Exchange ``p.grad``, where a carrier's `exchanges_in_backward` is false."""
         raise NotImplementedError

@@ -11,7 +11,8 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, HALF, MOST_TIMED, SETTLING, TIMED
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, MOST_TIMED, SETTLING, TIMED
+from dgc_horovod.state.residual_state import EARLIER_FP16
 from dgc_horovod.testing.torch import session, take
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of, error_told, stay_away
@@ -43,12 +44,11 @@ def made(make: Any = _nesterov, mode: str | None = DENSE, **fields: Any) -> tupl
     return model, optimizer
 
 
-def stock(make: Any, clip: float | None = None, half: bool = False) -> nn.Module:
+def stock(make: Any, clip: float | None = None) -> nn.Module:
     """What stock Horovod makes of `STEPS` steps."""
     hvd.init()
     model = smooth_model()
-    compression = hvd.Compression.fp16 if half else hvd.Compression.none
-    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters(), compression=compression)
+    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters())
     for x, y in batches(STEPS, hvd.rank()):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
@@ -71,7 +71,7 @@ def channels_last() -> list[Any]:
         compression = Compression.auto(density=1.0, min_numel=16, values="fp32")
         optimizer = DistributedOptimizer(_nesterov(model), model.named_parameters(), compression)
         torch.manual_seed(hvd.rank())
-        for mode in (DENSE, COMPRESSED, HALF, DENSE):
+        for mode in (DENSE, COMPRESSED, DENSE):
             take(optimizer, mode)
             for _ in range(4):
                 optimizer.zero_grad()
@@ -88,9 +88,6 @@ def dense_steps() -> dict[str, bool]:
         model, optimizer = made(make)
         train(model, optimizer, STEPS)
         found[name] = fingerprint(model) == fingerprint(stock(make))
-    model, optimizer = made(mode=HALF)
-    train(model, optimizer, STEPS)
-    found["fp16"] = fingerprint(model) == fingerprint(stock(_nesterov, half=True))
     model, optimizer = made(clip_norm=0.5)
     train(model, optimizer, STEPS)
     found["clip_norm"] = fingerprint(model) == fingerprint(stock(_nesterov, clip=0.5))
@@ -128,7 +125,7 @@ def _norm_of(tensors: list[torch.Tensor]) -> float:
     return float(torch.cat([x.flatten() for x in tensors]).norm())
 
 
-_ORDER = (DENSE, COMPRESSED, DENSE, HALF, COMPRESSED, HALF, COMPRESSED, DENSE)
+_ORDER = (DENSE, COMPRESSED, DENSE, COMPRESSED, COMPRESSED, DENSE)
 
 
 def switching() -> dict[str, Any]:
@@ -136,8 +133,7 @@ def switching() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, make in OPTIMIZERS.items():
         model, optimizer = made(make, density=1.0, factor_masking=False, **UNROUNDED)
-        orders = [mode for mode in _ORDER if mode != HALF] if name == "SGD" else [DENSE]
-        _train_with(model, optimizer, orders)
+        _train_with(model, optimizer, list(_ORDER) if name == "SGD" else [DENSE])
         found[name] = distance(weights(stock(make)), weights(model))
         model, optimizer = made(make)
         found[f"{name}, replicas"] = _train_with(model, optimizer, list(_ORDER))
@@ -211,16 +207,18 @@ def resuming() -> dict[str, Any]:
     folder = hvd.broadcast_object(tempfile.mkdtemp(), name="folder")
     found: dict[str, Any] = {}
     for name, make in OPTIMIZERS.items():
-        for mode in (DENSE, HALF, COMPRESSED):
+        for mode in (DENSE, EARLIER_FP16, COMPRESSED):
             ends = []
             for stops in (False, True):
                 model, optimizer = made(make)
                 data = list(batches(STEPS, hvd.rank()))
                 for step, (x, y) in enumerate(data):
                     if step == STEPS // 3:
-                        take(optimizer, mode)
+                        take(optimizer, DENSE if mode == EARLIER_FP16 else mode)
                     if stops and step == 2 * STEPS // 3:
                         path = Path(folder) / f"{name}.{mode}"
+                        if mode == EARLIER_FP16:  # what earlier versions wrote where fp16 was chosen
+                            session(optimizer).choice.trial.mode = mode
                         save_checkpoint(path, model, optimizer)
                         model, optimizer = made(make, mode=None)
                         load_checkpoint(path, model, optimizer)
@@ -255,35 +253,17 @@ def uneven() -> dict[str, Any]:
 
 
 def given_up() -> dict[str, Any]:
-    """What ends a trial without a choice: join, and sums beyond half precision; stock Horovod's exchange stays."""
-    hvd.init()
-    found: dict[str, Any] = {}
-    for mode in (COMPRESSED, HALF):
-        model, optimizer = made(mode=None)
-        take(optimizer, mode, on_trial=True)
-        train(model, optimizer, 3 + 2 * hvd.rank())
-        hvd.join()
-        found[f"join, {mode}"] = [session(optimizer).choice.trial.mode, session(optimizer).choice.trial.ended]
-        hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
-        train(model, optimizer, 4)
-        found[f"join, {mode}, weights"] = fingerprint(model)
-    for by_hand in (False, True):
-        model, optimizer = made(mode=HALF)
-        train(model, optimizer, 2)
-        before = fingerprint(model)
-        x, y = next(iter(batches(1, hvd.rank())))
-        (1e8 * nn.functional.mse_loss(model(x), y)).backward()
-        if by_hand:
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
-        found[f"overflow, {by_hand}"] = [fingerprint(model) == before, session(optimizer).choice.trial.mode]
-        train(model, optimizer, 2)
-        found[f"overflow, {by_hand}, finite"] = bool(weights(model).isfinite().all())
-    return found
+    """Join in the middle of a trial: stock Horovod's exchange stays."""
+    model, optimizer = made(mode=None)
+    take(optimizer, COMPRESSED, on_trial=True)
+    train(model, optimizer, 3 + 2 * hvd.rank())
+    hvd.join()
+    trial = session(optimizer).choice.trial
+    found: dict[str, Any] = {"join": [trial.mode, trial.ended]}
+    hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
+    train(model, optimizer, 4)
+    return {**found, "weights": fingerprint(model)}
 
 
 class _Embedded(nn.Module):

@@ -102,10 +102,15 @@ def reloaded() -> dict[str, bool]:
             optimizer.set_weights([variable.numpy() for variable in optimizer.variables])
         optimizer.apply(steps[2], variables)
         states.append(session(optimizer).exchanges[0].steps.buckets.state_arrays())
+    gone = weakref.ref(optimizer)
+    del optimizer
     return {
-        f"{name} {part}": bool(np.array_equal(states[0][name][part], states[1][name][part]))
-        for name in states[0]
-        for part in ("u", "v")
+        "gone at once": gone() is None,
+        **{
+            f"{name} {part}": bool(np.array_equal(states[0][name][part], states[1][name][part]))
+            for name in states[0]
+            for part in ("u", "v")
+        },
     }
 
 
@@ -296,6 +301,8 @@ def models_and_optimizers() -> dict[str, Any]:
 
     for name, action in {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}.items():
         found[name] = error_of(lambda action=action: action(model.optimizer))
+    scaler = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(momentum_sgd()))
+    found["copy of a scaler"] = error_of(lambda: copy.copy(scaler))
     begin = callbacks.BroadcastGlobalVariablesCallback(0)
     plain = fit(smooth_model(), momentum_sgd(), 1)
     plain.optimizer = DistributedOptimizer(plain.optimizer)
