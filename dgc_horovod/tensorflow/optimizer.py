@@ -94,7 +94,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = backward_passes_per_step
     if not isinstance(passes, (int, np.integer)) or isinstance(passes, bool) or passes < 1:
         raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
-    return _distribute(optimizer, make_settings(**locals()), int(passes), average_aggregated_gradients)
+    settings = make_settings(
+        compression,
+        num_groups,
+        groups,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
 
 
 def is_distributed(optimizer: Any) -> bool:

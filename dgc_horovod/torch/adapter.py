@@ -12,9 +12,6 @@ from horovod.torch.optimizer import _DistributedOptimizer
 _NEEDED = (
     "_allreduce_grad_async",
     "_register_hooks",
-    "synchronize",
-    "skip_synchronize",
-    "load_state_dict",
     "set_backward_passes_per_step",
 )
 if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, name)]:

@@ -71,10 +71,6 @@ class HorovodCarrier(Carrier):
         collectives = HorovodCollectives(self.process_set, session.tag)
         return transports(collectives, session.config, self.settings.averages, session.parameters)
 
-    def deliver(self, session: Session) -> None:
-        if session.strategy.takes_gradients:
-            session.hook_gradients()
-
     def started(self, session: Session) -> None:
         if session.speaks and any(needs_host(p) for p in session.parameters.values()):
             _log.warning("dgc_horovod: %s", WITHOUT_CUDA)
@@ -119,11 +115,13 @@ class StockHorovod(Stock):
     def start(self, p: Parameter) -> Result:
         optimizer = self._optimizer()
         handle, context = _DistributedOptimizer._allreduce_grad_async(optimizer, p)
-        return partial(_taken, optimizer, p, handle, context)
+        return partial(_taken, self._optimizer, p, handle, context)
 
 
-def _taken(optimizer: Any, p: Parameter, handle: Any, context: Any) -> torch.Tensor:
+def _taken(reference: weakref.ref[Any], p: Parameter, handle: Any, context: Any) -> torch.Tensor:
     """Horovod's own would wait for ever for a rank that has stopped."""
+    optimizer = reference()  # which owns the session, and that this
+    assert optimizer is not None
     if callable(handle):
         result = handle()
     else:

@@ -18,15 +18,15 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, config_of
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, check_whole
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch.clipping.of_averages import limit_averages
 from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier
-from dgc_horovod.torch.session.choice import strategy_of
+from dgc_horovod.torch.session.choice import begin, kind_for
 from dgc_horovod.torch.session.overrides import OutsideOverrides, made_class
-from dgc_horovod.torch.session.session import Session
+from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import WITHOUT_CUDA, needs_host
 from dgc_horovod.torch.wrapping.arguments import checked_names
 from dgc_horovod.torch.wrapping.horovod_arguments import alike, check_arguments, check_same_choice
@@ -134,15 +134,14 @@ def _compressing(
         check_plain_models(optimizer, named)
         if config.automatic:
             check_automatic(named)
-        kind = strategy_of(config, op == hvd.Average)
+        kind = kind_for(config, op == hvd.Average)
         update = kind.update(optimizer, config)
         if process_set.included() and hvd.rank() == 0:
             begin_as_environment_says(config)
         wrapped = _adopt(optimizer, named, kind.overrides if process_set.included() else OutsideOverrides, **settings)
     if process_set.included():
         carrier = HorovodCarrier(wrapped, config.automatic)
-        wrapped._dgc = Session(wrapped, carrier, kind.config, update, grad_scaler, kind.strategy)
-        wrapped._dgc.start()
+        begin(wrapped, carrier, kind, update, grad_scaler)
     return wrapped
 
 
@@ -186,5 +185,8 @@ def _adopt(
 
 def _set_passes(self: _DistributedOptimizer, passes: int) -> None:
     """As Horovod's."""
+    check_whole("backward_passes_per_step", passes, 1)
     self.backward_passes_per_step = passes
-    self._dgc.passes.sum_up(passes)
+    session = session_of(self)
+    if session is not None:  # else this rank is not in the process set
+        session.passes.sum_up(passes)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dgc_horovod import DGCConfig
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.clipping import calls
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer
 from dgc_horovod.torch.updates.base import PlainUpdate, step_count
@@ -176,6 +177,32 @@ def test_after_a_flush_a_script_finds_and_resets_the_momentum(alone, name):
         train(model, optimizer, 5, seed=1)
         ends.append(weights(model))
     assert distance(*ends) < 1e-5
+
+
+def test_parameter_groups_that_a_script_makes_anew_hold_at_once(alone):
+    """The list of the step before had been asked: a momentum was one step late."""
+    ends = []
+    for compression in (None, Compression.dgc(**WHOLE)):
+        model, optimizer = made(OPTIMIZERS["sgd"], compression)
+        for step in range(4):
+            optimizer.param_groups = [{**group, "momentum": 0.9 - 0.2 * step} for group in optimizer.param_groups]
+            train(model, optimizer, 1, seed=step)
+        ends.append(weights(model))
+    assert distance(*ends) < 1e-5
+
+
+def test_a_gradient_that_is_refused_can_be_given_up(alone):
+    """It had been counted, and was refused for ever."""
+    w = torch.nn.Parameter(torch.ones(40, 50))
+    optimizer = DistributedOptimizer(torch.optim.SGD([w], 0.1, 0.9), [("w", w)], Compression.dgc(0.1, min_numel=64))
+    w.sum().backward()
+    optimizer.synchronize()
+    with pytest.raises(UnsupportedUse, match="between synchronize"):
+        w.sum().backward()
+    optimizer.zero_grad()
+    w.sum().backward()
+    optimizer.step()
+    assert not torch.equal(w, torch.ones(40, 50))
 
 
 def test_what_waits_survives_a_reset(alone):

@@ -87,8 +87,8 @@ class Settings:
         return [number.get(source.key, -1) for source in sources]
 
 
-def make_settings(compression: Any, num_groups: int, groups: Any, **arguments: Any) -> Settings:
-    """Check Horovod's arguments; `arguments` that are no field of `Settings` are left to the caller.
+def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any) -> Settings:
+    """Check Horovod's arguments.
 
     Raises:
         ConfigError: one is out of range.
@@ -103,8 +103,7 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **arguments: A
         raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
     if config is not None and config.local_steps is not None:
-        check_local_steps(arguments["op"] == hvd.Average)
-    fields = {field.name: arguments[field.name] for field in dataclasses.fields(Settings) if field.name in arguments}
+        check_local_steps(fields["op"] == hvd.Average)
     settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if config is not None and config.automatic and envvars.horovod_elastic():
         if hvd.rank() == 0:

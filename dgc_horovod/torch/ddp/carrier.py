@@ -94,10 +94,6 @@ class GroupCarrier(Carrier):
         collectives = ProcessGroupCollectives(self.group, session.tag)
         return transports(collectives, session.config, self.settings.averages, session.parameters)
 
-    def deliver(self, session: Session) -> None:
-        if session.strategy.takes_gradients:
-            session.hook_gradients()
-
     def check_ranks(self, session: Session) -> None:
         """See `SameDensity`."""
         warmup, exchange = session.config.warmup, session.exchange

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import config_of
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, check_whole
 from dgc_horovod.config_check import check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
@@ -33,9 +33,9 @@ from dgc_horovod.torch.ddp.models import (
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
-from dgc_horovod.torch.session.choice import Kind, strategy_of
+from dgc_horovod.torch.session.choice import Kind, begin, kind_for
 from dgc_horovod.torch.session.overrides import made_class
-from dgc_horovod.torch.session.session import Session, session_of
+from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.updates.base import PlainUpdate
 from dgc_horovod.torch.wrapping.arguments import checked_names, choice_fields
 from dgc_horovod.torch.wrapping.refusals import (
@@ -168,8 +168,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if config is None:
         raise ConfigError(f"{compression!r} leaves the exchange to DDP, and there is none: use DDP and register()")
     with _alike(group):
-        if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-            raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {backward_passes_per_step!r}")
+        check_whole("backward_passes_per_step", backward_passes_per_step, 1)
         if config.automatic:
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
         named = checked_names(optimizer, named_parameters)
@@ -211,7 +210,7 @@ def _checked(
     checked_names(optimizer, named)
     check_optimizer(optimizer, sparse)
     check_parameters(optimizer, named)
-    kind = strategy_of(config, averages)
+    kind = kind_for(config, averages)
     update = kind.update(optimizer, config)
     if dist.get_rank() == 0:
         begin_as_environment_says(config)
@@ -228,8 +227,7 @@ def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, update: PlainU
         optimizer.__class__ = made_class(own, kind.overrides, {}, own.__module__)
         if isinstance(scaler, SeenScaler):
             scaler.belongs_to(optimizer)
-        optimizer._dgc = Session(optimizer, carrier, kind.config, update, scaler, kind.strategy)
-        optimizer._dgc.start()
+        begin(optimizer, carrier, kind, update, scaler)
     lead_to_ours(optimizer)
     optimizer.register_step_pre_hook(_only_ours)
 

@@ -128,22 +128,33 @@ class GradientExchange:
         """
         place = self.place.get(p)
         with self._lock:
+            arrived = place[0].arrived if place is not None else 0
             if place is None:
                 self._dense_path.gradients[p] = self._gradient(p, given(p, self.names))
             else:
                 place[0].arrived += 1
                 if p.is_cuda:
                     place[0].streams.add(torch.cuda.current_stream(p.device))
-            if self.clipping.active:
-                if self._dense_path.complete and all(run.complete for run in self.runs):
-                    self._take_all(accumulation_of)
-            elif not self.collectives.by_name:
-                self._take_in_order(accumulation_of)
-            elif place is None:
-                self._dense_path.launch(p)
-            elif place[0].complete:
-                self._take_bucket(place[0], accumulation_of)
+            try:
+                self._start_what_is_complete(p, place, accumulation_of)
+            except BaseException:  # this gradient was refused: it may come again
+                if place is not None:
+                    place[0].arrived = arrived
+                raise
         return partial(self._dense_result, p) if place is None else partial(self._result, p, *place)
+
+    def _start_what_is_complete(
+        self, p: Parameter, place: tuple[BucketRun, int] | None, accumulation_of: AccumulationOf
+    ) -> None:
+        if self.clipping.active:
+            if self._dense_path.complete and all(run.complete for run in self.runs):
+                self._take_all(accumulation_of)
+        elif not self.collectives.by_name:
+            self._take_in_order(accumulation_of)
+        elif place is None:
+            self._dense_path.launch(p)
+        elif place[0].complete:
+            self._take_bucket(place[0], accumulation_of)
 
     def _given(self, run: BucketRun, i: int) -> torch.Tensor:
         """``p.grad`` of the bucket's i-th parameter."""
@@ -156,7 +167,7 @@ class GradientExchange:
 
     def _add_gradients(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
         """Give the engine every gradient of a bucket."""
-        kernels, run.arrived = run.engine.kernels, 0
+        kernels = run.engine.kernels
         wait_for_streams(run.streams)
         run.outputs.clear()
         for i, p in enumerate(run.parameters):
@@ -169,6 +180,7 @@ class GradientExchange:
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
             self.buckets.add_gradient(run.engine, i, handed(gradient, kernels), accumulation)
             run.engine.outputs.put(i, handed(output, kernels))
+        run.arrived = 0
 
     def _launch(self, run: BucketRun, clip: float) -> None:
         engine = run.engine
@@ -201,7 +213,8 @@ class GradientExchange:
     def _take_in_order(self, accumulation_of: AccumulationOf) -> None:
         """Send what is complete, in the order of the buckets; the dense path comes after the last."""
         while self._untaken and self._untaken[0].complete:
-            self._take_bucket(self._untaken.popleft(), accumulation_of)
+            self._take_bucket(self._untaken[0], accumulation_of)
+            self._untaken.popleft()
         if not self._untaken and self._dense_path.complete:
             self._dense_path.launch_all()
             self._share_norms()

@@ -89,6 +89,10 @@ class GradientWatch:
         """Whether weights were written to in place since synchronize: an update that nobody has told of was applied."""
         return bool(self._weights) and all(p._version != seen for p, seen in self._weights)
 
+    def has_applied(self, grad: torch.Tensor | None) -> bool:
+        """Whether `grad` is the tensor that an update of the last step stood in."""
+        return grad is not None and any(ref is not None and ref() is grad for _, ref, _ in self._applied)
+
     def unchanged_since_applied(self) -> bool:
         """Whether every ``p.grad`` is still the update that has been applied."""
         return bool(self._applied) and all(

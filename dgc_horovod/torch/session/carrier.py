@@ -85,8 +85,9 @@ class Carrier:
         raise NotImplementedError
 
     def deliver(self, session: Session) -> None:
-        """From now on let every gradient come to `session`, as long as that is alive."""
-        raise NotImplementedError
+        """From now on let every gradient come to `session`, as long as that is alive; here by hooks of parameters."""
+        if session.strategy.takes_gradients:
+            session.hook_gradients()
 
     def started(self, session: Session) -> None:
         """Everything is in its place: what is to be said to the user."""

@@ -1,9 +1,9 @@
-"""Which strategy, update and methods a compression takes."""
+"""Which strategy, update and methods a compression takes, and the session that is made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,9 +11,11 @@ from dgc_horovod.config import DGCConfig, check_local_steps
 from dgc_horovod.planning.density import fitted
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.session.auto import AutoTuned
+from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.every_step import EveryStep
 from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.overrides import LocalOverrides, Overrides
+from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.session.strategy import Strategy
 from dgc_horovod.torch.updates.base import PlainUpdate
 from dgc_horovod.torch.updates.choice import choose_update, kind_of
@@ -35,7 +37,7 @@ class Kind(NamedTuple):
     overrides: type
 
 
-def strategy_of(config: DGCConfig, averages: bool) -> Kind:
+def kind_for(config: DGCConfig, averages: bool) -> Kind:
     """The strategy that `config` asks for.
 
     Raises:
@@ -47,6 +49,20 @@ def strategy_of(config: DGCConfig, averages: bool) -> Kind:
     if config.automatic:
         return Kind(fitted(config), AutoTuned, choose_update, Overrides)
     return Kind(config, EveryStep, choose_update, Overrides)
+
+
+def begin(optimizer: Any, carrier: Carrier, kind: Kind, update: PlainUpdate, scaler: Any) -> None:
+    """Give `optimizer`, which has the methods of `Kind.overrides`, its session.
+
+    Args:
+        optimizer, carrier, update, scaler: see `Session`.
+        kind: what the session is made of.
+
+    Raises:
+        RankMismatch: on every rank, if the ranks differ in model, config or version.
+    """
+    optimizer._dgc = Session(optimizer, carrier, kind.config, update, scaler, kind.strategy)
+    optimizer._dgc.start()
 
 
 def _local_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainUpdate:

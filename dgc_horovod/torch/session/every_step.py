@@ -97,7 +97,7 @@ class EveryStep(Strategy):
             if exchange.buckets.counts.skipped_in_a_row >= _UNUSUAL:  # a GradScaler calls no step() that would tell
                 session.tell_once(*of_skipped(exchange.buckets))
         session.watch.synchronized(exchange.names, brought)
-        session.groups.changed, session.offered = session.optimizer.param_groups, False
+        session.groups.changed, session.offered = True, False
         if session.may_apply:
             self._keep(withheld)
 

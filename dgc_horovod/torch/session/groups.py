@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 
 import torch
@@ -27,19 +28,21 @@ class ParameterGroups:
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> None:
         groups = optimizer.param_groups
-        self._names = names
+        self._names, self._optimizer = names, weakref.ref(optimizer)
         self._frozen = [p for group in groups for p in group["params"] if not p.requires_grad]
         self._count = sum(len(group["params"]) for group in groups)
         # the last known, for one that is in none any more
         self._of: dict[Parameter, Group] = {p: group for group in groups for p in group["params"]}
         self._frozen_for: dict[Parameter, int] = {}  # steps in a row
-        self.changed: Groups | None = None  # the groups of now, where a script may have moved a parameter
+        self.changed = False  # whether a script may have moved a parameter
 
     def of(self, p: Parameter) -> Group:
         """The group of `p`."""
-        if self.changed is not None:
-            self._of |= {p: group for group in self.changed for p in group["params"]}
-            self.changed = None
+        if self.changed:  # the list itself may be another one since
+            optimizer = self._optimizer()
+            assert optimizer is not None
+            self._of |= {p: group for group in optimizer.param_groups for p in group["params"]}
+            self.changed = False
         return self._of[p]
 
     def check_nothing_unfrozen(self, groups: Groups, exchanged: Collection[Parameter]) -> None:

@@ -62,6 +62,11 @@ class Passes:
         self.results[p] = None
         return self._left[p] == 0
 
+    def gives_back(self, p: Parameter) -> None:
+        """What `comes` has counted was not taken: the gradient of `p` was refused."""
+        self.results.pop(p, None)
+        self._left[p] += 1
+
     @property
     def missing(self) -> list[Parameter]:
         """Parameters whose gradient has not been handed to the exchange."""

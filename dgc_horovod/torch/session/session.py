@@ -90,14 +90,14 @@ class Session:
     def start(self) -> None:
         """Take the gradients over; the optimizer has this session now."""
         self.update.prepare(self.optimizer, self.exchange)
-        self.groups.changed = self.optimizer.param_groups
+        self.groups.changed = True
         clip_calls.watch()
         if self.speaks:
             describe(self.exchange.buckets, self.update.notices)
         for other in owners.in_rounds(self):  # as many on every rank, as they have agreed
             other.strategy.end_for_another()
         self.strategy.started()
-        self.carrier.deliver(self)  # last: after an error no gradient comes here
+        self.carrier.deliver(self)  # not before: after an error no gradient is to come here
         owners.claim(self)
         steps.watch_inside(self.optimizer)
         self.carrier.started(self)
@@ -170,7 +170,11 @@ class Session:
     def gradient_ready(self, p: Parameter) -> None:
         """A backward pass has accumulated into ``p.grad``."""
         if self.passes.comes(p):
-            self.passes.results[p] = self.strategy.hand_over(p)
+            try:
+                self.passes.results[p] = self.strategy.hand_over(p)
+            except BaseException:
+                self.passes.gives_back(p)
+                raise
 
     def take_updates(self) -> None:
         """Exchange what has not been yet, wait for everything, and put what came into ``p.grad``."""
@@ -257,7 +261,7 @@ class Session:
         self.passes.begin_anew()
         self.own("load_state_dict")(own, *args, **kwargs)
         self.forget()
-        self.loaded, self.groups.changed = True, self.optimizer.param_groups
+        self.loaded = self.groups.changed = True
         self.strategy.load(added)
 
     def forget(self) -> None:

@@ -11,9 +11,9 @@ import torch
 from horovod.common.util import split_list
 
 from dgc_horovod import envvars
-from dgc_horovod.config import check_predivide
+from dgc_horovod.config import check_predivide, check_whole
 from dgc_horovod.config_check import check_agreement, refused_alike
-from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.wrapping.arguments import agreed_fields, choice_fields
@@ -27,8 +27,7 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
             "compression=Compression.none, under dgcrun --compression none"
         )
     check_predivide(predivide, op == hvd.Average)
-    if not isinstance(passes, int) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
+    check_whole("backward_passes_per_step", passes, 1)
 
 
 def check_same_choice(compression: Any, process_set: hvd.ProcessSet, refused: str = "nothing") -> None:

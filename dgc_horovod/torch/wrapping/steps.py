@@ -29,6 +29,8 @@ def is_trial(session: Session) -> bool:
     if any(group.get("lr", 0) for group in groups):
         return False
     grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+    if any(session.watch.has_applied(grad) for grad in grads):  # the script's own, which it has zeroed in place
+        return False
     return all(grad is not None and not grad.is_sparse and not grad.any() for grad in grads)
 
 
