@@ -12,7 +12,7 @@ from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS
 from benchmarks.quality.tables import spread
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import ADAM, ADAM_DENSE, POWER_SGD, VARIANTS
+from benchmarks.quality.variants import ADAM, ADAM_DENSE, LOCAL_BETAS, POWER_SGD, VARIANTS
 from benchmarks.report import markdown, save_figure
 
 TASK, LARGER, DENSE, DGC = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
@@ -33,9 +33,8 @@ def gaps(found: Sequence[Outcome], run: Run, dense: Sequence[str] = (DENSE,)) ->
     return values
 
 
-def table(found: Sequence[Outcome]) -> str:
+def table(found: Sequence[Outcome], names: Sequence[str] = (*list(ADAM_DENSE)[1:], *ADAM)) -> str:
     """A line for each number of ranks, length and way to train."""
-    names = (*list(ADAM_DENSE)[1:], *ADAM)
     places = [(workers, length, name) for workers in ADAM_WORKERS for length in LENGTHS for name in names]
     lines = []
     for run in (Run(TASK, name, workers, length=length) for workers, length, name in places):
@@ -128,6 +127,7 @@ def blocks(local: Sequence[Outcome], adam: Sequence[Outcome]) -> dict[str, str]:
     parts = larger(local, adam), power_sgd(local, adam)
     return {
         "adam": table(adam),
+        "adam-local": table(adam, list(LOCAL_BETAS)),
         "adam-workers": by_workers(adam),
         "adam-lengths": by_length(adam),
         "larger": "\n\n".join(filter(None, parts)),

@@ -32,6 +32,7 @@ from benchmarks.quality.variants import (
     LATER_AVERAGED,
     LATER_LOCAL,
     LOCAL,
+    LOCAL_BETAS,
     LOCAL_DENSER,
     LOCAL_GENTLER,
     LOWEST,
@@ -115,6 +116,11 @@ def _adam_gpt(seeds: Sequence[int]) -> Iterator[Run]:
         yield Run("gpt", variant, 4, seed)
 
 
+def _adam_local(seeds: Sequence[int]) -> Iterator[Run]:
+    for seed, variant in itertools.product(seeds, (*FIRST_DENSE, *LOCAL_BETAS)):
+        yield Run("transformer", variant, min(WORKERS), seed + ADAM_SEED, LENGTHS[1])
+
+
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
     for seed in seeds:
         local = (*LOCAL, *LOCAL_DENSER, *LOCAL_GENTLER, *LATER_LOCAL)
@@ -174,6 +180,7 @@ STUDIES = {
     "optimizers": _optimizers,
     "adam": _adam,
     "adam-gpt": _adam_gpt,
+    "adam-local": _adam_local,
     "local": _local,
     "gpt": _gpt,
     "auto": _auto,

@@ -183,6 +183,14 @@ LOCAL_GENTLER = {
     "AdamW, local, 5 steps, 6%, momentum 0.25": _local(5, density=1 / 16, outer_momentum=LESS_OUTER),
     "AdamW, local, 15 steps, 12%, momentum 0.25": _local(15, density=1 / 8, outer_momentum=LESS_OUTER),
 }
+# Half of the momentum in the inner optimizer, and half outside (found on seed 50 of the Transformer), beside all of it
+LOCAL_BETAS = {
+    f"AdamW, local, {steps} steps, {density:.0%}, rate 1.5{name}": replace(
+        _local(steps, density=density, outer_rate=1.5), betas=betas
+    )
+    for steps, density in ((5, 1 / 16), (15, 1 / 8))
+    for name, betas in (("", BETAS), (", b1 0.5", (0.5, 0.99)))
+}
 # The same after some dense steps
 LOCAL_AFTER = 200
 LATER_AVERAGED = {f"AdamW, averaged every 15 after {LOCAL_AFTER}": _local(15, LOCAL_AFTER, **_WHOLE)}
@@ -240,6 +248,7 @@ VARIANTS = {
     **LOCAL,
     **LOCAL_DENSER,
     **LOCAL_GENTLER,
+    **LOCAL_BETAS,
     **LATER_AVERAGED,
     **LATER_LOCAL,
     **AUTOMATIC,
