@@ -73,11 +73,9 @@ def take(optimizer: Any, mode: str, on_trial: bool = False) -> None:
 
 def kept_by(optimizer: Any) -> ResidualState:
     """The record of what this rank has kept, between two steps."""
-    found = _session(optimizer)
-    return state.kept_by(found)
+    return state.kept_by(_session(optimizer))
 
 
 def copied(optimizer: Any) -> ResidualState:
     """The same without what stands in the optimizer's state, whatever is under way."""
-    found = _session(optimizer)
-    return state.copied(found)
+    return state.copied(_session(optimizer))

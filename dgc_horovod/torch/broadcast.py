@@ -27,7 +27,8 @@ def _register_parameters(stock: Any) -> None:
     def broadcast_parameters(params: Any, *place: Any, **named_place: Any) -> None:
         stock(params, *place, **named_place)
         for session in owners.live():
-            session.strategy.weights_set(list(_tensors(params)))
+            if session.strategy.in_round:
+                session.strategy.weights_set(list(_tensors(params)))
 
     broadcast_parameters._dgc_stock = stock  # type: ignore[attr-defined]
     replace_everywhere(stock, broadcast_parameters)

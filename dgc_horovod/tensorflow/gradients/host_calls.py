@@ -21,7 +21,6 @@ from dgc_horovod.kernels.contract import Kernels
 
 _log = logging.getLogger("dgc_horovod")
 _ALIGNMENT = 64  # bytes; TensorFlow copies what is not aligned so
-
 _OUTLIVES = "a graph outlives the DistributedOptimizer whose steps it makes; keep the optimizer"
 
 

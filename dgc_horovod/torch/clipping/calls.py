@@ -120,8 +120,8 @@ def cut_late(session: Session) -> None:
 def end_step(session: Session) -> None:
     """What the script has asked for in this step holds from now on."""
     clipping, buckets = session.exchange.clipping, session.exchange.buckets
-    if clipping.first_clip is not None:
-        buckets.clip_first(*clipping.first_clip)
+    if (first := clipping.first_clip) is not None:
+        buckets.clip_first(*first)
     clipping.step_ends(buckets.in_join)
 
 

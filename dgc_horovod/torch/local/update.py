@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
 
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.updates.base import Left, OwnStep, Parameter, PlainUpdate, step_count
+from dgc_horovod.torch.updates.base import AllLeft, Kept, Optimizer, OwnStep, Parameter, PlainUpdate, step_count
 
 # entries of an inner optimizer's state that go into a rank's record, by the kind of the optimizer
 _KEPT = {"sgd": {"momentum_buffer": MOMENTUM}, "adam": {"exp_avg": FIRST, "exp_avg_sq": SECOND}}
@@ -29,7 +28,7 @@ class LocalUpdate(PlainUpdate):
         super().__init__(kind)
         self.notices, self._rate = [], rate
 
-    def add_own(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, state: ResidualState) -> None:
+    def add_own(self, optimizer: Optimizer, exchange: GradientExchange, state: ResidualState) -> None:
         for p, name in exchange.names.items():
             own = optimizer.state.get(p, {})
             kept = {part: own.get(key) for key, part in _KEPT.get(self.kind, {}).items()}
@@ -63,7 +62,7 @@ class LocalUpdate(PlainUpdate):
         return dataclasses.replace(state, tensors=tensors, directions={}), found
 
     @torch.no_grad()
-    def take_own(self, optimizer: torch.optim.Optimizer, own: dict[Parameter, _Own]) -> None:
+    def take_own(self, optimizer: Optimizer, own: dict[Parameter, _Own]) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 arrays, steps = own.get(p, ({}, None))
@@ -73,13 +72,7 @@ class LocalUpdate(PlainUpdate):
                     optimizer.state[p]["step"] = step_count(p, group, steps)
 
     @torch.no_grad()
-    def flush(
-        self,
-        optimizer: torch.optim.Optimizer,
-        exchange: GradientExchange,
-        left: Mapping[Parameter, Left],
-        own_step: OwnStep,
-    ) -> dict[Parameter, torch.Tensor]:
+    def flush(self, optimizer: Optimizer, exchange: GradientExchange, left: AllLeft, own_step: OwnStep) -> Kept:
         """Apply what all ranks together had kept: it is a change of weights, of which nothing is left."""
         for p, parts in left.items():
             if RESIDUAL in parts:

@@ -93,7 +93,7 @@ class AutoTuned(EveryStep):
         """
         session, exchange = self.session, self.session.exchange
         self._waited += waited
-        session.groups.check_nothing_unfrozen(session.optimizer.param_groups, exchange.names)
+        session.groups.check_nothing_unfrozen(exchange.names)
         if session.config.clip_norm is not None:
             clip_all(exchange.names, session.config.clip_norm * exchange.loss_scale())
 

@@ -89,7 +89,7 @@ class EveryStep(Strategy):
         withheld = session.carrier.withhold(session.parameters.values())
         self._left_alone = set(withheld)
         session.replicas.end(session)
-        session.groups.check_nothing_unfrozen(session.optimizer.param_groups, exchange.names)
+        session.groups.check_nothing_unfrozen(exchange.names)
         session.may_apply = exchange.finish()
         if not session.may_apply:
             if session.update.dense:

@@ -13,7 +13,6 @@ from dgc_horovod.torch.updates.base import Group, PlainUpdate
 from dgc_horovod.torch.wrapping.notices import ADDED_LATER
 
 Parameter = torch.Tensor
-Groups = list[Group]
 FROZEN = 6  # steps after which what waits of a frozen parameter is dropped
 _FADED = 1e-8  # so much of a momentum is nothing
 
@@ -38,24 +37,28 @@ class ParameterGroups:
 
     def of(self, p: Parameter) -> Group:
         """The group of `p`."""
-        if self.changed:  # the list itself may be another one since
-            optimizer = self._optimizer()
-            assert optimizer is not None
-            self._of |= {p: group for group in optimizer.param_groups for p in group["params"]}
+        if self.changed:
+            self._of |= {p: group for group in self._now for p in group["params"]}
             self.changed = False
         return self._of[p]
 
-    def check_nothing_unfrozen(self, groups: Groups, exchanged: Collection[Parameter]) -> None:
+    @property
+    def _now(self) -> list[Group]:
+        """The groups; the list itself may be another one since."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer.param_groups
+
+    def check_nothing_unfrozen(self, exchanged: Collection[Parameter]) -> None:
         """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge.
 
         Args:
-            groups: the optimizer's groups of now.
             exchanged: parameters that have a place.
 
         Raises:
             UnsupportedUse: one is trained now, or was added since.
         """
-        late = self._frozen
+        late, groups = self._frozen, self._now
         if sum(len(group["params"]) for group in groups) != self._count:
             late = [p for group in groups for p in group["params"] if p not in exchanged]
         for p in late:

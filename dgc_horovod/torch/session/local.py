@@ -106,7 +106,7 @@ class LocalSteps(Strategy):
     def exchange(self) -> None:
         """Exchange what the weights have changed by since the last time; every rank must call it, between two steps."""
         session = self.session
-        session.groups.check_nothing_unfrozen(session.optimizer.param_groups, session.exchange.names)
+        session.groups.check_nothing_unfrozen(session.exchange.names)
         session.carrier.check_ranks(session)
         if not self.rounds.send():
             session.tell_once("weights set", WEIGHTS_SET)
@@ -158,8 +158,7 @@ class LocalSteps(Strategy):
 
     def weights_set(self, sent: Sequence[torch.Tensor]) -> None:
         """See `Strategy`."""
-        if self.in_round:
-            self.rounds.restart_of(sent)
+        self.rounds.restart_of(sent)
 
     def clear_residuals(self) -> None:
         """Empty `e` and outer momentum, and begin a round with the weights that a script has set."""

@@ -137,11 +137,6 @@ class Session:
         """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
         return self.passes.synchronized or self.passes.launched
 
-    @property
-    def second(self) -> Any:
-        """What is known of Adam's second moment."""
-        return self.exchange.buckets.second
-
     def tell_once(self, key: str, text: str) -> None:
         """Log `text` on the first rank, the first time that it is told under this key."""
         if key not in self.told and self.speaks:

@@ -81,7 +81,7 @@ class Strategy:
         """The weights and the optimizer's state are about to be others."""
 
     def weights_set(self, sent: Sequence[torch.Tensor]) -> None:
-        """All ranks have the same values in `sent`, of which some may be parameters."""
+        """Within a round: all ranks have the same values in `sent`, of which some may be parameters."""
 
     # -- state
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,10 @@ from dgc_horovod.notices import ADAM_DIRECTIONS
 from dgc_horovod.state.residual_state import RESIDUAL
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates.base import (
+    AllLeft,
     Group,
-    Left,
+    Kept,
+    Optimizer,
     OwnStep,
     Parameter,
     SplitUpdate,
@@ -56,7 +57,7 @@ class AdamUpdate(SplitUpdate):
         return 0.0 if self.dense or self._decoupled(group) else float(group["weight_decay"])
 
     @torch.no_grad()
-    def prepare(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
+    def prepare(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
         """As for others; the second moment is there as stock Adam has it, and the first is zero."""
         for group in optimizer.param_groups:
             for p in self._taken.intersection(group["params"]):
@@ -99,13 +100,7 @@ class AdamUpdate(SplitUpdate):
         p.add_(update, alpha=lr if group["maximize"] else -lr)
 
     @torch.no_grad()
-    def flush(
-        self,
-        optimizer: torch.optim.Optimizer,
-        exchange: GradientExchange,
-        left: Mapping[Parameter, Left],
-        own_step: OwnStep,
-    ) -> dict[Parameter, torch.Tensor]:
+    def flush(self, optimizer: Optimizer, exchange: GradientExchange, left: AllLeft, own_step: OwnStep) -> Kept:
         """All of v is applied, and stock Adam can go on with the second moment.
 
         A gradient that waits, what coding has left of one that was sent whole, is not applied: Adam would take a full
@@ -121,7 +116,7 @@ class AdamUpdate(SplitUpdate):
         exchange.buckets.second.clear()
         return kept
 
-    def step(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
+    def step(self, optimizer: Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
         if not self.dense:
             super().step(optimizer, exchange, own_step)
             return

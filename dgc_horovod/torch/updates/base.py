@@ -23,7 +23,10 @@ from dgc_horovod.torch.gradients.exchange import GradientExchange
 
 Group = dict[str, Any]
 Parameter = torch.Tensor
+Optimizer = torch.optim.Optimizer
 Left = Mapping[str, torch.Tensor]  # of a tensor, by part
+AllLeft = Mapping[Parameter, Left]
+Kept = dict[Parameter, torch.Tensor]  # what a flush cannot apply
 OwnStep = Callable[[], Any]
 States = MutableMapping[Parameter, dict[str, Any]]  # of an optimizer
 Made = list[tuple[Parameter, str, "weakref.ref[torch.Tensor]"]]  # parameter, key of its state, what was put there
@@ -47,14 +50,14 @@ class PlainUpdate:
         self._looks = LOOKS if kind == "other" else 0  # that are left, see `check_weights`
         self.notices = [ADAM_AFTER] if kind == "adam" else []  # for the user, once
 
-    def prepare(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
+    def prepare(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
         """Let the optimizer's state have what stock's has, on every rank: zeros where the engine keeps the real thing.
 
         Called after wrapping, after loading a state, and whenever somebody asks for it.
         """
         self._made += fill_state(optimizer, self.kind, exchange.names)
 
-    def check_weights(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
+    def check_weights(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
         """After a step: raise NotFinite if an optimizer whose arithmetic is not known has spoilt the weights.
 
         In the first steps that are compressed only; the same on every rank, as the weights are.
@@ -64,7 +67,7 @@ class PlainUpdate:
             if name := not_finite_of(exchange.names):
                 raise NotFinite(made_not_finite(exchange.buckets.steps - 1, name, type(optimizer).__name__))
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin(self, optimizer: Optimizer) -> None:
         """The optimizer's own step comes: the zeros of `prepare` become what the parameters have become since."""
         refit_state(optimizer, self._made)
         self._made = []
@@ -81,17 +84,17 @@ class PlainUpdate:
         """The factor, in [0, 1), by which the engine's momentum falls in a step without a gradient."""
         return 0.0
 
-    def step(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
+    def step(self, optimizer: Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
         """Apply one exchanged step: `own_step` runs the user's optimizer on every ``p.grad`` there is."""
         own_step()
 
     def adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
         """Let the engine take over what stands in the optimizer's state: that of a stock checkpoint, or dense steps."""
 
-    def end_dense_steps(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
+    def end_dense_steps(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
         """The optimizer has stepped alone, the same on every rank; from now on it does with what was exchanged."""
 
-    def add_own(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, state: ResidualState) -> None:
+    def add_own(self, optimizer: Optimizer, exchange: GradientExchange, state: ResidualState) -> None:
         """Add to a rank's record what of the optimizer's state is this rank's alone."""
 
     def split_own(self, exchange: GradientExchange, state: ResidualState) -> tuple[ResidualState, Any]:
@@ -102,17 +105,11 @@ class PlainUpdate:
         """
         return state, None
 
-    def take_own(self, optimizer: torch.optim.Optimizer, own: Any) -> None:
+    def take_own(self, optimizer: Optimizer, own: Any) -> None:
         """Put back what `split_own` has found."""
 
     @torch.no_grad()
-    def flush(
-        self,
-        optimizer: torch.optim.Optimizer,
-        exchange: GradientExchange,
-        left: Mapping[Parameter, Left],
-        own_step: OwnStep,
-    ) -> dict[Parameter, torch.Tensor]:
+    def flush(self, optimizer: Optimizer, exchange: GradientExchange, left: AllLeft, own_step: OwnStep) -> Kept:
         """Apply what all ranks together had kept; here as one step of the user's optimizer with it as gradient.
 
         Args:
@@ -138,7 +135,7 @@ class SplitUpdate(PlainUpdate):
         super().__init__(kind)
         self._taken: set[Parameter] = set()  # whose state has been looked at since `prepare`
 
-    def prepare(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
+    def prepare(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
         for p in self._taken:
             self._follow_emptied(p, optimizer.state, exchange)
         super().prepare(optimizer, exchange)
@@ -166,13 +163,7 @@ class SplitUpdate(PlainUpdate):
         raise NotImplementedError
 
     @torch.no_grad()
-    def flush(
-        self,
-        optimizer: torch.optim.Optimizer,
-        exchange: GradientExchange,
-        left: Mapping[Parameter, Left],
-        own_step: OwnStep,
-    ) -> dict[Parameter, torch.Tensor]:
+    def flush(self, optimizer: Optimizer, exchange: GradientExchange, left: AllLeft, own_step: OwnStep) -> Kept:
         kept = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -181,7 +172,7 @@ class SplitUpdate(PlainUpdate):
         return {p: v for p, v in kept.items() if v is not None}
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
+    def step(self, optimizer: Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
         held = {p: p.grad for p in exchange.compressed}
         for p in held:
             p.grad = None
@@ -213,7 +204,7 @@ def drop_momentum(exchange: GradientExchange, p: Parameter) -> None:
         engine.state.write(i, {part: x for part, x in kept.items() if part in (RESIDUAL, REMAINDER)})
 
 
-def fill_state(optimizer: torch.optim.Optimizer, kind: str, known: Collection[Parameter]) -> Made:
+def fill_state(optimizer: Optimizer, kind: str, known: Collection[Parameter]) -> Made:
     """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
 
     With an empty state Horovod's ``broadcast_optimizer_state`` takes a real step; and where one rank alone
@@ -254,7 +245,7 @@ def _entries(kind: str, group: Group) -> tuple[str, ...]:
     return (_STEP, *_MOMENTS[1:4]) if group["amsgrad"] else (_STEP, *_MOMENTS[1:3])
 
 
-def refit_state(optimizer: torch.optim.Optimizer, made: Made) -> None:
+def refit_state(optimizer: Optimizer, made: Made) -> None:
     """Let zeros that `fill_state` made follow their parameters: a script has moved or cast the model since.
 
     All others stay as they are: an optimizer may keep moments in fp32 for weights in half precision.
