@@ -83,7 +83,7 @@ STUDIES = {
         ),
     ),
     "scope": Study(
-        "docs/design.md",
+        "docs/decisions/core.md",
         "The examples on 2 ranks, their default settings",
         _examples(
             ("dense", ("--compression", "none")),
@@ -92,7 +92,7 @@ STUDIES = {
         ),
     ),
     "values": Study(
-        "docs/design.md",
+        "docs/decisions/wire.md",
         "The examples on 2 ranks, compression dgc, their default settings",
         _examples(*_VALUES),
     ),

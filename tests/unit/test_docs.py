@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
 def test_no_generated_block_is_empty():
-    pages = [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
         for name, body in re.findall(r"<!-- ([\w-]+): begin -->(.*?)<!-- \1: end -->", page.read_text(), re.S):
             assert re.search(r"\d", body), f"{page.name}: the block {name} is empty"
