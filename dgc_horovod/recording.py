@@ -7,6 +7,7 @@ dgc_horovod itself, with its first compressed optimizer or tape. One process has
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import secrets
@@ -14,21 +15,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from dgc_horovod import __version__, advice, at_end, envvars, stats
+from dgc_horovod import __version__, advice, at_end, envvars, files, stats, tools
 from dgc_horovod.compression import method_of
 from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.metrics import Writer, writer_for
 from dgc_horovod.notices import make_visible
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.stats import ExchangeStats, all_exchanges, replica_checks
 
 _log = logging.getLogger("dgc_horovod")
 EVERY = 10.0  # seconds
+_OFTEN = 500  # records while a run lasts e times as long
 RANKS_KEPT = 32  # in a record: those that wait least for the others, and those that wait most
 _current: Recording | None = None
+MLFLOW = "mlflow:"
+Record = Mapping[str, Any]  # numbers and texts by name; of buckets and of ranks a list
 RanksOf = Callable[[], Sequence[Mapping[str, Any]]]
 
 
@@ -67,11 +71,77 @@ def choice(tallies: Sequence[ExchangeStats]) -> dict[str, Any]:
     return {"mode": largest.mode or DENSE, "trial_seconds": dict(largest.trial_seconds), "stock_steps": stock}
 
 
+class Writer(Protocol):
+    """Somewhere to write records to."""
+
+    def write(self, record: Record) -> None:
+        """Add a record, or put it in place of the one before."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+def writer_for(path: str) -> Writer:
+    """The writer that the end of `path` asks for.
+
+    Args:
+        path: path of the metrics; ``*.prom``: text format of Prometheus' node exporter, replaced at every write (extra
+            ``dgc-horovod[prometheus]``); ``*/``: folder for TensorBoard (extra ``dgc-horovod[tensorboard]``);
+            ``mlflow:EXPERIMENT``: a run in MLflow (package mlflow), wherever its own settings say; any other: JSON
+            lines.
+
+    Raises:
+        ConfigError: the extra is not installed.
+    """
+    if is_json_lines(path):
+        return JsonLines(path)
+    sink: Writer = tools.load("sinks").sink_for(path)
+    return sink
+
+
+def is_json_lines(path: str) -> bool:
+    """Whether `writer_for` writes JSON lines there."""
+    return not (path.startswith(MLFLOW) or path.endswith((".prom", "/")))
+
+
+class JsonLines:
+    """A line of JSON a record; where these say how many ``seconds`` a run has lasted, fewer as it goes on.
+
+    The next line comes after a 500th of that time at the earliest: ``500 * (1 + ln(T / 5000))`` lines of a record
+    every ten seconds for T > 5,000 s, 2,900 in a week.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._next = Path(path).absolute(), 0.0  # a script may change its folder
+
+    def write(self, record: Record) -> None:
+        """Add a line, with the time if the record has none."""
+        seconds = record.get("seconds", self._next)
+        if seconds < self._next and not record.get("final"):
+            return
+        self._next = seconds * (1 + 1 / _OFTEN)
+        line = json.dumps({"time": round(time.time(), 3), **record}) + "\n"
+        data = (b"\n" if _ends_within_a_line(self._path) else b"") + line.encode()
+        files.append(self._path, data)
+
+    def close(self) -> None:
+        """See `Writer`."""
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether the last line of a file was cut off: a job was killed, or the disk was full."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
 class Recording:
     """The file of this process, until `end`.
 
     Args:
-        path: path of the metrics, see `metrics.writer_for`.
+        path: path of the metrics, see `writer_for`.
         method: name of the compression method, for the records.
         run: description of the job, as JSON, for the first record; its ``id`` stands in every one, by which a reader
             tells it from other jobs that write to the same file.

@@ -9,8 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from dgc_horovod import tools
 from dgc_horovod.errors import DGCError
-from dgc_horovod.launch import build_horovod
 
 _EXIT_USAGE = 2
 
@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # names and variables go out in the bytes that they came in, whatever PYTHONIOENCODING says
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")
     if words[:1] == ["--build-horovod"]:
-        return build_horovod.main(words[1:])
+        code: int = tools.load("build_horovod").main(words[1:])
+        return code
     if importlib.util.find_spec("horovod") is None:
         print(
             f"dgcrun: there is no Horovod for {sys.executable}; dgcrun --build-horovod builds it for the torch and "

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, tools
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import config_file, flags, hosts, inputs, job_report, settings
+from dgc_horovod.launch import config_file, flags, inputs, settings
 from dgc_horovod.launch.job import run_job
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.site import FOLDER
@@ -34,15 +34,9 @@ def run(words: Sequence[str]) -> int:
         print(_exports(job))
         return 0
     if args.plan:
-        from dgc_horovod.launch.plan import command
-
-        return command.run(args, job)
+        return int(tools.load("plan.command").run(args, job))
     if args.doctor:
-        from dgc_horovod.launch.doctor import report
-
-        envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
-        interpreter = hosts.interpreter_of(args.command) or sys.executable
-        return report.diagnose(hosts.host_slots(args), interpreter, ssh, job, _estimate(args, job))
+        return int(tools.load("doctor.report").run(args, job, ssh))
     if not args.command:
         raise ConfigError("no command was given, e.g. dgcrun -np 2 --dgc python train.py")
     late = [word for word in args.command if word == "--dgc" or word.startswith("--dgc-")]
@@ -80,7 +74,8 @@ def _with_report(args: Any, job: Job) -> Job:
     if args.report and job.switched_off:
         print(f"dgcrun: {envvars.ENABLED.name} is off, so there will be no {flags.REPORT}", file=sys.stderr)
     elif args.report:
-        return job_report.with_metrics(job, args.report)
+        with_file: Job = tools.load("report.command").with_metrics(job, args.report)
+        return with_file
     return job
 
 
@@ -111,23 +106,3 @@ def _exports(job: Job) -> str:
     lines = [f"unset {name}" for name, text in texts.items() if not text and name in now]  # it would be used after all
     lines += [f"export {name}={shlex.quote(text)}" for name, text in texts.items() if text]
     return "\n".join([*lines, f'export PYTHONPATH={shlex.quote(FOLDER)}"${{PYTHONPATH:+:$PYTHONPATH}}"'])
-
-
-def _estimate(args: Any, job: Job) -> Any:
-    """What `--doctor` is told to price; None: nothing."""
-    from dgc_horovod.launch.doctor.estimate import Estimate
-    from dgc_horovod.launch.plan.command import node_size_of, number
-    from dgc_horovod.planning.shapes import parse_size
-
-    if not any(_given(args, flag) for flag in flags.ESTIMATE):
-        return None
-    elements = parse_size(args.model_size) if args.model_size else 0
-    milliseconds = number("--step-ms", args.step_ms) if args.step_ms else 0.0
-    link = number("--link-gbps", args.link_gbps) * 1e9 if args.link_gbps else None
-    if not (elements and milliseconds and args.num_proc):
-        raise ConfigError(
-            "--model-size, --step-ms and -np go together, e.g. dgcrun --doctor --model-size 25.6M --step-ms 180 -np 16"
-        )
-    node_size = node_size_of(args, job.config)
-    gloo, mpi = bool(args.use_gloo), bool(args.use_mpi)
-    return Estimate(elements, milliseconds / 1000, args.num_proc, link, node_size, gloo, mpi)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
+import platform
+import secrets
+import shlex
 import sys
 import threading
+import time
 import types
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,8 +20,8 @@ from horovod.common import util
 from horovod.runner import launch
 from horovod.runner.util import network
 
-from dgc_horovod import envvars
-from dgc_horovod.launch import hosts, inputs, job_report, settings
+from dgc_horovod import __version__, envvars, tools
+from dgc_horovod.launch import hosts, inputs, settings
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.private import key_on_no_command_line
@@ -23,6 +29,7 @@ from dgc_horovod.launch.rank import activation_check, reports, summary
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusServer
 
+_PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
 _QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
 _MISSED_REPORTS = 3.0  # intervals without a word of rank 0, after which it is taken to have been out of reach
 
@@ -53,7 +60,7 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
 
     child = Child(work)
     status = StatusServer()  # after the fork: its thread would not survive one
-    description = job_report.describe(args, job, slots)
+    description = describe(args, job, slots)
     status.put(summary.RUN, description)
     status.put(summary.END, None)  # it has its place, whoever may fill all others
     quiet = threading.Timer(_QUIET_SECONDS, _say_if_quiet, (status,))
@@ -64,10 +71,41 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     quiet.cancel()
     status.close()
     if args.report:
-        job_report.write(job, args.report, description)
+        tools.load("report.command").write_page(job, args.report, description)
     if code and status.get(activation_check.verdict(0)):
         _say("dgcrun: compression was not active on every rank, so every rank was stopped: see NotActivated above")
     return code or _look_at_the_end(status, job, args.num_proc or 1)
+
+
+def describe(args: Any, job: Job, slots: str) -> dict[str, Any]:
+    """What `dgcrun` knows of a job and no rank does; its ``id`` tells it from others in the same file.
+
+    Args:
+        args: Horovod's parsed arguments.
+        job: resolved settings of the job.
+        slots: hosts, as ``NAME:SLOTS,...``; "" where they are found while it runs.
+    """
+    return {
+        "id": secrets.token_hex(8),
+        "command": shlex.join(args.command),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "folder": str(Path.cwd()),
+        "hosts": slots,
+        "workers": args.num_proc,
+        "versions": _versions(),
+        "settings": settings.rows(job),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Of the machine that `dgcrun` runs on; hosts are checked to have the same version of dgc_horovod."""
+    found = {"dgc_horovod": __version__, "python": platform.python_version(), "machine": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _nodes(job: Job, slots: str, workers: int | None) -> dict[str, str]:

@@ -149,5 +149,5 @@ set_up() {
     enter_venv
     install_all "$extras" "$@" "${mpi[@]}"
     enter_venv
-    python "$ROOT/dgc_horovod/launch/build_horovod.py" || fail "Horovod is not there; see above"
+    python "$ROOT/dgc_horovod/tools/build_horovod.py" || fail "Horovod is not there; see above"
 }

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from dgc_horovod import envvars, metrics, recording
+from dgc_horovod import envvars, recording
 from dgc_horovod.errors import NotActivated
 from dgc_horovod.launch import hosts, job
 from dgc_horovod.launch import status_server as desk_module
@@ -22,6 +22,7 @@ from dgc_horovod.launch.rank.summary import Outcome
 from dgc_horovod.launch.settings import resolve
 from dgc_horovod.launch.status_server import StatusBoard, StatusServer
 from dgc_horovod.stats import COUNTERS
+from dgc_horovod.tools import sinks
 
 
 @pytest.fixture
@@ -374,7 +375,7 @@ def test_what_is_no_report_is_left_out(server, monkeypatch):
         assert [figures["rank"] for figures in told] == [0, 2], entry
         assert told[1] == {"rank": 2, "host": "", **COUNTS, "overlap": 0.5}
         reports._judge(told)
-        assert len(list(metrics._numbers({"ranks": recording.bounded(told)}))) >= 2 * len(COUNTERS)
+        assert len(list(sinks._numbers({"ranks": recording.bounded(told)}))) >= 2 * len(COUNTERS)
 
 
 def test_a_word_of_another_shape_is_no_word(server, monkeypatch):

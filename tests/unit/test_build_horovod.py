@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from dgc_horovod.launch import build_horovod
+from dgc_horovod.tools import build_horovod
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,6 @@ import pytest
 from dgc_horovod import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import commands, flags, hosts, inputs
-from dgc_horovod.launch.doctor import diagnoses, estimate, link
-from dgc_horovod.launch.doctor import report as doctor
-from dgc_horovod.launch.doctor.diagnoses import BAD, NOTE, OK, Facts
-from dgc_horovod.launch.doctor.estimate import Estimate
-from dgc_horovod.launch.doctor.link import Link
 from dgc_horovod.launch.hosts import HostReport
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.settings import resolve
@@ -26,8 +21,13 @@ from dgc_horovod.planning import cluster as planning
 from dgc_horovod.planning.cluster import Cluster
 from dgc_horovod.planning.cost_model import Cost
 from dgc_horovod.planning.machine import Machine
-from dgc_horovod.planning.shapes import parse_size, tensors
-from dgc_horovod.planning.table import table
+from dgc_horovod.tools.doctor import diagnoses, estimate, link
+from dgc_horovod.tools.doctor import report as doctor
+from dgc_horovod.tools.doctor.diagnoses import BAD, NOTE, OK, Facts
+from dgc_horovod.tools.doctor.estimate import Estimate
+from dgc_horovod.tools.doctor.link import Link
+from dgc_horovod.tools.plan.shapes import parse_size, tensors
+from dgc_horovod.tools.plan.table import table
 
 GIGABIT, RESNET50, VGG16 = 1e9, 25_600_000, 138_400_000
 
@@ -130,7 +130,7 @@ def test_the_command_line_says_where_the_workers_are():
     ]
     args, given = flags.parse(words)
     inputs.make_safe(args)
-    assert commands._estimate(args, commands.job_of(args, given)) == Estimate(10**6, 0.005, 16, GIGABIT, 8, True, False)
+    assert estimate.asked(args, commands.job_of(args, given)) == Estimate(10**6, 0.005, 16, GIGABIT, 8, True, False)
 
 
 @pytest.mark.parametrize(

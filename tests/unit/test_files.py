@@ -17,10 +17,10 @@ import pytest
 from dgc_horovod import files, recording
 from dgc_horovod.errors import CheckpointError, ConfigError
 from dgc_horovod.launch import config_file, hosts, inputs
-from dgc_horovod.launch.plan import show
-from dgc_horovod.metrics import JsonLines
-from dgc_horovod.report import output, records
+from dgc_horovod.recording import JsonLines
 from dgc_horovod.state import checkpoint
+from dgc_horovod.tools.plan import show
+from dgc_horovod.tools.report import command, records
 
 SECONDS = 20  # in which each must have ended
 
@@ -72,8 +72,8 @@ USES = {
     "metrics": lambda path: recording.Recording(path, "dgc", {}, list).end(),
     "lines": lambda path: JsonLines(path).write({"steps": 1}),
     "report of": records.read,
-    "page": lambda path: (output.check(path, ""), output.write(path, "x" * 200_000)),
-    "page unchecked": lambda path: output.write(path, "x"),
+    "page": lambda path: (command.check(path, ""), files.write(path, b"x" * 200_000)),
+    "page unchecked": lambda path: files.write(path, b"x"),
     "config file": config_file.read,
     "hostfile": lambda path: inputs._hosts(Namespace(hosts=None, hostfile=path)),
     "command": lambda path: hosts.interpreter_of([path]),
@@ -135,7 +135,7 @@ def test_where_metrics_can_go(tmp_path):
     finally:
         os.close(reader)
     JsonLines("/dev/null").write(record)
-    code = "from dgc_horovod import files; from dgc_horovod.metrics import JsonLines; J = JsonLines('/dev/stdout')\n"
+    code = "from dgc_horovod import files; from dgc_horovod.recording import JsonLines; J = JsonLines('/dev/stdout')\n"
     code += "J.write({'a': 1}); files.write('/dev/stdout', b'x' * 200_000)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     assert said.startswith(b'{"time"') and said.endswith(b"x" * 200_000)

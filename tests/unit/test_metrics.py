@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dgc_horovod import at_end, metrics, recording, stats
+from dgc_horovod import at_end, recording, stats
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.diagnostics import Diagnostics
@@ -158,7 +158,7 @@ def test_counts_outlive_their_exchange_and_buckets_do_not():
 
 
 def test_json_lines(tmp_path):
-    writer = metrics.writer_for(str(tmp_path / "run.jsonl"))
+    writer = recording.writer_for(str(tmp_path / "run.jsonl"))
     writer.write(STATS)
     writer.write({**STATS, "steps": 4, "time": 1.0})
     first, second = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
@@ -170,7 +170,7 @@ def test_a_script_that_changes_its_folder_has_one_metrics_file(tmp_path, monkeyp
     """A relative path had gone with it, and the report missed the rest."""
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    writer = metrics.writer_for("run.jsonl")
+    writer = recording.writer_for("run.jsonl")
     writer.write(STATS)
     monkeypatch.chdir("other")
     writer.write(STATS)
@@ -182,7 +182,7 @@ def test_a_line_after_one_that_was_cut_off_stands_by_itself(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text('{"steps": 3, "seco')
     for _ in range(2):
-        metrics.writer_for(str(path)).write(STATS)
+        recording.writer_for(str(path)).write(STATS)
     cut, *whole = path.read_text().splitlines()
     assert cut == '{"steps": 3, "seco' and [json.loads(line)["steps"] for line in whole] == [3, 3]
 
@@ -196,7 +196,7 @@ def test_every_record_names_its_run(tmp_path):
 
 
 def test_a_week_of_json_lines_is_bounded(tmp_path):
-    writer, path = metrics.writer_for(str(tmp_path / "run.jsonl")), tmp_path / "run.jsonl"
+    writer, path = recording.writer_for(str(tmp_path / "run.jsonl")), tmp_path / "run.jsonl"
     for seconds in range(0, 7 * 86_400, 10):
         writer.write({"seconds": seconds, "final": False})
     writer.write({"seconds": seconds + 1, "final": True})
@@ -219,7 +219,7 @@ def test_mlflow(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    writer = metrics.writer_for("mlflow:demo")
+    writer = recording.writer_for("mlflow:demo")
     writer.write(STATS)
     writer.write({**STATS, "steps": 4, "final": True})
     client = mlflow.MlflowClient()
@@ -230,7 +230,7 @@ def test_mlflow(tmp_path, monkeypatch):
 
 def test_prometheus(tmp_path):
     parser = pytest.importorskip("prometheus_client.parser")
-    writer = metrics.writer_for(str(tmp_path / "run.prom"))
+    writer = recording.writer_for(str(tmp_path / "run.prom"))
     writer.write({**STATS, "steps": 1})
     writer.write(STATS)
     families = parser.text_string_to_metric_families((tmp_path / "run.prom").read_text())
@@ -244,7 +244,7 @@ def test_prometheus(tmp_path):
 
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
-    writer = metrics.writer_for(f"{tmp_path}/board/")
+    writer = recording.writer_for(f"{tmp_path}/board/")
     writer.write(STATS)
     writer.close()
     (file,) = (tmp_path / "board").iterdir()
@@ -257,7 +257,7 @@ def test_tensorboard(tmp_path):
 def test_a_missing_extra_is_named(monkeypatch, path, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"needs {module}: pip install {module}"):
-        metrics.writer_for(path)
+        recording.writer_for(path)
 
 
 def test_the_records_of_an_automatic_job_say_what_it_chose(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ import pytest
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import commands, flags
-from dgc_horovod.launch.plan import show
-from dgc_horovod.launch.plan.model_shapes import shapes_of
 from dgc_horovod.planning.cost_model import Cost
+from dgc_horovod.tools.plan import show
+from dgc_horovod.tools.plan.shapes import shapes_of
 
 PLAN = ["--plan", "--model-size", "300K", "--step-ms", "5", "--link-gbps", "0.1"]
 

@@ -21,8 +21,7 @@ from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Round
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback
-from dgc_horovod.launch.plan.model_shapes import shapes_of
-from dgc_horovod.planning import collectives, simulation
+from dgc_horovod.planning import collectives
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link
 from dgc_horovod.planning.cost_model import (
     DENSE,
@@ -35,10 +34,11 @@ from dgc_horovod.planning.cost_model import (
     traffic_of,
 )
 from dgc_horovod.planning.machine import Machine
-from dgc_horovod.planning.measure import measured
-from dgc_horovod.planning.shapes import tensors
-from dgc_horovod.planning.table import best, ranges, table
 from dgc_horovod.stats import Traffic
+from dgc_horovod.tools.plan import simulation
+from dgc_horovod.tools.plan.measure import measured
+from dgc_horovod.tools.plan.shapes import shapes_of, tensors
+from dgc_horovod.tools.plan.table import best, ranges, table
 
 RATES, LATENCIES, DENSITIES = (1e8, 1e9, 1e10), (20e-6, 1e-3, 40e-3), (0.001, 0.01)
 SPECS = tensors(25_600_000, DGCConfig())

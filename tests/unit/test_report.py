@@ -16,17 +16,20 @@ import pytest
 from dgc_horovod import envvars
 from dgc_horovod.advice import MOST_LOST, Straggler, on_ranks
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import job_report
 from dgc_horovod.launch.settings import Job, resolve
-from dgc_horovod.report import figures, plots
-from dgc_horovod.report.glance import GOOD, LOOK, tiles
-from dgc_horovod.report.page import page
-from dgc_horovod.report.records import Run, read
+from dgc_horovod.tools.report import command, figures, plots
+from dgc_horovod.tools.report.glance import GOOD, LOOK, tiles
+from dgc_horovod.tools.report.page import page
+from dgc_horovod.tools.report.records import Run, read
 from tests.helpers.records import STEPS_A_RECORD, rank, records, write
 from tests.helpers.sealed import JUNK, places, replaced
 
 SLOW = (0.06, 0.06, 0.01, 0.06)  # rank 2 waits least
 HOSTILE = "<script>alert('x')</script><img src=https://example.org/x onerror=alert(1)>\"'&$\\alpha$\x00\ud800"
+
+WITHOUT_MATPLOTLIB = (
+    "import sys; sys.modules['matplotlib'] = None; from dgc_horovod.tools.report.command import main; sys.exit(main())"
+)
 
 
 class Seen(HTMLParser):
@@ -254,9 +257,9 @@ def test_whatever_goes_wrong_with_a_page_is_said_and_raises_nothing(tmp_path, mo
     def page_of(run):
         raise RuntimeError("no font")
 
-    monkeypatch.setattr(job_report, "page", page_of)
+    monkeypatch.setattr(command, "page", page_of)
     metrics, out = write(tmp_path / "m.jsonl", given), tmp_path / "page.html"
-    job_report.write(job_with(metrics), str(out), {"id": "this"})
+    command.write_page(job_with(metrics), str(out), {"id": "this"})
     assert "dgcrun: no report: RuntimeError: no font." in capsys.readouterr().err and not out.exists()
 
 
@@ -268,16 +271,14 @@ def test_the_page_is_of_the_last_process_that_was_rank_0(before, tmp_path, monke
     for run, name in zip(runs, ("other", "this", "this"), strict=True):
         run[0]["run"] = {"id": name}
     metrics, out = write(tmp_path / "m.jsonl", *runs), tmp_path / "page.html"
-    job_report.write(job_with(metrics), str(out), {"id": "this"})
+    command.write_page(job_with(metrics), str(out), {"id": "this"})
     assert "250 steps in 50 s" in out.read_text()
     assert f"and the {STEPS_A_RECORD * (before - 1)} steps before are not in it" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_tables_are_there(tmp_path):
     path = write(tmp_path / "m.jsonl", records(SLOW))
-    code = (
-        "import sys; sys.modules['matplotlib'] = None; from dgc_horovod.report.__main__ import main; sys.exit(main())"
-    )
+    code = WITHOUT_MATPLOTLIB
     out = tmp_path / "page.html"
     subprocess.run([sys.executable, "-c", code, path, "-o", str(out)], check=True)
     text = out.read_text()
@@ -293,7 +294,7 @@ def test_every_page_has_a_metrics_file_of_its_own(page, metrics, tmp_path):
     """--report lr0.1 and --report lr0.2 had shared lr0.jsonl."""
     path = tmp_path / page
     path.parent.mkdir(exist_ok=True)
-    job = job_report.with_metrics(resolve({"DGC_COMPRESSION": "dgc"}, {}), str(path))
+    job = command.with_metrics(resolve({"DGC_COMPRESSION": "dgc"}, {}), str(path))
     assert job.get(envvars.METRICS_FILE) == str(path.with_name(metrics))
 
 
@@ -307,19 +308,17 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_start(tmp_path, mon
         ("no/x.html", "none", "no such folder"), ("x" * 999, "none", "too long"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"--report: .*{said}"):
-            job_report.with_metrics(job_with(metrics), path)
+            command.with_metrics(job_with(metrics), path)
     for variable, source in (({}, r"flag --dgc-metrics-file"), ({"DGC_METRICS_FILE": "m.prom"}, "environment")):
         flags = {"DGC_COMPRESSION": "dgc", **({} if variable else {"DGC_METRICS_FILE": "m.prom"})}
         with pytest.raises(ConfigError, match=rf"'m.prom' \({source}.*\); give it another name, or none"):
-            job_report.with_metrics(resolve(flags, variable), "x.html")
+            command.with_metrics(resolve(flags, variable), "x.html")
 
 
 def test_a_page_is_in_the_encoding_that_it_names(tmp_path):
     """Whatever the machine's own is."""
     path, out = write(tmp_path / "m.jsonl", records(SLOW, host="höst")), tmp_path / "page.html"
-    code = (
-        "import sys; sys.modules['matplotlib'] = None; from dgc_horovod.report.__main__ import main; sys.exit(main())"
-    )
+    code = WITHOUT_MATPLOTLIB
     latin = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
     subprocess.run([sys.executable, "-c", code, path, "-o", str(out)], check=True, env=latin)
     assert "höst2" in out.read_text(encoding="utf-8")

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from dgc_horovod.report import figures, plots
-from dgc_horovod.report.glance import LOOK, Tile, tiles
-from dgc_horovod.report.html import document, table, tag
-from dgc_horovod.report.records import Record, Run, number
-from dgc_horovod.report.style import STYLE
-from dgc_horovod.report.units import count, milliseconds, percent, plain, size, times_less
+from dgc_horovod.tools.report import figures, plots
+from dgc_horovod.tools.report.figures import count, milliseconds, percent, plain, size, times_less
+from dgc_horovod.tools.report.glance import LOOK, Tile, tiles
+from dgc_horovod.tools.report.html import document, table, tag
+from dgc_horovod.tools.report.records import Record, Run, number
 
 _HEALTH = {
     "residual_ratio": ("residual norm / gradient norm", "how many gradients wait on a rank"),
@@ -38,7 +37,6 @@ def page(run: Run) -> str:
     }
     return document(
         title,
-        STYLE,
         tag("h1", f"Compression {run.last.get('method', '')}"),
         tag("p", tag("code", str(description.get("command") or "a script that was started without dgcrun"))),
         tag("section", *map(_tile, tiles(run)), class_="tiles"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
-from dgc_horovod.report import figures
-from dgc_horovod.report.records import Run, number
-from dgc_horovod.report.units import count, milliseconds, percent, size, times_less
+from dgc_horovod.tools.report import figures
+from dgc_horovod.tools.report.figures import count, milliseconds, percent, size, times_less
+from dgc_horovod.tools.report.records import Run, number
 
 _MODES = {DENSE: "stock Horovod", "fp16": "stock Horovod, fp16", COMPRESSED: "compressed"}  # fp16: of earlier versions
 GOOD, LOOK, PLAIN = "good", "look", "plain"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import sys
 import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,12 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import hosts
-from dgc_horovod.launch.doctor import link
-from dgc_horovod.launch.doctor.diagnoses import (
+from dgc_horovod.launch.inputs import Ssh
+from dgc_horovod.launch.marked import marked
+from dgc_horovod.launch.settings import Job
+from dgc_horovod.planning.cluster import PAYLOAD
+from dgc_horovod.tools.doctor import estimate, link
+from dgc_horovod.tools.doctor.diagnoses import (
     BAD,
     Facts,
     Finding,
@@ -29,14 +34,10 @@ from dgc_horovod.launch.doctor.diagnoses import (
     judge_kernels,
     judge_links,
 )
-from dgc_horovod.launch.doctor.estimate import Estimate, price, show
-from dgc_horovod.launch.doctor.link import Link
-from dgc_horovod.launch.inputs import Ssh
-from dgc_horovod.launch.marked import marked
-from dgc_horovod.launch.plan.command import to_price
-from dgc_horovod.launch.settings import Job
-from dgc_horovod.planning.cluster import PAYLOAD
-from dgc_horovod.planning.measure import measured
+from dgc_horovod.tools.doctor.estimate import Estimate, price, show
+from dgc_horovod.tools.doctor.link import Link
+from dgc_horovod.tools.plan.command import to_price
+from dgc_horovod.tools.plan.measure import measured
 
 _COLUMNS = 100
 _CHILD_SECONDS, _LINK_SECONDS = 120, 60
@@ -89,6 +90,19 @@ _TENSORFLOW = """
     import horovod.tensorflow as horovod
     found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, f"{part}_built")()]
 """
+
+
+def run(args: Any, job: Job, ssh: Ssh) -> int:
+    """Do what ``dgcrun --doctor`` is asked for: see `diagnose`.
+
+    Args:
+        args: Horovod's parsed arguments, with ours.
+        job: resolved settings of the job.
+        ssh: way in which the other hosts are reached.
+    """
+    envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
+    interpreter = hosts.interpreter_of(args.command) or sys.executable
+    return diagnose(hosts.host_slots(args), interpreter, ssh, job, estimate.asked(args, job))
 
 
 def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | None) -> int:

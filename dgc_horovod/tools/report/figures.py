@@ -1,15 +1,17 @@
-"""What a run comes to in numbers."""
+"""What a run comes to in numbers, and how people read them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dgc_horovod.advice import Straggler
-from dgc_horovod.report.records import Record, Run, number, ranks_of
 from dgc_horovod.stats import COUNTERS, PARTS
+from dgc_horovod.tools.report.records import Record, Run, number, ranks_of
 
 _MOST_STOCK = 0.1  # of the steps, or the mean of all is not one of compressed steps
+_SPACE = "\u00a0"  # at which no line is broken
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10}  # in bits a second
 
 
@@ -125,3 +127,41 @@ def rates(run: Run, name: str, over: str) -> list[tuple[float, float]]:
         if units > 0:
             found.append((number(now, "steps"), grown / units))
     return found
+
+
+# -- numbers as people read them
+
+
+def size(nbytes: float) -> str:
+    """Bytes, with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.3g}{_SPACE}{unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g}{_SPACE}TB"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds."""
+    milli = 1000 * seconds
+    return f"{milli:,.0f}{_SPACE}ms" if abs(milli) >= 10 else f"{milli:.2g}{_SPACE}ms"
+
+
+def percent(share: float) -> str:
+    """A share of 1."""
+    return f"{100 * share:.3g}%"
+
+
+def count(number: float) -> str:
+    """A whole number."""
+    return f"{number:,.0f}"
+
+
+def times_less(more: float, less: float) -> str:
+    """How many times less than `more`."""
+    return f"{more / less:.3g}× less" if less else "-"
+
+
+def plain(number: float) -> str:
+    """A number of any kind; "-" for none, which is NaN."""
+    return "-" if math.isnan(number) else f"{number:.3g}"

@@ -77,7 +77,7 @@ def read(path: str) -> list[Run]:
     Records have the id of their job; those of older versions have none, and are taken for one run after another.
 
     Args:
-        path: path of a file of JSON lines, see `metrics.writer_for`.
+        path: path of a file of JSON lines, see `recording.writer_for`.
 
     Raises:
         ConfigError: it cannot be read, or holds no record.

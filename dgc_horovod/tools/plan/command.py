@@ -15,15 +15,14 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import hosts
-from dgc_horovod.launch.plan import show
-from dgc_horovod.launch.plan.model_shapes import shapes_of
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import Cluster, Link
 from dgc_horovod.planning.density import fitted, is_too_short
 from dgc_horovod.planning.machine import Machine
-from dgc_horovod.planning.measure import measured
-from dgc_horovod.planning.shapes import parse_size, tensors
-from dgc_horovod.planning.table import MOST_WORKERS, table
+from dgc_horovod.tools.plan import show
+from dgc_horovod.tools.plan.measure import measured
+from dgc_horovod.tools.plan.shapes import parse_size, shapes_of, tensors
+from dgc_horovod.tools.plan.table import MOST_WORKERS, table
 
 _EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
 _LEAST, _MOST = 1e-9, 1e9

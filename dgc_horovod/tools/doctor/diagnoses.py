@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dgc_horovod import __version__, envvars
-from dgc_horovod.launch.build_horovod import HOROVOD_VERSION, HOROVODS_NAMES
-from dgc_horovod.launch.doctor.link import Link
 from dgc_horovod.launch.hosts import HostReport
+from dgc_horovod.tools.build_horovod import HOROVOD_VERSION, HOROVODS_NAMES
+from dgc_horovod.tools.doctor.link import Link
 
 OK, NOTE, BAD = "ok", "note", "BAD"
 _BUILD = "dgcrun --build-horovod builds it for what is installed here"

@@ -1,6 +1,6 @@
 """Speed of the link between this host and another: TCP throughput in both directions, and the round-trip time.
 
-The other host runs this file (``python -m dgc_horovod.launch.doctor.link ADDRESS PORT``, a token on standard input),
+The other host runs this file (``python -m dgc_horovod.tools.doctor.link ADDRESS PORT``, a token on standard input),
 connects back twice, and takes part in three measurements: echo of single bytes, a stream from here to there, a stream
 from there to here. The standard library is all that it needs, and every wait has an end.
 """

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dgc_horovod.config import AUTO, FLAT, HIERARCHICAL, DGCConfig
 from dgc_horovod.core.budget import HOST_SPEED, loss_by_nodes, within_budget
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.topology import Topology, problem_of
-from dgc_horovod.launch.plan.units import duration, size
+from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning import cost_model
 from dgc_horovod.planning.cluster import Cluster, Link
 from dgc_horovod.planning.cost_model import DENSE, FP16, Cost
 from dgc_horovod.planning.machine import Machine
-from dgc_horovod.planning.shapes import tensors
+from dgc_horovod.tools.plan.command import node_size_of, number
+from dgc_horovod.tools.plan.shapes import parse_size, tensors
+from dgc_horovod.tools.plan.show import duration, size
 
 _PAYS, _NO_GAIN = 1.1, 0.97
 
@@ -65,6 +68,30 @@ class Estimate:
         """A worker, as far as nothing was measured."""
         machine = Machine(self.step_seconds)
         return machine.over_gloo() if self.gloo else machine
+
+
+def asked(args: Any, job: Job) -> Estimate | None:
+    """What the command line asks to price; None: nothing.
+
+    Args:
+        args: Horovod's parsed arguments, with ours.
+        job: resolved settings of the job.
+
+    Raises:
+        ConfigError: something is missing or wrong.
+    """
+    if not (args.model_size or args.step_ms or args.link_gbps or args.workers_per_node):
+        return None
+    elements = parse_size(args.model_size) if args.model_size else 0
+    milliseconds = number("--step-ms", args.step_ms) if args.step_ms else 0.0
+    link = number("--link-gbps", args.link_gbps) * 1e9 if args.link_gbps else None
+    if not (elements and milliseconds and args.num_proc):
+        raise ConfigError(
+            "--model-size, --step-ms and -np go together, e.g. dgcrun --doctor --model-size 25.6M --step-ms 180 -np 16"
+        )
+    node_size = node_size_of(args, job.config)
+    gloo, mpi = bool(args.use_gloo), bool(args.use_mpi)
+    return Estimate(elements, milliseconds / 1000, args.num_proc, link, node_size, gloo, mpi)
 
 
 def exchange_of(estimate: Estimate, config: DGCConfig) -> str:

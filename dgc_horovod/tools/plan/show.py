@@ -1,4 +1,4 @@
-"""The plan as text and as a plot."""
+"""The plan as text and as a plot; seconds and bytes for people."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from dgc_horovod import files
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.budget import LEAST_DENSITY
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.plan.units import duration, size
 from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, POWER_SGD, Cost
-from dgc_horovod.planning.table import Table, best, ranges
+from dgc_horovod.tools.plan.table import Table, best, ranges
 
 _HEADS = {**{name: name for name in METHODS}, EXCHANGES[3]: "hier.+sharded"}
 _BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
@@ -189,3 +188,16 @@ def head(elements: int, computing: float, config: DGCConfig, link: str) -> str:
     """What was planned, in one line."""
     density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.final_density:g}"
     return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, {density}, {link}"
+
+
+def duration(seconds: float) -> str:
+    """``0.0123`` -> "12.3 ms"."""
+    if seconds >= 10:
+        return f"{seconds:,.1f} s"
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.02 else f"{1e3 * seconds:.1f} ms"
+
+
+def size(nbytes: float) -> str:
+    """``1500000`` -> "1.5 MB"."""
+    unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if nbytes >= u), (10**3, "kB"))
+    return f"{nbytes / unit:,.1f} {name}"

@@ -1,92 +1,25 @@
-"""Where the counters of a run go: JSON lines, a Prometheus text file, TensorBoard, MLflow.
-
-``writer_for("run.jsonl").write(optimizer.compression_stats())``; `dgcrun --dgc-metrics-file` does it every ten seconds.
-"""
+"""Other forms of a run's counters than JSON lines: a Prometheus text file, TensorBoard, MLflow."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dgc_horovod import files
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.recording import MLFLOW, Record, Writer
 
-Record = Mapping[str, Any]  # numbers and texts by name; under the names of `_PARTS` one more for each part
-_PARTS = {"buckets": "bucket", "ranks": "rank"}
-_MLFLOW, _BATCH = "mlflow:", 1000  # metrics that it takes at once
-_OFTEN = 500  # records while a run lasts e times as long
-
-
-class Writer(Protocol):
-    """Somewhere to write records to."""
-
-    def write(self, record: Record) -> None:
-        """Add a record, or put it in place of the one before."""
-
-    def close(self) -> None:
-        """No more will come."""
+_PARTS = {"buckets": "bucket", "ranks": "rank"}  # names in a record under which there is one more for each part
+_BATCH = 1000  # metrics that MLflow takes at once
 
 
-def writer_for(path: str) -> Writer:
-    """The writer that the end of `path` asks for.
-
-    Args:
-        path: path of the metrics; ``*.prom``: text format of Prometheus' node exporter, replaced at every write (extra
-            ``dgc-horovod[prometheus]``); ``*/``: folder for TensorBoard (extra ``dgc-horovod[tensorboard]``);
-            ``mlflow:EXPERIMENT``: a run in MLflow (package mlflow), wherever its own settings say; any other: JSON
-            lines.
-
-    Raises:
-        ConfigError: the extra is not installed.
-    """
-    if path.startswith(_MLFLOW):
-        return MLflow(path.removeprefix(_MLFLOW))
-    if path.endswith(".prom"):
-        return Prometheus(path)
-    return TensorBoard(path) if path.endswith("/") else JsonLines(path)
-
-
-def is_json_lines(path: str) -> bool:
-    """Whether `writer_for` writes JSON lines there."""
-    return not (path.startswith(_MLFLOW) or path.endswith((".prom", "/")))
-
-
-class JsonLines:
-    """A line of JSON a record; where these say how many ``seconds`` a run has lasted, fewer as it goes on.
-
-    The next line comes after a 500th of that time at the earliest: ``500 * (1 + ln(T / 5000))`` lines of a record
-    every ten seconds for T > 5,000 s, 2,900 in a week.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path, self._next = Path(path).absolute(), 0.0  # a script may change its folder
-
-    def write(self, record: Record) -> None:
-        """Add a line, with the time if the record has none."""
-        seconds = record.get("seconds", self._next)
-        if seconds < self._next and not record.get("final"):
-            return
-        self._next = seconds * (1 + 1 / _OFTEN)
-        line = json.dumps({"time": round(time.time(), 3), **record}) + "\n"
-        data = (b"\n" if _ends_within_a_line(self._path) else b"") + line.encode()
-        files.append(self._path, data)
-
-    def close(self) -> None:
-        """See `Writer`."""
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    """Whether the last line of a file was cut off: a job was killed, or the disk was full."""
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
+def sink_for(path: str) -> Writer:
+    """See `recording.writer_for`."""
+    if path.startswith(MLFLOW):
+        return MLflow(path.removeprefix(MLFLOW))
+    return Prometheus(path) if path.endswith(".prom") else TensorBoard(path)
 
 
 class Prometheus:
@@ -144,14 +77,14 @@ class MLflow:
         try:
             from mlflow import MlflowClient, MlflowException, entities
         except ImportError:
-            raise ConfigError(f"'{_MLFLOW}{experiment}' needs mlflow: pip install mlflow") from None
+            raise ConfigError(f"'{MLFLOW}{experiment}' needs mlflow: pip install mlflow") from None
         self._client, self._metric, self._error = MlflowClient(), entities.Metric, MlflowException
         try:
             found = self._client.get_experiment_by_name(experiment)
             number = self._client.create_experiment(experiment) if found is None else found.experiment_id
             self._run: str = self._client.create_run(number, run_name="dgc_horovod").info.run_id
         except MlflowException as error:
-            raise ConfigError(f"'{_MLFLOW}{experiment}': {error}") from None
+            raise ConfigError(f"'{MLFLOW}{experiment}': {error}") from None
 
     def write(self, record: Record) -> None:
         """Add a point to every curve, at the record's ``steps``."""

@@ -1,0 +1,140 @@
+"""A page of what a run did: `dgcrun --report` and ``python -m dgc_horovod.report metrics.jsonl -o report.html``.
+
+Whether its file can be written is known before a job, not after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dgc_horovod import envvars, files
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch.flags import REPORT
+from dgc_horovod.launch.settings import Job
+from dgc_horovod.recording import is_json_lines
+from dgc_horovod.tools.report.page import page
+from dgc_horovod.tools.report.records import Run, number, read
+
+_LINES, _PAGES = ".jsonl", (".html", ".htm")
+_EXAMPLE = "name a file, such as report.html"
+
+
+def main() -> int:
+    """Write the page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m dgc_horovod.report", description=main.__doc__)
+    parser.add_argument("metrics", help="the file of --dgc-metrics-file, of JSON lines")
+    parser.add_argument("-o", "--output", default="report.html", metavar="PATH", help="default: %(default)s")
+    given = parser.parse_args()
+    try:
+        check(given.output, given.metrics)
+        runs = read(given.metrics)
+        _write(given.output, runs[-1])
+    except (ConfigError, OSError) as error:
+        print(f"dgc_horovod.report: {error}", file=sys.stderr)
+        return 2
+    earlier = f"; {len(runs) - 1} earlier ones in the file are not in it" if len(runs) > 1 else ""
+    print(f"{given.output}: {number(runs[-1].last, 'steps'):.0f} steps{earlier}")
+    return 0
+
+
+def with_metrics(job: Job, path: str) -> Job:
+    """`job` with the metrics file that a report is made of: one beside the page, if it has none.
+
+    Args:
+        job: resolved settings of the job.
+        path: path of the page.
+
+    Raises:
+        ConfigError: nothing is compressed, its metrics go into another form, or the page cannot be written.
+    """
+    if not job.active:
+        raise ConfigError(
+            f"{REPORT} shows what compression did, and none was asked for; e.g. dgcrun --dgc {REPORT} ..."
+        )
+    given = next(setting for setting in job.settings if setting.variable is envvars.METRICS_FILE)
+    if given.value and not is_json_lines(given.value):
+        raise ConfigError(
+            f"{REPORT} is made of JSON lines, and the metrics file is {given.text!r} ({given.source}); give it another "
+            "name, or none"
+        )
+    try:
+        check(path, given.value or "")
+    except ConfigError as error:
+        raise ConfigError(f"{REPORT}: {error}") from None
+    if given.value:
+        return job
+    return job.with_setting(envvars.METRICS_FILE, metrics_beside(path), f"flag {REPORT}")
+
+
+def write_page(job: Job, path: str, description: dict[str, Any]) -> None:
+    """Write the page of a job that has ended, however it has; what goes wrong here changes no exit code."""
+    metrics = job.get(envvars.METRICS_FILE)
+    try:
+        parts = [run for run in read(metrics) if run.job == description["id"]]
+        if not parts:
+            raise ConfigError(f"{metrics!r} holds nothing of this job")
+        _write(path, parts[-1])
+    except Exception as error:  # whatever matplotlib or an odd record may raise: the job's exit code is to be told
+        said = error if isinstance(error, (ConfigError, OSError)) else f"{type(error).__name__}: {error}"
+        _say(
+            f"no report: {said}. Rank 0 writes that file, on its host; there: python -m dgc_horovod.report {metrics} "
+            f"-o {path}"
+        )
+    else:
+        _say(f"the report is {path}, made of {metrics}{_left_out(parts[:-1])}")
+
+
+def _left_out(parts: Sequence[Run]) -> str:
+    """What is said of the parts of a job before the last: each new process that becomes rank 0 counts anew."""
+    if not parts:
+        return ""
+    steps = sum(number(part.last, "steps") for part in parts)
+    return f"; rank 0 was replaced while it ran, and the {steps:,.0f} steps before are not in it"
+
+
+def _say(text: str) -> None:
+    print(f"dgcrun: {text}", file=sys.stderr, flush=True)
+
+
+def _write(path: str, run: Run) -> None:
+    """Write the page of a run in the encoding that it says it has. Raises OSError."""
+    files.write(path, page(run).encode(errors="replace"))
+
+
+def metrics_beside(page: str) -> str:
+    """The path of the metrics file of a page that is given none: report.jsonl beside report.html, else PAGE.jsonl."""
+    path = Path(page).absolute()
+    name = path.stem if path.suffix.lower() in _PAGES else path.name
+    return str(path.with_name(name + _LINES))
+
+
+def check(page: str, metrics: str) -> None:
+    """Whether a page can be written.
+
+    Args:
+        page: path of the page.
+        metrics: path of the metrics file that it is made of; "" where it gets a name of its own.
+
+    Raises:
+        ConfigError: it cannot, or would take the place of a metrics file.
+    """
+    path = Path(page).absolute()
+    if path.suffix == _LINES or (metrics and path.resolve() == Path(metrics).resolve()):
+        raise ConfigError(f"{page!r} is the name of a metrics file, in whose place the page would be; {_EXAMPLE}")
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{page!r} is a folder; {_EXAMPLE} in it")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{page!r}: there is no such folder; make it, or {_EXAMPLE}")
+        problem = files.problem_with(path)
+        if not (problem or path.exists() or os.access(path.parent, os.W_OK)):
+            problem = "permission denied"
+    except OSError as error:  # a name that is too long, say
+        problem = str(error.strerror)
+    if problem:
+        raise ConfigError(f"{page!r} cannot be written: {problem}")
