@@ -21,6 +21,14 @@ def test_no_generated_block_is_empty():
 
 
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
+def test_every_decision_is_listed_once_by_number():
+    pages = [ROOT / "docs" / "design.md", *(ROOT / "docs" / "decisions").glob("*.md")]
+    found = [int(n) for page in pages for n in re.findall(r"^(?:## |\*\*)(\d+)\. ", page.read_text(), re.M)]
+    listed = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "decisions" / "README.md").read_text(), re.M)
+    assert sorted(found) == [int(n) for n in listed] == list(range(1, len(found) + 1))
+
+
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
 def test_every_test_that_is_named_exists():
     files = list((ROOT / "tests").rglob("test_*.py"))
     functions = "\n".join(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.M))
