@@ -70,8 +70,8 @@ def picture() -> str:
         arrow(f"M{right} {middle}H{WIDTH - 12}"),
         text((right + WIDTH) / 2, middle - 10, "update"),
         arrow(f"M{second + BOX_WIDTH / 2} {bottom}V{low}H{first + BOX_WIDTH / 2}V{bottom + 4}", ACCENT),
-        text((first + second + BOX_WIDTH) / 2, low + 20, "residual: what is not sent stays in v", 14, ACCENT),
-        text((first + second + BOX_WIDTH) / 2, low + 38, "and is sent later", 13, GREY),
+        text((first + second + BOX_WIDTH) / 2, low + 20, "residual: all other elements stay in v", 14, ACCENT),
+        text((first + second + BOX_WIDTH) / 2, low + 38, "and are sent later", 13, GREY),
         text(WIDTH / 2, 30, "every worker, every step, for every bucket of gradients", 14, GREY),
     ]
     return "\n".join(
