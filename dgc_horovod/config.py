@@ -220,6 +220,16 @@ class DGCConfig:
             )
 
     @property
+    def exchanges_weights(self) -> bool:
+        """Whether what the ranks exchange are changes of weights, after steps of their own, and no gradients."""
+        return self.local_steps is not None
+
+    def check_reduction(self, averages: bool) -> None:
+        """Raise UnsupportedUse where the script asks for a sum over the ranks, and weights are averaged."""
+        if self.exchanges_weights and not averages:
+            raise UnsupportedUse("local steps average the ranks' changes: pass op=hvd.Average, or average=True")
+
+    @property
     def begins_dense(self) -> bool:
         """Whether everything is sent at the first step, and no budget can change that."""
         first = self.warmup.first_density if self.warmup is not None else 0
@@ -269,16 +279,6 @@ def check_predivide(factor: Any, averages: bool) -> None:
         raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")
     if factor != 1.0 and not averages:
         raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
-
-
-def check_local_steps(averages: bool) -> None:
-    """Raise UnsupportedUse for what local steps cannot do.
-
-    Args:
-        averages: whether the script asks for an average over the ranks.
-    """
-    if not averages:
-        raise UnsupportedUse("local steps average the ranks' changes: pass op=hvd.Average, or average=True")
 
 
 def _check_fraction(name: str, value: Any) -> None:

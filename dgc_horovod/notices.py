@@ -12,6 +12,7 @@ from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN, WEIGHTS
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, Trial
+from dgc_horovod.stats import ExchangeStats
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -100,7 +101,7 @@ def of_skipped(exchange: OptimizerExchange) -> tuple[str, str]:
     Returns:
         A key of what is said once: of each kind of reason, and again where 10, 100, 1,000, ... were skipped; the text.
     """
-    counts, rounds = exchange.counts, exchange.config.local_steps is not None
+    counts, rounds = exchange.counts, exchange.config.exchanges_weights
     said = round_not_finite if rounds else not_finite
     text = said(exchange.steps - 1, exchange.ending.where())
     if not is_round(counts.skipped):
@@ -147,21 +148,24 @@ def clips_alone(who: str, limit: float, workers: int) -> str:
     )
 
 
-def step_not_made(rank: int, count: int, spoilt: str = "") -> str:
-    """What a rank says with local steps of which it left out `count`: "" most of the times.
+def leave_out(counts: ExchangeStats, rank: int, spoilt: str) -> None:
+    """Count a local step that this rank has left out, as its own gradient was not finite; tell of some of them.
 
     Args:
+        counts: counters of the exchange.
         rank: index of this rank.
-        count: number of steps whose own gradient was not finite, >= 1.
-        spoilt: name of weights that were not; "" if all were.
+        spoilt: name of weights that were not finite; "" if all were.
     """
+    counts.left_out += 1
+    count = counts.left_out
     text = f"a gradient was not finite on rank {rank}, and is left out there; the step counts as one of its local steps"
     if spoilt:
         text = (
             f"{WEIGHTS}{spoilt!r} are not finite on rank {rank}, and so gradients are not, which are left out there; "
             "such a step counts as one of its local steps"
         )
-    return text if count == 1 else f"{text}; {count:,} steps so far" if is_round(count) else ""
+    if count == 1 or is_round(count):
+        _log.warning("dgc_horovod: %s%s", text, f"; {count:,} steps so far" if count > 1 else "")
 
 
 def round_not_finite(exchange: int, where: str) -> str:

@@ -16,7 +16,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.testing.loopback import Board, Loopback
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.local.rounds import LocalRounds
+from dgc_horovod.torch.session.local import LocalRounds
 
 
 class LocalRanks:

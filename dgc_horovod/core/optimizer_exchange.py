@@ -367,7 +367,7 @@ class OptimizerExchange:
                 f"{node_size}, {combining(self.averages)}; load_checkpoint hands them on"
             )
         # after a flush other layers may be trained
-        anew = self.numel.keys() != state.tensors.keys() and is_flushed(state, self.config.local_steps is not None)
+        anew = self.numel.keys() != state.tensors.keys() and is_flushed(state, self.config.exchanges_weights)
         for name in self.numel.keys() & state.tensors.keys() if anew else state.tensors:
             state.check_fits(name, self.numel.get(name), *self._keeps(name))
         self.second.check_fits(state.second)

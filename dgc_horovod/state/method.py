@@ -31,7 +31,7 @@ def method_of(config: DGCConfig, is_split: bool, is_adam: bool) -> str:
         is_split: whether momentum is accumulated before the exchange.
         is_adam: whether the optimizer is Adam or AdamW.
     """
-    if config.local_steps is not None:
+    if config.exchanges_weights:
         return CHANGES
     if not is_split:
         return GRADIENTS

@@ -15,9 +15,9 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from dgc_horovod import envvars
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.session import base
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.watchdog import watched
-from dgc_horovod.tensorflow.local.rounds import have_been_set
 from dgc_horovod.tensorflow.wrapping.variables import native
 
 # What Horovod's broadcast does not know travels as something of the same width: bits are all that matters.
@@ -78,7 +78,7 @@ def broadcast_variables(
         collectives = Collectives(process_set, f"broadcast.{number}")
         name, values = collectives.full_name(""), [variable.read_value() for variable in inner]
         collectives.in_time("*", values, lambda _: assign_from(inner, root_rank, process_set, name))
-    have_been_set(inner)
+    base.weights_set(inner)
 
 
 def _what(root_rank: int) -> str:

@@ -24,7 +24,6 @@ from dgc_horovod.notices import SEVERAL, describe
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
-from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.auto.agreed import for_a_choice
 from dgc_horovod.tensorflow.auto.exchange import AutomaticExchange
 from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
@@ -51,6 +50,8 @@ from dgc_horovod.tensorflow.wrapping.variables import (
 )
 
 _log = logging.getLogger("dgc_horovod")
+# Those of tapes, by their settings. A script makes a new tape at every step: what belongs to its variables outlives it.
+of_tapes: dict[Any, Distribution] = {}
 
 
 class Distribution:
@@ -67,13 +68,14 @@ class Distribution:
     def __init__(self, settings: Settings, update: PlainUpdate, what: str, stride: int = 1, kind: str = "") -> None:
         self.settings, self.update, self.what, self.kind = settings, update, what, kind
         config = settings.config
-        grows = what == "optimizer" and config is not None and config.local_steps is None
+        grows = what == "optimizer" and config is not None and not config.exchanges_weights
         self.clock = Clock(stride, lambda: config is not None and settings.process_set.rank() == 0, self, grows)
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
         self.clipping: Clipping | None = None  # an optimizer's
         self.run_steps: int | None = None  # of the whole run, where Keras' fit knows it
+        self.unapplied: set[Key] = set()  # variables of which a tape has returned something that is not applied yet
         self._takes_part: bool | None = None
         self._sets: dict[Any, VariableSet] = {}
         self._homes = Homes()
@@ -81,8 +83,6 @@ class Distribution:
         self._frozen: set[Key] = set()
         self._agreeing: Collectives | None = None
         self._topology: Topology | None = None
-        if config is not None:
-            joining.note(self)
         # what was loaded, at which iterations and generation, until there is an exchange to take it over
         self._loaded: tuple[ResidualState, int, int] | None = None
 

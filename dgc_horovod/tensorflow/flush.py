@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -14,9 +15,16 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.watchdog import watched
-from dgc_horovod.tensorflow.session.session import Session
-from dgc_horovod.tensorflow.session.strategy import Own, WholeApplication
-from dgc_horovod.tensorflow.wrapping.variables import is_frozen, key_of, scaled
+from dgc_horovod.tensorflow.session.session import Application, Own, Session
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, scaled
+
+
+class WholeApplication(Application):
+    """One with gradients of many steps: nothing that is meant for one step clips them."""
+
+    def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
+        """See `Application`."""
+        return list(grads)
 
 
 def flush(session: Session, own: Own) -> None:

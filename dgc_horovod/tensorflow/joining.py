@@ -6,7 +6,6 @@ loop with "unordered_map::at". So the ranks meet before they join.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -14,7 +13,10 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from dgc_horovod.errors import CollectiveTimeout, UnsupportedUse
+from dgc_horovod.session.base import sessions
+from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
 from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.session.session import Session
 
 _UNEVEN = (
     "hvd.join(): another rank did not come. While gradients are compressed in TensorFlow it cannot wait for ranks that "
@@ -22,17 +24,15 @@ _UNEVEN = (
     "compression none"
 )
 _stock_call = mpi_ops.MPI_LIB.horovod_join
-_compressed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def note(distribution: Any) -> None:
-    """`distribution` will exchange compressed gradients, now or later."""
-    _compressed.add(distribution)
+def _of_optimizers() -> list[Distribution]:
+    return [session.distribution for session in sessions() if isinstance(session, Session)]
 
 
 def has_unused() -> bool:
     """Whether an optimizer that is to compress has made no step so far."""
-    return any(each.what == "optimizer" and not each.used for each in _compressed)
+    return any(each.settings.config is not None and not each.used for each in _of_optimizers())
 
 
 def install() -> None:
@@ -41,10 +41,11 @@ def install() -> None:
 
 
 def _join(*args: Any, **kwargs: Any) -> Any:
-    if any(distribution.takes_part and distribution.compresses for distribution in _compressed):
+    every = [*_of_optimizers(), *of_tapes.values()]
+    if any(each.takes_part and each.compresses for each in every):
         _meet()
-    for distribution in list(_compressed):
-        distribution.joins()
+    for each in every:
+        each.joins()
     return _stock_call(*args, **kwargs)
 
 

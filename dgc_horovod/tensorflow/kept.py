@@ -90,8 +90,8 @@ def trained_in(model: Any, session: Session) -> dict[str, list[int] | None]:
         Indices in ``model.weights``, by `TRAINED` and `EXCHANGED`.
     """
     index = {key_of(weight): i for i, weight in enumerate(model.weights)}
-    local_steps = _method(session.distribution) == CHANGES  # of all that the optimizer was built with
-    kept = [v for v in session.optimizer._trainable_variables if local_steps or not is_frozen(v)]
+    all_kept = _method(session.distribution) == CHANGES  # of all that the optimizer was built with
+    kept = [v for v in session.optimizer._trainable_variables if all_kept or not is_frozen(v)]
     trained = [index.get(key_of(v), -1) for v in kept if key_of(v) not in session.local]
     exchanged = [[index.get(source.key, -1) for source in each.sources] for each in session.distribution.exchanges]
     return {TRAINED: trained, EXCHANGED: exchanged[0] if len(exchanged) == 1 else None}

@@ -51,7 +51,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
     session, collectives, variables, outer = _parts(model, optimizer)
-    session.strategy.finish_round()
+    session.strategy.conclude()
 
     def content() -> checkpoint.Content:
         used, distribution = session.optimizer, session.distribution

@@ -16,7 +16,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow.clipping import of_tape
 from dgc_horovod.tensorflow.compression import Compression
-from dgc_horovod.tensorflow.distribution import Distribution
+from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
 from dgc_horovod.tensorflow.session.overrides import UsersClass, not_converted
 from dgc_horovod.tensorflow.updates.base import TapeUpdate
 from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
@@ -24,8 +24,6 @@ from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_setti
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, native, scaled, sources_of
 
 _log = logging.getLogger("dgc_horovod")
-# A script makes a new tape at every step: what belongs to its variables outlives it here.
-_distributions: dict[Any, Distribution] = {}
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
@@ -84,7 +82,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             "under Horovod Elastic nothing tells a compressed tape that the ranks have changed; use "
             "DistributedOptimizer with our KerasState, or compression=Compression.none"
         )
-    if settings.config is not None and settings.config.local_steps is not None:
+    if settings.config is not None and settings.config.exchanges_weights:
         raise UnsupportedUse("local steps exchange weights, of which a tape knows nothing: use DistributedOptimizer")
     if settings.config is not None and settings.config.momentum_correction and hvd.rank() == 0:
         _say_once_that_momentum_is_not_corrected()
@@ -113,9 +111,9 @@ def _distribution(settings: Settings) -> Distribution:
     if settings.config is not None:
         fields["compression"] = None  # each call of Compression.dgc() makes another object, of one config
     key = tuple({**fields, "process_set": settings.process_set.process_set_id}.values())
-    if key not in _distributions:
-        _distributions[key] = Distribution(settings, TapeUpdate(), "tape")
-    return _distributions[key]
+    if key not in of_tapes:
+        of_tapes[key] = Distribution(settings, TapeUpdate(), "tape")
+    return of_tapes[key]
 
 
 class TapeSession:
@@ -162,7 +160,7 @@ class TapeSession:
         if self.distribution.settings.config is not None:
             own, clip_norm = [gradients[i] for i in agreed.active], self.distribution.settings.config.clip_norm
             of_tape.Returned(clip_norm, own, combined, agreed.exchange.collectives)
-            of_tape.pending.update(agreed.sources[i].key for i in agreed.active)
+            self.distribution.unapplied.update(agreed.sources[i].key for i in agreed.active)
         for i, gradient in zip(agreed.active, combined, strict=True):
             gradients[i] = gradient
         return gradients

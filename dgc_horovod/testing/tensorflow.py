@@ -13,7 +13,7 @@ from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.auto.choice import GraphChoice
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
-from dgc_horovod.tensorflow.local.rounds import LocalRounds
+from dgc_horovod.tensorflow.session.local import LocalRounds
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 

@@ -10,9 +10,8 @@ from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch import state
 from dgc_horovod.torch.auto.choice import OptimizerChoice
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.local.rounds import LocalRounds
 from dgc_horovod.torch.session.auto import AutoTuned
-from dgc_horovod.torch.session.local import LocalSteps
+from dgc_horovod.torch.session.local import LocalRounds, LocalSteps
 from dgc_horovod.torch.session.session import Session, session_of
 
 

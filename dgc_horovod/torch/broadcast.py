@@ -11,8 +11,8 @@ import horovod.torch as hvd
 import torch
 
 from dgc_horovod.names import replace_everywhere
+from dgc_horovod.session import base
 from dgc_horovod.torch.session.session import Session, session_of
-from dgc_horovod.torch.wrapping import owners
 
 
 def register() -> None:
@@ -26,20 +26,11 @@ def _register_parameters(stock: Any) -> None:
     @functools.wraps(stock)
     def broadcast_parameters(params: Any, *place: Any, **named_place: Any) -> None:
         stock(params, *place, **named_place)
-        for session in owners.live():
-            if session.strategy.in_round:
-                session.strategy.weights_set(list(_tensors(params)))
+        entries = params.values() if isinstance(params, dict) else params
+        base.weights_set(entry[1] if isinstance(entry, tuple) else entry for entry in entries)
 
     broadcast_parameters._dgc_stock = stock  # type: ignore[attr-defined]
     replace_everywhere(stock, broadcast_parameters)
-
-
-def _tensors(params: Any) -> Iterator[torch.Tensor]:
-    """Those of a state, or of a list of parameters, with or without names."""
-    for entry in params.values() if isinstance(params, dict) else params:
-        value = entry[1] if isinstance(entry, tuple) else entry
-        if isinstance(value, torch.Tensor):
-            yield value
 
 
 def _register_optimizer_state(stock: Any) -> None:

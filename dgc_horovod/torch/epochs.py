@@ -4,53 +4,40 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import SupportsFloat, SupportsIndex
 
 from torch.utils.data.distributed import DistributedSampler
 
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.torch.session.session import all_alive
 
 
-class EpochListener(Protocol):
-    """Anything with an ``epoch`` to keep up to date."""
-
-    epoch: int | None
-
-
-def whole(epoch: Any) -> int:
+def whole(epoch: SupportsIndex | SupportsFloat) -> int:
     """`epoch` as checkpoints keep it, an int: scripts have whole floats and integers of NumPy, too.
 
     Raises:
         ConfigError: it is no whole number.
     """
     with suppress(TypeError):
-        return operator.index(epoch)
+        return operator.index(epoch)  # type: ignore[arg-type]
     with suppress(TypeError, ValueError):
         if not isinstance(epoch, (str, bytes)) and float(epoch).is_integer():
-            return int(epoch)
+            return int(float(epoch))
     raise ConfigError(f"the epoch must be a whole number, got {epoch!r}")
 
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+def watch() -> None:
+    """From now on every session whose warm-up goes by epochs hears of those that a DistributedSampler is told."""
+    stock = DistributedSampler.set_epoch
+    if hasattr(stock, "__wrapped__"):
+        return
 
+    @functools.wraps(stock)
+    def tell(self: DistributedSampler[object], epoch: int) -> None:
+        stock(self, epoch)
+        for session in all_alive():
+            if session.config.warmup is not None and session.config.warmup.needs_epoch:
+                session.exchange.buckets.epoch = whole(epoch)
 
-def observe(listener: EpochListener) -> None:
-    """Set ``listener.epoch`` whenever a DistributedSampler is told its epoch, for as long as `listener` lives.
-
-    The sampler's ``set_epoch`` is wrapped at the first call, and does what it did before.
-    """
-    _listeners.add(listener)
-    if not hasattr(DistributedSampler.set_epoch, "__wrapped__"):
-        DistributedSampler.set_epoch = _telling(DistributedSampler.set_epoch)  # type: ignore[method-assign]
-
-
-def _telling(set_epoch: Any) -> Any:
-    @functools.wraps(set_epoch)
-    def tell(self: DistributedSampler[Any], epoch: int) -> None:
-        set_epoch(self, epoch)
-        for listener in _listeners:
-            listener.epoch = whole(epoch)
-
-    return tell
+    DistributedSampler.set_epoch = tell  # type: ignore[method-assign]

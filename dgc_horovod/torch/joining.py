@@ -22,13 +22,13 @@ from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.notices import JOINED
 from dgc_horovod.torch import state
+from dgc_horovod.torch.gradients.scaling import SeenScaler
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier
 from dgc_horovod.torch.local.joining import RoundParticipant, mark
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.local import LocalSteps
-from dgc_horovod.torch.session.session import Session
+from dgc_horovod.torch.session.session import Session, all_alive, live
 from dgc_horovod.torch.transport import HorovodCollectives
-from dgc_horovod.torch.wrapping import owners
 
 _log = logging.getLogger("dgc_horovod")
 _PAUSE = 1e-3  # seconds between two looks, as long as Horovod's cycle
@@ -70,7 +70,7 @@ def join(device: int = -1) -> int:
 
 
 def _automatic() -> list[AutoTuned]:
-    strategies = [session.strategy for session in owners.all_alive()]
+    strategies = [session.strategy for session in all_alive()]
     return [strategy for strategy in strategies if isinstance(strategy, AutoTuned)]
 
 
@@ -92,7 +92,7 @@ def _even_out(strategies: Sequence[AutoTuned]) -> None:
 
 
 def _join(device: int) -> int:
-    sessions = owners.live()
+    sessions = live()
     if not sessions:
         return int(_stock_join(device))
     for session in sessions:
@@ -113,7 +113,7 @@ def install() -> None:
 
 
 def _guarded_call(*arguments: Any) -> Any:
-    if owners.live():
+    if live():
         # no RuntimeError: Horovod would make a HorovodInternalError of it
         raise DGCError(
             "this is Horovod's own join, imported before dgc_horovod.torch was; while it waits no packet can be "
@@ -263,7 +263,8 @@ def _take_over_options(session: Session, root: int) -> None:
 
 def _scaler(session: Session) -> torch.amp.GradScaler | None:
     """The script's GradScaler, if it is known."""
-    return getattr(session.scaler, "_scaler", session.scaler)
+    scaler = session.scaler
+    return scaler._scaler if isinstance(scaler, SeenScaler) else scaler
 
 
 def _state_of(scaler: torch.amp.GradScaler | None) -> dict[str, Any]:

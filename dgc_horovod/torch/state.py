@@ -45,7 +45,7 @@ def save(
     """
     session = session_of(optimizer)
     if session is not None:
-        session.strategy.finish_round()
+        session.strategy.conclude()
 
     def content() -> checkpoint.Content:
         state = None if session is None else kept_by(session)

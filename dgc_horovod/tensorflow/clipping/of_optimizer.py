@@ -112,7 +112,7 @@ class Clipping:
 
 def check_change(optimizer: Any, config: DGCConfig | None, kind: str, limit: Any) -> None:
     """Raise UnsupportedUse where a limit that is set after wrapping would not be looked at."""
-    if config is None or config.local_steps is not None or limit == getattr(optimizer, kind):
+    if config is None or config.exchanges_weights or limit == getattr(optimizer, kind):
         return  # with local steps clipping is the optimizer's own
     if kind == "global_clipnorm" or config.clip_norm is not None:
         raise UnsupportedUse(

@@ -20,11 +20,12 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.names import replace_everywhere
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
+from dgc_horovod.tensorflow.distribution import of_tapes
 from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.session.overrides import not_converted
 from dgc_horovod.tensorflow.session.session import session_of
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, key_of
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, key_of
 
 _log = logging.getLogger("dgc_horovod")
 INSTEAD = "pass clip_norm=... to the compression (dgcrun: --dgc-clip-norm), which clips each rank's gradient"
@@ -135,7 +136,6 @@ def _of_an_optimizer(stock: Any) -> Callable[..., Any]:
     return clip
 
 
-pending: set[Any] = set()  # keys of variables of which a compressed tape has returned something that is not applied yet
 _inside = [False]  # whether an optimizer applies for another one
 
 
@@ -154,11 +154,12 @@ def _checked(stock: Any) -> Callable[..., Any]:
     return apply
 
 
-def _check(optimizer: Any, grads: Sequence[Gradient], keys: set[Any]) -> None:
+def _check(optimizer: BaseOptimizer, grads: Sequence[Gradient], keys: set[Key]) -> None:
     """Refuse what would be exchanged twice, or clipped where its mark is lost."""
     marked = any(hasattr(gradient, "_dgc_returned") for gradient in grads)
-    changed = not marked and bool(keys & pending)
-    pending.difference_update(keys)
+    changed = not marked and any(keys & each.unapplied for each in of_tapes.values())
+    for each in of_tapes.values():
+        each.unapplied -= keys
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if session_of(inner) is not None:
         if marked:

@@ -207,7 +207,7 @@ class HostSteps:
             self._check_ranks()
             if self._under_way:
                 self.buckets.rollback()
-        if self.buckets is not None and self.buckets.config.local_steps is not None:
+        if self.buckets is not None and self.buckets.config.exchanges_weights:
             self.buckets.rescale(self.buckets.config.local_decay)  # weights are exchanged: what waits fades
         self._under_way, self._iterations = True, int(iterations)
         generation, buckets = self._generation_now(self._iterations), self.buckets

@@ -38,7 +38,7 @@ class Replicas:
         self._collectives, self._stops = steps.collectives, config.on_mismatch == "stop"
         sizes = {str(i): numel_of([s]) * tf.as_dtype(s.dtype).size for i, s in enumerate(sources)}
         self._check = replica_check.ReplicaCheck(sizes, config)
-        self._rounds = config.local_steps is not None  # each rank has a learning rate of its own
+        self._rounds = config.exchanges_weights  # each rank has a learning rate of its own
         self._alike_after: dict[int, int] = {}  # number of steps, by the part's first tensor
         self.parts = [[int(i) for i in part] for part in self._check.parts]
 

@@ -49,7 +49,7 @@ class WeightsWatch:
         """
         assert self._steps.buckets is not None
         due.set_shape([])
-        if self._steps.buckets.config.local_steps is not None or not weights:  # weights are what is exchanged; no case
+        if self._steps.buckets.config.exchanges_weights or not weights:  # weights are what is exchanged; no case
             return due
 
         def look() -> tf.Tensor:

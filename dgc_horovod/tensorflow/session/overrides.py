@@ -37,7 +37,7 @@ class Methods(UsersClass):
         """
         super().load_own_variables(store)
         self._dgc.distribution.clock.reloaded()
-        self._dgc.strategy.restart()
+        self._dgc.strategy.forget()
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
@@ -63,7 +63,7 @@ class Methods(UsersClass):
         rank calls it, and has set them to the same.
         """
         self._dgc.distribution.clear()
-        self._dgc.strategy.restart()
+        self._dgc.strategy.forget()
         self._dgc.strategy.begin_anew()
 
     def residual_state_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Methods(UsersClass):
         Raises:
             UnsupportedUse: there are several sets of variables; a round of local steps is under way.
         """
-        self._dgc.strategy.check_between_rounds()
+        self._dgc.strategy.check_between_steps()
         self._dgc.distribution.clock.look(self._dgc.iterations)
         state = self._dgc.distribution.residuals()
         return {} if state is None else state.to_dict()
@@ -88,7 +88,7 @@ class Methods(UsersClass):
             CheckpointError: it is of another rank, another number of ranks or another model.
             UnsupportedUse: a round of local steps is under way.
         """
-        self._dgc.strategy.check_between_rounds()
+        self._dgc.strategy.check_between_steps()
         if state_dict != {}:
             self._dgc.distribution.resume(ResidualState.from_dict(state_dict), self._dgc.iterations)
 
@@ -179,7 +179,7 @@ class LocalOverrides(Overrides):
 
         Afterwards the weights are the same on every rank. ``apply`` does it every ``local_steps`` steps.
         """
-        self._dgc.strategy.finish_round()
+        self._dgc.strategy.conclude()
 
 
 class AgreedScaling(Methods):

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.session import base
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.session.strategy import Application, Own, Strategy
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, native
 
+if TYPE_CHECKING:
+    from dgc_horovod.tensorflow.session.strategy import Strategy
 
-class Session:
-    """Everything of ours about a Keras optimizer, which has it as its one attribute.
+Own = Callable[..., Any]  # a method of the optimizer, as the user's class has it
+
+
+class Application:
+    """One call of ``apply``, while it is traced or run; here one of Keras alone."""
+
+    def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
+        """What Keras steps with: gradients that are accumulated and unscaled."""
+        return own(grads)
+
+    def decay(self, variables: Sequence[Any], own: Own) -> None:
+        """Decay the weights."""
+        own(variables)
+
+    def update(self, step: Callable[[], None], decay: Own) -> None:
+        """Step the weights."""
+        step()
+
+    def is_split(self, variable: keras.Variable) -> bool:
+        """Whether the optimizer's arithmetic has been done before selection."""
+        return False
+
+
+class Session(base.Session[keras.optimizers.Optimizer]):
+    """The session of a Keras optimizer.
 
     Args:
         optimizer: wrapped optimizer, without a LossScaleOptimizer around it.
@@ -32,22 +56,27 @@ class Session:
         scaled_by_another: whether a LossScaleOptimizer was put around the optimizer.
     """
 
+    strategy: Strategy
     application, scaled_by_another = Application(), False
 
     def __init__(
-        self, optimizer: Any, distribution: Distribution, kind: type[Strategy], passes: int, averaged: bool, again: Own
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        distribution: Distribution,
+        kind: type[Strategy],
+        passes: int,
+        averaged: bool,
+        again: Own,
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which owns this
+        super().__init__(optimizer)
         self.distribution, self.passes, self.averaged, self.again = distribution, passes, averaged, again
         self.local: set[Key] = set()
         self.strategy = kind(self)
+        self.enter()
 
     @property
-    def optimizer(self) -> keras.optimizers.Optimizer:
-        """The optimizer that has this session."""
-        found = self._optimizer()
-        assert found is not None
-        return found
+    def speaks(self) -> bool:
+        return bool(self.distribution.settings.process_set.rank() == 0)
 
     @property
     def takes_part(self) -> bool:
@@ -99,7 +128,7 @@ class Session:
             store[str(i)] = variable.numpy() if value is None else value
 
 
-def session_of(optimizer: Any) -> Session | None:
+def session_of(optimizer: object) -> Session | None:
     """The session of an optimizer, of a LossScaleOptimizer that of the one inside; None where it has none."""
     found = getattr(optimizer, "_dgc", None)
     return found if isinstance(found, Session) else None

@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.session import base
 from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipped
+from dgc_horovod.tensorflow.session.session import Application, Own, Session
 from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, native, scaled
 
-if TYPE_CHECKING:
-    from dgc_horovod.tensorflow.session.session import Session
-
-Own = Callable[..., Any]  # a method of the optimizer, as the user's class has it
 OWN_APPLY = (
     "{name} steps in an apply() of its own, in which nothing is exchanged: the ranks would train apart. Use a "
     "DistributedGradientTape, and give what it returns to {name}"
 )
-
-
-class Application:
-    """One call of ``apply``, while it is traced or run; here one of Keras alone."""
-
-    def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
-        """What Keras steps with: gradients that are accumulated and unscaled."""
-        return own(grads)
-
-    def decay(self, variables: Sequence[Any], own: Own) -> None:
-        """Decay the weights."""
-        own(variables)
-
-    def update(self, step: Callable[[], None], decay: Own) -> None:
-        """Step the weights."""
-        step()
-
-    def is_split(self, variable: Any) -> bool:
-        """Whether the optimizer's arithmetic has been done before selection."""
-        return False
-
-
-class WholeApplication(Application):
-    """One with gradients of many steps: nothing that is meant for one step clips them."""
-
-    def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
-        """See `Application`."""
-        return list(grads)
 
 
 class ExchangedApplication(Application):
@@ -123,13 +93,13 @@ class ExchangedApplication(Application):
 
         return tf.cond(self._finite, either, lambda: False)
 
-    def is_split(self, variable: Any) -> bool:
+    def is_split(self, variable: keras.Variable) -> bool:
         """See `Application`."""
         return self._split and key_of(variable) in self._variables.compressed
 
 
-class Strategy:
-    """What a step of one session is; between two steps, nothing is to be done.
+class Strategy(base.Strategy[Session, tf.Variable]):
+    """What a step of one session is.
 
     Args:
         session: session that has it.
@@ -137,34 +107,15 @@ class Strategy:
 
     no_scaler: str  # what is wrong with a LossScaleOptimizer around the optimizer
 
-    def __init__(self, session: Session) -> None:
-        self.session: Session = weakref.proxy(session)  # which owns this
-
     def apply(self, grads: list[Gradient], variables: list[Any], own: Own) -> None:
         """One step. `own`: the optimizer's ``apply``."""
         raise NotImplementedError
 
-    def finish_round(self) -> None:
-        """End what spans several steps, on every rank."""
-
-    def before_flush(self) -> None:
-        """The script flushes, on every rank."""
-
-    def outer(self) -> list[tf.Variable]:
-        """Variables that belong to a checkpoint and not to Keras' optimizer, which is built."""
-        return []
-
     def begin_anew(self) -> None:
         """All ranks have the weights of a checkpoint of ours, or of a script."""
 
-    def restart(self) -> None:
-        """The weights are others, and what is known of those before is worth nothing."""
-
     def check_not_begun(self) -> None:
         """Raise UnsupportedUse where which variables are exchanged is fixed."""
-
-    def check_between_rounds(self) -> None:
-        """Raise UnsupportedUse within a round, of which a record holds nothing."""
 
 
 class EveryStep(Strategy):

@@ -14,7 +14,7 @@ from horovod.common.util import split_list
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import config_of
-from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_local_steps, check_predivide
+from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
 from dgc_horovod.tensorflow.compression import Compression
@@ -102,8 +102,8 @@ def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any)
     if "torch" in (getattr(compression, "framework", ""), *getattr(compression, "__module__", "").split(".")):
         raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
-    if config is not None and config.local_steps is not None:
-        check_local_steps(fields["op"] == hvd.Average)
+    if config is not None:
+        config.check_reduction(fields["op"] == hvd.Average)
     settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if config is not None and config.automatic and envvars.horovod_elastic():
         if hvd.rank() == 0:

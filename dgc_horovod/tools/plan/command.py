@@ -77,7 +77,7 @@ def to_price(job: Job, command: str) -> DGCConfig:
         ConfigError: it has local steps, or auto would compress nothing.
     """
     config = job.config or DGCConfig(**PRESETS["dgc"])
-    if config.local_steps is not None:
+    if config.exchanges_weights:
         raise ConfigError(
             f"{command} prices an exchange at every step, and local steps make one every {config.local_steps}; leave "
             "local steps out of it"

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
@@ -18,11 +18,8 @@ from torch.nn.utils import clip_grad
 from dgc_horovod.names import replace_everywhere
 from dgc_horovod.torch.clipping.local import ELEMENTS, Clip
 from dgc_horovod.torch.clipping.norms import total_norm
-from dgc_horovod.torch.wrapping import owners
+from dgc_horovod.torch.session.session import Session, all_alive, live
 from dgc_horovod.torch.wrapping.notices import clipping_learned, clipping_left_out
-
-if TYPE_CHECKING:
-    from dgc_horovod.torch.session.session import Session
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -72,11 +69,11 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
     """The norms of gradients whose ranks clip them already, and the parameters that are left to torch."""
     norms, left, known = [], parameters, _is_known(limit, p)
-    for session in owners.all_alive():
+    for session in all_alive():
         own = tuple(x for x in parameters if x in session.exchange.names)
         if own:
             session.strategy.sees_clip(Clip(own, limit, p, session.passes.synchronized), known)
-    for session in owners.live():
+    for session in live():
         own = tuple(x for x in left if x in session.exchange.names) if session.is_exchanging else ()
         norm = _note(session, Clip(own, limit, p)) if own and known else None
         if norm is not None:
@@ -127,7 +124,7 @@ def end_step(session: Session) -> None:
 
 def _look_again() -> None:
     """What torch's function has just done to gradients is known: it is no change that a script should hear of."""
-    for session in owners.live():
+    for session in live():
         session.watch.look_again()
 
 

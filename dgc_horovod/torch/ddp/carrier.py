@@ -23,7 +23,7 @@ from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier, Stock
 from dgc_horovod.torch.session.session import Session
-from dgc_horovod.torch.wrapping import owners, steps
+from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.arguments import agreed_fields
 
 Parameter = torch.Tensor
@@ -188,7 +188,7 @@ class DataParallelCarrier(GroupCarrier):
 
     def before_step(self, session: Session) -> None:
         """Nothing was exchanged since the last step; DDP calls no hook for a bucket of which a gradient is missing."""
-        owners.check(session)
+        session.check_not_superseded()
         if session.passes.synchronized:
             return
         model, parameters, results = self._model(), session.parameters, session.passes.results

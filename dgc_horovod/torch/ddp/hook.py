@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.session.session import Session
-from dgc_horovod.torch.wrapping import owners
 
 JOINING = (
     "Join with a compressed model: ranks whose data have run out would add gradients of zero that their residuals know "
@@ -108,7 +107,7 @@ def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
         raise UnsupportedUse(JOINING)
     if user is None:
         raise UnsupportedUse(SUPERSEDED)
-    owners.check(user)
+    user.check_not_superseded()
     return user.carrier.carry(user, bucket)
 
 

@@ -40,7 +40,7 @@ class Replicas:
         self._parameters, self._collectives, self._stops = parameters, collectives, config.on_mismatch == "stop"
         self._check = replica_check.ReplicaCheck({name: p.nbytes for name, p in parameters.items()}, config)
         self._under_way: tuple[Pending, int, list[str]] | None = None
-        self._rounds = config.local_steps is not None
+        self._rounds = config.exchanges_weights
         self._before: dict[str, int] | None = None  # checksums before the first step, of what is compared after it
         self._alike_after: dict[str, int] = {}  # number of steps, by tensor
 
@@ -114,8 +114,8 @@ class Replicas:
                 self._broadcast(state[key], f"{name}.{key}", root)
             for key in set(state) - set(there_is[name]):
                 del state[key]
-        for name, x in session.strategy.outer().items():
-            self._broadcast(x, f"{name}.outer", root)
+        for i, x in enumerate(session.strategy.outer()):
+            self._broadcast(x, f"{i}.outer", root)
         values = torch.from_numpy(second.packed())
         self._broadcast(values, "second moments", root)
         second.unpack(values.numpy())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,19 +11,15 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
 from dgc_horovod.torch import state
 from dgc_horovod.torch.auto.choice import OptimizerChoice
+from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.clipping.norms import clip_all
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.session.carrier import Stock
-from dgc_horovod.torch.session.every_step import EveryStep, evaluated
+from dgc_horovod.torch.session.every_step import EveryStep
 from dgc_horovod.torch.session.passes import Result
-from dgc_horovod.torch.session.strategy import Closure
-from dgc_horovod.torch.wrapping import owners
+from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping.notices import SYNCHRONIZED_TWICE
-
-if TYPE_CHECKING:
-    from dgc_horovod.torch.clipping.local import Clip
-    from dgc_horovod.torch.session.session import Session
 
 Parameter = torch.Tensor
 
@@ -53,8 +48,8 @@ class AutoTuned(EveryStep):
         self.choice = OptimizerChoice(self.session.exchange, self.own.name, self.own.on_gloo)
 
     @property
-    def undecided(self) -> bool:  # type: ignore[override]
-        """See `Strategy`."""
+    def undecided(self) -> bool:
+        """Whether the choice is still to be made."""
         return not self.choice.trial.ended
 
     # -- a step of the framework's own exchange
@@ -80,7 +75,7 @@ class AutoTuned(EveryStep):
         if not self.stock:
             super().synchronize()
         elif not self.session.carrier.exchanges_in_backward:
-            owners.check(self.session)
+            self.session.check_not_superseded()
             begin = time.perf_counter()
             self.session.take_updates()
             self.arrived(time.perf_counter() - begin)
@@ -97,34 +92,30 @@ class AutoTuned(EveryStep):
         if session.config.clip_norm is not None:
             clip_all(exchange.names, session.config.clip_norm * exchange.loss_scale())
 
-    def step(self, closure: Closure | None) -> Any:
+    def step(self) -> bool:
         """See `EveryStep`; now and then the ranks compare and choose."""
-        if self.stock:
-            loss = evaluated(closure)
-            self._stock_step()
-            self.session.loaded = False
-        else:
-            loss = super().step(closure)
+        is_made = self._stock_step() if self.stock else super().step()
         if self.choice.compare_after(self._waited):
             self.switch(self.choice.trial.mode)
         self._waited = 0.0
-        return loss
+        return is_made
 
-    def _stock_step(self) -> None:
+    def _stock_step(self) -> bool:
         session, passes = self.session, self.session.passes
         session.update.begin(session.optimizer)
         with session.as_step():
             if session.carrier.exchanges_in_backward:
-                owners.check(session)
+                session.check_not_superseded()
                 self.choice.script_accumulates |= self.own.take_accumulates()
             elif not passes.skips:
                 if passes.synchronized:
                     warnings.warn(SYNCHRONIZED_TWICE, stacklevel=5)
                 self.synchronize()
             passes.synchronized = False
-            session.own("step")()
+            session.returned = session.own("step")()
         session.exchange.clipping.uncompressed_step_ends()
         self.choice.count()
+        return True
 
     def clear_gradients(self) -> None:
         """See `EveryStep`."""
@@ -189,7 +180,7 @@ class AutoTuned(EveryStep):
         if self.session.passes.results or not self.stock:  # behind the uncompressed exchange u and v are empty
             super().check_between_steps()
 
-    def finish_round(self) -> None:
+    def conclude(self) -> None:
         """A checkpoint holds no half of a trial: that begins anew."""
         if not self.stock and not self.choice.trial.ended:
             self._begin_anew()

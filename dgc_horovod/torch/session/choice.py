@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgc_horovod.config import DGCConfig, check_local_steps
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.planning.density import fitted
+from dgc_horovod.torch import epochs
+from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier
@@ -43,8 +45,8 @@ def kind_for(config: DGCConfig, averages: bool) -> Kind:
     Raises:
         UnsupportedUse: gradients are to be summed, and local steps average weights.
     """
-    if config.local_steps is not None:
-        check_local_steps(averages)
+    config.check_reduction(averages)
+    if config.exchanges_weights:
         return Kind(config, LocalSteps, _local_update, LocalOverrides)
     if config.automatic:
         return Kind(fitted(config), AutoTuned, choose_update, Overrides)
@@ -61,6 +63,8 @@ def begin(optimizer: Any, carrier: Carrier, kind: Kind, update: PlainUpdate, sca
     Raises:
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
+    clip_calls.watch()
+    epochs.watch()
     optimizer._dgc = Session(optimizer, carrier, kind.config, update, scaler, kind.strategy)
     optimizer._dgc.start()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 
@@ -16,9 +15,9 @@ from dgc_horovod.torch.gradients import moments
 from dgc_horovod.torch.gradients.dense_path import all_finite
 from dgc_horovod.torch.gradients.scaling import already_unscaled, scale_of
 from dgc_horovod.torch.session.passes import Result
-from dgc_horovod.torch.session.strategy import Closure, Strategy
+from dgc_horovod.torch.session.strategy import Strategy
 from dgc_horovod.torch.updates.base import drop_momentum
-from dgc_horovod.torch.wrapping import owners, steps
+from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.notices import (
     CHANGED_UPDATE,
     DROPPED,
@@ -77,7 +76,7 @@ class EveryStep(Strategy):
     def synchronize(self) -> None:
         """A second call before the next backward pass does nothing, nor does one with nothing new since the step."""
         session, passes = self.session, self.session.passes
-        owners.check(session)
+        session.check_not_superseded()
         if not passes.results and self._nothing_new():
             return
         if already_unscaled(session.scaler, session.optimizer):
@@ -120,12 +119,8 @@ class EveryStep(Strategy):
 
     # -- the step
 
-    def step(self, closure: Closure | None) -> Any:
-        """Synchronize unless that is done or skipped, then apply the optimizer.
-
-        A closure is evaluated first, so that its gradients are the ones exchanged.
-        """
-        loss = evaluated(closure)
+    def step(self) -> bool:
+        """Synchronize unless that is done or skipped, then apply the optimizer."""
         session, passes, buckets = self.session, self.session.passes, self.session.exchange.buckets
         session.carrier.before_step(session)
         if not (passes.results or passes.synchronized) and session.watch.unchanged_since_applied():
@@ -136,20 +131,19 @@ class EveryStep(Strategy):
             else:
                 self._check_scaler_is_used()
             self.synchronize()
-        session.loaded = False
         if not session.may_apply:
             passes.synchronized = False
             clip_calls.end_step(session)
             if scale_of(session.scaler)() == 1.0:
                 stop_if_skipped(buckets)
             session.tell_once(*of_skipped(buckets))
-            return loss
+            return False
         session.with_hooks(self._apply)
         session.watch.applied(session.exchange.names)
         if not buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
             session.update.check_weights(session.optimizer, session.exchange)
             session.replicas.begin(buckets.steps)
-        return session.returned if closure is None else loss
+        return True
 
     def _check_scaler_is_used(self) -> None:
         """A scaler that was passed, and whose scale gradients seem to have, though it does not make this step."""
@@ -204,11 +198,3 @@ class EveryStep(Strategy):
             raise UnsupportedUse(
                 "residuals can be saved, loaded and flushed between two steps only: after step(), before backward()"
             )
-
-
-def evaluated(closure: Closure | None) -> Any:
-    """What a closure returns, which has gradients."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ import torch
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch import epochs, state
 from dgc_horovod.torch.session.local import LocalSteps
-from dgc_horovod.torch.session.session import Session
+from dgc_horovod.torch.session.session import Closure, Session, evaluated
 
 
 class Overrides:
@@ -19,7 +19,7 @@ class Overrides:
 
     _dgc: Session
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> Any:
         """Synchronize unless that is done or skipped, then apply the optimizer; see `Session.step`."""
         return self._dgc.step(closure)
 
@@ -151,12 +151,9 @@ def _local(session: Session) -> LocalSteps:
 class OutsideOverrides:
     """Those of a rank that is not in the optimizer's process set: it steps alone, and says nothing."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> Any:
         """The optimizer's own."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         returned = _own(self, "step")()
         return returned if closure is None else loss
 

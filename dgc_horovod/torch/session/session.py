@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,29 +15,30 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import unique_tag
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import describe
-from dgc_horovod.torch import epochs
-from dgc_horovod.torch.clipping import calls as clip_calls
+from dgc_horovod.session import base
 from dgc_horovod.torch.gradients.dense_path import not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.gradients.node_exchange import exchange_of
 from dgc_horovod.torch.gradients.replica_check import Replicas
-from dgc_horovod.torch.gradients.scaling import scale_of
+from dgc_horovod.torch.gradients.scaling import SeenScaler, scale_of
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.groups import ParameterGroups
 from dgc_horovod.torch.session.passes import Passes
-from dgc_horovod.torch.session.strategy import Strategy
 from dgc_horovod.torch.updates.base import PlainUpdate
-from dgc_horovod.torch.wrapping import owners, steps
-from dgc_horovod.torch.wrapping.notices import LATE_HOOK, LOADED_TWICE, SCALER_NOT_PASSED
+from dgc_horovod.torch.wrapping import steps
+from dgc_horovod.torch.wrapping.notices import LATE_HOOK, LOADED_TWICE, SCALER_NOT_PASSED, SUPERSEDED
+
+if TYPE_CHECKING:
+    from dgc_horovod.torch.session.strategy import Strategy
 
 Parameter = torch.Tensor
-_log = logging.getLogger("dgc_horovod")
+Closure = Callable[[], Any]
 # of torch's wrapper around every step; its attributes are also on a function that functools.wraps puts around it
 _HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
-class Session:
+class Session(base.Session[torch.optim.Optimizer]):
     """One optimizer whose gradients, or changes of weights, are exchanged.
 
     Args:
@@ -55,10 +56,10 @@ class Session:
         stepping: whether ``step`` is under way, and not another that somebody has taken from the class before.
         loaded: whether a state has been loaded since the last step.
         superseded: whether another optimizer has the parameters now.
-        told: keys of what the user has been told once.
     """
 
     exchange: GradientExchange
+    strategy: Strategy
 
     def __init__(
         self,
@@ -66,10 +67,10 @@ class Session:
         carrier: Carrier,
         config: DGCConfig,
         update: PlainUpdate,
-        scaler: Any,
+        scaler: torch.amp.GradScaler | SeenScaler | None,
         strategy: type[Strategy],
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self.carrier, self.config, self.update, self.scaler = carrier, config, update, scaler
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.parameters = {carrier.names[p]: p for p in trained}
@@ -80,7 +81,6 @@ class Session:
         self.may_apply, self.superseded, self.offered = True, False, False
         self.stepping, self.loaded = False, False
         self.returned: Any = None  # by the user's own step, the last time
-        self.told: set[str] = set()
         self.strategy = strategy(self)
         self.boundaries = carrier.boundaries(self.parameters)
         carrier.agree(self)
@@ -91,14 +91,13 @@ class Session:
         """Take the gradients over; the optimizer has this session now."""
         self.update.prepare(self.optimizer, self.exchange)
         self.groups.changed = True
-        clip_calls.watch()
         if self.speaks:
             describe(self.exchange.buckets, self.update.notices)
-        for other in owners.in_rounds(self):  # as many on every rank, as they have agreed
+        for other in self.still_apart():  # as many on every rank, as they have agreed
             other.strategy.end_for_another()
         self.strategy.started()
         self.carrier.deliver(self)  # not before: after an error no gradient is to come here
-        owners.claim(self)
+        self._claim()
         steps.watch_inside(self.optimizer)
         self.carrier.started(self)
 
@@ -111,21 +110,38 @@ class Session:
         if self.strategy.takes_gradients:  # else weights are what is exchanged
             buckets.ending.spoilt = partial(not_finite_of, self.exchange.names)
         self.replicas = Replicas(self.parameters, self.config, self.exchange.collectives)
-        if self.config.warmup is not None and self.config.warmup.needs_epoch:
-            epochs.observe(buckets)
         self.strategy.built()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that has this session."""
-        found = self._optimizer()
-        assert found is not None
-        return found
 
     @property
     def alive(self) -> bool:
         """Whether there still is one, and it has its parameters."""
-        return self._optimizer() is not None and not self.superseded
+        return super().alive and not self.superseded
+
+    def _claim(self) -> None:
+        """Let the parameters of this session, which has just begun, be its own.
+
+        One that had some of them before gets no gradients any more. Its optimizer may still be alive: a script that
+        wraps its model again drops the old one when it has the new one.
+        """
+        parameters = set(self.parameters.values())
+        for other in all_alive():
+            if not parameters.isdisjoint(other.parameters.values()):
+                other.superseded = True
+                _remove(other.hooks)
+        self.enter()
+
+    def check_not_superseded(self) -> None:
+        """Raise UnsupportedUse if parameters of this session have been wrapped for another one since."""
+        if self.superseded:
+            raise UnsupportedUse(SUPERSEDED)
+
+    def still_apart(self) -> list[Session]:
+        """Earlier sessions with parameters of this one whose ranks' weights may differ."""
+        if any(other.strategy.apart for other in all_alive()):
+            gc.collect()  # one that is garbage here may be gone already on other ranks
+        parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
+        found = [other for other in all_alive() if other is not self and other.strategy.apart]
+        return [other for other in found if not parameters.isdisjoint(other.parameters.values())]
 
     @property
     def speaks(self) -> bool:
@@ -136,12 +152,6 @@ class Session:
     def is_exchanging(self) -> bool:
         """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
         return self.passes.synchronized or self.passes.launched
-
-    def tell_once(self, key: str, text: str) -> None:
-        """Log `text` on the first rank, the first time that it is told under this key."""
-        if key not in self.told and self.speaks:
-            self.told.add(key)
-            _log.warning("dgc_horovod: %s", text)
 
     # -- the step
 
@@ -212,12 +222,15 @@ class Session:
         finally:
             self.stepping = before
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the script; see `Strategy`."""
+    def step(self, closure: Closure | None = None) -> Any:
+        """One step of the script; see `Strategy`. A closure comes first, so that its gradients are those exchanged."""
         if closure is None and steps.is_trial(self):  # torch fills an empty state, on this rank alone
             self.with_hooks(self.own_step)
             return self.returned
-        return self.strategy.step(closure)
+        loss = evaluated(closure)
+        is_made = self.strategy.step()
+        self.loaded = False
+        return loss if closure is not None or not is_made else self.returned
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As torch's, and an error between backward and step, while gradients are being exchanged."""
@@ -268,12 +281,30 @@ class Session:
         self.strategy.forget()
 
 
-def session_of(optimizer: Any) -> Session | None:
+def evaluated(closure: Closure | None) -> Any:
+    """What a closure returns, which has gradients."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def all_alive() -> list[Session]:
+    """Sessions that still have their parameters, whoever exchanges gradients at present, in the order of wrapping."""
+    return [session for session in base.sessions() if isinstance(session, Session)]
+
+
+def live() -> list[Session]:
+    """Those of them that compress."""
+    return [session for session in all_alive() if not session.strategy.stock]
+
+
+def session_of(optimizer: object) -> Session | None:
     """The session of an optimizer; None where it has none."""
     found = getattr(optimizer, "_dgc", None)
     return found if isinstance(found, Session) else None
 
 
-def _remove(hooks: list[Any]) -> None:
+def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from dgc_horovod.torch.clipping.local import Clip
-    from dgc_horovod.torch.session.passes import Result
-    from dgc_horovod.torch.session.session import Session
+from dgc_horovod.session import base
+from dgc_horovod.torch.clipping.local import Clip
+from dgc_horovod.torch.session.passes import Result
+from dgc_horovod.torch.session.session import Session
 
 Parameter = torch.Tensor
-Closure = Callable[[], Any]
 
 
-class Strategy:
+class Strategy(base.Strategy[Session, torch.Tensor]):
     """What a step of one session is.
 
     Args:
@@ -27,18 +24,6 @@ class Strategy:
     takes_gradients = True  # whether gradients are exchanged
     scales_itself = False  # whether ``step`` is called for a step that a GradScaler skips, and unscales
     stock = False  # whether the framework's own exchange carries the gradients of the present step
-    undecided = False  # whether that may change
-    in_round = False  # whether the ranks' weights may differ, since what spans several steps is under way
-
-    def __init__(self, session: Session) -> None:
-        self._session = weakref.ref(session)  # which owns this: what is dropped is to go at once
-
-    @property
-    def session(self) -> Session:
-        """The session that has this strategy."""
-        found = self._session()
-        assert found is not None
-        return found
 
     def built(self) -> None:
         """The session has a new exchange, between the ranks that there are."""
@@ -54,34 +39,16 @@ class Strategy:
         """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank."""
         raise NotImplementedError
 
-    def step(self, closure: Closure | None) -> Any:
-        """One step of the script."""
+    def step(self) -> bool:
+        """One step of the script, whose gradients are there; returns whether the optimizer has made it."""
         raise NotImplementedError
 
     def clear_gradients(self) -> None:
         """The script is about to clear its gradients."""
         raise NotImplementedError
 
-    # -- what spans several steps
-
-    def check_between_steps(self) -> None:
-        """Raise UnsupportedUse while gradients are being exchanged, or have been and are not applied yet."""
-
-    def finish_round(self) -> None:
-        """End what spans several steps, on every rank."""
-
-    def before_flush(self) -> None:
-        """The script flushes, on every rank."""
-        self.check_between_steps()
-
     def end_for_another(self) -> None:
         """Another optimizer has the parameters from now on: leave them the same on every rank, as they are here."""
-
-    def forget(self) -> None:
-        """The weights and the optimizer's state are about to be others."""
-
-    def weights_set(self, sent: Sequence[torch.Tensor]) -> None:
-        """Within a round: all ranks have the same values in `sent`, of which some may be parameters."""
 
     # -- state
 
@@ -94,10 +61,6 @@ class Strategy:
 
     def ranks_changed(self) -> None:
         """A checkpoint of another number of ranks is loaded, on every rank."""
-
-    def outer(self) -> dict[str, torch.Tensor]:
-        """What is the same on all ranks beside weights and the optimizer's state, by name of the parameter."""
-        return {}
 
     def share_loaded(self, root: int) -> None:
         """Let all ranks have what rank `root` of them has loaded of `outer`."""

@@ -11,7 +11,6 @@ from dgc_horovod import __version__
 from dgc_horovod.config import FIELD_NAMES
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.session.session import Session, session_of
-from dgc_horovod.torch.wrapping import owners
 
 
 def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
@@ -77,5 +76,5 @@ def agreed_fields(session: Session) -> dict[str, str]:
         "names": "\n".join(parameters),
         "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
         "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
-        "rounds of earlier optimizers, which exchange() ends": str(len(owners.in_rounds(session))),
+        "rounds of earlier optimizers, which exchange() ends": str(len(session.still_apart())),
     }

@@ -40,6 +40,11 @@ ADDED_TO_UPDATE = (
     "before they are exchanged (backward_passes_per_step), or call step() after each; to give the update up, call "
     "optimizer.zero_grad() before backward()"
 )
+SUPERSEDED = (
+    "parameters of this DistributedOptimizer have been wrapped by another one since, which has their gradients now; "
+    "step that one. Two optimizers over one model: give each its own parameters, or step them both inside one torch "
+    "optimizer with two parameter groups"
+)
 STEPPED_TWICE = (
     "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still holds the "
     "update that has been applied. Call backward() first"
