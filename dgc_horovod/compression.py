@@ -8,6 +8,17 @@ from dgc_horovod.config import DGCConfig, check_field_names
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 
 _TOPK = {"momentum_correction": False, "factor_masking": False}
+_LOCAL: dict[str, Any] = {
+    "rule": "exact",
+    **_TOPK,
+    "density": 0.015,
+    "values": "2bit",
+    "local_steps": 15,
+    "outer_momentum": 0.5,
+    "compress_1d": True,
+    "check_every": 10,  # exchanges, of H steps each
+    "min_numel": 64,  # where a packet has so little, small tensors would be a sixth of it
+}
 
 # The fields in which a preset differs from DGCConfig's defaults.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -23,17 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "topk": {"rule": "exact", **_TOPK},
     "sampled": {"rule": "sampled", **_TOPK},
     "gaussian": {"rule": "gaussian", **_TOPK},
-    "local": {
-        "rule": "exact",
-        **_TOPK,
-        "density": 0.015,
-        "values": "2bit",
-        "local_steps": 15,
-        "outer_momentum": 0.5,
-        "compress_1d": True,
-        "check_every": 10,  # exchanges, of H steps each
-        "min_numel": 64,  # where a packet has so little, small tensors would be a sixth of it
-    },
+    "local": _LOCAL,
     "random": {"rule": "random", **_TOPK},
     "threshold": {"rule": "threshold", **_TOPK},
 }
@@ -73,7 +74,7 @@ class Presets:
     compressor: type[ConfiguredCompressor]
 
     @classmethod
-    def dgc(cls, density: float = 0.001, **fields: Any) -> Any:
+    def dgc(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
         """Deep Gradient Compression: top-k of locally accumulated momentum (arXiv 1712.01887, sections 3.1 and 3.2).
 
         ``u = m*u + g;  v = v + u;  s = top_k(v);  v = v - s;  u = 0 where s;  w = w - lr * mean(s)``
@@ -105,7 +106,7 @@ class Presets:
         return cls._preset("auto", total_steps=total_steps, **fields)
 
     @classmethod
-    def topk(cls, density: float = 0.001, **fields: Any) -> Any:
+    def topk(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
         """TopK-SGD: top-k with error feedback (arXiv 1911.08772, section 2); the optimizer keeps its own momentum.
 
         ``v = v + g;  s = top_k(v);  v = v - s;`` the optimizer's step then takes ``mean(s)`` for the gradient.
@@ -118,7 +119,7 @@ class Presets:
         return cls._preset("topk", density=density, **fields)
 
     @classmethod
-    def sampled(cls, density: float = 0.001, **fields: Any) -> Any:
+    def sampled(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
         """`topk` with the threshold of a sample of the elements, 1% of them (arXiv 1712.01887, section 5).
 
         Args:
@@ -127,7 +128,7 @@ class Presets:
         return cls._preset("sampled", density=density, **fields)
 
     @classmethod
-    def gaussian(cls, density: float = 0.001, **fields: Any) -> Any:
+    def gaussian(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
         """GaussianK-SGD: `topk` with the threshold of a normal distribution (arXiv 1911.08772, section 3).
 
         ``threshold = mean + std * ppf(1 - density/2)``, then a bracketed search until the count is near k.
@@ -138,7 +139,7 @@ class Presets:
         return cls._preset("gaussian", density=density, **fields)
 
     @classmethod
-    def local(cls, steps: int = 15, density: float = 0.015, **fields: Any) -> Any:
+    def local(cls, steps: int = _LOCAL["local_steps"], density: float = _LOCAL["density"], **fields: Any) -> Any:
         """Local steps: H steps of the optimizer on each rank, then an exchange of the weights' change (SparseLoCo).
 
         ``delta = anchor - w;  e = 0.95*e + delta;  s = top_k(e);  e = e - s;  b = m*b + mean(s);
@@ -157,7 +158,7 @@ class Presets:
         return cls._preset("local", local_steps=steps, density=density, **fields)
 
     @classmethod
-    def random(cls, density: float = 0.001, **fields: Any) -> Any:
+    def random(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
         """Random-k with error feedback: the baseline, much worse than top-k at the same density.
 
         Args:
@@ -166,7 +167,7 @@ class Presets:
         return cls._preset("random", density=density, **fields)
 
     @classmethod
-    def threshold(cls, value: float, *, max_density: float = 0.01, **fields: Any) -> Any:
+    def threshold(cls, value: float, *, max_density: float = DGCConfig.max_density, **fields: Any) -> Any:
         """Fixed threshold with error feedback: every element of magnitude `value` or more.
 
         Args:

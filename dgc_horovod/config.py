@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse, nearest
+from dgc_horovod.kinds import FRACTION, POSITIVE, SIZE, SWITCH, Kind, choice, in_range, is_number, whole
 from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.settings import RUNNING, WHAT, WHEN, WIRE, normalise, rows_of, setting
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 SCOPES = ("bucket", "tensor")
@@ -23,9 +24,17 @@ EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
 # What fades by less than half a unit in the last of bfloat16's 8 binary digits, 2**-8 of it, does not fade at all.
 _MOST_MOMENTUM = {"fp32": 1.0, "bf16": 0.99}
 MOMENTUM_DTYPES = tuple(_MOST_MOMENTUM)
-_LOCAL = ("local_decay", "outer_rate", "outer_momentum")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
+_FLOAT32 = np.finfo(np.float32)
+_MAGNITUDE = in_range(
+    "a positive number in the normal range of float32", lambda value: bool(_FLOAT32.tiny <= value <= _FLOAT32.max)
+)
+_MOMENTUM = in_range("in [0, 1)", lambda value: 0 <= value < 1)
+_A_WARMUP = Kind(
+    "", "", str, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000),",
+    lambda value: isinstance(value, WarmupSchedule), lambda value: value,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,116 +94,97 @@ class DGCConfig:
             which every rank raises NotFinite, >= 0; 0: any number.
     """
 
-    density: float = 0.001
-    rule: str = "exact"
-    scope: str = "bucket"
-    momentum_correction: bool = True
-    momentum_dtype: str = "fp32"
-    factor_masking: bool = True
-    clip_norm: float | None = None
-    warmup: WarmupSchedule | None = None
-    values: str = "bf16"
-    dense_values: str = "auto"
-    exchange: str = "flat"
-    node_size: int | None = None
-    max_bytes_per_step: int | None = None
-    automatic: bool = False
-    total_steps: int | None = None
-    local_steps: int | None = None
-    local_decay: float = 0.95
-    outer_rate: float = 1.0
-    outer_momentum: float = 0.0
-    offload: bool = False
-    threshold: float | None = None
-    max_density: float = 0.01
-    min_numel: int = 1024
-    compress_1d: bool = False
-    bucket_bytes: int = 64 * 2**20
-    seed: int = 0
-    check_every: int = 100
-    on_mismatch: str = "stop"
-    on_nonfinite: str = "skip"
-    max_skipped: int = 100
+    # what is sent
+    density: float = setting(0.001, "fraction of elements sent, in (0, 1]", FRACTION, WHAT, flag="--density")
+    rule: str = setting("exact", "selection rule", choice(RULES), WHAT, by_method=True)
+    scope: str = setting("bucket", "the largest of each bucket, or of each tensor", choice(SCOPES), WHAT)
+    momentum_correction: bool = setting(True, "momentum goes before selection (DGC 3.1)", SWITCH, WHAT, by_method=True)
+    momentum_dtype: str = setting("fp32", "number format of SGD's momentum", choice(MOMENTUM_DTYPES), WHAT)
+    factor_masking: bool = setting(
+        True, "momentum is cleared where an element was sent (DGC 3.2)", SWITCH, WHAT, by_method=True
+    )
+    clip_norm: float | None = setting(None, "L2 norm to clip the averaged gradient at, > 0", POSITIVE, WHAT)
+    threshold: float | None = setting(
+        None, "least magnitude sent, for method threshold, > 0", _MAGNITUDE, WHAT, method="threshold"
+    )
+    max_density: float = setting(
+        0.01, "most that method threshold may send, in (0, 1]", FRACTION, WHAT, method="threshold"
+    )
+    # over the run
+    automatic: bool = setting(False, "", SWITCH)
+    total_steps: int | None = setting(
+        None, "steps of the run: method auto takes the density from it", whole(1), WHEN, method=AUTO
+    )
+    warmup: WarmupSchedule | None = setting(None, "", _A_WARMUP)  # noqa: RUF009
+    local_steps: int | None = setting(None, "local steps: steps of each rank between two exchanges", whole(1), WHEN)
+    local_decay: float = setting(
+        0.95, "local steps: factor of the residual at each exchange, in (0, 1]", FRACTION, WHEN, method="local"
+    )
+    outer_rate: float = setting(1.0, "local steps: factor of the mean change, > 0", POSITIVE, WHEN, method="local")
+    outer_momentum: float = setting(0.0, "local steps: Nesterov momentum, in [0, 1)", _MOMENTUM, WHEN, method="local")
+    offload: bool = setting(
+        False, "local steps, PyTorch: residual and last weights lie in host memory", SWITCH, WHEN, method="local"
+    )
+    # how it travels
+    values: str = setting("bf16", "number format sent", choice(VALUE_CODECS), WIRE)
+    dense_values: str = setting("auto", "of small tensors, sent whole", choice(DENSE_VALUES), WIRE)
+    exchange: str = setting("flat", "algorithm", choice(EXCHANGES), WIRE)
+    node_size: int | None = setting(
+        None, "workers of a node, averaged densely; not given: those of a host", whole(1), WIRE
+    )
+    max_bytes_per_step: int | None = setting(
+        None, "most that a network card receives a step: lowers the density", SIZE, WIRE, flag="--dgc-budget"
+    )
+    min_numel: int = setting(1024, "tensors of fewer elements are sent whole, >= 1", whole(1), WIRE)
+    compress_1d: bool = setting(False, "compress biases and norms too", SWITCH, WIRE)
+    bucket_bytes: int = setting(64 * 2**20, "bytes of gradient that are exchanged together, >= 1", whole(1), WIRE)
+    seed: int = setting(0, "seed of rules that draw at random, >= 0", whole(0), WIRE)
+    # running
+    check_every: int = setting(100, "steps between comparisons of the ranks' weights, 0: never", whole(0), RUNNING)
+    on_mismatch: str = setting("stop", "if the ranks' weights differ", choice(ON_MISMATCH), RUNNING)
+    on_nonfinite: str = setting("skip", "if a gradient is NaN or infinite", choice(ON_NONFINITE), RUNNING)
+    max_skipped: int = setting(100, "steps skipped in a row before every rank stops, 0: never", whole(0), RUNNING)
 
     def __post_init__(self) -> None:
-        _check_fraction("density", self.density)
-        _check_fraction("max_density", self.max_density)
-        check_choice("rule", self.rule, tuple(RULES))
-        check_choice("scope", self.scope, SCOPES)
-        check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
-        check_choice("values", self.values, tuple(VALUE_CODECS))  # a script may have added one
-        check_choice("dense_values", self.dense_values, DENSE_VALUES)
-        check_choice("exchange", self.exchange, EXCHANGES)
-        check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
-        check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        for name in ("momentum_correction", "factor_masking", "automatic", "offload", "compress_1d"):
-            _check_type(name, getattr(self, name), bool, "True or False")
-        for name, least in (("min_numel", 1), ("bucket_bytes", 1), ("seed", 0), ("check_every", 0), ("max_skipped", 0)):
-            check_whole(name, getattr(self, name), least)
-        for name in ("node_size", "max_bytes_per_step", "total_steps", "local_steps"):
-            if (value := getattr(self, name)) is not None:
-                check_whole(f"{name}, of bytes," if "bytes" in name else name, value, 1)
-        _check_positive("clip_norm", self.clip_norm)
-        _check_positive("threshold", self.threshold)
-        if self.threshold is not None and not np.finfo(np.float32).tiny <= self.threshold <= np.finfo(np.float32).max:
-            raise ConfigError(f"threshold must be within the normal range of float32, got {self.threshold!r}")
-        if self.warmup is not None:
-            _check_type(
-                "warmup", self.warmup, WarmupSchedule, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000), or None"
-            )
-        if ("threshold" in RULES[self.rule].parameters) != (self.threshold is not None):
-            raise ConfigError(
+        normalise(self)
+        for conflict in self._conflicts():
+            raise ConfigError(conflict)
+
+    def _conflicts(self) -> Iterator[str]:
+        """What does not go together."""
+        rule, local = RULES[self.rule], self.local_steps is not None
+        if ("threshold" in rule.parameters) != (self.threshold is not None):
+            yield (
                 f"rule={self.rule!r} with threshold={self.threshold}: a threshold goes with rule='threshold' and "
                 "only with it; e.g. Compression.threshold(0.01, max_density=0.02), or --compression threshold "
                 "--dgc-threshold 0.01"
             )
-        if self.automatic and (self.local_steps is not None or not RULES[self.rule].sets_density):
-            raise ConfigError(
+        if self.automatic and (local or not rule.sets_density):
+            yield (
                 "automatic goes with an exchange of gradients at every step and a rule whose density is set: use "
                 f"Compression.auto(...); got rule={self.rule!r}, local_steps={self.local_steps!r}"
             )
         if self.automatic and self.warmup is not None:
-            raise ConfigError(
+            yield (
                 "warmup goes with an exchange that is compressed from the beginning, and automatic begins with stock "
                 "Horovod's; drop one of them"
             )
-        if self.total_steps is not None and not self.automatic:
-            raise ConfigError("total_steps goes with Compression.auto(...), or --compression auto")
-        if self.warmup is not None and not RULES[self.rule].sets_density:
-            raise ConfigError(
-                f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
-            )
+        if self.warmup is not None and not rule.sets_density:
+            yield f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
         if self.momentum_dtype != "fp32" and not self.momentum_correction:
-            raise ConfigError(
+            yield (
                 f"momentum_dtype={self.momentum_dtype!r} goes with momentum correction: use Compression.dgc(...) or "
                 "auto(...), or --compression dgc; other methods leave the momentum to the optimizer"
             )
-        self._check_local()
-        self._normalise()
-
-    def _check_local(self) -> None:
-        _check_fraction("local_decay", self.local_decay)
-        _check_positive("outer_rate", self.outer_rate)
-        if not (_is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
-            raise ConfigError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
-        if self.local_steps is None:
-            for field in dataclasses.fields(self):
-                if field.name in (*_LOCAL, "offload") and getattr(self, field.name) != field.default:
-                    raise ConfigError(f"{field.name} goes with local steps: Compression.local(...)")
-            return
-        if self.momentum_correction or self.clip_norm is not None or self.may_use_nodes:
-            raise ConfigError(
+        asked_for = {"local": local, AUTO: self.automatic}
+        for row in rows_of(self):
+            if getattr(self, row.field) != row.default and not asked_for.get(row.method, True):
+                yield f"{row.field} goes with Compression.{row.method}(...), or --compression {row.method}"
+        if local and (self.momentum_correction or self.clip_norm is not None or self.may_use_nodes):
+            yield (
                 "local steps leave momentum and clipping to the optimizer and the script, and nodes to exchange='flat' "
                 "or 'sharded': use Compression.local(...), or --compression local, without clip_norm"
             )
-
-    def _normalise(self) -> None:
-        """Plain Python numbers, so that equal settings of two ranks also look equal."""
-        for name in ("density", "max_density", "clip_norm", "threshold", *_LOCAL):
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else float(value))
-        for name in ("min_numel", "bucket_bytes", "seed", "check_every", "max_skipped"):
-            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def final_density(self) -> float:
@@ -269,43 +259,9 @@ def check_field_names(names: Any) -> None:
             raise ConfigError(f"unknown setting {name!r}; {hint}allowed: {', '.join(FIELD_NAMES)}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
-
-
 def check_predivide(factor: Any, averages: bool) -> None:
     """Raise ConfigError unless Horovod's gradient_predivide_factor can be applied, in fp32 and to an average."""
-    if not _is_number(factor) or not 2.0**-126 <= factor <= 2.0**126:
+    if not is_number(factor) or not 2.0**-126 <= factor <= 2.0**126:
         raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")
     if factor != 1.0 and not averages:
         raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
-
-
-def _check_fraction(name: str, value: Any) -> None:
-    if not _is_number(value) or not 0 < value <= 1:
-        hint = f"; for {value:g}x compression pass {name}={1 / value:g}" if _is_number(value) and value >= 2 else ""
-        raise ConfigError(f"{name} must be in (0, 1], got {value!r}{hint}")
-
-
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError, with the nearest of them, unless `value` is one of `allowed`."""
-    if value not in allowed:
-        near = nearest(value, allowed)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
-
-
-def _check_type(name: str, value: Any, kind: type, allowed: str) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise ConfigError unless `value` is a whole number of at least `least`."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if value is not None and not (_is_number(value) and 0 < value < math.inf):
-        raise ConfigError(f"{name} must be a positive finite number or None, got {value!r}")

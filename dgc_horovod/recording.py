@@ -236,7 +236,6 @@ def begin_as_environment_says(config: DGCConfig) -> None:
         ConfigError: the file cannot be written.
     """
     at_end.watch(0)
-    text = envvars.METRICS_FILE.read()
-    path = envvars.METRICS_FILE.parse(text) if text else ""
+    path = envvars.value(envvars.METRICS_FILE)
     if path and _current is None:
         atexit.register(begin(path, method_of(config)).end)

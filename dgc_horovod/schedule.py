@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.kinds import FRACTION, in_range, whole
+from dgc_horovod.settings import WHEN, normalise, setting
+
+
+def _no_warmup(name: str, value: Any) -> str:
+    return "; for no warm-up pass warmup=None (dgcrun: --dgc-warmup-steps none)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +33,21 @@ class WarmupSchedule:
         factor: ratio of the densities of one stage and the stage before, in (0, 1).
     """
 
-    steps: int | None = None
-    epochs: float | None = None
-    steps_per_epoch: int | None = None
-    first_density: float = 0.25
-    factor: float = 0.25
+    steps: int | None = setting(
+        None, "length of the warm-up in steps (local steps: exchanges), >= 1", whole(1, _no_warmup), WHEN
+    )
+    epochs: float | None = setting(
+        None, "the same in epochs, > 0 (4 in the paper)",
+        in_range("a number above 0", lambda value: value > 0, _no_warmup), WHEN,
+    )  # fmt: skip
+    steps_per_epoch: int | None = setting(
+        None, "steps in an epoch, where nothing tells the epoch", whole(1, _no_warmup), WHEN
+    )
+    first_density: float = setting(0.25, "density that the warm-up begins with, in (0, 1]", FRACTION, WHEN)
+    factor: float = setting(
+        0.25, "density of a warm-up stage over the one before, in (0, 1)",
+        in_range("in (0, 1)", lambda value: 0 < value < 1), WHEN,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -40,23 +55,11 @@ class WarmupSchedule:
                 f"WarmupSchedule takes either steps or epochs, got steps={self.steps} and epochs={self.epochs}; "
                 "e.g. WarmupSchedule(epochs=4, steps_per_epoch=390)"
             )
-        whole: tuple[Any, str] = (numbers.Integral, "a whole number")
-        real: tuple[Any, str] = (numbers.Real, "a number")
-        for name, (kind, what) in {"steps": whole, "steps_per_epoch": whole, "epochs": real}.items():
-            value: Any = getattr(self, name)
-            if value is not None and not (isinstance(value, kind) and not isinstance(value, bool) and value > 0):
-                raise ConfigError(
-                    f"WarmupSchedule: {name} must be {what} above 0, got {value!r}; for no warm-up pass warmup=None "
-                    "(dgcrun: --dgc-warmup-steps none)"
-                )
+        normalise(self, "WarmupSchedule: ")
         if self.steps_per_epoch is not None and self.epochs is None:
             raise ConfigError(
                 "WarmupSchedule: steps_per_epoch goes with epochs, not with steps; drop it or give epochs"
             )
-        if not (isinstance(self.first_density, numbers.Real) and 0 < self.first_density <= 1):
-            raise ConfigError(f"WarmupSchedule: first_density must be in (0, 1], got {self.first_density!r}")
-        if not (isinstance(self.factor, numbers.Real) and 0 < self.factor < 1):
-            raise ConfigError(f"WarmupSchedule: factor must be in (0, 1), got {self.factor!r}")
 
     @property
     def needs_epoch(self) -> bool:

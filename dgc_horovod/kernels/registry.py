@@ -32,7 +32,7 @@ def _torch_eager(device: str, threads: int) -> Kernels:
 
 
 def _triton(device: str, threads: int) -> Kernels:
-    if device.startswith("cpu") and envvars.BACKEND.read() != "triton":
+    if device.startswith("cpu") and envvars.value(envvars.BACKEND) != "triton":
         raise BackendUnavailable("its kernels are for CUDA tensors")  # not the interpreter, which is for tests
     if "tensorflow" in sys.modules and "triton" not in sys.modules:  # both bring LLVM: the process would be aborted
         raise BackendUnavailable("Triton cannot be loaded after TensorFlow: import triton before it")
@@ -92,7 +92,7 @@ def choose(device: str, threads: int = 0) -> Kernels:
         ConfigError: ``DGC_BACKEND`` names no backend.
         BackendUnavailable: the named backend cannot serve this device.
     """
-    wanted = envvars.BACKEND.parse(envvars.BACKEND.read())
+    wanted = envvars.value(envvars.BACKEND)
     reasons: dict[str, str] = {}
     best = "native" if device.startswith("cpu") else "triton"
     for name, create in BACKENDS.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
@@ -11,24 +11,17 @@ from horovod.runner.common.util.config_parser import LOG_LEVELS
 
 from dgc_horovod import envvars, files
 from dgc_horovod.errors import ConfigError, nearest, shown
+from dgc_horovod.kinds import CARRIED, SWITCH, Kind, can_carry, check, choice, is_number, number
 
 SECTION = "compression"
 _MOST_CHARACTERS, _MOST_WHOLE = 2**20, 2**63
-_NUMBER, _SWITCH, _TEXT, _LEVEL, _EITHER = (
-    "a finite number", "on or off", f"a text {envvars.CARRIED}", f"one of {', '.join(LOG_LEVELS)}", "gloo or mpi",
-)  # fmt: skip
-_LEGAL: dict[str, Callable[[Any], bool]] = {
-    _NUMBER: lambda value: (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST_WHOLE  # NaN is not
-    ),
-    _SWITCH: lambda value: value in (True, False),  # 1 and 0 too
-    _TEXT: lambda value: isinstance(value, str) and envvars.can_carry(value),
-    _LEVEL: lambda value: value in LOG_LEVELS,
-    _EITHER: lambda value: isinstance(value, str) and value.lower() in ("gloo", "mpi"),
-}
+_NUMBER = Kind("", "", number, "a finite number", lambda value: is_number(value) and abs(value) < _MOST_WHOLE)
+_SWITCH = Kind("", "", str, "on or off", lambda value: value in (True, False))  # 1 and 0 too
+_TEXT = Kind("", "", str, f"a text {CARRIED}", lambda value: isinstance(value, str) and can_carry(value))
+_EITHER = Kind("", "", str, "gloo or mpi", lambda value: isinstance(value, str) and value.lower() in ("gloo", "mpi"))
 # Horovod reads these (horovod/runner/common/util/config_parser.py), ignores every other key without a word, and takes
 # every value for what it should be.
-HOROVOD_KEYS: dict[str, dict[str, str]] = {
+HOROVOD_KEYS: dict[str, dict[str, Kind]] = {
     "params": {
         "fusion_threshold_mb": _NUMBER, "cycle_time_ms": _NUMBER, "cache_capacity": _NUMBER,
         "hierarchical_allreduce": _SWITCH, "hierarchical_allgather": _SWITCH, "torus_allreduce": _SWITCH,
@@ -43,7 +36,7 @@ HOROVOD_KEYS: dict[str, dict[str, str]] = {
         "mpi_threads_disable": _SWITCH, "num_nccl_streams": _NUMBER, "thread_affinity": _NUMBER,
         "gloo_timeout_seconds": _NUMBER,
     },
-    "logging": {"level": _LEVEL, "with_timestamp": _SWITCH},
+    "logging": {"level": choice(LOG_LEVELS), "with_timestamp": _SWITCH},
 }  # fmt: skip
 _OFF = "none"  # the method that `compression: off` stands for
 _CONTROLLER = "controller"  # of Horovod too, and no section
@@ -85,12 +78,14 @@ def section_of(path: str, content: Mapping[str, Any], for_everyone: bool = False
                 f"{path}: {section} is Horovod's, which reads its sections from --config-file only; only {SECTION} may "
                 f"stand in the file that {envvars.CONFIG_FILE.name} names"
             )
-    _check_kind(path, _CONTROLLER, content.get(_CONTROLLER), _EITHER)
+    if content.get(_CONTROLLER) is not None:
+        check(f"{path}: {_CONTROLLER}", content[_CONTROLLER], _EITHER)
     for section, kinds in HOROVOD_KEYS.items():
         values = _section(path, section, content)
         _check_keys(path, section, values, kinds)
         for key, value in values.items():
-            _check_kind(path, f"{section}.{key}", value, kinds[key])
+            if value is not None:
+                check(f"{path}: {section}.{key}", value, kinds[key])
     off = content.get(SECTION) is False  # YAML's off, no and false
     given = {envvars.COMPRESSION.key: _OFF} if off else _section(path, SECTION, content)
     _check_keys(path, SECTION, given, _VARIABLES)
@@ -153,13 +148,8 @@ def _check_keys(path: str, section: str, given: Mapping[str, Any], allowed: Coll
             raise ConfigError(f"{path}: unknown key {shown(key)}{where}; {hint}allowed: {', '.join(allowed)}")
 
 
-def _check_kind(path: str, name: str, value: Any, kind: str) -> None:
-    if value is not None and not _LEGAL[kind](value):
-        raise ConfigError(f"{path}: {name} must be {kind}, got {shown(value)}")
-
-
 def _text(path: str, key: str, value: Any) -> str:
-    if isinstance(value, bool) and _VARIABLES[key].kind == "switch":
+    if isinstance(value, bool) and _VARIABLES[key].kind is SWITCH:
         return "on" if value else "off"
     if value is False and key == envvars.COMPRESSION.key:  # as compression: off
         return _OFF

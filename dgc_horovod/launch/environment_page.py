@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dgc_horovod import envvars
-from dgc_horovod.envvars import EnvironmentVariable
+from dgc_horovod.settings import Setting
 
 _HEAD = """\
 # Settings
@@ -43,9 +43,9 @@ def page() -> str:
     return "".join(parts)
 
 
-def _row(variable: EnvironmentVariable) -> str:
+def _row(variable: Setting) -> str:
     key = variable.key if variable in envvars.SETTABLE else ""
-    cells = [f"`{text}`" if text else "" for text in (variable.name, variable.flag, key, variable.default)]
+    cells = [f"`{text}`" if text else "" for text in (variable.name, variable.flag, key, variable.default_text)]
     return f"| {' | '.join([*cells, variable.acts, variable.explained])} |\n"
 
 

@@ -17,9 +17,9 @@ from horovod.runner.common.util import config_parser
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import PRESETS
-from dgc_horovod.envvars import EnvironmentVariable
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.launch import config_file
+from dgc_horovod.settings import OF_METHOD, Setting, as_text
 
 _PREFIX = "dgc_"  # of our entries in the parsed arguments
 # Flags that do something else than start a job; with one of them -np is not needed.
@@ -183,7 +183,7 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def _add(group: Any, variable: EnvironmentVariable) -> None:
+def _add(group: Any, variable: Setting) -> None:
     dest, flag = _PREFIX + variable.name, variable.flag
     if variable is envvars.ALLOW_INACTIVE:
         group.add_argument(flag, dest=dest, action="store_const", const="on")
@@ -217,13 +217,12 @@ def help_text(horovods: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _defaults(variable: EnvironmentVariable) -> str:
+def _defaults(variable: Setting) -> str:
     """Its default, and what it is for methods that have another."""
-    if variable.default in ("", envvars.OF_METHOD):
-        return variable.default
-    others = {name: preset[variable.field] for name, preset in PRESETS.items() if variable.field in preset}
-    texts = {name: {True: "on", False: "off"}.get(value, value) for name, value in others.items()}
-    return "; ".join([variable.default, *(f"{name}: {text}" for name, text in texts.items() if text != name)])
+    if variable.default_text in ("", OF_METHOD):
+        return variable.default_text
+    texts = {name: as_text(preset[variable.field]) for name, preset in PRESETS.items() if variable.field in preset}
+    return "; ".join([variable.default_text, *(f"{name}: {text}" for name, text in texts.items() if text != name)])
 
 
 def _width() -> int:

@@ -23,6 +23,7 @@ from horovod.runner.util.lsf import LSFUtils
 
 from dgc_horovod import envvars, files
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.kinds import CARRIED, can_carry
 
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _MOST_SLOTS = 2**16  # Horovod counts them one by one
@@ -66,9 +67,9 @@ def make_safe(args: Any) -> Ssh:
     """
     for name, value in vars(args).items():
         for text in [value] if isinstance(value, str) else value if isinstance(value, (list, tuple, set)) else ():
-            if isinstance(text, str) and not envvars.can_carry(text):
+            if isinstance(text, str) and not can_carry(text):
                 flag = "the command" if name == "command" else f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} must be {envvars.CARRIED}, got {text!r}: no process can be given it")
+                raise ConfigError(f"{flag} must be {CARRIED}, got {text!r}: no process can be given it")
     if args.num_proc is not None and args.num_proc < 1:
         raise ConfigError(f"-np must be at least 1, got {args.num_proc}")
     for name in unsafe_names():

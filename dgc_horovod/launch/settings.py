@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import PRESETS
-from dgc_horovod.config import DGCConfig
-from dgc_horovod.envvars import EVERYWHERE, OF_METHOD, EnvironmentVariable
+from dgc_horovod.config import FLAT, SHARDED, DGCConfig
+from dgc_horovod.envvars import COMPRESSION, FIELDS, LOCAL_STEPS, SETTABLE
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import layers
-from dgc_horovod.launch.layers import Layer
 from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.settings import EVERYWHERE, OF_METHODS, Setting, as_text
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
+UNCOMPRESSED = ("none", "fp16")  # methods of Horovod's own
+_LOCAL, _THRESHOLD = "local", "threshold"
+_NAMES = {row.field: row.name for row in FIELDS}
+_STEPS, _EPOCHS, _STEPS_PER_EPOCH = (_NAMES[f"warmup.{field}"] for field in ("steps", "epochs", "steps_per_epoch"))
 
 
-class Setting(NamedTuple):
-    """One variable's text and where it comes from: "flag ...", "environment ...", a file's path, or "default"."""
+class Given(NamedTuple):
+    """A setting's text and where it comes from: "flag ...", "environment ...", a file's path, or "default"."""
 
-    variable: EnvironmentVariable
+    row: Setting
     text: str
     source: str
     unused: str = ""  # the text and source of a stronger one that does not go with the rest of the job; "" for none
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """Whether somebody has set it."""
         return self.source != FROM_DEFAULT
 
     @property
     def value(self) -> Any:
         """The text as a value of its kind, None for none. Raises ConfigError, naming the source."""
-        if not self.given and self.text in ("", OF_METHOD):
-            return None
+        if not self.is_set:
+            return self.row.default
         if not self.text:
-            raise ConfigError(f"{self.source}: {self.variable.key} is empty; leave it out, or give it a value")
-        return self.variable.parse(self.text, self.source)
+            raise ConfigError(f"{self.source}: {self.row.key} is empty; leave it out, or give it a value")
+        return self.row.parse(self.text, self.source)
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,13 @@ class Job:
     Args:
         method: "none", "fp16" or one of the presets; "" if no compression was asked for.
         config: compression settings; None for the methods that have none.
-        settings: settings of all variables with their sources, in the order of ``envvars.SETTABLE``.
+        settings: all settings with their sources, in the order of ``envvars.SETTABLE``.
         switched_off: whether ``DGC_ENABLED`` is off, whatever else was asked for.
     """
 
     method: str
     config: DGCConfig | None
-    settings: tuple[Setting, ...]
+    settings: tuple[Given, ...]
     switched_off: bool = False
 
     @property
@@ -62,13 +65,17 @@ class Job:
         """Whether Horovod's optimizers are to be replaced."""
         return bool(self.method) and not self.switched_off
 
-    def get(self, variable: EnvironmentVariable) -> Any:
-        """The value of one setting."""
-        return next(setting.value for setting in self.settings if setting.variable is variable)
+    def given(self, row: Setting) -> Given:
+        """One setting."""
+        return self.settings[SETTABLE.index(row)]
 
-    def with_setting(self, variable: EnvironmentVariable, text: str, source: str) -> Job:
+    def get(self, row: Setting) -> Any:
+        """The value of one setting."""
+        return self.given(row).value
+
+    def with_setting(self, row: Setting, text: str, source: str) -> Job:
         """The same with another text of one setting that is no field of `config`."""
-        changed = (Setting(variable, text, source) if s.variable is variable else s for s in self.settings)
+        changed = (Given(row, text, source) if given.row is row else given for given in self.settings)
         return replace(self, settings=tuple(changed))
 
     def variables(self) -> dict[str, str]:
@@ -76,18 +83,46 @@ class Job:
 
         Where nothing is to be replaced, a script may still compress by itself: what acts in it goes there all the same.
         """
-        given = {s.variable: s.text if s.given else "" for s in self.settings}
         if not self.active:
-            acting = {variable.name: text for variable, text in given.items() if text and variable.acts == EVERYWHERE}
+            acting = {each.row.name: each.text for each in self.settings if each.is_set and each.row.acts == EVERYWHERE}
             return {envvars.ENABLED.name: "0", **acting}
-        texts = {variable.name: text for variable, text in given.items()}
-        return {**texts, envvars.COMPRESSION.name: self.method, envvars.CONFIG_FILE.name: ""}
+        texts = {each.row.name: each.text if each.is_set else "" for each in self.settings}
+        return {**texts, COMPRESSION.name: self.method, envvars.CONFIG_FILE.name: ""}
+
+
+class Layer(NamedTuple):
+    """One place that settings come from: the command line, the environment, a file.
+
+    Args:
+        texts: texts by name of the variable; an empty one of the environment counts as not set, and is not in it.
+        source: function that says where a setting of it stands: "flag ...", "environment ...", a file's path.
+    """
+
+    texts: Mapping[str, str]
+    source: Callable[[Setting], str]
+
+    @property
+    def method(self) -> str:
+        """The method that it names, "" for none. Local steps name the method local."""
+        by_steps = _LOCAL if _is_set(self.texts.get(LOCAL_STEPS.name)) else ""
+        return self.texts.get(COMPRESSION.name, by_steps)
+
+    @property
+    def chosen(self) -> Given:
+        """That method, where it names one."""
+        return Given(
+            COMPRESSION, self.method, self.source(COMPRESSION if COMPRESSION.name in self.texts else LOCAL_STEPS)
+        )
+
+    def without(self, names: set[str]) -> Layer:
+        """The same without some settings."""
+        return self._replace(texts={name: text for name, text in self.texts.items() if name not in names})
 
 
 def resolve(
     flags: Mapping[str, str], environment: Mapping[str, str], files: Sequence[tuple[str, Mapping[str, str]]] = ()
 ) -> Job:
-    """Put the layers over one another; `layers` says what of a weaker one goes with the choices of a stronger one.
+    """Put the layers over one another.
 
     Args:
         flags: texts given on the command line, by name of the variable.
@@ -97,97 +132,125 @@ def resolve(
     Raises:
         ConfigError: a value is not allowed, or some do not go together; names value and source.
     """
-    given = _layers(flags, environment, files)
-    strongest = [_find(variable, given) for variable in envvars.SETTABLE]
+    layers = [
+        Layer(flags, lambda row: f"{FROM_FLAG} {row.flag}"),
+        Layer({name: text for name, text in environment.items() if text}, lambda row: f"environment {row.name}"),
+        *(Layer(texts, lambda row, path=path: path) for path, texts in files),  # type: ignore[misc]
+    ]
+    strongest = [_find(row, layers) for row in SETTABLE]
     if envvars.is_off(environment):
         return Job("", None, tuple(strongest), switched_off=True)
-    _ = [setting.value for setting in strongest]  # what is never used should not be wrong either
-    place = next((i for i, layer in enumerate(given) if layer.method), None)
-    chosen = _chosen(given, place)
-    fitting = layers.with_one_length(given if place is None else layers.of_method(given, place))
-    settings = (chosen, *(_find(variable, fitting) for variable in envvars.SETTABLE[1:]))
-    settings = tuple(map(_beside, settings, strongest))
-    if chosen.text in (*layers.UNCOMPRESSED, ""):
+    _ = [given.value for given in strongest]  # what is never used should not be wrong either
+    place = next((i for i, layer in enumerate(layers) if layer.method), None)
+    if place is None:  # dgc where any setting of a method is there
+        is_asked_for = any(row.name in layer.texts for layer in layers for row in FIELDS)
+        chosen, fitting = Given(COMPRESSION, "dgc" if is_asked_for else "", FROM_DEFAULT), layers
+    else:
+        chosen, fitting = layers[place].chosen, _of_method(layers, place)
+    fitting = _with_one_length(fitting)
+    used = (chosen, *(_find(row, fitting, chosen.text) for row in SETTABLE[1:]))
+    settings = tuple(map(_beside, used, strongest))
+    if chosen.text in (*UNCOMPRESSED, ""):
         _refuse_useless_flags(chosen.text, strongest)
         return Job(chosen.text, None, settings)
-    config = _config(chosen.text, settings)
-    _refuse_useless_nodes(config, settings)
-    return Job(chosen.text, config, settings)
+    job = Job(chosen.text, _config(chosen.text, settings), settings)
+    _refuse_useless_nodes(job)
+    return job
 
 
-def _layers(
-    flags: Mapping[str, str], environment: Mapping[str, str], files: Sequence[tuple[str, Mapping[str, str]]]
-) -> list[Layer]:
-    """All layers, the strongest first."""
-    set_here = {name: text for name, text in environment.items() if text}
-    return [
-        Layer(flags, lambda variable: f"{FROM_FLAG} {variable.flag}"),
-        Layer(set_here, lambda variable: f"environment {variable.name}"),
-        *(Layer(texts, lambda variable, path=path: path) for path, texts in files),  # type: ignore[misc]
-    ]
+def _find(row: Setting, layers: Sequence[Layer], method: str = "") -> Given:
+    """The setting of the strongest layer that has it, or its default with that method."""
+    for layer in layers:
+        if row.name in layer.texts:
+            return Given(row, layer.texts[row.name], layer.source(row))
+    preset = PRESETS.get(method, {})
+    return Given(row, as_text(preset[row.field]) if row.field in preset else row.default_text, FROM_DEFAULT)
 
 
-def _find(variable: EnvironmentVariable, given: Sequence[Layer]) -> Setting:
-    """The setting of the strongest layer that has it."""
-    for layer in given:
-        if variable.name in layer.texts:
-            return Setting(variable, layer.texts[variable.name], layer.source(variable))
-    return Setting(variable, variable.default, FROM_DEFAULT)
+def _of_method(layers: Sequence[Layer], place: int) -> list[Layer]:
+    """What goes with the method that the layer at `place` names.
+
+    What is sent, and when (the first two groups of the settings, clipping and warm-up among them), was chosen for the
+    method that its own layer names: beside another method of a stronger layer it is not used. How it travels and how
+    the job runs (exchange, nodes, number formats, timeout, checks, metrics) is a matter of the cluster, and stays; but
+    for an exchange among nodes, which local steps do not have. A layer that names no method is for any, but for a
+    threshold, which is for one only.
+
+    Args:
+        layers: all layers, the strongest first.
+        place: index of the strongest one that names a method.
+    """
+    method, kept = layers[place].method, []
+    for i, layer in enumerate(layers):
+        dropped: set[str] = set()
+        if method in UNCOMPRESSED:
+            dropped = set(_NAMES.values())
+        elif i > place:
+            is_of_another = layer.method not in ("", method)
+            dropped = {row.name for row in FIELDS if is_of_another and row.group in OF_METHODS}
+            dropped |= {row.name for row in FIELDS if row.method == _THRESHOLD != method}
+            if is_of_another and method == _LOCAL and layer.texts.get(_NAMES["exchange"], FLAT) not in (FLAT, SHARDED):
+                dropped.add(_NAMES["exchange"])
+        kept.append(layer.without(dropped))
+    return kept
 
 
-def _chosen(given: Sequence[Layer], place: int | None) -> Setting:
-    """The method: that of the layer at `place`; if none names one, dgc where any setting of a method is there."""
-    if place is not None:
-        namer = given[place].namer
-        assert namer is not None
-        return Setting(envvars.COMPRESSION, given[place].method, given[place].source(namer))
-    is_asked_for = any(variable.name in layer.texts for layer in given for variable in envvars.FIELDS)
-    return Setting(envvars.COMPRESSION, "dgc" if is_asked_for else "", FROM_DEFAULT)
+def _with_one_length(layers: Sequence[Layer]) -> list[Layer]:
+    """What goes with the strongest length of a warm-up: no other length; if it is none, nothing of a warm-up.
+
+    A length in epochs goes with the steps of an epoch that a weaker layer gives.
+    """
+    place = next((i for i, layer in enumerate(layers) if {_STEPS, _EPOCHS} & layer.texts.keys()), len(layers))
+    texts = layers[place].texts if place < len(layers) else {}
+    lengths = {name for name in (_STEPS, _EPOCHS) if _is_set(texts.get(name))}
+    dropped = {_STEPS, _EPOCHS, *(() if _EPOCHS in lengths else (_STEPS_PER_EPOCH,))}
+    if not lengths:
+        dropped = {name for field, name in _NAMES.items() if field.startswith("warmup.")}
+    return [layer if i <= place else layer.without(dropped) for i, layer in enumerate(layers)]
 
 
-def _beside(setting: Setting, strongest: Setting) -> Setting:
+def _is_set(text: str | None) -> bool:
+    return text is not None and text.lower() != "none"
+
+
+def _beside(used: Given, strongest: Given) -> Given:
     """A setting, with the stronger one that does not go with the rest of the job."""
-    if not strongest.given or setting[:3] == strongest[:3]:
-        return setting
-    return setting._replace(unused=f"{strongest.text} of {strongest.source}")
+    if not strongest.is_set or used[:3] == strongest[:3]:
+        return used
+    return used._replace(unused=f"{strongest.text} of {strongest.source}")
 
 
-def _refuse_useless_flags(method: str, strongest: Sequence[Setting]) -> None:
-    for setting in strongest:
-        if setting.variable.field and setting.source.startswith(FROM_FLAG):
+def _refuse_useless_flags(method: str, strongest: Sequence[Given]) -> None:
+    for given in strongest:
+        if given.row.field and given.source.startswith(FROM_FLAG):
             raise ConfigError(
-                f"{setting.variable.flag} has no meaning with compression {method}, which is Horovod's own; drop it "
+                f"{given.row.flag} has no meaning with compression {method}, which is Horovod's own; drop it "
                 "or choose --compression dgc"
             )
 
 
-def _refuse_useless_nodes(config: DGCConfig, settings: Sequence[Setting]) -> None:
-    size, exchange = (next(s for s in settings if s.variable.field == name) for name in ("node_size", "exchange"))
-    if size.source.startswith(FROM_FLAG) and config.node_size is not None and not config.may_use_nodes:
+def _refuse_useless_nodes(job: Job) -> None:
+    size, exchange = job.given(envvars.NODE_SIZE), next(each for each in job.settings if each.row.field == "exchange")
+    if size.source.startswith(FROM_FLAG) and size.value is not None and not (job.config and job.config.may_use_nodes):
         raise ConfigError(
-            f"{size.variable.flag} {size.text} has no meaning with exchange {config.exchange} ({exchange.source}), "
-            f"which makes no nodes; drop it, or choose {exchange.variable.flag} hierarchical or auto"
+            f"{size.row.flag} {size.text} has no meaning with exchange {exchange.text} ({exchange.source}), "
+            f"which makes no nodes; drop it, or choose {exchange.row.flag} hierarchical or auto"
         )
 
 
-def _config(method: str, settings: Sequence[Setting]) -> DGCConfig:
+def _config(method: str, settings: Sequence[Given]) -> DGCConfig:
     """`method`'s preset with what was given over it."""
-    fields = [setting for setting in settings if setting.given and setting.variable.field]
-    given = {setting.variable.field: setting.value for setting in fields if setting.value is not None}
+    fields = [each for each in settings if each.is_set and each.row.field]
+    given = {each.row.field: each.value for each in fields if each.value is not None}
     warm = {name.removeprefix("warmup."): value for name, value in given.items() if name.startswith("warmup.")}
     plain = {name: value for name, value in given.items() if not name.startswith("warmup.")}
     try:
         if warm and not {"steps", "epochs"} & warm.keys():
             raise ConfigError("a density warm-up needs a length: give warmup_steps or warmup_epochs")
-        warmup = WarmupSchedule(**{name: _whole_if_it_is(value) for name, value in warm.items()}) if warm else None
-        return DGCConfig(**{**PRESETS[method], **plain, "warmup": warmup})
+        return DGCConfig(**{**PRESETS[method], **plain, "warmup": WarmupSchedule(**warm) if warm else None})
     except ConfigError as error:
-        sources = ", ".join(f"{s.variable.key}={s.text} ({s.source})" for s in fields)
+        sources = ", ".join(f"{each.row.key}={each.text} ({each.source})" for each in fields)
         raise ConfigError(f"{error}. Given: method {method}{', ' if sources else ''}{sources}") from None
-
-
-def _whole_if_it_is(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def show(job: Job) -> str:
@@ -207,17 +270,7 @@ def show(job: Job) -> str:
 
 def rows(job: Job) -> list[tuple[str, str, str]]:
     """Every setting: its key, its value, and where that comes from."""
-    found = []
-    for setting in job.settings:
-        text = setting.text
-        if setting.variable is envvars.COMPRESSION:
-            text = job.method
-        elif job.config is not None and not setting.given and setting.variable.field in PRESETS[job.method]:
-            text = _as_text(getattr(job.config, setting.variable.field))
-        unused = f" ({setting.unused} is not used)" if setting.unused else ""
-        found.append((setting.variable.key, text or "-", setting.source + unused))
-    return found
-
-
-def _as_text(value: Any) -> str:
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+    return [
+        (each.row.key, each.text or "-", each.source + (f" ({each.unused} is not used)" if each.unused else ""))
+        for each in job.settings
+    ]

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from dgc_horovod import files
-from dgc_horovod.config import DGCConfig, check_choice
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import Gatherer, shared_from, together
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.kinds import check_choice
 from dgc_horovod.state.handing_on import handed_on, needed
 from dgc_horovod.state.manifest import MANIFEST, File, Manifest, digest
 from dgc_horovod.state.method import left_of

@@ -18,8 +18,9 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, config_of
-from dgc_horovod.config import DGCConfig, check_whole
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.kinds import check_whole
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch.clipping.of_averages import limit_averages

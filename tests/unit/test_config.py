@@ -27,7 +27,7 @@ from dgc_horovod.schedule import density_at
         ({"momentum_dtype": "fp16"}, "momentum_dtype must be one of fp32, bf16"),
         ({"momentum_dtype": "bf16", "momentum_correction": False}, "goes with momentum correction"),
         ({"momentum_correction": "yes"}, "momentum_correction must be True or False"),
-        ({"offload": True}, "offload goes with local steps"),
+        ({"offload": True}, "offload goes with Compression.local"),
         ({"warmup": 4}, r"warmup must be a WarmupSchedule"),
         ({"threshold": 0.1}, "a threshold goes with rule='threshold'"),
         ({"rule": "threshold"}, "a threshold goes with rule='threshold'"),
@@ -67,9 +67,9 @@ def test_numpy_numbers_are_numbers():
         ({"steps": 5, "first_density": 0}, "first_density must be in"),
         ({"steps": 5, "factor": 1}, "factor must be in"),
         ({"steps": 5, "first_density": "a"}, "first_density must be in"),
-        ({"steps": 1.5}, "steps must be a whole number above 0, got 1.5"),
-        ({"steps": True}, "steps must be a whole number above 0, got True"),
-        ({"epochs": "4"}, "epochs must be a number above 0, got '4'"),
+        ({"steps": 1.5}, "steps must be a whole number >= 1 or None, got 1.5"),
+        ({"steps": True}, "steps must be a whole number >= 1 or None, got True"),
+        ({"epochs": "4"}, "epochs must be a number above 0 or None, got '4'"),
     ],
 )
 def test_bad_schedules(arguments, words):

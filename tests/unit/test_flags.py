@@ -79,7 +79,7 @@ def test_help_fits_a_screen_and_names_everything(capsys):
     for variable in envvars.SETTABLE:
         (line,) = [line for line in ours.splitlines() if line.startswith(f"  {variable.flag} ")]
         assert variable.meaning.split(",")[0][:20] in line
-        assert not variable.default or f"[{variable.default}" in " ".join(ours.split())
+        assert not variable.default_text or f"[{variable.default_text}" in " ".join(ours.split())
     assert "[0.001; auto: 0.01; local: 0.015]" in ours and "[off; local: on]" in ours
     for flag in ("--hosts", "--gloo", "--cycle-time-ms", "--host-discovery-script", "--config-file"):
         assert flag in text

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from dgc_horovod import envvars
-from dgc_horovod.compression import PRESETS
+from dgc_horovod.compression import PRESETS, ConfiguredCompressor, Presets
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import commands, config_file, flags
@@ -17,21 +17,26 @@ from dgc_horovod.schedule import WarmupSchedule
 
 
 def source_of(job, name):
-    return next(s.source for s in job.settings if s.variable.name == name)
+    return next(s.source for s in job.settings if s.row.name == name)
 
 
-def test_every_field_has_one_variable_and_the_defaults_agree():
-    fields = {v.field: v for v in envvars.FIELDS}
+def test_every_field_has_one_variable_and_a_default_that_reads_as_it_is():
+    fields = {row.field for row in envvars.FIELDS}
     ours = {f.name for f in dataclasses.fields(DGCConfig)} - {"warmup", "automatic"}  # which a method says
-    warm = {f"warmup.{f.name}" for f in dataclasses.fields(WarmupSchedule)}
-    assert set(fields) == ours | warm
-    for name in ours - {"rule", "momentum_correction", "factor_masking"}:
-        default = fields[name].default
-        assert (fields[name].parse(default) if default else None) == getattr(DGCConfig(), name)
-    schedule = WarmupSchedule(steps=1)
-    for name in ("first_density", "factor"):
-        assert fields[f"warmup.{name}"].parse(fields[f"warmup.{name}"].default) == getattr(schedule, name)
+    assert fields == ours | {f"warmup.{f.name}" for f in dataclasses.fields(WarmupSchedule)}
+    for row in envvars.ALL:
+        if not row.by_method and row.default is not None:
+            assert row.parse(row.default_text) == row.default
     assert resolve({"DGC_COMPRESSION": "dgc"}, {}).config == DGCConfig()
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "threshold"])
+def test_a_default_is_the_same_by_code_and_by_flag(name):
+    assert getattr(Bare, name)().config == resolve({"DGC_COMPRESSION": name}, {}).config
+
+
+class Bare(Presets):
+    compressor = ConfiguredCompressor
 
 
 def test_names_are_unique_and_flags_follow_from_them():

@@ -97,7 +97,7 @@ def _await_verdict(board: StatusBoard, number: int, workers: int, seconds: float
 
 
 def _message(absent: list[int], workers: int, names: str) -> str:
-    slots = envvars.HOSTS.read()
+    slots = envvars.value(envvars.HOSTS) or ""
     named = []
     for rank in absent[:_MOST_NAMED]:
         host = host_of_rank(slots, rank, workers)

@@ -12,9 +12,8 @@ from typing import Any
 
 from dgc_horovod import at_end, envvars, leaving, recording
 from dgc_horovod.config import AUTO
-from dgc_horovod.launch.layers import UNCOMPRESSED
 from dgc_horovod.launch.rank.reports import Reports
-from dgc_horovod.launch.settings import Job
+from dgc_horovod.launch.settings import UNCOMPRESSED, Job
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
 from dgc_horovod.planning.trial import COMPRESSED

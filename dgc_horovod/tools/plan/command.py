@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, kinds
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
@@ -97,7 +97,7 @@ def number(flag: str, text: str, least: float = _LEAST) -> float:
         ConfigError: it is no such number.
     """
     try:
-        value = envvars.number(text)
+        value = kinds.number(text)
     except ValueError:
         value = math.nan
     if not least <= value <= _MOST:

@@ -56,7 +56,7 @@ def with_metrics(job: Job, path: str) -> Job:
         raise ConfigError(
             f"{REPORT} shows what compression did, and none was asked for; e.g. dgcrun --dgc {REPORT} ..."
         )
-    given = next(setting for setting in job.settings if setting.variable is envvars.METRICS_FILE)
+    given = job.given(envvars.METRICS_FILE)
     if given.value and not is_json_lines(given.value):
         raise ConfigError(
             f"{REPORT} is made of JSON lines, and the metrics file is {given.text!r} ({given.source}); give it another "

@@ -11,9 +11,10 @@ import torch
 from horovod.common.util import split_list
 
 from dgc_horovod import envvars
-from dgc_horovod.config import check_predivide, check_whole
+from dgc_horovod.config import check_predivide
 from dgc_horovod.config_check import check_agreement, refused_alike
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.kinds import check_whole
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import HorovodCollectives
 from dgc_horovod.torch.wrapping.arguments import agreed_fields, choice_fields
