@@ -12,7 +12,10 @@ FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-fast-math", "-fvisibili
 # Linked with -ffast-math (a user's CXXFLAGS), the library would flush denormals in the whole process.
 LINK_FLAGS = ["-pthread", "-fno-fast-math"]
 # The inner loops, once for each instruction set; which one runs is decided on the user's processor.
-WIDE = {"avx2.cpp": ["-mavx2"], "avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
+WIDE = {
+    "avx2.cpp": ["-mavx2", "-mbmi", "-mpopcnt"],
+    "avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mbmi", "-mpopcnt"],
+}
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 

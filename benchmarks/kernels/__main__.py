@@ -6,11 +6,11 @@ import argparse
 import time
 from typing import Any
 
-from benchmarks.kernels import compress, decode, growth, stages, wire
+from benchmarks.kernels import adam, compress, decode, growth, stages, wire
 from benchmarks.report import RESULTS, ROOT, environment, read_results, save, write_into_page
 from benchmarks.shapes import SHAPES
 
-STUDIES = {"compress": compress, "stages": stages, "growth": growth, "decode": decode, "wire": wire}
+STUDIES = {"compress": compress, "stages": stages, "adam": adam, "growth": growth, "decode": decode, "wire": wire}
 PAGE = ROOT / "docs" / "benchmarks-kernels.md"
 
 

@@ -27,27 +27,28 @@ _STAGES = {
     "dgc_encode": "encode",
     "dgc_checksum": "encode",
     "dgc_settle": "settle",
+    "dgc_measure": "measure",
 }
-STAGES = tuple(dict.fromkeys(_STAGES.values()))
+STAGES = ("pass", "select", "encode", "settle")
 
 
 class TimedLibrary:
-    """The native library; counts the seconds of its calls by stage."""
+    """The native library; counts the seconds of its calls by stage, on a clock."""
 
-    def __init__(self) -> None:
-        self._library = load()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._library, self._clock = load(), clock
         self.seconds: dict[str, float] = defaultdict(float)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function, stage = getattr(self._library, name), _STAGES.get(name)
 
         def called(*arguments: Any) -> Any:
-            start = time.perf_counter()
+            start = self._clock()
             try:
                 return function(*arguments)
             finally:
                 if stage is not None:
-                    self.seconds[stage] += time.perf_counter() - start
+                    self.seconds[stage] += self._clock() - start
 
         return called
 

@@ -50,7 +50,7 @@ class BucketState(State):
     def release_remainder(self) -> None:
         """Make the remainder residual."""
         if self.remainder is not None:
-            self.v += self._kernels.from_host(self._owed(slice(0, self._bucket.numel)))
+            self.v[:] += self._kernels.from_host(self._owed(slice(0, self._bucket.numel)))
             self.remainder = None
 
     def _owed(self, place: slice) -> np.ndarray:

@@ -62,7 +62,7 @@ class BucketEngine:
         whole: layout of the whole bucket.
 
     Memory, of the slice: v, 4 bytes an element; u from the first step with momentum, 4 or 2 more; with owners 4 for
-    each element of a shard; for the candidates and packets of a step about 80 bytes for each of the k elements
+    each element of a shard; for the candidates and packets of a step about 90 bytes for each of the k elements
     selected, and 8 for each received.
     """
 

@@ -168,7 +168,7 @@ class SecondMoments:
         gradients: M >= 1, how many gradients are put together, of ranks or of nodes.
         averages: whether they are averaged or summed.
 
-    Memory: 24 bytes for each row and column.
+    Memory: 24 bytes for each row and column, and 8 for each column of those that are measured at a step.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], seed: int, gradients: int, averages: bool) -> None:
@@ -176,6 +176,7 @@ class SecondMoments:
         moments = {name: Moment(shape, gradients, averages) for name, shape in shapes.items()}
         self._tensors = {name: _Tensor(i, moment) for i, (name, moment) in enumerate(moments.items())}
         self._measured: dict[str, tuple[Kernels, Array, int]] = {}
+        self._signs: tuple[int, dict[str, np.ndarray]] | None = None  # of a step
 
     def __getitem__(self, name: str) -> Moment:
         return self._tensors[name].moment
@@ -233,15 +234,21 @@ class SecondMoments:
         """
         tensor = self._tensors[name]
         assert tensor.kernels is not None and tensor.feed is not None
-        signs = tensor.kernels.from_host(self._signs(tensor, step))
+        signs = tensor.kernels.from_host(self._signs_of(name, step))
         found = tensor.kernels.measure(gradient, tensor.feed.offset, signs)
         self._measured[name] = tensor.kernels, found, tensor.feed.offset // tensor.moment.b
 
-    def _signs(self, tensor: _Tensor, step: int) -> np.ndarray:
+    def _signs_of(self, name: str, step: int) -> np.ndarray:
+        """The signs of a tensor, drawn for all that are due: one alone would find the caches emptied each time."""
+        if self._signs is None or self._signs[0] != step:
+            self._signs = step, {due: self._drawn(self._tensors[due], step) for due in self.due(step)}
+        return self._signs[1][name]
+
+    def _drawn(self, tensor: _Tensor, step: int) -> np.ndarray:
         seeds = self._seed, tensor.number, step
         drawn = np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds))).bytes(tensor.moment.b // 4 + 1)
         bits = np.unpackbits(np.frombuffer(drawn, np.uint8), count=2 * tensor.moment.b)
-        return bits.astype(np.float32) * 2 - 1
+        return bits * np.float32(2) - np.float32(1)
 
     def message(self, step: int, scale: float) -> np.ndarray:
         """What the ranks add up, float32: sums of squares by row and by column, and products with the signs.

@@ -62,7 +62,9 @@ class Owner:
         """``r -= decoded``: these are sent on."""
         self._guess = _LOWER * float(np.abs(elements.values).min()) if elements.values.size else 0.0
         self._before.append(elements)
-        self._kernels.update_residual(State(self._remainder), elements, decoded, None)
+        kept = State(self._remainder)
+        self._kernels.update_residual(kept, elements, decoded, None)
+        kept.settle()
 
     def commit(self) -> None:
         """Nothing is to be taken back any more."""

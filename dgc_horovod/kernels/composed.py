@@ -20,8 +20,8 @@ from dgc_horovod.kernels.contract import (
     SharedMoment,
     State,
     joined,
-    sum_stride,
 )
+from dgc_horovod.kernels.places import sum_stride
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, NumpyCoder, PacketFormat
 

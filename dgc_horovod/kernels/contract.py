@@ -94,18 +94,42 @@ def joined(parts: Sequence[Elements]) -> Elements:
     return Elements(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))
 
 
-@dataclass
 class State:
     """What one rank keeps of a bucket: the residual v, and the momentum u, made at first use.
 
     All are float32 but u, which may be bfloat16.
 
+    What was sent has left v for whoever looks at it. A backend may put that off until then, or, without `masked`, until
+    its next pass over v, which has the elements in the cache: to write a hundredth of them costs a sixth of a pass.
+
     `remainder` is of the shard that the rank owns, if it owns one: what it was sent and has not sent on.
     """
 
-    v: Array
-    u: Array | None = None
-    remainder: Array | None = None
+    def __init__(self, v: Array, u: Array | None = None, remainder: Array | None = None) -> None:
+        self._v, self.u, self.remainder = v, u, remainder
+        self._put_off = NO_ELEMENTS
+
+    @property
+    def v(self) -> Array:
+        """The residual."""
+        self.settle()
+        return self._v
+
+    def put_off(self, elements: Elements) -> None:
+        """Let v be these at their positions, later; of a backend whose Arrays are NumPy's."""
+        self.settle()
+        self._put_off = elements
+
+    def settle(self) -> None:
+        """Do what was put off."""
+        v, elements = self.take()
+        if elements.values.size:
+            v[elements.positions] = elements.values
+
+    def take(self) -> tuple[Array, Elements]:
+        """v as it is, and what was put off, for a backend that sees to it now."""
+        elements, self._put_off = self._put_off, NO_ELEMENTS
+        return self._v, elements
 
 
 # A run of a bucket from which elements are selected together, as a pass sees it: its threshold, and its sums. The
@@ -373,21 +397,3 @@ class Kernels(Protocol):
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
         """What reads packets of that form; None: the host does."""
-
-
-def first_sign(row: Any, columns: int) -> Any:
-    """Where the signs of a row begin in `Kernels.measure`: elsewhere for each, or rows that are alike had one sign."""
-    return row * 7919 % columns
-
-
-def sum_stride(chunks: int) -> int:
-    """Distance between two summed chunks: 1 below 128 chunks, then ``chunks // 64``, at most 16."""
-    return 1 if chunks < 128 else min(chunks // 64, 16)
-
-
-def summed_numel(numel: int) -> int:
-    """How many of `numel` elements are in the chunks that `Kernels.sampled_sums` looks at."""
-    chunks = -(-numel // CHUNK)
-    seen = range(0, chunks, sum_stride(chunks))
-    last_seen = bool(seen) and seen[-1] == chunks - 1
-    return len(seen) * CHUNK - (chunks * CHUNK - numel if last_seen else 0)

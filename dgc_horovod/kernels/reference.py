@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dgc_horovod.kernels.composed import ComposedKernels
-from dgc_horovod.kernels.contract import CHUNK, LANES, first_sign
+from dgc_horovod.kernels.contract import CHUNK, LANES
 from dgc_horovod.kernels.numpy_arrays import NumpyArrays
+from dgc_horovod.kernels.places import first_sign
 
 
 def _scaled(g: np.ndarray, scale: float) -> np.ndarray:

@@ -16,19 +16,10 @@ from dgc_horovod import envvars
 from dgc_horovod.config import MOMENTUM_DTYPES
 from dgc_horovod.errors import BackendUnavailable, ConfigError, UnsupportedUse
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import (
-    CHUNK,
-    RANGE,
-    Elements,
-    ErrorFeedback,
-    MomentumCorrection,
-    SharedMoment,
-    State,
-    first_sign,
-    summed_numel,
-)
+from dgc_horovod.kernels.contract import CHUNK, RANGE, Elements, ErrorFeedback, MomentumCorrection, SharedMoment, State
 from dgc_horovod.kernels.native import library
 from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.kernels.places import first_sign, summed_numel
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
@@ -115,7 +106,7 @@ def test_sampled_sums_look_at_a_part_of_a_long_vector():
 
 
 def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=(), narrow=False):
-    """Two passes over a bucket of segments of `sizes`; everything that they change or report, on the host."""
+    """Two passes over a bucket of segments of `sizes`, something sent after each; all that they change or report."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     bucket = Bucket(0, tuple(Segment(str(i), start, n) for i, (start, n) in enumerate(zip(starts, sizes, strict=True))))
     rng = np.random.default_rng(seed)
@@ -141,6 +132,9 @@ def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=(), 
         outcome.append((seen.gradients_finite, seen.residual_finite, seen.num_candidates, found, ranges.tobytes()))
         outcome.append([as_numpy(kernels, x).tobytes() for x in arrays])
         outcome.append([as_numpy(kernels, x).tobytes() for x in parts])
+        at = np.arange(seed % 7, bucket.numel, 9 + seed % 30, dtype=np.int32)
+        sent = Elements(at, kernels.take(state.v, at))
+        kernels.update_residual(state, sent, sent.values / 2, None)
     return outcome
 
 
@@ -206,6 +200,16 @@ def test_the_library_is_given_no_address_of_anything_else(gradient, of):
     gradients.put(0, np.ones(10, np.float32), ErrorFeedback())
     with pytest.raises(UnsupportedUse, match=r"'w' has \d+ bytes of .*; 10 numbers of float32 are needed"):
         gradients.put(0, torch.from_numpy(x) if of == "torch" else x, ErrorFeedback())
+
+
+@pytest.mark.parametrize("count", [1, 50, 400])
+def test_what_was_sent_has_left_v_for_whoever_looks_at_it(kernels, count):
+    x, at = DATA["normal"](1000, 0), np.arange(count, dtype=np.int32) * 2
+    state = State(as_array(kernels, x))
+    for part in np.array_split(at, 2):
+        kernels.update_residual(state, Elements(part, x[part]), x[part] / 4, None)
+    x[at] -= x[at] / 4
+    assert (as_numpy(kernels, state.v) == x).all()
 
 
 def aimed(kernels, bucket, arrays):

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels, summed_numel
+from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels
+from dgc_horovod.kernels.places import summed_numel
 
 _SMALL = 1 << 16  # below this many elements a direct top-k costs less than a look at a sample
 _SAMPLE = 1 << 14

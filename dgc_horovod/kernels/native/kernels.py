@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, RANGE, AccumulateResult, Elements, State
+from dgc_horovod.kernels.contract import (
+    CHUNK,
+    COMPILED_VALUES,
+    NO_ELEMENTS,
+    RANGE,
+    AccumulateResult,
+    Elements,
+    State,
+)
 from dgc_horovod.kernels.native.library import load
 from dgc_horovod.kernels.native.memory import zeros
 from dgc_horovod.kernels.native.tables import (
@@ -28,6 +36,7 @@ from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Co
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
+_FEW = 8  # elements for each that is sent, from which to put off what is left of it is worth a copy
 _INDICES = frozenset(("elias-fano", "every"))  # what csrc/codecs.h knows; any other is left to NumPy
 
 
@@ -132,7 +141,9 @@ class NativeKernels(NumpyArrays):
     ) -> AccumulateResult:
         if gradients.scratch is None:
             gradients.scratch = Scratch(gradients.bucket.numel, len(ranges))
-        bad = self._pass(gradients.scratch, max_candidates, state.v, ranges, want_sums, gradients.table, state, scale)
+        v, left = state.take()
+        what = gradients.table, state.u, scale, left
+        bad = self._pass(gradients.scratch, max_candidates, v, ranges, want_sums, *what)
         gradients.arrays = [None] * len(gradients.arrays)
         scratch = gradients.scratch
         return AccumulateResult(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
@@ -145,14 +156,14 @@ class NativeKernels(NumpyArrays):
         ranges: np.ndarray,
         want_sums: bool,
         segments: np.ndarray = NO_SEGMENTS,
-        state: State | None = None,
+        u: np.ndarray | None = None,
         scale: float = 1.0,
+        left: Elements = NO_ELEMENTS,
     ) -> int:
         scratch.make_room(max_candidates)
-        u = None if state is None else state.u
         return self._library.dgc_pass(
-            address(v), address(u), is_narrow(u), address(segments), len(segments), scale,
-            address(ranges), len(ranges), want_sums, address(scratch.found), self.threads,
+            address(v), address(u), is_narrow(u), address(segments), len(segments), scale, address(ranges), len(ranges),
+            *map(address, left), left.values.size, want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
 
     def _range(self, x: np.ndarray, candidate_threshold: float) -> np.ndarray:
@@ -222,6 +233,9 @@ class NativeKernels(NumpyArrays):
     # -- what was sent leaves, what came back is added
 
     def update_residual(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
+        if masked is None and _FEW * decoded.size < len(state.v):
+            state.put_off(Elements(elements.positions.copy(), elements.values - decoded))
+            return
         u = None if masked is None else state.u
         what = (*map(address, elements), address(decoded), decoded.size, address(masked))
         self._library.dgc_settle(address(state.v), address(u), is_narrow(u), *what)

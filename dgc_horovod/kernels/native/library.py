@@ -15,7 +15,7 @@ from typing import Any
 from dgc_horovod.errors import BackendUnavailable
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_INTERFACE = 8  # of dispatch.cpp
+_INTERFACE = 9  # of dispatch.cpp
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_interface": (_INT, ()),
     "dgc_use_openmp": (None, (_POINTER,)),
@@ -23,7 +23,22 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_use_instructions": (_INT, (ctypes.c_char_p,)),
     "dgc_pass": (
         _INT,
-        (_POINTER, _POINTER, _INT, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _INT, _POINTER, _LONG),
+        (
+            _POINTER,
+            _POINTER,
+            _INT,
+            _POINTER,
+            _LONG,
+            _FLOAT,
+            _POINTER,
+            _LONG,
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _INT,
+            _POINTER,
+            _LONG,
+        ),
     ),
     "dgc_sums": (None, (_POINTER, _LONG, _POINTER, _LONG, _POINTER)),
     "dgc_measure": (None, (_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER)),

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs
-from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State, sum_stride
+from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
+from dgc_horovod.kernels.places import sum_stride
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, seen, thresholds_of
 from dgc_horovod.kernels.triton.memory import EXACT, addresses, check_that_it_runs, using

@@ -55,20 +55,6 @@ namespace {
 
 bool not_finite(float x) { return (bits_of(x) & kInfinity) == kInfinity; }
 
-// The first of a contribution's elements at or after `position`.
-int64_t first_from(const Contribution& one, int64_t position) {
-    int64_t low = 0, high = one.count;
-    while (low < high) {
-        const int64_t middle = (low + high) / 2;
-        if (one.positions[middle] < position) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 // Zeroes memory that is not looked at again soon: lines that are only written need not be read first.
 void zero_past_cache(float* x, int64_t numel) {
 #if defined(__x86_64__)
@@ -117,7 +103,9 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
     in_parts(parts, [&](int64_t part) {
         const int64_t first = numel * part / parts, last = numel * (part + 1) / parts;
         int64_t* const mine = next + part * workers;
-        for (int64_t rank = 0; rank < workers; rank++) mine[rank] = first_from(ranks[rank], first);
+        for (int64_t rank = 0; rank < workers; rank++) {
+            mine[rank] = first_from(ranks[rank].positions, ranks[rank].count, first);
+        }
         for (int64_t t = 0; t < num_targets; t++) {
             const Target& target = targets[t];
             const int64_t begin = target.start > first ? target.start : first;

@@ -76,6 +76,20 @@ struct Contribution {
     int64_t count;
 };
 
+// The first of ascending positions that is at or after `position`.
+inline int64_t first_from(const int32_t* positions, int64_t count, int64_t position) {
+    int64_t low = 0, high = count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (positions[middle] < position) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
 // How a packet's body is laid out: packet.py's PacketFormat in numbers.
 struct Layout {
     int64_t numel, capacity;

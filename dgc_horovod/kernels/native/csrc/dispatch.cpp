@@ -9,13 +9,15 @@ namespace {
 const Instructions* widest() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi")) return &kPlain;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
         return &kAvx512;
     }
-    if (__builtin_cpu_supports("avx2")) return &kAvx2;
-#endif
+    return &kAvx2;
+#else
     return &kPlain;
+#endif
 }
 
 const Instructions* chosen = widest();
@@ -27,7 +29,7 @@ const Instructions& instructions() { return *chosen; }
 }  // namespace dgc
 
 // Grows with every change of this interface: a library left over from another version is not used.
-DGC_API int32_t dgc_interface() { return 8; }
+DGC_API int32_t dgc_interface() { return 9; }
 
 DGC_API const char* dgc_instructions() { return dgc::instructions().name; }
 

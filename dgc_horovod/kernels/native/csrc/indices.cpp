@@ -8,7 +8,7 @@ namespace {
 void encode_elias_fano(const Layout& layout, const int32_t* positions, int64_t count, uint32_t* out) {
     const int low = layout.low_bits;
     uint32_t* const unary = out + words(layout.capacity * low);
-    uint64_t pending = 0;
+    uint64_t pending = 0, ones = 0, word = 0;  // of the unary part: 64 bits that are being filled, and which ones
     int filled = 0;
     for (int64_t i = 0; i < count; i++) {
         const uint32_t position = (uint32_t)positions[i];
@@ -20,8 +20,14 @@ void encode_elias_fano(const Layout& layout, const int32_t* positions, int64_t c
             filled -= 32;
         }
         const uint64_t bit = (position >> low) + (uint64_t)i;
-        unary[bit / 32] |= 1u << (bit % 32);
+        if (bit / 64 != word) {
+            memcpy(unary + 2 * word, &ones, 8);
+            ones = 0;
+            word = bit / 64;
+        }
+        ones |= 1ull << (bit % 64);
     }
+    memcpy(unary + 2 * word, &ones, ones >> 32 ? 8 : 4);
     if (filled) *out = (uint32_t)pending;
 }
 

@@ -17,12 +17,15 @@ struct Piece {
     const float* columns;
 };
 
-// Candidates of one chunk. Room for a vector more: whole vectors are written.
+// Elements are fetched into L2 so far ahead, a page: what the processor fetches by itself ends with a page, and it seldom
+// is ahead enough where there is more to do with an element than to add it.
+constexpr int64_t kAhead = 1024;
+
+// Positions of the candidates of one chunk. Room for a few more: they are written four at a time.
 struct Hits {
-    int32_t positions[kChunk + kLanes];
-    float values[kChunk + kLanes];
+    int32_t positions[kChunk + 4];
     int32_t count = 0;
-    int32_t expected = 0;  // as many as in the chunk before
+    bool many = false;  // whether many are expected
 };
 
 struct Instructions {

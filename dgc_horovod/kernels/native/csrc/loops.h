@@ -45,8 +45,8 @@ inline void store(uint16_t* x, Floats y) {
 #endif
 }
 
-inline Floats magnitude(Floats x) { return (Floats)((Ints)x & (int32_t)kMagnitude); }
-inline Ints not_finite(Floats x) { return ((Ints)x & (int32_t)kInfinity) == (int32_t)kInfinity; }
+inline Ints magnitude_bits(Floats x) { return (Ints)x & (int32_t)kMagnitude; }
+inline Floats magnitude(Floats x) { return (Floats)magnitude_bits(x); }
 
 // x within +-bound; NaN stays.
 inline Floats within(Floats x, float bound) {
@@ -61,10 +61,25 @@ inline Floats within(Floats x, float bound) {
 #endif
 }
 
-inline bool any(Ints x) {
-    int32_t together = 0;
-    for (int i = 0; i < kWidth; i++) together |= x[i];
-    return together != 0;
+inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+
+// Whether any of the magnitudes is that of an infinity or a NaN.
+inline bool beyond_finite(Ints magnitudes) {
+    bool found = false;
+    for (int i = 0; i < kWidth; i++) found |= magnitudes[i] >= (int32_t)kInfinity;
+    return found;
+}
+
+// x * scale; zero where x is not finite, which `largest` will tell, of magnitudes.
+inline Floats scaled_if_finite(Floats x, float scale, Ints& largest) {
+    const Ints size = magnitude_bits(x);
+    largest = larger(largest, size);
+#if defined(__AVX512F__)
+    const __mmask16 finite = _mm512_cmplt_epi32_mask((__m512i)size, _mm512_set1_epi32((int32_t)kInfinity));
+    return (Floats)_mm512_maskz_mul_ps(finite, (__m512)x, _mm512_set1_ps(scale));
+#else
+    return (Floats)((Ints)x & (size < (int32_t)kInfinity)) * scale;
+#endif
 }
 
 // One bit per lane with x >= threshold.
@@ -82,54 +97,21 @@ inline uint32_t at_least(Floats x, float threshold) {
 #endif
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// For every 8 bits the lanes that are set in them, ascending, a byte each.
-struct SetLanes {
-    uint64_t of[256];
-    constexpr SetLanes() : of() {
-        for (int bits = 0; bits < 256; bits++) {
-            for (uint64_t i = 0, count = 0; i < 8; i++) {
-                if (bits >> i & 1) of[bits] |= i << (8 * count++);
-            }
-        }
-    }
-};
-constexpr SetLanes kSetLanes;
-#endif
-
-// Append the elements at `v` that are set in `bits`. If there are `many`, in one vector of ten or twenty, a branch would cost
-// more than to write a whole vector each time and to count how much of it counts. Else there is seldom one, and hardly
-// ever a second.
-template <bool many>
-inline void note(Hits& hits, int32_t& count, uint32_t bits, const float* v, int32_t position) {
-#if defined(__AVX512F__)
-    if (many) {  // compressed in a register: the form that writes to memory is slow on some processors
-        const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512i where = _mm512_add_epi32(lane, _mm512_set1_epi32(position));
-        _mm512_storeu_si512(hits.positions + count, _mm512_maskz_compress_epi32((__mmask16)bits, where));
-        _mm512_storeu_ps(hits.values + count, _mm512_maskz_compress_ps((__mmask16)bits, (__m512)load(v)));
-        count += __builtin_popcount(bits);
-        return;
-    }
-#elif defined(__AVX2__)
-    if (many) {
-        const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(kSetLanes.of + bits)));
-        const __m256i where = _mm256_add_epi32(lanes, _mm256_set1_epi32(position));
-        _mm256_storeu_si256((__m256i*)(hits.positions + count), where);
-        _mm256_storeu_ps(hits.values + count, _mm256_permutevar8x32_ps((__m256)load(v), lanes));
-        count += __builtin_popcount(bits);
-        return;
+// Append the places that are set in `found`, of the elements from `position` on. If there are `many`, in every other word
+// one, a branch would cost more than to write four places each time and to count how many of them count.
+inline void note(Hits& hits, uint64_t found, int32_t position) {
+    int32_t* out = hits.positions + hits.count;
+#if defined(__BMI__)
+    if (hits.many) {
+        const int count = __builtin_popcountll(found);
+        hits.count += count;
+        for (int i = 0; i < 4; i++, found &= found - 1) out[i] = position + (int32_t)_tzcnt_u64(found);
+        if (__builtin_expect(count <= 4, 1)) return;
+        out += 4;
     }
 #endif
-    if (__builtin_expect(bits == 0, 1)) return;
-    const auto append = [&] {
-        const int i = __builtin_ctz(bits);
-        hits.positions[count] = position + i;
-        hits.values[count++] = v[i];
-        bits &= bits - 1;
-    };
-    append();
-    while (__builtin_expect(bits != 0, 0)) append();
+    for (; __builtin_expect(found != 0, 0); found &= found - 1) *out++ = position + __builtin_ctzll(found);
+    hits.count = (int32_t)(out - hits.positions);
 }
 
 // A last, incomplete vector goes by way of a full one.
@@ -142,19 +124,14 @@ struct Padded {
     }
 };
 
-template <int kind, bool many, class Momentum>
-inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
-    Ints bad_gradient = {}, bad_residual = {};
-    int32_t count = hits.count;
+template <int kind, class Momentum = float>
+int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
+    Ints largest_gradient = {}, largest_residual = {};
     const auto momentum = static_cast<Momentum*>(piece.u);
-    const auto step = [&](Momentum* u_at, float* v_at, const float* gradient, const float* column, int32_t position,
-                          uint32_t lanes) {
+    const auto step = [&](Momentum* u_at, float* v_at, const float* gradient, const float* column) -> uint32_t {
         Floats v = load(v_at);
         if (kind != kLook) {
-            Floats g = load(gradient);
-            const Ints bad = not_finite(g);
-            bad_gradient |= bad;
-            g = (Floats)((Ints)g & ~bad) * piece.scale;
+            const Floats g = scaled_if_finite(load(gradient), piece.scale, largest_gradient);
             if (kind == kResidual) v += g;
             if (kind == kShared) v += within(g * piece.row * load(column), how.bound);
             if (kind == kMomentum || kind == kNesterov) {
@@ -168,42 +145,42 @@ inline int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
                     v += u * how.momentum;
                 }
             }
-            bad_residual |= not_finite(v);
             store(v_at, v);
         }
-        const uint32_t bits = at_least(magnitude(v), piece.threshold) & lanes;
-        note<many>(hits, count, bits, v_at, position);
+        const Floats size = magnitude(v);
+        if (kind != kLook) largest_residual = larger(largest_residual, (Ints)size);
+        return at_least(size, piece.threshold);
+    };
+    const auto fetch = [&](int64_t at) {
+        __builtin_prefetch(piece.v + at, 1, 2);
+        if (kind != kLook) __builtin_prefetch(piece.gradient + at, 0, 2);
+        if (kind == kMomentum || kind == kNesterov) __builtin_prefetch(momentum + at, 1, 2);
     };
     int64_t i = 0;
-    for (; i + kWidth <= piece.numel; i += kWidth) {
-        step(momentum + i, piece.v + i, piece.gradient + i, piece.columns + i, piece.position + (int32_t)i, ~0u);
-    }
+    const auto steps = [&](int64_t count) {  // of whole vectors; one bit for each element
+        uint64_t found = 0;
+        for (int64_t j = 0; j < count; j++) {
+            if (j % (kLanes / kWidth) == 0) fetch(i + j * kWidth + kAhead);
+            const int64_t at = i + j * kWidth;
+            const uint64_t bits = step(momentum + at, piece.v + at, piece.gradient + at, piece.columns + at);
+            found |= bits << (j * kWidth);
+        }
+        note(hits, found, piece.position + (int32_t)i);
+        i += count * kWidth;
+    };
+    while (i + 64 <= piece.numel) steps(64 / kWidth);
+    if (piece.numel - i >= kWidth) steps((piece.numel - i) / kWidth);
     if (const int64_t rest = piece.numel - i) {
         Padded<> v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
         const bool has_u = kind == kMomentum || kind == kNesterov;
         Padded<Momentum> u(has_u ? momentum + i : reinterpret_cast<Momentum*>(piece.v), has_u ? rest : 0);
         Padded<> column(kind == kShared ? piece.columns + i : piece.v, kind == kShared ? rest : 0);
-        step(u.x, v.x, g.x, column.x, piece.position + (int32_t)i, (1u << rest) - 1);
+        const uint32_t bits = step(u.x, v.x, g.x, column.x) & ((1u << rest) - 1);
+        note(hits, bits, piece.position + (int32_t)i);
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
         if (has_u) memcpy(momentum + i, u.x, sizeof *momentum * rest);
     }
-    hits.count = count;
-    return (any(bad_gradient) ? kBadGradient : 0) | (any(bad_residual) ? kBadResidual : 0);
-}
-
-// Candidates of a chunk from which they are many, see `note`. Where vectors cannot be compressed there is one way only.
-#if defined(__AVX2__)
-constexpr int32_t kMany = 24;
-#else
-constexpr int32_t kMany = kChunk + 1;
-#endif
-
-template <int kind, class Momentum = float>
-int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
-    if constexpr (kMany <= kChunk) {
-        if (hits.expected >= kMany) return update_as<kind, true, Momentum>(how, piece, hits);
-    }
-    return update_as<kind, false, Momentum>(how, piece, hits);
+    return (beyond_finite(largest_gradient) ? kBadGradient : 0) | (beyond_finite(largest_residual) ? kBadResidual : 0);
 }
 
 template <int kind>
@@ -321,6 +298,7 @@ void measure_row(const float* x, int64_t numel, const float* signs, float* colum
     Floats squares = {}, products = {};
     int64_t i = 0;
     for (; i + kWidth <= numel; i += kWidth) {
+        __builtin_prefetch(x + i + kAhead, 0, 2);
         const Floats g = load(x + i), square = g * g;
         store(columns + i, load(columns + i) + square);
         squares += square;

@@ -16,6 +16,8 @@ int64_t sum_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? 
 // A threshold of zero means every element that is not zero: those from the smallest denormal on.
 float above_zero(float threshold) { return bits_of(threshold) ? threshold : float_of(1); }
 
+constexpr int32_t kMany = 24;  // candidates of a chunk, see `note`
+
 struct Pass {
     float* v;
     void* u;
@@ -25,6 +27,9 @@ struct Pass {
     float scale;
     Range* ranges;
     int64_t num_ranges;
+    const int32_t* left_at;  // what v is to be there before anything is added
+    const float* left;
+    int64_t num_left;
     bool want_sums;
     Found* found;
     int32_t *positions;  // where hits are put as they come
@@ -70,11 +75,24 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
     return bad;
 }
 
+// A run of a chunk: v becomes what was left of it, from `next` of `left` on, and then takes in the gradients. Page by page,
+// as far as it has been fetched: the lines of a whole chunk are not there yet, and writing would wait for them.
+int32_t update_run(const Pass& pass, int64_t start, int64_t end, float threshold, int64_t& next, int64_t& segment,
+                   Hits& hits) {
+    int32_t bad = 0;
+    for (int64_t at = start; at < end; at += kAhead) {
+        const int64_t stop = at + kAhead < end ? at + kAhead : end;
+        for (; next < pass.num_left && pass.left_at[next] < stop; next++) pass.v[pass.left_at[next]] = pass.left[next];
+        bad |= update_pieces(pass, at, stop, threshold, segment, hits);
+    }
+    return bad;
+}
+
 // The chunks [first, last) of all ranges counted through.
 void run_chunks(Pass& pass, int64_t first, int64_t last) {
     Hits hits;
     int32_t bad = 0;
-    int64_t segment = 0, chunk = 0;
+    int64_t segment = 0, chunk = 0, next_left = -1;
     for (int64_t s = 0; s < pass.num_ranges && chunk < last; s++) {
         const Range& range = pass.ranges[s];
         const int64_t skipped = first > chunk ? first - chunk : 0, chunks = chunks_of(range);
@@ -82,9 +100,10 @@ void run_chunks(Pass& pass, int64_t first, int64_t last) {
         for (int64_t i = skipped; i < chunks && chunk + i < last; i++) {
             const int64_t start = range.start + i * kChunk;
             const int64_t numel = range.numel - i * kChunk < kChunk ? range.numel - i * kChunk : kChunk;
-            hits.expected = hits.count;
+            if (next_left < 0) next_left = first_from(pass.left_at, pass.num_left, start);
+            hits.many = hits.count >= kMany;  // as in the chunk before
             hits.count = 0;
-            bad |= update_pieces(pass, start, start + numel, above_zero(range.threshold), segment, hits);
+            bad |= update_run(pass, start, start + numel, above_zero(range.threshold), next_left, segment, hits);
             if (pass.want_sums && i % stride == 0) {
                 instructions().sums(pass.v + start, numel, pass.found->chunk_sums + 2 * (chunk + i / stride));
             }
@@ -93,7 +112,7 @@ void run_chunks(Pass& pass, int64_t first, int64_t last) {
             pass.found->chunk_count[chunk + i] = hits.count;
             if (hits.count && at + hits.count <= pass.found->capacity) {
                 memcpy(pass.positions + at, hits.positions, 4 * hits.count);
-                memcpy(pass.values + at, hits.values, 4 * hits.count);
+                for (int32_t j = 0; j < hits.count; j++) pass.values[at + j] = pass.v[hits.positions[j]];
             }
         }
         chunk += chunks;
@@ -126,12 +145,13 @@ double add_up(double* sums, int64_t chunks, int kind) {
 
 using namespace dgc;
 
-// See Kernels.accumulate; u is bfloat16 if `narrow`. With no segments: looks at v only. Returns Bad flags.
+// See Kernels.accumulate; u is bfloat16 if `narrow`. With no segments: looks at v only. First of all, v becomes `left` at
+// the ascending positions `left_at`. Returns Bad flags.
 DGC_API int32_t dgc_pass(float* v, void* u, int32_t narrow, const Segment* segments, int64_t num_segments,
-                         float scale, Range* ranges, int64_t num_ranges, int32_t want_sums, Found* found,
-                         int64_t threads) {
-    Pass pass{v, u, narrow != 0, segments, num_segments, scale, ranges, num_ranges, want_sums != 0, found, nullptr,
-              nullptr};
+                         float scale, Range* ranges, int64_t num_ranges, const int32_t* left_at, const float* left,
+                         int64_t num_left, int32_t want_sums, Found* found, int64_t threads) {
+    Pass pass{v,       u,    narrow != 0, segments,       num_segments, scale,   ranges, num_ranges,
+              left_at, left, num_left,    want_sums != 0, found,        nullptr, nullptr};
     int64_t chunks = 0, numel = 0;
     for (int64_t s = 0; s < num_ranges; s++) {
         chunks += chunks_of(ranges[s]);
@@ -168,17 +188,19 @@ DGC_API void dgc_sums(const float* x, int64_t numel, double* chunk_sums, int64_t
 
 // See Kernels.measure; `out` holds zeros.
 DGC_API void dgc_measure(const float* x, int64_t numel, int64_t offset, const float* signs, int64_t width, float* out) {
-    const int64_t first = offset / width, rows = (offset + numel - 1) / width - first + 1;
+    constexpr int64_t kSignStep = 7919;  // first_sign
+    const int64_t first = offset / width, rows = (offset + numel - 1) / width - first + 1, step = kSignStep % width;
     float *columns = out + rows, *products = columns + width;
-    for (int64_t at = 0; at < numel;) {
-        const int64_t row = (offset + at) / width - first, column = (offset + at) % width;
+    int64_t column = offset % width, sign = first * kSignStep % width;
+    for (int64_t at = 0, row = 0; at < numel; row++) {
         const int64_t left = width - column < numel - at ? width - column : numel - at;
         float found[2];
-        const float* of_row = signs + (row + first) * 7919 % width + column;  // first_sign
-        instructions().measure_row(x + at, left, of_row, columns + column, found);
+        instructions().measure_row(x + at, left, signs + sign + column, columns + column, found);
         out[row] += found[0];
         products[row] += found[1];
         at += left;
+        column = 0;
+        sign = sign + step < width ? sign + step : sign + step - width;
     }
 }
 

@@ -1,4 +1,6 @@
 // Exact selection by size among elements that are given: by the bits of their magnitudes, which are in order as integers.
+#include <vector>
+
 #include "dgc.h"
 #include "rounding.h"
 
@@ -13,30 +15,32 @@ struct Rank {
 };
 
 // A radix select that spreads its digits over the range that is really there: selected values lie close together, and
-// the top bits of all of them would be the same digit. Each round narrows the range to one digit of the last.
+// the top bits of all of them would be the same digit. What is in the digit of the k-th is looked at again, and is little.
 Rank kth_largest(const float* x, int64_t numel, int64_t k) {
     constexpr int kDigit = 12;
-    uint32_t low = kMagnitude, high = 0;
-    for (int64_t i = 0; i < numel; i++) {
-        const uint32_t size = magnitude_bits(x[i]);
-        low = size < low ? size : low;
-        high = size > high ? size : high;
-    }
-    int64_t larger = 0;
-    while (low < high) {
-        const uint32_t range = high - low;
+    std::vector<float> rest;
+    for (int64_t larger = 0;;) {
+        int32_t low = kMagnitude, high = 0;  // signed: compilers have vectors of these everywhere
+        for (int64_t i = 0; i < numel; i++) {
+            const int32_t size = (int32_t)magnitude_bits(x[i]);
+            low = size < low ? size : low;
+            high = size > high ? size : high;
+        }
+        if (low == high) return {(uint32_t)low, larger};
+        const uint32_t first = (uint32_t)low, range = (uint32_t)high - first;
         const int significant = 32 - __builtin_clz(range), shift = significant > kDigit ? significant - kDigit : 0;
         uint32_t histogram[1 << kDigit] = {};
-        for (int64_t i = 0; i < numel; i++) {
-            const uint32_t above = magnitude_bits(x[i]) - low;
-            if (above <= range) histogram[above >> shift]++;
-        }
+        for (int64_t i = 0; i < numel; i++) histogram[(magnitude_bits(x[i]) - first) >> shift]++;
         uint32_t digit = range >> shift;
         while (larger + histogram[digit] < k) larger += histogram[digit--];
-        high = low + (((digit + 1) << shift) - 1) < high ? low + (((digit + 1) << shift) - 1) : high;
-        low += digit << shift;
+        if (rest.empty()) rest.resize(histogram[digit]);
+        int64_t count = 0;
+        for (int64_t i = 0; i < numel; i++) {
+            if ((magnitude_bits(x[i]) - first) >> shift == digit) rest[count++] = x[i];
+        }
+        x = rest.data();
+        numel = count;
     }
-    return {low, larger};
 }
 
 }  // namespace

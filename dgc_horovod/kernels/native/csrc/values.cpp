@@ -27,9 +27,9 @@ float of_fp16(uint16_t half) {
 }
 
 uint16_t bf16_of(float value) {
-    const uint32_t bits = bits_of(value), all = bits & kMagnitude;
-    const uint32_t size = all < 0x7f7f0000 ? all : 0x7f7f0000;
-    return (uint16_t)(((size + 0x7fff + ((size >> 16) & 1)) >> 16) | ((bits >> 16) & 0x8000));
+    const uint32_t bits = bits_of(value);
+    const int32_t all = (int32_t)(bits & kMagnitude), size = all < 0x7f7f0000 ? all : 0x7f7f0000;
+    return (uint16_t)((uint32_t)(size + 0x7fff + ((size >> 16) & 1)) >> 16 | ((bits >> 16) & 0x8000));
 }
 
 // A scale that no encoder writes: negative or not finite.
@@ -171,15 +171,19 @@ bool decode_values(const Layout& layout, const uint8_t* data, int64_t count, flo
         }
         return true;
     }
-    uint32_t largest = 0;
+    if (layout.value_codec == kFp32) memcpy(values, data, 4 * count);
+    if (layout.value_codec == kFp16) {
+        for (int64_t i = 0; i < count; i++) values[i] = of_fp16(halves[i]);
+    }
+    if (layout.value_codec == kBf16) {
+        for (int64_t i = 0; i < count; i++) values[i] = float_of((uint32_t)halves[i] << 16);
+    }
+    int32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
-        if (layout.value_codec == kFp32) memcpy(values + i, data + 4 * i, 4);
-        if (layout.value_codec == kFp16) values[i] = of_fp16(halves[i]);
-        if (layout.value_codec == kBf16) values[i] = float_of((uint32_t)halves[i] << 16);
-        const uint32_t size = bits_of(values[i]) & kMagnitude;
+        const int32_t size = (int32_t)(bits_of(values[i]) & kMagnitude);
         largest = size > largest ? size : largest;
     }
-    return largest < kInfinity;
+    return (uint32_t)largest < kInfinity;
 }
 
 }  // namespace dgc
@@ -194,7 +198,7 @@ DGC_API int64_t dgc_encode(const Layout* layout, const int32_t* positions, const
     if (!encode_indices(*layout, positions, count, reinterpret_cast<uint32_t*>(body))) return -1;
     if (!encode_values(*layout, values, count, body + layout->values_at)) return -1;
     decode_values(*layout, body + layout->values_at, count, decoded);
-    int64_t zeros = 0;
+    int32_t zeros = 0;
     for (int64_t i = 0; i < count; i++) zeros += decoded[i] == 0;
     return zeros;
 }
@@ -209,7 +213,7 @@ DGC_API int32_t dgc_decode(const Layout* layout, const uint8_t* body, int64_t co
 // See packet.Coder.checksum; `own` is the checksum's own word.
 DGC_API uint32_t dgc_checksum(const uint32_t* data, int64_t count, int64_t own) {
     uint64_t sum = 0;
-    for (int64_t i = 0; i < count; i++) sum += (uint64_t)data[i] * (uint64_t)(2 * i + 1);
+    for (int64_t i = 0; i < count; i++) sum += (uint64_t)data[i] * (uint32_t)(2 * i + 1);
     sum -= (uint64_t)data[own] * (uint64_t)(2 * own + 1);
     return (uint32_t)((sum * 0x9e3779b97f4a7c15ull) >> 32);
 }
