@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CYCLES = int(os.environ.get("DGC_TEST_CYCLES", "30"))
+CYCLES = int(os.environ.get("DGC_TEST_CYCLES", "12"))
 _WARM_UP = 3  # cycles before the first look
 
 

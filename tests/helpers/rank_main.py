@@ -15,6 +15,7 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _PAUSE = 0.01  # seconds between two looks for an order
 
@@ -46,8 +47,9 @@ def serve(folder: Path, rank: str) -> None:
                 return
             time.sleep(_PAUSE)
         asked = json.loads(order.read_text())
-        os.environ["DGC_TEST_FOLDER"] = asked["folder"]
-        write(folder / f"{number}.{rank}.json", run_cases(asked["cases"]))
+        with mock.patch.dict(os.environ, asked["environment"]):
+            results = run_cases(asked["cases"])
+        write(folder / f"{number}.{rank}.json", results)
 
 
 def start_with_nodes() -> None:
@@ -72,6 +74,13 @@ def start_with_nodes() -> None:
     horovod.init = with_nodes
 
 
+def start_with_pairs() -> None:
+    """Declare the process sets of three ranks that cases ask for: the first ``hvd.init`` alone can."""
+    import horovod.torch as hvd
+
+    hvd.init(process_sets=[hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])])
+
+
 def main() -> int:
     """Run the cases and write this rank's JSON."""
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
@@ -80,6 +89,9 @@ def main() -> int:
         import torch
 
         torch.set_num_threads(1)
+        importlib.import_module("tests.helpers.bound_before")
+        if os.environ.get("HOROVOD_SIZE") == "3":
+            start_with_pairs()
     else:  # Keras imports them where they are installed: a fifth of all that it imports
         sys.modules.update(dict.fromkeys(("matplotlib", "sklearn")))  # type: ignore[arg-type]
     if os.environ.get("DGC_TEST_NODES"):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs import ROOT, run
-from tests.helpers.standing_ranks import Results, StandingRanks, result_file, results_of
+from tests.helpers.standing_ranks import Environment, Results, StandingRanks, result_file, results_of
 
 
 @functools.cache
@@ -34,9 +34,10 @@ def run_ranks(
     controller: str = "gloo",
     timeout: float = 240,
     launcher_flags: tuple[str, ...] = (),
-    environment: dict[str, str] | None = None,
+    environment: Environment | None = None,
     fresh: bool = False,
     folder: Path | None = None,
+    last: bool = False,
 ) -> Results:
     """Run `cases` one after another on `workers` ranks.
 
@@ -50,9 +51,12 @@ def run_ranks(
             nodes, which are two names of this machine, with the process sets of nodes.
         timeout: seconds for the whole launch.
         launcher_flags: more flags for horovodrun.
-        environment: more environment variables.
-        fresh: whether the cases need processes of their own: they look at memory, start Horovod with process sets, or
-            end with more operations on one rank than on another, whose names Horovod numbers where they have none.
+        environment: more environment variables while the cases run.
+        fresh: whether the cases need processes of their own: they look at memory, start Horovod with variables that
+            it reads once, or what they have begun ends with the process.
+        last: whether these ranks end then. Where a rank was waited for in vain, or more operations were made on one
+            rank than on another, cases whose operations have no names cannot follow: Horovod numbers them. Mark such
+            tests with ``ranks(..., last=1)``, or 2: they come after the others on the same ranks.
         folder: that the cases find in ``DGC_TEST_FOLDER``, to keep checkpoints in.
     """
     if controller == "gloo" and os.environ.get("DGC_TEST_ON_NODES"):  # by hand: the same promises with nodes of two
@@ -66,10 +70,14 @@ def run_ranks(
             f"this Horovod was built without {controller}; install a system MPI and run scripts/build_horovod --force"
         )
     kind = _kind(cases)
-    if controller == "gloo" and not (launcher_flags or environment or fresh):
-        results = StandingRanks.of(workers, kind, lambda place: _command(place, workers)).run(cases, timeout, folder)
+    if controller == "gloo" and not (launcher_flags or fresh):
+        standing = StandingRanks.of(workers, kind, lambda place: _command(place, workers))
+        results = standing.run(cases, timeout, folder, environment)
+        if last:
+            standing.end()
         if results is not None:
             return results
+    StandingRanks.started += workers
     with tempfile.TemporaryDirectory(prefix="dgc-ranks-") as place:
         command = _command(place, workers, controller, launcher_flags)
         variables = {"DGC_TEST_KIND": kind, "DGC_TEST_FOLDER": str(folder or ""), **(environment or {})}

@@ -20,6 +20,7 @@ import psutil
 from tests.helpers.jobs import ROOT, child_environment, kill_tree
 
 Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
+Environment = dict[str, str]
 _MOST = 6  # ranks at a time: each takes up to 0.7 GB
 # A pause counts for a collective of Horovod's own that is under way.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
@@ -38,9 +39,11 @@ class StandingRanks:
     """
 
     _up: ClassVar[list[StandingRanks]] = []  # the one that was used last at the end
+    started: ClassVar[int] = 0  # rank processes, those that end with their cases too
 
     def __init__(self, workers: int, kind: str, command_of: Callable[[str], list[str]]) -> None:
         self._workers, self._kind, self._orders = workers, kind, itertools.count()
+        StandingRanks.started += workers
         self._folder = tempfile.TemporaryDirectory(prefix="dgc-ranks-")
         self._path = Path(self._folder.name)
         self._ranks: list[psutil.Process] = []  # that are stopped between orders
@@ -63,11 +66,14 @@ class StandingRanks:
         cls._up[:] = [*(each for each in cls._up if each is not wanted), wanted]
         return wanted
 
-    def run(self, cases: list[str], timeout: float, folder: Path | None = None) -> Results | None:
+    def run(
+        self, cases: list[str], timeout: float, folder: Path | None = None, environment: Environment | None = None
+    ) -> Results | None:
         """What `run_ranks` returns; None if a case failed, or took longer than `timeout` seconds: all end then."""
         number, deadline = next(self._orders), time.monotonic() + timeout
         order = self._path / f"{number}.part"
-        order.write_text(json.dumps({"cases": cases, "folder": str(folder or "")}))
+        variables = {"DGC_TEST_FOLDER": str(folder or ""), **(environment or {})}
+        order.write_text(json.dumps({"cases": cases, "environment": variables}))
         order.rename(order.with_suffix(".order"))
         self._each(psutil.Process.resume)
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs import run
-from tests.helpers.standing_ranks import Results, StandingRanks, results_of
+from tests.helpers.standing_ranks import Environment, Results, StandingRanks, results_of
 
 
 def torchrun(workers: int, *flags: str) -> list[str]:
@@ -34,28 +34,34 @@ def run_torch_ranks(
     workers: int,
     cases: list[str],
     timeout: float = 150,
-    environment: dict[str, str | None] | None = None,
+    environment: Environment | None = None,
     nodes: int = 1,
     fresh: bool = False,
     folder: Path | None = None,
+    last: bool = False,
 ) -> Results:
     """What every rank's cases return, by case.
 
-    On one node, with nothing in their environment, ranks that are up already run them, as in `ranks.run_ranks`.
+    On one node ranks that are up already run them, as in `ranks.run_ranks`.
 
     Args:
         workers: number of ranks, >= 1.
         cases: functions of ``tests.parallel.cases``, as "module.function".
         timeout: seconds, past which all are killed.
-        environment: more variables; None removes one.
+        environment: more variables while the cases run.
         nodes: number of nodes that they are on, a divisor of `workers`.
         fresh: whether the cases need processes of their own: they leave something behind.
         folder: that the cases find in ``DGC_TEST_FOLDER``, to keep checkpoints in.
+        last: whether no other cases can follow on these ranks; see `ranks.run_ranks`.
     """
-    if nodes == 1 and not (environment or fresh):
+    if nodes == 1 and not fresh:
         standing = StandingRanks.of(workers, "ddp", lambda place: [*torchrun(workers), *_main(place)])
-        if (results := standing.run(cases, timeout, folder)) is not None:
+        results = standing.run(cases, timeout, folder, environment)
+        if last:
+            standing.end()
+        if results is not None:
             return results
+    StandingRanks.started += workers
     with tempfile.TemporaryDirectory(prefix="dgc-torch-ranks-") as place:
         words = [*_main(place), *cases]
         command = [*torchrun(workers), *words] if nodes == 1 else _agents(nodes, workers, words)

@@ -131,6 +131,11 @@ class Group:
     kind: str = "gloo"
     slow: bool = False
 
+    @property
+    def adapter(self) -> str:
+        """A key of `_PREFIX`."""
+        return next(name for name, prefix in _PREFIX.items() if self.case.startswith(f"{prefix}transcripts"))
+
     def run(self, folder: Path) -> dict[str, list[Any]]:
         """Run -> what each rank has found; checkpoints go to `folder`."""
         from tests.helpers.ranks import run_ranks

@@ -30,7 +30,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
 def ranks(request):
-    found = run_ranks(2, [f"activated.{case}" for case in CASES], request.param, environment=SETTINGS)
+    found = run_ranks(2, [f"activated.{case}" for case in CASES], request.param, environment=SETTINGS, fresh=True)
     return [{name.split(".")[1]: result for name, result in each.items()} for each in found]
 
 

@@ -114,7 +114,10 @@ def test_moments_of_each_ranks_own_are_refused(ranks):
         assert found.startswith("CheckpointError") and "'0.weight'" in found and 'residuals="ignored"' in found
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 1), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((4, 2), (2, 4)))]
+)
 def test_another_number_of_ranks_goes_on_with_it(before, after, tmp_path):
     save, load = "adam_state.saved", "adam_state.loaded"
     saved = [rank[save] for rank in run_ranks(before, [save], folder=tmp_path)]
@@ -125,6 +128,7 @@ def test_another_number_of_ranks_goes_on_with_it(before, after, tmp_path):
     assert all(sum(each["losses"]) / 30 < 1.8 for each in found), "it was about 5 at the start"
 
 
+@pytest.mark.slow
 def test_on_nodes_each_worker_measures_its_part():
     found = [rank["adam.nodes"] for rank in run_ranks(4, ["adam.nodes"], "nodes", 300)]
     assert alike(found, "replica", "known")

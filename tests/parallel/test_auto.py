@@ -10,7 +10,7 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, SETTLING, TIMED
 from dgc_horovod.state.residual_state import EARLIER_FP16
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.ranks(2, last=2)]
 CASES = (
     *("dense_steps", "script_clipping", "switching", "conservation"),
     *("choosing", "resuming", "uneven", "refused"),
@@ -20,7 +20,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"auto.{case}" for case in CASES], timeout=300, fresh=True)
+    return run_ranks(2, [f"auto.{case}" for case in CASES], timeout=300, last=True)
 
 
 def _found(ranks, case):
@@ -107,6 +107,7 @@ def test_a_job_that_has_lost_residuals_goes_on_with_what_was_chosen(ranks):
     assert one["saving"] == one["trial"] == [DENSE, False], "a choice is made anew"
 
 
+@pytest.mark.slow
 def test_workers_of_nodes_switch_alike():
     ranks = run_ranks(4, ["auto.on_nodes"], timeout=240)
     found = _found(ranks, "on_nodes")
@@ -122,6 +123,7 @@ def test_what_does_not_go_together_is_refused(ranks):
         )
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_from_a_dense_step_is_an_error_not_a_hang(tmp_path):
-    one, _ = run_ranks(2, ["auto.missing"], environment={"DGC_TIMEOUT": "12"}, folder=tmp_path)
+    one, _ = run_ranks(2, ["auto.missing"], environment={"DGC_TIMEOUT": "12"}, fresh=True, folder=tmp_path)
     assert "waited 12 s for allreduce." in one["auto.missing"]["error"]

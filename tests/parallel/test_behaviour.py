@@ -135,7 +135,7 @@ def test_larger_batch_identity(ranks):
 @pytest.mark.slow
 def test_half_density_sends_no_more_than_dense_on_four_ranks(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    ranks = run_ranks(4, ["behaviour.half_density_bytes"], environment={"DGC_METRICS_FILE": str(metrics)})
+    ranks = run_ranks(4, ["behaviour.half_density_bytes"], environment={"DGC_METRICS_FILE": str(metrics)}, fresh=True)
     check_metrics_file(metrics, "dgc")
     found = [rank["behaviour.half_density_bytes"] for rank in ranks]
     assert len({result["fingerprint"] for result in found}) == 1
@@ -144,6 +144,7 @@ def test_half_density_sends_no_more_than_dense_on_four_ranks(tmp_path):
     assert found[0]["bytes_received"] <= found[0]["bytes_dense_received"] + 3 * headers
 
 
+@pytest.mark.ranks(1)
 def test_single_process_is_the_same_mathematics():
     (rank,) = run_ranks(1, ["behaviour.single_process"])
     found = rank["behaviour.single_process"]
@@ -152,8 +153,9 @@ def test_single_process_is_the_same_mathematics():
     assert found["losses"][1] < 0.7 * found["losses"][0]
 
 
+@pytest.mark.ranks(3)
 def test_process_set_subset():
-    ranks = run_ranks(3, ["groups_of_ranks.process_set_subset"], fresh=True)
+    ranks = run_ranks(3, ["groups_of_ranks.process_set_subset"])
     found = [rank["groups_of_ranks.process_set_subset"] for rank in ranks]
     assert all(result["distance"] < 1e-5 for result in found)
     assert found[0]["fingerprint"] == found[1]["fingerprint"] != found[2]["fingerprint"]
@@ -161,14 +163,18 @@ def test_process_set_subset():
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(3)
 def test_overlapping_process_sets():
-    ranks = run_ranks(3, ["behaviour.overlapping_process_sets"], fresh=True)
+    ranks = run_ranks(3, ["behaviour.overlapping_process_sets"])
     assert len({rank["behaviour.overlapping_process_sets"]["fingerprint"] for rank in ranks}) == 1
 
 
 def test_exchange_starts_before_backward_ends(tmp_path):
     timeline = tmp_path / "timeline.json"
-    run_ranks(2, ["groups_of_ranks.overlap"], launcher_flags=("--timeline-filename", str(timeline)))
+    metrics = tmp_path / "metrics.jsonl"
+    flags, given = ("--timeline-filename", str(timeline)), {"DGC_METRICS_FILE": str(metrics)}
+    run_ranks(2, ["groups_of_ranks.overlap"], launcher_flags=flags, environment=given)
+    check_metrics_file(metrics, "dgc")
     text = timeline.read_text().rstrip().rstrip(",")
     events = json.loads(text if text.endswith("]") else text + "]")
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}

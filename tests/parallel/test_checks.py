@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.ranks(3)]
 CASES = [
     "drifting", "sound", "other_weights_from_the_start", "repaired_in_time", "another_state_on_rank_zero",
     "elastic_script_of_fixed_ranks", "why_different",

@@ -108,10 +108,17 @@ def test_an_update_that_is_dropped_is_told_of(ranks):
     assert told == ["dropped"] and by_the_model == [told, end] and ranks[1]["ddp_around.dropped"][1::2] == [end, end]
 
 
-def test_a_rank_that_makes_no_step(tmp_path):
-    cases = ["ddp_around.late", "ddp_around.unregistered"]
-    said = run_torch_ranks(2, cases, environment={"DGC_TIMEOUT": "12"}, folder=tmp_path)[0]
-    assert "CollectiveTimeout: rank 0 of 2 waited 12 s" in said["ddp_around.late"]
+@pytest.fixture(scope="module")
+def waited_in_vain(tmp_path_factory):
+    cases = [f"ddp_around.{case}" for case in ("flush_alone", "flush_after_more_steps", "late", "unregistered")]
+    folder = tmp_path_factory.mktemp("told")
+    return run_torch_ranks(2, cases, environment={"DGC_TIMEOUT": "5"}, folder=folder, last=True)
+
+
+@pytest.mark.ranks(2, last=1)
+def test_a_rank_that_makes_no_step(waited_in_vain):
+    said = waited_in_vain[0]
+    assert "CollectiveTimeout: rank 0 of 2 waited 5 s" in said["ddp_around.late"]
     assert "CollectiveTimeout: rank 0 waited 2 s for register()" in said["ddp_around.unregistered"]
 
 
@@ -130,11 +137,11 @@ def test_the_same_epochs_on_every_rank_train_as_counted_ones(ranks):
         assert told == counted and sent - wanted == 7 * 16  # in the 6 steps of the warm-up and the one after it
 
 
-def test_a_flush_that_not_every_rank_has_come_to(tmp_path):
+@pytest.mark.ranks(2, last=1)
+def test_a_flush_that_not_every_rank_has_come_to(waited_in_vain):
     """Its messages met packets of another size, and Gloo ended the process that got the longer ones."""
-    cases = ["ddp_around.flush_alone", "ddp_around.flush_after_more_steps"]
-    for rank in run_torch_ranks(2, cases, environment={"DGC_TIMEOUT": "5"}):
-        for case in cases:
+    for rank in waited_in_vain:
+        for case in ("ddp_around.flush_alone", "ddp_around.flush_after_more_steps"):
             assert rank[case].startswith(("CollectiveTimeout: rank", "LostRank: rank")), rank
             assert "CollectiveTimeout" not in rank[case] or "unequal shards?" in rank[case]
 
@@ -157,7 +164,8 @@ def test_a_script_that_clips_by_hand_is_told_how_to_clip(ranks):
     assert first["is"] == second["is"] and second["told"] == [] and "pass clip_norm=c" in told
 
 
+@pytest.mark.slow
 def test_metrics_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    run_torch_ranks(2, ["ddp_around.metrics"], environment={"DGC_METRICS_FILE": str(path)})
+    run_torch_ranks(2, ["ddp_around.metrics"], environment={"DGC_METRICS_FILE": str(path)}, fresh=True)
     check_metrics_file(path, "dgc")

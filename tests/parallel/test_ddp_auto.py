@@ -10,7 +10,7 @@ from dgc_horovod.planning.trial import DENSE, GAIN, SETTLING, TIMED
 from dgc_horovod.state.residual_state import EARLIER_FP16
 from tests.helpers.torch_ranks import run_torch_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 CASES = ("dense_steps", "switching", "choosing", "resuming", "habits", "given_back", "cannot")
 
 

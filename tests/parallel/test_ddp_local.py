@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.torch_ranks import run_torch_ranks
 from tests.parallel.cases.ddp_local import H
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.torch_ranks import run_torch_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 SAME = 1e-5
 
 

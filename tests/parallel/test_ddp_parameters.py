@@ -28,6 +28,7 @@ def test_parameters_of_tensordicts():
         assert ranks[1]["ddp_parameters.tensordict"][name]["weights"] == found["weights"], name
 
 
+@pytest.mark.slow
 def test_models_of_which_a_rank_holds_parts():
     for rank in run_torch_ranks(2, ["ddp_parameters.parts"], fresh=True):
         found = rank["ddp_parameters.parts"]

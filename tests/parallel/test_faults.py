@@ -7,12 +7,12 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.parallel.cases.faults import BAD, STEPS
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.ranks(3)]
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(4, ["faults.not_finite", "faults.stops", "faults.for_long", "faults.spoilt_weights"])
+    return run_ranks(3, ["faults.not_finite", "faults.stops", "faults.for_long", "faults.spoilt_weights"])
 
 
 def test_a_job_that_is_to_stop_stops_on_every_rank_with_the_culprit(ranks):

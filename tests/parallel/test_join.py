@@ -1,4 +1,4 @@
-"""Uneven data: ranks that have finished are in join() while the others go on."""
+"""Uneven data, with local steps too: ranks that have finished are in join() while the others go on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.ranks(3, last=1)]
 CASES = [
     "like_stock",
     "nobodys_step",
@@ -19,11 +19,12 @@ CASES = [
     "refused",
     "something_else_meanwhile",
 ]
+LOCAL = [f"local_steps_join.{case}" for case in ("averaging", "around", "beside_another", "at_once")]
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(3, [f"join.{case}" for case in CASES], fresh=True)
+    return run_ranks(3, [*(f"join.{case}" for case in CASES), *LOCAL], timeout=300)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "nesterov"])
@@ -82,3 +83,33 @@ def test_another_exchange_meanwhile_is_an_error_not_a_hang(ranks):
     found = ranks[0]["join.something_else_meanwhile"]
     assert re.match(r"CollectiveTimeout: rank 0 of 3 waited 2 s in join\(\)", found["error"])
     assert found["seconds"] < 20
+
+
+def _local(ranks, case):
+    return [rank[f"local_steps_join.{case}"] for rank in ranks]
+
+
+def test_every_exchange_is_the_mean_of_all_ranks_weights_of_local_steps(ranks):
+    found = _local(ranks, "averaging")
+    assert len({each["replica"] for each in found}) == 1
+    for each in found:
+        assert each["apart"] <= 1e-5 and each["last"] == 1 and each["own"], each
+        assert each["exchanges"] == 4 and each["in the round"] == 0, "three full rounds, and the end of join"
+
+
+def test_epochs_schedules_and_an_exchange_that_is_not_finite(ranks):
+    one, *others = _local(ranks, "around")
+    assert all(each["ends"] == one["ends"] for each in others)
+    assert [end[:2] for end in one["ends"]] == [[1, True]] * 2
+    assert all(each["finite"] and each["skipped"] == 2 for each in _local(ranks, "around"))
+
+
+def test_beside_an_optimizer_that_exchanges_at_each_step(ranks):
+    one, *others = _local(ranks, "beside_another")
+    assert all(each == one for each in others)
+    assert one["last"] == 1 and one["steps"] == [4, 15]
+
+
+def test_a_join_of_all_at_once_is_an_exchange_of_local_steps(ranks):
+    for found in _local(ranks, "at_once"):
+        assert found["ends"][0] == found["ends"][1]

@@ -11,7 +11,7 @@ from dgc_horovod.planning.trial import DENSE, GAIN, SETTLING, TIMED
 from dgc_horovod.state.residual_state import EARLIER_FP16
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
 
 @functools.cache
@@ -124,6 +124,8 @@ def test_workers_of_nodes_switch_alike():
 @pytest.mark.slow
 def test_ranks_with_uneven_data_choose_alike_and_one_that_stays_away_is_an_error_not_a_hang(tmp_path):
     case = "keras_auto_choice.uneven"
-    one, other = (rank[case] for rank in run_ranks(2, [case], environment={"DGC_TIMEOUT": "10"}, folder=tmp_path))
+    one, other = (
+        rank[case] for rank in run_ranks(2, [case], environment={"DGC_TIMEOUT": "10"}, fresh=True, folder=tmp_path)
+    )
     assert one["join"] == other["join"] == [DENSE, True] and one["met"] == other["met"] == [True, False]
     assert "waited 10 s for" in one["error"]

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sealed import check_sealed
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

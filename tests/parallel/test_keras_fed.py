@@ -22,7 +22,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def torch_ranks():
-    return run_ranks(2, ["fed.with_torch"], fresh=True)
+    return run_ranks(2, ["fed.with_torch"])
 
 
 def test_the_engines_numbers_are_those_of_the_torch_adapter(ranks, torch_ranks):

@@ -117,7 +117,7 @@ def test_methods_that_a_script_has_put_on_the_object(ranks):
 
 @pytest.mark.slow
 def test_slow_steps_and_caught_errors_do_not_end_a_job():
-    for found in run_ranks(2, ["keras_habits.slow_and_caught"], environment={"DGC_TIMEOUT": "4"}):
+    for found in run_ranks(2, ["keras_habits.slow_and_caught"], environment={"DGC_TIMEOUT": "4"}, fresh=True):
         found = found["keras_habits.slow_and_caught"]
         assert found["slow"] == "" and found["afterwards"] == ""
         assert "is the epoch the same everywhere?" in found["mismatch"]

@@ -8,7 +8,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for Tenso
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 CASES = (
     "adam_begins_anew", "warmup_goes_on", "flushed", "loaded", "outer_momentum", "refused", "begins",
     "stock_with_a_limit", "summed",

@@ -8,7 +8,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for Tenso
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 H = 4
 CASES = [
     "accumulating", "beginning", "loading", "freezing", "overflowing", "options", "repairing", "own", "refused",
@@ -97,7 +97,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_with_fewer_steps_is_told():
-    first, second = run_ranks(2, ["keras_local_around.missing"], environment={"DGC_TIMEOUT": "5"})
+    first, second = run_ranks(2, ["keras_local_around.missing"], environment={"DGC_TIMEOUT": "5"}, fresh=True)
     first, second = first["keras_local_around.missing"], second["keras_local_around.missing"]
     assert first["said"].startswith("CollectiveTimeout: rank 0 of 2 waited 5 s")
     assert "Horovod has" in second["said"]

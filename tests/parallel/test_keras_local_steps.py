@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 CASES = ["averaging", "learning", "faults", "resumed", "misuse"]
 
 

@@ -76,9 +76,10 @@ def test_weights_that_are_not_finite_are_named(ranks):
     assert "stock Horovod stays" in first["chosen"] and "Adafactor" in first["chosen"]
 
 
+@pytest.mark.slow
 def test_a_set_of_ranks(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    ranks = run_ranks(2, ["keras_messages.process_sets"], environment={"DGC_METRICS_FILE": str(metrics)})
+    ranks = run_ranks(2, ["keras_messages.process_sets"], environment={"DGC_METRICS_FILE": str(metrics)}, fresh=True)
     check_metrics_file(metrics, "dgc")
     first, second = (found["keras_messages.process_sets"] for found in ranks)
     assert first["selected"] > 0 and first["steps"] == 8
@@ -86,16 +87,18 @@ def test_a_set_of_ranks(tmp_path):
     assert second.keys() == first.keys() - looked_at and not any(second.values())
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away():
-    first, second = run_ranks(2, ["keras_messages.missing_rank"], environment={"DGC_TIMEOUT": "3"})
+    first, second = run_ranks(2, ["keras_messages.missing_rank"], environment={"DGC_TIMEOUT": "3"}, fresh=True)
     first, second = first["keras_messages.missing_rank"], second["keras_messages.missing_rank"]
     assert first["said"].startswith("CollectiveTimeout: rank 0 of 2 waited 3 s") and first["seconds"] < 7
     assert "Horovod has" in second["said"] and second["seconds"] < 15
 
 
+@pytest.mark.ranks(2, last=2)
 def test_uneven_data_with_join():
     """Horovod's background loop had ended with "unordered_map::at"."""
-    first, second = run_ranks(2, ["keras_messages.join"], environment={"DGC_TIMEOUT": "5"})
+    first, second = run_ranks(2, ["keras_messages.join"], environment={"DGC_TIMEOUT": "5"}, last=True)
     first, second = first["keras_messages.join"], second["keras_messages.join"]
     assert first["last, none"] == second["last, none"] == 1 and first["last, dgc"] == second["last, dgc"]
     assert "UnsupportedUse: hvd.join(): another rank did not come" in first["said"] and first["seconds"] < 15

@@ -8,7 +8,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for Tenso
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

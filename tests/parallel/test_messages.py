@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
 def ranks(request):
     return run_ranks(2, ["messages.script_habits", "messages.disagreements"], request.param)
 
@@ -81,6 +81,7 @@ def test_ranks_that_disagree_all_raise_the_same(ranks, case, words):
         assert texts[0] == texts[1]
 
 
+@pytest.mark.ranks(2, last=1)
 def test_missing_rank_is_an_error_not_a_hang():
     ranks = run_ranks(2, ["messages.missing_rank"], timeout=90, environment={"DGC_TIMEOUT": "3"})
     found = ranks[0]["messages.missing_rank"]

@@ -11,7 +11,7 @@ from tests.helpers.quality import STEPS, followed, in_processes
 from tests.helpers.ranks import run_ranks
 from tests.parallel.cases.quality import FOUR, TWO
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
 
 

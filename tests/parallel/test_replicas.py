@@ -10,7 +10,7 @@ from tests.parallel.cases.replicas import COMPRESSIONS
 pytestmark = pytest.mark.parallel
 LAUNCHES = [
     ("gloo", 2),
-    ("gloo", 3),
+    pytest.param("gloo", 3, marks=pytest.mark.slow),
     pytest.param("gloo", 4, marks=pytest.mark.slow),
     pytest.param("mpi", 2, marks=[pytest.mark.mpi, pytest.mark.slow]),
 ]

@@ -10,13 +10,13 @@ import pytest
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.ranks(3)]
 SHARDED = ["slots, all", "shards, all"]
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(4, [f"sharded.{case}" for case in ("long_run", "stock", "state")], timeout=500)
+    return run_ranks(3, ["sharded.stock", "sharded.state"])
 
 
 def collectives_of(file):
@@ -43,8 +43,8 @@ def checked(ranks, case, rounds):
 
 
 @pytest.mark.slow  # of a flat exchange: test_stress.py
-def test_replicas_are_bit_identical_over_a_thousand_steps(ranks):
-    checked(ranks, "sharded.long_run", SHARDED)
+def test_replicas_are_bit_identical_over_a_thousand_steps():
+    checked(run_ranks(4, ["sharded.long_run"], timeout=500), "sharded.long_run", SHARDED)
 
 
 def test_at_density_1_it_is_stock_horovod(ranks):
@@ -86,7 +86,7 @@ def test_bytes_and_replicas_of_eight_ranks():
 @pytest.mark.slow
 def test_owners_are_nodes():
     given = {"DGC_TEST_NODES": "1", "DGC_NODE_SIZE": "2"}
-    ranks = run_ranks(8, ["sharded.between_nodes"], environment=given, timeout=900)
+    ranks = run_ranks(8, ["sharded.between_nodes"], environment=given, timeout=900, fresh=True)
     rounds = ["slots, between nodes", "shards, between nodes", "around, inside a node"]
     checked(ranks, "sharded.between_nodes", rounds)
 
@@ -110,7 +110,7 @@ def test_what_is_owed_stays_with_other_numbers_of_ranks_and_without_owners(tmp_p
 def test_second_rounds_begin_while_first_rounds_of_other_buckets_are_under_way(tmp_path):
     """By Horovod's own timeline of rank 0: when each collective was asked for, and when it was done."""
     given = {"HOROVOD_TIMELINE": str(tmp_path / "timeline.json")}
-    steps = run_ranks(4, ["sharded.several_buckets"], environment=given)[0]["sharded.several_buckets"]
+    steps = run_ranks(4, ["sharded.several_buckets"], environment=given, fresh=True)[0]["sharded.several_buckets"]
     spans = collectives_of(tmp_path / "timeline.json")
     buckets = {bucket for bucket, _, _, _ in spans}
     assert len(buckets) >= 6 and len(spans) == 2 * len(buckets) * steps
@@ -126,8 +126,9 @@ def test_second_rounds_begin_while_first_rounds_of_other_buckets_are_under_way(t
     assert overlapping >= steps / 2, overlapping
 
 
+@pytest.mark.ranks(3, last=1)
 def test_a_rank_that_is_missing_in_the_second_round_is_an_error_not_a_hang():
-    ranks = run_ranks(3, ["sharded.missing_between_rounds"], timeout=90, environment={"DGC_TIMEOUT": "3"})
+    ranks = run_ranks(3, ["sharded.missing_between_rounds"], timeout=90, environment={"DGC_TIMEOUT": "3"}, last=True)
     for found in (rank["sharded.missing_between_rounds"] for rank in ranks[:2]):
         assert re.match(r"CollectiveTimeout: rank \d of 3 waited 3 s for dgc\..*\.shards", found["error"]), found
         assert found["seconds"] < 7

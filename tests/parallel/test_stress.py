@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.parallel.cases.stress import CHECK_EVERY, SETTLED
+from tests.parallel.cases.stress import CHECK_EVERY
 
 pytestmark = pytest.mark.parallel
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parallel
 @pytest.mark.parametrize(
     ("controller", "workers", "steps"),
     [
-        ("gloo", 2, 1_000),
+        ("gloo", 2, 400),
         pytest.param("gloo", 4, 10_000, marks=pytest.mark.slow),
         pytest.param("mpi", 4, 10_000, marks=[pytest.mark.slow, pytest.mark.mpi]),
     ],
@@ -28,9 +28,9 @@ def test_a_long_run(controller, workers, steps):
     assert all(rank["steps"] == steps and rank["finite"] for rank in found)
     assert len({str(rank["weights"]) for rank in found}) == 1
     for rank in found:
-        settled = rank["memory"][SETTLED // CHECK_EVERY :]
+        settled = rank["memory"][min(500, steps // 2) // CHECK_EVERY :]
         third = len(settled) // 3
         growth = statistics.median(settled[-third:]) - statistics.median(settled[:third])
-        assert growth < 4, f"{growth:.1f} MiB more at the end than after step {SETTLED}"
+        assert growth < 4, f"{growth:.1f} MiB more at the end than in the middle"
         assert sum(density < 0.02 for density in rank["density"]) >= 4 and rank["slowest"] < 60
         assert 0 < max(rank["age"]) <= steps

@@ -13,7 +13,11 @@ RECORDED = json.loads(FILE.read_text())
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(name, marks=[pytest.mark.slow] * group.slow) for name, group in GROUPS.items()]
+    "group",
+    [
+        pytest.param(name, marks=[pytest.mark.ranks(group.workers, group.adapter), *[pytest.mark.slow] * group.slow])
+        for name, group in GROUPS.items()
+    ],
 )
 def test_training_is_bit_for_bit_what_it_was(group, tmp_path):
     before, now = RECORDED[group], GROUPS[group].run(tmp_path)

@@ -11,13 +11,13 @@ import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from horovod.torch import join as bound_before
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.bound_before import join as bound_before
 from tests.helpers.errors import error_of
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
-PAIR = hvd.ProcessSet([0, 1])  # made in the first case
+PAIR = hvd.ProcessSet([0, 1])
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 

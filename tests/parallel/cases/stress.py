@@ -14,7 +14,7 @@ import torch
 from dgc_horovod import WarmupSchedule
 from dgc_horovod.torch import Compression, DistributedOptimizer
 
-TENSORS, CHECK_EVERY, SETTLED = 24, 50, 500
+TENSORS, CHECK_EVERY = 24, 20
 _PAUSE = 0.004  # seconds at most, at one step of twenty
 
 
