@@ -12,7 +12,7 @@ from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS
-from tests.helpers.data import BACKENDS
+from tests.helpers.data import BACKENDS, EACH
 
 SIZE = Size("cpu", (1, 63, 4097, 333, 9000), steps=7, ranks=2)
 
@@ -26,7 +26,7 @@ def config_for(rule, **fields):
     return DGCConfig(rule=rule, **extra, **fields)
 
 
-@pytest.mark.parametrize("kernels", BACKENDS[1:], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernels", EACH[1:])
 @pytest.mark.parametrize("values", VALUE_CODECS)
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_and_codec(rule, values, kernels):
@@ -34,14 +34,14 @@ def test_rule_and_codec(rule, values, kernels):
         assert same(kernels, config_for(rule, values=values, scope=scope), feeds=FEEDS[accumulation])
 
 
-@pytest.mark.parametrize("kernels", BACKENDS[1:], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernels", EACH[1:])
 @pytest.mark.parametrize("rule", RULES)
 def test_momentum_in_bf16(rule, kernels):
     for accumulation in ("Nesterov", "several"):
         assert same(kernels, config_for(rule, momentum_dtype="bf16"), feeds=FEEDS[accumulation])
 
 
-@pytest.mark.parametrize("kernels", BACKENDS[1:], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernels", EACH[1:])
 @pytest.mark.parametrize("values", ["bf16", "8bit"])
 def test_whole_buckets(values, kernels):
     assert same(kernels, DGCConfig(values=values), feeds=FEEDS["no momentum"], whole=True)

@@ -14,7 +14,7 @@ from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.wire.codecs.values import BlockValues
 from dgc_horovod.wire.packet import NumpyCoder, undrawn
-from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
+from tests.helpers.data import DATA, EACH, as_array, as_numpy
 
 VALUES = sorted(VALUE_CODECS)
 # Relative error of the whole vector on a heavy-tailed selection: (least, most). The least shows that fewer bits travel.
@@ -155,7 +155,7 @@ class StochasticSigns:
 
 
 @pytest.mark.parametrize("codec", [Thirds(), StochasticSigns()], ids=lambda codec: codec.name)
-@pytest.mark.parametrize("kernels", [*BACKENDS, "triton"], ids=lambda k: getattr(k, "name", k))
+@pytest.mark.parametrize("kernels", [*EACH, pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_codec_that_numpy_alone_knows_works_on_every_backend(codec, kernels, monkeypatch):
     """Native kernels had written 2-bit codes in its place."""
     if kernels == "triton":

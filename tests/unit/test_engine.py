@@ -16,7 +16,7 @@ from dgc_horovod.config import MOMENTUM_DTYPES
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection, SharedMoment
 from dgc_horovod.rules import RULES
 from tests.helpers import hand_table
-from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
+from tests.helpers.data import BACKENDS, DATA, EACH, as_array, as_numpy, each_backend
 from tests.helpers.engines import (
     exchange,
     make_config,
@@ -28,9 +28,9 @@ from tests.helpers.engines import (
 FEEDS = {"residual": ErrorFeedback(), "momentum": MomentumCorrection(0.9), "nesterov": MomentumCorrection(0.9, True)}
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize("rule", sorted(RULES))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6)
 @given(
     accumulation=st.sampled_from(sorted(FEEDS)),
     kind=st.sampled_from(sorted(DATA)),
@@ -80,7 +80,7 @@ def test_conservation_and_equal_replicas(
 
 
 @pytest.mark.parametrize("values", ["fp16", "bf16"])
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@each_backend
 def test_quantisation_error_stays_in_the_residual(kernels, values):
     (engine,) = make_engines(make_config(values=values), kernels, 1, 1000)
     rng = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def test_quantisation_error_stays_in_the_residual(kernels, values):
     np.testing.assert_allclose(arrived + left, owed, rtol=1e-5, atol=1e-2)
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@each_backend
 def test_overflow_of_the_residual_is_flagged_and_leaves_nothing(kernels):
     """Finite gradients whose sum is not: no infinity stays in u or v, and training goes on from there."""
     (engine,) = make_engines(make_config(), kernels, 1, 50)

@@ -11,7 +11,7 @@ from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, Segment
-from tests.helpers.data import BACKENDS, DATA, as_numpy
+from tests.helpers.data import BACKENDS, DATA, EACH, as_numpy, each_backend
 from tests.helpers.engines import (
     add_gradient,
     compressed,
@@ -25,7 +25,7 @@ from tests.helpers.engines import (
 )
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@each_backend
 def test_restore_is_bit_exact(kernels):
     (engine,) = make_engines(make_config(values="bf16"), kernels, 1, 500, 300)
     (twin,) = make_engines(make_config(values="bf16"), kernels, 1, 500, 300)
@@ -64,7 +64,7 @@ def test_messages_that_do_not_fit_change_nothing():
                 engine.receive(summed)
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@each_backend
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_nothing_is_read_from_output_buffers(kernels, rule):
     """Poisoned outputs (0xFF in the packet, NaN in what is decoded) change nothing that comes out."""
@@ -97,7 +97,7 @@ def test_a_bucket_is_one_message_whatever_its_tensors():
     assert sizes == {36 + 4 + 4 + 4 * 10}
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@each_backend
 @pytest.mark.parametrize("accumulation", [MomentumCorrection(0.9), MomentumCorrection(0.9, True)], ids=str)
 def test_a_state_emptied_after_the_gradients_starts_from_zero(kernels, accumulation):
     """The library was given no momentum to write to: the process ended."""
@@ -112,7 +112,7 @@ def test_a_state_emptied_after_the_gradients_starts_from_zero(kernels, accumulat
         np.testing.assert_array_equal(used.state.full_vector(part), fresh.state.full_vector(part))
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@each_backend
 def test_what_is_committed_is_not_taken_back(kernels):
     (engine,) = make_engines(make_config(), kernels, 1, 300)
     add_gradient(engine, DATA["normal"](300, 0), MomentumCorrection(0.9))
@@ -123,7 +123,7 @@ def test_what_is_committed_is_not_taken_back(kernels):
     np.testing.assert_array_equal(as_numpy(kernels, engine.state.v), before)
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
+@each_backend
 @pytest.mark.parametrize("accumulation", [ErrorFeedback(), MomentumCorrection(0.9)], ids=str)
 def test_a_segment_moves_with_all_that_is_kept_of_it(kernels, accumulation):
     config = make_config()
@@ -147,7 +147,7 @@ def test_a_segment_moves_with_all_that_is_kept_of_it(kernels, accumulation):
             assert not as_numpy(kernels, left)[old].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize("density", [0.01, 0.3], ids=["packets", "several groups of packets or a vector"])
 def test_updates_in_the_memory_of_gradients_are_the_same_bits(backend, density):
     config, sizes, workers = make_config(), (3000, 70, 1500), 5

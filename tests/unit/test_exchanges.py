@@ -20,7 +20,7 @@ from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS
-from tests.helpers.data import BACKENDS, as_array, as_numpy
+from tests.helpers.data import BACKENDS, as_array, as_numpy, each_backend
 
 WORKERS, NUMEL, DENSITY = 3, 700, 0.05
 # name of an exchange, workers of a node: with nodes of two, that of the nodes among each other
@@ -28,7 +28,6 @@ CASES = [(name, node_size) for name in sorted(EXCHANGES) for node_size in (1, 2)
 each_exchange = pytest.mark.parametrize(
     "name", CASES, ids=[f"{name}, nodes of {size}" if size > 1 else name for name, size in CASES]
 )
-each_backend = pytest.mark.parametrize("kernels", BACKENDS, ids=lambda k: k.name)
 each_codec = pytest.mark.parametrize("values", sorted(VALUE_CODECS))
 
 

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import envvars
@@ -22,7 +22,7 @@ from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.kernels.places import first_sign, summed_numel
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
-from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
+from tests.helpers.data import BACKENDS, DATA, EACH, as_array, as_numpy
 
 REFERENCE = ReferenceKernels()
 SIZES = [1, 2, 63, 100, 4095, 4096, 4097, 70_001]
@@ -34,7 +34,7 @@ FEEDS = [
 SHARED = "shared"  # as a feed: by a second moment of as many columns as `run_pass` draws
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda kernels: kernels.name)
+@pytest.fixture(params=EACH)
 def kernels(request):
     return request.param
 
@@ -154,8 +154,7 @@ def make_spans(total, cuts, candidate_threshold):
     return ranges
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:], ids=lambda k: k.name)
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("backend", EACH[1:])
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 70), st.sampled_from([4095, 4096, 4097, 9001])), min_size=1, max_size=5),
     shared=st.booleans(),

@@ -23,7 +23,7 @@ from dgc_horovod.launch.rank.summary import Outcome
 from dgc_horovod.launch.settings import resolve
 from dgc_horovod.recording import RANKS_KEPT, Recording, bounded
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges, bucket_stats
-from tests.helpers.data import BACKENDS, as_array
+from tests.helpers.data import BACKENDS, as_array, each_backend
 
 STATS = {
     "steps": 3, "method": "dgc", "bytes_sent": 100.5, "buckets": [{"age": 2, "threshold": 0.5}, {"age": 4}],
@@ -36,7 +36,7 @@ def exchange_of(kernels, numel: int, density: float) -> OptimizerExchange:
     return OptimizerExchange([TensorSpec("w", (numel,))], config, lambda name: kernels, 0, 1, True, Traffic())
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+@each_backend
 @pytest.mark.parametrize("numel", [1, 100, 4096, 4097, 50_000])
 def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
     exchange, rng = exchange_of(kernels, numel, 0.01), np.random.default_rng(0)
@@ -79,7 +79,7 @@ def test_a_step_that_was_not_finished_counts_in_what_was_offered_too():
     assert (stats["steps"], stats["selected"], stats["elements"]) == (1, 200, 200)
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+@each_backend
 def test_a_step_that_is_looked_at_has_norms_and_overlap_of_what_was_sent(kernels):
     workers, numel, density, rng = 4, 20_000, 0.01, np.random.default_rng(0)
     config = DGCConfig(density=density, min_numel=1, compress_1d=True, values="fp32")

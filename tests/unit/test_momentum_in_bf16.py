@@ -11,10 +11,10 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.wire.bfloat16 import rounded, widened
 from dgc_horovod.wire.bucket import Bucket, Segment
-from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
+from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy, each_backend
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+@each_backend
 def test_bfloat16_is_rounded_as_torch_rounds_it(kernels):
     torch = pytest.importorskip("torch")
     bits = np.concatenate([np.arange(2**16, dtype=np.uint32) << 16 | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001)])
@@ -30,7 +30,7 @@ def test_bfloat16_is_rounded_as_torch_rounds_it(kernels):
     assert np.isnan(as_numpy(kernels, kept)).all()
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+@each_backend
 def test_a_momentum_that_is_finite_stays_finite(kernels):
     """It became infinite in a step that was finite, and the checkpoint could not be loaded."""
     g = np.linspace(3.38e38, 3.4e38, 64, dtype=np.float32)

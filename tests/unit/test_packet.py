@@ -40,7 +40,6 @@ def make(coder, numel=1000, capacity=20, values="fp32", count=13, seed=0):
     return wire, positions, floats, *write(coder, wire, positions, floats)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(VALUES), st.integers(1, 5000), st.data())
 def test_round_trip_and_the_same_bytes_from_every_coder(values, numel, data):
     capacity = data.draw(st.integers(1, numel))

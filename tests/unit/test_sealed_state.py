@@ -21,7 +21,7 @@ from dgc_horovod.state.residual_state import EARLIER_FP16, MODES, UNDECIDED, Res
 from tests.helpers.sealed import GONE, JUNK, of_npz, places, replaced
 from tests.unit.test_state import assert_equal, load, of_node, save, state_of
 
-MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 EARLIER = {"node_size", "mode", "clips", "method", "runs", "second"}  # unknown to earlier versions
 CLIPS = [[["a"], 0.5, 2.0, False], [["a", "b"], 1.0, None, True]]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dgc_horovod.core.second_moment import FLOOR, GAIN, INTERVAL, Moment, SecondMoments, matrix_of
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.kernels.contract import ErrorFeedback, SharedMoment
-from tests.helpers.data import BACKENDS, as_array, as_numpy
+from tests.helpers.data import BACKENDS, as_array, as_numpy, each_backend
 
 SHAPES = {
     "linear": (40, 50),
@@ -72,7 +72,7 @@ def test_a_tensor_as_a_matrix(shape, matrix):
     assert matrix_of(shape) == matrix
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+@each_backend
 def test_rows_and_columns_are_means_of_squares(kernels):
     """Of what every rank has, by the definition; all ranks know the same bits."""
     every, of_ranks = made(3), gradients(3)

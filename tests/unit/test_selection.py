@@ -13,13 +13,13 @@ from dgc_horovod.core.selection.base import accepted_counts
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.rules import RULES, Rule
 from dgc_horovod.wire.codecs import VALUE_CODECS
-from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, as_array
+from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, EACH, as_array
 
 SIZES = [1, 2, 63, 100, 4097]
 DENSITIES = [0.001, 0.01, 0.1, 0.5]
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda kernels: kernels.name)
+@pytest.fixture(params=EACH)
 def kernels(request):
     return request.param
 

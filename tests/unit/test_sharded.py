@@ -18,11 +18,10 @@ from dgc_horovod.exchange.shards import CHUNK, Shards
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.wire.bucket import Bucket, Segment
-from tests.helpers.data import BACKENDS, as_array, as_numpy
+from tests.helpers.data import BACKENDS, as_array, as_numpy, each_backend
 from tests.unit.test_exchanges import carried
 
 SHARDED = DGCConfig(density=0.01, exchange="sharded", values="fp32")
-each_backend = pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
 
 
 def engines_of(workers, numel, kernels=BACKENDS[0], config=SHARDED, segments=3):

@@ -22,7 +22,7 @@ from dgc_horovod.state.handing_on import handed_on, needed, shares
 from dgc_horovod.state.method import ADAM_UPDATES
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.wire.bucket import Bucket, Segment
-from tests.helpers.data import BACKENDS, as_array
+from tests.helpers.data import as_array, each_backend
 
 WORKERS = st.integers(1, 12)
 
@@ -171,7 +171,7 @@ def test_pairs_are_averaged_and_single_ranks_copied():
     assert shares(3, 4, 2, averages=False) == {1: 0.5}
 
 
-@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
+@each_backend
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.parameters])
 def test_an_engine_goes_on_from_what_another_has_kept(kernels, rule):
     config = DGCConfig(density=0.01, rule=rule, values="fp32")

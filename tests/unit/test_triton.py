@@ -29,13 +29,19 @@ from dgc_horovod.kernels.triton.memory import Recorded
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.jobs import ROOT
 
+# The interpreter takes seconds for each; on a GPU `scripts/gpu_check` runs all.
+QUICK = ("rule exact, per tensor", "values 8bit", "sums")
 
-@pytest.mark.parametrize("name", checks.CHECKS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in checks.CHECKS]
+)
 def test_check(name):
     assert checks.run(name, checks.INTERPRETED) == ""
 
 
-@settings(max_examples=4, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=4)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.sampled_from([0.001, 0.05, 0.3]))
 def test_odd_sizes(numels, density):
     size = Size("cpu", tuple(numels), steps=3, ranks=2)
