@@ -28,8 +28,8 @@ def python(code: str, *flags: str, **environment: str | None):
     ("path", "left"),
     [
         (FOLDER, None),
-        (f"{FOLDER}{os.pathsep}{FOLDER}", None),
-        (f"{FOLDER}/{os.pathsep}/some/where", "/some/where"),
+        pytest.param(f"{FOLDER}{os.pathsep}{FOLDER}", None, marks=pytest.mark.slow),
+        pytest.param(f"{FOLDER}/{os.pathsep}/some/where", "/some/where", marks=pytest.mark.slow),
         (f"{os.pathsep}{FOLDER}{os.pathsep}/a{os.pathsep}{FOLDER}{os.pathsep}/b", f"{os.pathsep}/a{os.pathsep}/b"),
     ],
 )
@@ -46,8 +46,12 @@ print(before, os.environ.get("PYTHONPATH"), {IS_OURS}, ours_on_path)
 
 @pytest.mark.parametrize(
     "environment",
-    [{"SLURM_PROCID": None}, {"DGC_ENABLED": "0"}, {"PYTHONPATH": None}, {"DGC_COMPRESSION": None}],
-    ids=lambda e: str(e),
+    [
+        {"SLURM_PROCID": None},
+        {"DGC_ENABLED": "0"},
+        *(pytest.param({name: None}, marks=pytest.mark.slow) for name in ("PYTHONPATH", "DGC_COMPRESSION")),
+    ],
+    ids=str,
 )
 def test_stock_horovod_where_it_is_not_wanted(environment):
     code = f"import horovod.torch as hvd, sys; print({IS_OURS}, 'dgc_horovod.torch' in sys.modules)"
@@ -66,6 +70,7 @@ print(DistributedOptimizer.__module__, inspect.signature(DistributedOptimizer) =
     assert python(code) == ["True True True", "horovod.torch.optimizer True"]
 
 
+@pytest.mark.slow
 def test_keras_names():
     code = """
 import horovod.tensorflow as hvd, horovod.keras as k, horovod.tensorflow.keras as tk
@@ -178,6 +183,7 @@ def test_a_file_for_everyone(tmp_path):
     assert python(code, **settings) == ["gaussian 0.02 7.0"]
 
 
+@pytest.mark.slow
 def test_switched_off_no_file_is_read():
     """It had been decided after the file for everyone was read."""
     code = (
@@ -186,7 +192,9 @@ def test_switched_off_no_file_is_read():
     assert python(code, DGC_ENABLED="off", DGC_CONFIG_FILE="/nowhere.yaml", PYTHONPATH=None) == ["False"]
 
 
-@pytest.mark.parametrize("module", ["torch", "tensorflow", "tensorflow.keras"])
+@pytest.mark.parametrize(
+    "module", ["torch", *(pytest.param(f"tensorflow{part}", marks=pytest.mark.slow) for part in ("", ".keras"))]
+)
 def test_a_script_that_imports_our_adapter_first(module):
     code = f"import dgc_horovod.{module}, horovod.{module} as hvd; print({IS_OURS})"
     assert python(code) == ["True"]

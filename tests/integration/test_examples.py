@@ -23,17 +23,14 @@ CHOICES = {
     "keras_digits": ["dgc"],
     "keras_loop": ["dgc"],
 }
-# The README's commands run some of the others, to their end; the rest, but for a tape, are slow tests.
-IN_CI = [("ddp_digits", "dgc"), ("torch_lstm", "topk")]
-RUNS = [
-    pytest.param(example, choice, "", marks=[] if (example, choice) in IN_CI else pytest.mark.slow)
-    for example, choices in CHOICES.items()
-    for choice in choices
-]
+# All slow: CI runs torch_digits, torch_lstm and keras_digits to their end, as commands of the README and docs/guide.md,
+# and ddp_digits in ci/check_install; what keras_loop does, test_keras_tape.py tries.
+RUNS = [(example, choice, "") for example, choices in CHOICES.items() for choice in choices]
 
 
+@pytest.mark.slow
 @pytest.mark.parallel
-@pytest.mark.parametrize("library", ["accelerate", pytest.param("lightning", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
 def test_recipe(library):
     pytest.importorskip(library, reason=f"{library} is not installed (extra [{library}])")
     code, log = run([*torchrun(2), f"examples/ddp_{library}.py", "--epochs", "6"], 150)
@@ -42,6 +39,7 @@ def test_recipe(library):
     assert float(found[1]) > 60 and int(found[2]) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.parametrize(("example", "compression", "option"), [*RUNS, ("keras_loop", "topk", "--tape")])
 def test_example(example, compression, option):

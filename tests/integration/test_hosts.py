@@ -65,6 +65,7 @@ def test_a_host_without_the_package_is_named_before_anything_starts(hosts):
     assert "host1:" not in output
 
 
+@pytest.mark.slow
 def test_a_host_with_another_version_is_named(hosts, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(PACKAGE, other, ignore=shutil.ignore_patterns("csrc", "__pycache__"))
@@ -74,6 +75,7 @@ def test_a_host_with_another_version_is_named(hosts, tmp_path):
     assert code == 2 and f"dgc_horovod 0.0.9, here it is {dgc_horovod.__version__}" in output, output
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_not_active_is_named_with_its_host(hosts):
     script = 'if [ "$(hostname)" = host2 ]; then unset PYTHONPATH; fi; exec "$0" "$@"'
     code, output = dgcrun(hosts, "--dgc", "bash", "-c", script, sys.executable, *TORCH, DGC_TIMEOUT="5")
@@ -81,6 +83,7 @@ def test_a_rank_that_is_not_active_is_named_with_its_host(hosts):
     assert "NotActivated: compression is not active on rank 1 (host2) of 2 ranks" in output, output
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer(hosts):
     on_second(hosts, "ip", "link", "set", "eth0", "down")
     code, output = dgcrun(hosts, "--dgc", sys.executable, *TORCH)
@@ -102,6 +105,7 @@ def test_a_virtual_environment_in_another_place_on_the_other_host(hosts, tmp_pat
     assert code == 0 and re.search(r"dgc, density 0.01: 36 steps; ", output), output
 
 
+@pytest.mark.slow
 def test_doctor_measures_the_link_between_them():
     if reason := unavailable():
         pytest.skip(reason)

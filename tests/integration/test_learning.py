@@ -37,7 +37,7 @@ pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra 
 WITHOUT_WARMUP, DGC = "+ factor masking", "+ warm-up (DGC)"
 ORDER = ("top-k, no residual", "+ residual (TopK-SGD)", "+ momentum correction", WITHOUT_WARMUP, DGC)
 OF_A_DIVERGED_RUN = {"loss": 50.0, "accuracy": 0.0}
-pytestmark = pytest.mark.timeout(900)  # a test waits for all of its runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a test waits for all of its runs
 
 
 def _and_two(seeds: range) -> range:

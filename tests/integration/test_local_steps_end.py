@@ -59,11 +59,12 @@ def test_two_lines_in_a_script_tell_at_its_end_too(tmp_path):
     assert output.count("sqrt(N)*1 = 1.41") == 1 and "a Compression of the script's own" in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
         (17, ": 2 exchanges in 17 steps; "),
-        pytest.param(5, "has made 5 local steps, fewer than", marks=pytest.mark.slow),
+        (5, "has made 5 local steps, fewer than"),
     ],
 )
 def test_a_keras_script_as_it_is(tmp_path, steps, said):

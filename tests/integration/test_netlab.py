@@ -71,11 +71,13 @@ def ended(process: psutil.Process) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_both_directions_of_a_link_have_the_rate_at_once(hosts):
     for measured in hosts.measure([(1, 2), (2, 1)], seconds=0.7):
         assert 0.7 * MBIT < measured < 1.02 * MBIT
 
 
+@pytest.mark.slow
 def test_a_short_message_takes_its_time(hosts):
     """What compression leaves of a gradient must see the rate too, and not pass in one burst."""
     with hosts.start(2, [sys.executable, "-c", ECHO], stdout=subprocess.PIPE) as process:
@@ -96,6 +98,7 @@ def test_ssh_is_a_fresh_login_on_the_other_host(hosts):
     assert [file.read_bytes() if file.exists() else None for file in kept] == before
 
 
+@pytest.mark.slow
 def test_ssh_passes_bytes_and_status(hosts):
     script = "head -c 3000000 /dev/zero | ssh host2 'cat; echo told >&2; exit 7' | wc -c; echo ${PIPESTATUS[1]}"
     done = hosts.run(1, ["bash", "-c", script])
@@ -103,6 +106,7 @@ def test_ssh_passes_bytes_and_status(hosts):
     assert done.stderr == "told\n"
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_its_ssh_client(hosts):
     with hosts.start(1, ["ssh", "host2", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE) as client:
         sleep = psutil.Process(int(client.stdout.readline()))
@@ -110,6 +114,7 @@ def test_a_command_ends_with_its_ssh_client(hosts):
         assert ended(sleep)
 
 
+@pytest.mark.slow
 def test_the_command_line():
     """Up, status, a command whose signals and exit status are its own, down."""
     if reason := unavailable():
@@ -156,11 +161,13 @@ def test_a_launcher_without_hosts_is_given_them(command, given):
     assert with_hosts(command.split(), Lab(2, 4)) == [program, *added, *words]
 
 
+@pytest.mark.slow
 def test_time_limit_ends_what_was_started(hosts):
     with pytest.raises(subprocess.TimeoutExpired):
         hosts.run(1, ["sh", "-c", "sleep 600 & wait"], timeout=0.5)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_lab():
     if reason := unavailable():
         pytest.skip(reason)
@@ -178,6 +185,7 @@ def test_nothing_outlives_the_lab():
     assert netlab("down").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_lab_that_was_killed_half_way_up_is_cleaned_up():
     if reason := unavailable():
         pytest.skip(reason)
@@ -191,6 +199,7 @@ def test_a_lab_that_was_killed_half_way_up_is_cleaned_up():
     assert nothing_is_left()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_brought_up_is_said_in_a_line(monkeypatch):
     with pytest.raises(NetlabError, match=r"with kbit, mbit or gbit, .* not 'fast'"), lab(2, "fast"):
         pass
@@ -237,6 +246,7 @@ print(len(times) / 400, min(times))
 """
 
 
+@pytest.mark.slow
 def test_a_link_has_delay_and_loss():
     """There and back take two delays, and what is lost on either way does not come back."""
     if reason := unavailable():

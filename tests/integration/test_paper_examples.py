@@ -52,6 +52,7 @@ def result(example: str, *options: str) -> dict:
     return json.loads(found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_cifar10_resnet(cifar):
     """Six steps of ResNet-8; the warm-up hears of the epochs from the sampler."""
@@ -71,6 +72,7 @@ def test_ptb_lstm_learns_a_sentence(ptb):
     assert found["ratio"] > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "missing"), [("cifar10_resnet", "data_batch_1"), ("ptb_lstm", "ptb.train.txt")])
 def test_missing_data_are_named(name, missing, tmp_path):
     ended = run([sys.executable, f"examples/{name}.py", "--data", str(tmp_path)])

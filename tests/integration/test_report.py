@@ -15,7 +15,7 @@ from tests.helpers.jobs import Finished, run
 from tests.helpers.ranks import built_controllers
 from tests.helpers.uneven_job import NAN_RANK, SLOW_RANK
 
-WORKERS = 4
+WORKERS = 3
 DGC = ["--dgc", "--density", "0.01"]
 UNEVEN = [sys.executable, "-m", "tests.helpers.uneven_job", "--steps", "60", "--nan-at", "20"]
 KERAS = [sys.executable, "examples/unmodified_keras.py", "--epochs", "2"]
