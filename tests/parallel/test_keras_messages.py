@@ -95,7 +95,7 @@ def test_a_rank_that_stays_away():
     assert "Horovod has" in second["said"] and second["seconds"] < 15
 
 
-@pytest.mark.ranks(2, last=2)
+@pytest.mark.ranks(2, last=1)
 def test_uneven_data_with_join():
     """Horovod's background loop had ended with "unordered_map::at"."""
     first, second = run_ranks(2, ["keras_messages.join"], environment={"DGC_TIMEOUT": "5"}, last=True)

@@ -8,13 +8,13 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for Tenso
 
 from tests.helpers.ranks import run_ranks
 
-pytestmark = [pytest.mark.parallel, pytest.mark.ranks(2, last=1)]
+pytestmark = pytest.mark.parallel
 CASES = ("gradients", "in_graphs", "first_step", "sparse_and_local", "half_overflow", "embedding")
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, [f"keras_tape.{case}" for case in CASES])
+    return run_ranks(2, [f"keras_tape.{case}" for case in CASES], fresh=True)
 
 
 def test_gradients_are_the_average(ranks):
