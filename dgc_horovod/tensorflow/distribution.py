@@ -24,9 +24,8 @@ from dgc_horovod.notices import SEVERAL, describe
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
-from dgc_horovod.tensorflow.auto.agreed import for_a_choice
+from dgc_horovod.tensorflow.auto.choice import for_a_choice
 from dgc_horovod.tensorflow.auto.exchange import AutomaticExchange
-from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
@@ -73,7 +72,7 @@ class Distribution:
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
-        self.clipping: Clipping | None = None  # an optimizer's
+        self.optimizer: Any = None  # weakly, of one that exchanges gradients
         self.run_steps: int | None = None  # of the whole run, where Keras' fit knows it
         self.unapplied: set[Key] = set()  # variables of which a tape has returned something that is not applied yet
         self._takes_part: bool | None = None
@@ -223,14 +222,13 @@ class Distribution:
         shapes = "\n".join(f"{source.shape} {source.dtype}" for source in sources)
         tag = unique_tag(f"{self.what} {process_set.process_set_id} {number}\n{shapes}")
         collectives, topology = Collectives(process_set, tag), self.topology_for([each.shape for each in sources])
-        config, clipping = self.settings.config, self.clipping
-        automatic = config is not None and config.automatic and clipping is not None
+        automatic = self.settings.config is not None and self.settings.config.automatic
         if topology.node_size > 1 and self.exchanges and not automatic:
             raise UnsupportedUse(
                 "the variables that are trained have changed, and with a hierarchical exchange another rank of the "
                 "node has what waits of them; pass exchange='flat', or --dgc-exchange flat"
             )
-        make = partial(AutomaticExchange, clipping=clipping) if automatic and clipping else GradientExchange
+        make = partial(AutomaticExchange, optimizer=self.optimizer) if automatic else GradientExchange
         exchange: GradientExchange = make(
             sources,
             self.settings,

@@ -20,7 +20,7 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow import compiling
-from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping, clipping_of, with_clipping
+from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.local.update import LocalUpdate
@@ -168,7 +168,7 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
     else:
         of_this, update = _split(optimizer, weak, settings)
         distribution = Distribution(of_this, update, "optimizer", steps, described)
-        distribution.clipping = Clipping(weak, of_this)
+        distribution.optimizer = weak
     session = Session(wrapped, distribution, LocalSteps if rounds else EveryStep, passes, averaged, again)
     object.__setattr__(wrapped, "_dgc", session)  # Keras need not know
     if passes > 1:

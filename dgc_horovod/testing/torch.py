@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.session.auto import Choice
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch import state
-from dgc_horovod.torch.auto.choice import OptimizerChoice
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.local import LocalRounds, LocalSteps
@@ -31,7 +31,7 @@ class SessionView:
     exchange: GradientExchange
     buckets: OptimizerExchange
     rounds: LocalRounds | None
-    choice: OptimizerChoice | None
+    choice: Choice | None
     told: frozenset[str]
     under_way: int
 

@@ -34,10 +34,9 @@ class HorovodCarrier(Carrier):
 
     Args:
         optimizer: optimizer that Horovod's constructor has gone over; its arguments are read from there.
-        automatic: whether Horovod's own exchange may carry gradients.
     """
 
-    def __init__(self, optimizer: Any, automatic: bool) -> None:
+    def __init__(self, optimizer: Any) -> None:
         settings = ReduceSettings(
             optimizer.op == hvd.Average, optimizer.gradient_predivide_factor, optimizer.sparse_as_dense
         )
@@ -45,8 +44,7 @@ class HorovodCarrier(Carrier):
         self.process_set, self.op, self._groups = optimizer.process_set, optimizer.op, optimizer._groups
         optimizer._groups = None  # their only use here is as bucket boundaries
         self._membership = Membership(self.process_set) if envvars.horovod_elastic() else None
-        if automatic:
-            self.stock = StockHorovod(optimizer)
+        self.stock = StockHorovod(optimizer)
 
     @property
     def group_name(self) -> str:

@@ -23,9 +23,9 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.kinds import check_whole
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
-from dgc_horovod.torch.clipping.of_averages import limit_averages
+from dgc_horovod.torch.clipping.norms import limit_averages
 from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier
-from dgc_horovod.torch.session.choice import begin, kind_for
+from dgc_horovod.torch.session.kinds import begin, kind_for
 from dgc_horovod.torch.session.overrides import OutsideOverrides, made_class
 from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import WITHOUT_CUDA, needs_host
@@ -141,8 +141,7 @@ def _compressing(
             begin_as_environment_says(config)
         wrapped = _adopt(optimizer, named, kind.overrides if process_set.included() else OutsideOverrides, **settings)
     if process_set.included():
-        carrier = HorovodCarrier(wrapped, config.automatic)
-        begin(wrapped, carrier, kind, update, grad_scaler)
+        begin(wrapped, HorovodCarrier(wrapped), kind, update, grad_scaler)
     return wrapped
 
 
@@ -165,7 +164,10 @@ def _adopt(
         settings: Horovod's arguments.
     """
     user_class: Any = type(optimizer)
-    below = {**vars(_DistributedOptimizer), "set_backward_passes_per_step": _set_passes}
+    # a rank outside steps as the user's class does
+    left_out = ("step", "zero_grad", "load_state_dict") if overrides is OutsideOverrides else ()
+    below = {name: x for name, x in vars(_DistributedOptimizer).items() if name not in left_out}
+    below["set_backward_passes_per_step"] = _set_passes
     # broadcast_optimizer_state expects the class one level over the user's, with Horovod's __module__
     final = made_class(user_class, overrides, below, _DistributedOptimizer.__module__)
     # Horovod's constructor calls the next class's with (params), which not every optimizer survives: while it

@@ -195,7 +195,7 @@ class ScriptedTrial(Trial):
 
 def scripted() -> Any:
     """While it is entered, ``Compression.auto`` follows `ScriptedTrial`."""
-    return mock.patch("dgc_horovod.choice.Trial", ScriptedTrial)
+    return mock.patch("dgc_horovod.session.auto.Trial", ScriptedTrial)
 
 
 def follow_all(adapter: str, made: Made, part: str = "", join: Callable[[], Any] = lambda: None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.choice import Choice
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
@@ -20,6 +19,7 @@ from dgc_horovod.planning.density import LEAST, SENT, fitted, fitting
 from dgc_horovod.planning.prediction import Observed, predicted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, MOST_TIMED, SETTLING, TIMED, Trial
 from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.session.auto import Choice
 from dgc_horovod.state.residual_state import UNDECIDED
 from dgc_horovod.stats import Traffic
 

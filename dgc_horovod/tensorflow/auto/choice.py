@@ -5,6 +5,7 @@ All of it happens before a step, of the steps before, since Keras applies those 
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +16,15 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.choice import REPEATS, Choice
-from dgc_horovod.notices import JOINED
+from dgc_horovod.notices import JOINED, SPARSE, tell_stock
+from dgc_horovod.planning.density import fitted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
+from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
-from dgc_horovod.tensorflow.wrapping.settings import STOCK
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings
 
 HANDED_BACK = "handed back"  # a dense step, before which all that ranks have kept is applied
 BRANCHES = (DENSE, COMPRESSED, HANDED_BACK)  # a step is one of them, by its number
@@ -124,7 +127,7 @@ class GraphChoice:
         branch = HANDED_BACK if self.holds and mode != COMPRESSED else mode
         return [np.int32(BRANCHES.index(branch)), np.bool_(self._asks)]
 
-    def handed_back(self, _: Any) -> list[Any]:
+    def handed_back(self, _: np.ndarray) -> list[Any]:
         """All that was kept is in the optimizer's slots, in the weights, and in the gradients of the step."""
         self.holds = False
         self._buckets.second.clear()
@@ -133,13 +136,13 @@ class GraphChoice:
 
     # -- the optimizer's own step
 
-    def given(self, _: Any) -> list[Any]:
+    def given(self, _: np.ndarray) -> list[Any]:
         """All gradients of this rank are there: now it waits for the others'."""
         self._collectives.watch.arm(self._collectives.full_name("gradients"))
         self._given_at = time.perf_counter()
         return [np.bool_(True)]
 
-    def ended(self, _: Any) -> list[Any]:
+    def ended(self, _: np.ndarray) -> list[Any]:
         """Those of all ranks are there."""
         self._waited = time.perf_counter() - self._given_at
         self._collectives.watch.disarm()
@@ -160,7 +163,7 @@ class GraphChoice:
             self.choice.give_up(JOINED)
         return [np.bool_(True)]
 
-    def _own(self, _: Any) -> list[Any]:
+    def _own(self, _: np.ndarray) -> list[Any]:
         return [np.array(self.choice.own(), np.float64)]
 
     def _compare(self, sums: np.ndarray) -> list[Any]:
@@ -183,11 +186,11 @@ class GraphChoice:
         clock += self._call(self._end_probe, [received[:1]], [tf.float64])
         return self._summed("expected", clock, self._observe, self._expect)
 
-    def _begin_probe(self, numel: int, _: Any) -> list[Any]:
+    def _begin_probe(self, numel: int, _: np.ndarray) -> list[Any]:
         self._collectives.watch.arm(self._collectives.full_name("auto.link"))
         return [np.float64(time.perf_counter()), np.zeros(numel, np.float32)]
 
-    def _end_probe(self, _: Any) -> list[Any]:
+    def _end_probe(self, _: np.ndarray) -> list[Any]:
         return [np.float64(time.perf_counter())]
 
     def _observe(self, *clock: np.ndarray) -> list[Any]:
@@ -205,7 +208,7 @@ class GraphChoice:
     ) -> tf.Tensor:
         """True, after ``take(sums)`` of the sums over the ranks of the vectors ``give(*inputs)``."""
 
-        def giving(*arguments: Any) -> list[Any]:
+        def giving(*arguments: np.ndarray) -> list[Any]:
             self._collectives.watch.arm(self._collectives.full_name(f"auto.{name}"))
             result: list[Any] = give(*arguments)
             return result
@@ -219,3 +222,26 @@ class GraphChoice:
         (taken,) = self._call(taking, [self._collectives.allreduce(own, f"auto.{name}")], [tf.bool])
         taken.set_shape([])
         return taken
+
+
+def for_a_choice(settings: Settings, kinds: Sequence[str], run_steps: int | None) -> Settings:
+    """`settings` of an exchange that is to be chosen, now that the ranks know what is exchanged; two collectives.
+
+    Args:
+        settings: settings with ``automatic`` compression.
+        kinds: kind of each gradient that is exchanged, over all ranks.
+        run_steps: number of steps of the run, where this rank knows it; the ranks take the largest.
+
+    Returns:
+        Those without compression, where gradients are sparse; else those with the density that fits the run.
+    """
+    config, collectives = settings.config, Collectives(settings.process_set, "start")
+    assert config is not None
+    if "sparse" in kinds and not settings.sparse_as_dense:
+        if collectives.rank == 0:
+            tell_stock(SPARSE, STOCK)
+        return settings.as_stock()
+    told = [int(data) for data in collectives.gather_bytes(b"%d" % (run_steps or 0), "run")]
+    if config.total_steps is None and max(told):
+        config = config.replace(total_steps=max(told))
+    return dataclasses.replace(settings, config=fitted(config))

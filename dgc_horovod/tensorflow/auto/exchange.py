@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from dgc_horovod.notices import JOINED, SEVERAL
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND, ResidualState
 from dgc_horovod.tensorflow.auto.choice import BRANCHES, HANDED_BACK, GraphChoice
-from dgc_horovod.tensorflow.clipping.of_optimizer import Clipping
+from dgc_horovod.tensorflow.clipping.of_optimizer import averages_clipped, clipped
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
@@ -27,13 +29,13 @@ class AutomaticExchange(GradientExchange):
     compression begins, the engines take the slots over; when it ends, what they have is handed back.
 
     Args:
-        clipping: what the optimizer clips.
+        optimizer: optimizer, weakly, which clips averages, or each rank's own gradient where they are compressed.
         arguments, named: see `GradientExchange`.
     """
 
-    def __init__(self, *arguments: Any, clipping: Clipping, **named: Any) -> None:
+    def __init__(self, *arguments: Any, optimizer: Optimizer, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._limits = clipping
+        self._optimizer = optimizer
         self.auto = GraphChoice(self.steps)
         groups = dict(enumerate(self.settings.group_numbers(self.sources)))
         self._stock_path = DensePath(self.collectives, self.settings, hvd.Compression.none, groups)
@@ -70,7 +72,7 @@ class AutomaticExchange(GradientExchange):
         self.auto.resume(state)
 
     def _graph(
-        self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
+        self, gradients: list[Gradient], iterations: tf.Tensor, rate: Any, weights: list[Any], everything: list[Any]
     ) -> tuple[list[Gradient], Any, Any]:
         which, probes = self.auto(iterations)
         # an error that every rank has comes before anything is sent
@@ -79,8 +81,8 @@ class AutomaticExchange(GradientExchange):
         compress = super()._graph
 
         def compressed() -> list[tf.Tensor]:
-            clipped = [self._limits.own(gradient) for gradient in gradients]
-            results, finite, dense = compress(clipped, iterations, rate, weights, everything)
+            own = [clipped(gradient, self._optimizer, self.settings, local=False) for gradient in gradients]
+            results, finite, dense = compress(own, iterations, rate, weights, everything)
             return [*results, finite, tf.constant(False) if dense is None else dense]
 
         def handed_back() -> list[tf.Tensor]:
@@ -119,7 +121,7 @@ class AutomaticExchange(GradientExchange):
             ends = tf.cond(probes, auto.expected, lambda: tf.constant(True))
             (applied,) = self._call(auto.ended, [ends], [tf.bool])  # of stock's own arithmetic nothing is skipped
         applied.set_shape([])
-        results = self._limits.averaged(results)
+        results = averages_clipped(results, self._optimizer, self.settings)
         results = [tf.cast(result, self._dtype(i, result.dtype)) for i, result in enumerate(results)]
         # of many steps, so that a limit for one would cut it
         results = [result + tf.cast(owed[i], result.dtype) if i in owed else result for i, result in enumerate(results)]
@@ -158,7 +160,7 @@ class AutomaticExchange(GradientExchange):
         with tf.control_dependencies(after):
             return owed, self._call(self.auto.handed_back, [armed], [tf.bool])
 
-    def _kept(self, run: BucketRun, parts: Sequence[str], _: Any) -> list[Any]:
+    def _kept(self, run: BucketRun, parts: Sequence[str], _: np.ndarray) -> list[Any]:
         """What this rank keeps of a bucket, part by part, see `BucketEngine.as_one_of_all`; here it ends."""
         second = [self.steps.second_of(run)] if SECOND in parts else []
         kept = [run.engine.as_one_of_all(part) for part in parts if part != SECOND]

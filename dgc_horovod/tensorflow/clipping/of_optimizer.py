@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
 
-import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
@@ -24,13 +23,13 @@ _log = logging.getLogger("dgc_horovod")
 KINDS = ("clipnorm", "global_clipnorm", "clipvalue")  # in the order in which Keras looks
 
 
-def clipping_of(optimizer: Any) -> tuple[str, float] | None:
+def clipping_of(optimizer: Optimizer) -> tuple[str, float] | None:
     """Which of Keras' three an optimizer applies, and its limit; None: none."""
     limits = [(kind, getattr(optimizer, kind)) for kind in KINDS]
     return next(((kind, float(limit)) for kind, limit in limits if limit and limit > 0), None)
 
 
-def with_clipping(optimizer: Any, settings: Settings) -> Settings:
+def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
     """`settings` of a compression with what Keras' `optimizer` clips; rank 0 says what becomes of it.
 
     A ``clip_norm`` of the compression, if there is one, takes the place of the optimizer's clipping.
@@ -39,7 +38,7 @@ def with_clipping(optimizer: Any, settings: Settings) -> Settings:
         UnsupportedUse: the optimizer's class has a clipping of its own; the number of ranks may change.
     """
     own, config = clipping_of(optimizer), settings.config
-    if config is not None and type(optimizer)._clip_gradients is not keras.optimizers.Optimizer._clip_gradients:
+    if config is not None and type(optimizer)._clip_gradients is not Optimizer._clip_gradients:
         raise UnsupportedUse(
             f"{type(optimizer).__name__} clips in a way of its own (_clip_gradients), which would cut what comes back "
             "from the ranks; clip each gradient in the script before it is applied, or pass clip_norm=... to the "
@@ -68,7 +67,7 @@ def with_clipping(optimizer: Any, settings: Settings) -> Settings:
     return dataclasses.replace(settings, config=config.replace(clip_norm=limit))
 
 
-def clipped(gradient: Gradient, optimizer: Any, settings: Settings, local: bool) -> Gradient:
+def clipped(gradient: Gradient, optimizer: Optimizer, settings: Settings, local: bool) -> Gradient:
     """One variable's `gradient`, by ``clipnorm`` or ``clipvalue`` of `optimizer` if nothing else clips.
 
     Args:
@@ -84,33 +83,18 @@ def clipped(gradient: Gradient, optimizer: Any, settings: Settings, local: bool)
     return tf.clip_by_norm(dense, limit) if kind == "clipnorm" else tf.clip_by_value(dense, -limit, limit)
 
 
-class Clipping:
-    """What an optimizer clips whose exchange is chosen: averages, or each rank's own where they are compressed.
-
-    Args:
-        optimizer: Keras optimizer.
-        settings: settings from `with_clipping`.
-    """
-
-    def __init__(self, optimizer: Any, settings: Settings) -> None:
-        self._optimizer, self._settings = optimizer, settings
-
-    def own(self, gradient: tf.Tensor) -> tf.Tensor:
-        """A gradient of this rank, before it is compressed; see `clipped`."""
-        return clipped(gradient, self._optimizer, self._settings, local=False)
-
-    def averaged(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The gradients of all ranks, as Keras does, or by ``clip_norm`` of the compression."""
-        assert self._settings.config is not None
-        limit = self._settings.config.clip_norm
-        if limit is not None and clipping_of(self._optimizer) != ("global_clipnorm", limit):
-            norms = [tf.norm(tf.cast(gradient, tf.float32)) for gradient in gradients]  # dtypes may differ
-            factor = limit / tf.maximum(tf.norm(tf.stack(norms)), limit)
-            return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-        return list(keras.optimizers.Optimizer._clip_gradients(self._optimizer, gradients))
+def averages_clipped(gradients: list[tf.Tensor], optimizer: Optimizer, settings: Settings) -> list[tf.Tensor]:
+    """The averages of all ranks, as Keras clips them, or by ``clip_norm`` of the compression."""
+    assert settings.config is not None
+    limit = settings.config.clip_norm
+    if limit is not None and clipping_of(optimizer) != ("global_clipnorm", limit):
+        norms = [tf.norm(tf.cast(gradient, tf.float32)) for gradient in gradients]  # dtypes may differ
+        factor = limit / tf.maximum(tf.norm(tf.stack(norms)), limit)
+        return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+    return list(Optimizer._clip_gradients(optimizer, gradients))
 
 
-def check_change(optimizer: Any, config: DGCConfig | None, kind: str, limit: Any) -> None:
+def check_change(optimizer: Optimizer, config: DGCConfig | None, kind: str, limit: float | None) -> None:
     """Raise UnsupportedUse where a limit that is set after wrapping would not be looked at."""
     if config is None or config.exchanges_weights or limit == getattr(optimizer, kind):
         return  # with local steps clipping is the optimizer's own

@@ -112,7 +112,7 @@ def _say_once_that_it_is_left_out(what: str, clip_norm: float) -> None:
     _log.warning("dgc_horovod: clip_norm=%g of the compression is used; %s changes nothing", clip_norm, what)
 
 
-def _of_a_script(stock: Any) -> Callable[..., Any]:
+def _of_a_script(stock: Callable[..., Any]) -> Callable[..., Any]:
     first, what = next(iter(inspect.signature(stock).parameters)), f"tf.{stock.__name__}"
     of_all = first == "t_list"
 
@@ -126,8 +126,8 @@ def _of_a_script(stock: Any) -> Callable[..., Any]:
     return clip
 
 
-def _of_an_optimizer(stock: Any) -> Callable[..., Any]:
-    def clip(self: BaseOptimizer, grads: Any) -> Any:
+def _of_an_optimizer(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(self: BaseOptimizer, grads: Sequence[Gradient]) -> Any:
         kind, _ = clipping_of(self) or ("", 0.0)
         if kind and _left_out(grads, f"{kind} of the optimizer", kind == "global_clipnorm"):
             return grads
@@ -139,8 +139,8 @@ def _of_an_optimizer(stock: Any) -> Callable[..., Any]:
 _inside = [False]  # whether an optimizer applies for another one
 
 
-def _checked(stock: Any) -> Callable[..., Any]:
-    def apply(self: BaseOptimizer, grads: Any, trainable_variables: Any = None) -> Any:
+def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: BaseOptimizer, grads: Iterable[Gradient], trainable_variables: Any = None) -> Any:
         grads, given = list(grads), None if trainable_variables is None else list(trainable_variables)
         if _inside[0]:
             return stock(self, grads, given)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod import replica_check
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.stats import replica_checks
+from dgc_horovod.session import replicas
 from dgc_horovod.tensorflow.broadcast import assign_from
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
@@ -28,23 +27,17 @@ class Replicas:
 
     Args:
         sources: variables of the exchange, in its order.
-        config: compression settings; ``check_every`` and ``on_mismatch`` are used.
+        config: compression settings.
         steps: its steps on this rank.
     """
 
     def __init__(self, sources: Sequence[Source], config: DGCConfig, steps: HostSteps) -> None:
         self._steps, self._noting = steps, steps.noting
         self._names = [source.name for source in sources]
-        self._collectives, self._stops = steps.collectives, config.on_mismatch == "stop"
-        sizes = {str(i): numel_of([s]) * tf.as_dtype(s.dtype).size for i, s in enumerate(sources)}
-        self._check = replica_check.ReplicaCheck(sizes, config)
-        self._rounds = config.exchanges_weights  # each rank has a learning rate of its own
-        self._alike_after: dict[int, int] = {}  # number of steps, by the part's first tensor
-        self.parts = [[int(i) for i in part] for part in self._check.parts]
-
-    def due(self, step: int) -> int:
-        """Which part is compared before the step after `step` others; -1: none."""
-        return self._check.number_due(step) if step and self._collectives.workers > 1 else -1
+        self._collectives = steps.collectives
+        sizes = [numel_of([source]) * tf.as_dtype(source.dtype).size for source in sources]
+        self._check = replicas.ReplicaCheck(sizes, config, steps.collectives)
+        self.due = self._check.due  # before the step after so many others
 
     def __call__(
         self, part: tf.Tensor, step: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any], everything: Sequence[Any]
@@ -60,19 +53,21 @@ class Replicas:
         """
         branches = [
             lambda: tf.constant(True),
-            *(self._compared(numbers, step, rate, weights) for numbers in self.parts),
+            *(self._compared(i, step, rate, weights) for i in range(len(self._check.parts))),
         ]
         same = tf.switch_case(part + 1, branches)
-        return same if self._stops else tf.cond(same, lambda: tf.constant(True), lambda: self._set_right(everything))
+        if self._check.stops:
+            return same
+        return tf.cond(same, lambda: tf.constant(True), lambda: self._set_right(everything))
 
     def _compared(
-        self, numbers: Sequence[int], step: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any]
+        self, part: int, step: tf.Tensor, rate: tf.Tensor, weights: Sequence[tf.Variable]
     ) -> Callable[[], tf.Tensor]:
         def compared() -> tf.Tensor:
-            values = [tf.reshape(tf.bitcast(_plain(weights[i]), tf.uint8), [-1]) for i in numbers]
+            values = [tf.reshape(tf.bitcast(_plain(weights[i]), tf.uint8), [-1]) for i in self._check.parts[part]]
             (own,) = host_call(self._noting(self._record), [step, rate, *values], [tf.uint8])
             theirs = self._collectives.allgather(own, "replicas")
-            judge = self._noting(functools.partial(self._judge, numbers))
+            judge = self._noting(functools.partial(self._judge, part))
             (same,) = host_call(judge, [step, theirs], [tf.bool])
             same.set_shape([])
             return same
@@ -82,10 +77,10 @@ class Replicas:
     def _record(self, step: np.ndarray, rate: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
         """What this rank sends: the learning rate, the step and a checksum of each tensor."""
         self._collectives.watch.arm(f"{self._collectives.full_name('replicas')}, the weights after step {int(step)}")
-        sums = [replica_check.checksum([value]) for value in values]
+        sums = [replicas.checksum([value]) for value in values]
         return [np.array([int(np.float32(rate).view(np.uint32)), int(step), *sums], np.uint32).view(np.uint8)]
 
-    def _judge(self, numbers: Sequence[int], step: np.ndarray, theirs: np.ndarray) -> list[Any]:
+    def _judge(self, part: int, step: np.ndarray, theirs: np.ndarray) -> list[Any]:
         """Whether all ranks have sent the same.
 
         Raises:
@@ -93,18 +88,17 @@ class Replicas:
         """
         self._collectives.watch.disarm()
         records = np.ascontiguousarray(theirs).view(np.uint32).reshape(self._collectives.workers, -1)
-        found = replica_check.compared(int(step), [self._names[i] for i in numbers], records[:, 1:].tolist())
-        replica_checks.count(found is None)
-        if found is None:
-            self._alike_after[numbers[0]] = int(step)
-            return [np.bool_(True)]
-        alike_after = self._alike_after.get(numbers[0], 0)
-        told = [
-            replica_check.Circumstances({} if self._rounds else {"learning rate": str(rate)}, {}, {}, alike_after)
-            for rate in np.ascontiguousarray(records[:, 0]).view(np.float32)
-        ]
-        replica_check.stop_or_tell(found, self._stops, self._collectives.rank, told)
-        return [np.bool_(False)]
+        names = [self._names[i] for i in self._check.parts[part]]
+        found = replicas.compared(int(step), names, records[:, 1:].tolist())
+        self._check.note(part, int(step), found is None)
+        if found is not None:
+            rates = np.ascontiguousarray(records[:, 0]).view(np.float32)
+            alike_after = self._check.alike_after.get(part, 0)
+            told = [replicas.Circumstances({"learning rate": str(each)}, alike_after=alike_after) for each in rates]
+            for each in told if self._check.own_options else ():
+                each.options.clear()
+            self._check.stop_or_tell(found, told)
+        return [np.bool_(found is None)]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:
         process_set, first = self._collectives.process_set, self._collectives.first_rank
@@ -122,7 +116,7 @@ class Replicas:
         done: tf.Tensor = self._collectives.in_time("replicas.*", [tf.constant(True)], assigned)
         return done
 
-    def _second(self, _: Any) -> list[Any]:
+    def _second(self, _: np.ndarray) -> list[Any]:
         assert self._steps.buckets is not None
         return [self._steps.buckets.second.packed()]
 
@@ -132,7 +126,7 @@ class Replicas:
         return [np.bool_(True)]
 
 
-def _plain(variable: Any) -> tf.Tensor:
+def _plain(variable: tf.Variable) -> tf.Tensor:
     """Its value, in a dtype that can be cut into bytes."""
     value = variable.read_value()
     return tf.cast(value, tf.uint8) if value.dtype == tf.bool else value

@@ -23,7 +23,7 @@ from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.session.session import Own
 from dgc_horovod.tensorflow.session.strategy import Strategy
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, all_finite, is_frozen, key_of, native
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, all_finite, is_frozen, key_of, mapped, native
 
 
 class LocalSteps(Strategy):
@@ -187,13 +187,13 @@ class LocalRounds:
         tf.cond(self.fresh, remember, lambda: tf.constant(True))
 
     def exchange(
-        self, exchange: GradientExchange, iterations: Any, slots: Sequence[Any], seconds: Sequence[Any], passes: int
+        self, exchange: GradientExchange, steps: tf.Tensor, slots: Sequence[Any], seconds: Sequence[Any], passes: int
     ) -> None:
         """Let the weights be the same on every rank; if a change was not finite, those of before the round.
 
         Args:
             exchange: exchange of the variables.
-            iterations: number of steps that the optimizer had made before the last one.
+            steps: number of steps that the optimizer had made before the last one.
             slots: the inner optimizer's variables for those that are trained. Where one is not finite it would spoil
                 the weights again: all are emptied on that rank, as Adam's first moment is no good without the second.
             seconds: those of them that are second moments. Empty ones would let Adam, whose steps are counted on, take
@@ -203,7 +203,7 @@ class LocalRounds:
         self._remember()  # where weights were loaded and no step was made
         pairs = enumerate(zip(self.anchors, self.weights, strict=True))
         changes = [tf.zeros_like(anchor) if i in self._frozen else anchor - weight for i, (anchor, weight) in pairs]
-        found = exchange(changes, iterations, 1.0, self.anchors, [*self.anchors, *self.outer, *slots])
+        found = exchange(changes, steps, 1.0, self.anchors, [*self.anchors, *self.outer, *slots])
 
         def count(calls: np.ndarray) -> list[Any]:
             exchange.steps.counts.steps_alone += max(0, int(calls) // passes - 1)
@@ -280,27 +280,20 @@ def _finite_or_zero(grads: list[Gradient], variables: list[Any], counts: Exchang
     Weights that are not finite would spoil what the model computes until the round is undone, and a running statistic
     for ever. Costs a read of every gradient.
     """
-    given = [tf.convert_to_tensor(_elements(grad)) for grad in grads if grad is not None]
-    finite, names = all_finite(given), [getattr(variable, "path", variable.name) for variable in variables]
+    there = [grad for grad in grads if grad is not None]
+    finite = all_finite(grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in there)
+    names = [getattr(variable, "path", variable.name) for variable in variables]
 
     def left_out() -> tf.Tensor:
         sound = tf.stack([all_finite([native(variable)]) for variable in variables])
         return host_call(partial(_left_out, counts, names), [finite, sound], [tf.bool])[0]
 
+    def or_zeros(elements: Any) -> tf.Tensor:
+        elements = tf.convert_to_tensor(elements)
+        return tf.where(finite, elements, tf.zeros_like(elements))
+
     tf.cond(finite, lambda: tf.constant(True), left_out)
-    return [None if grad is None else _or_zeros(grad, finite) for grad in grads]
-
-
-def _elements(grad: Any) -> Any:
-    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
-
-
-def _or_zeros(grad: Any, finite: tf.Tensor) -> Gradient:
-    elements = tf.convert_to_tensor(_elements(grad))
-    elements = tf.where(finite, elements, tf.zeros_like(elements))
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(elements, grad.indices, grad.dense_shape)
-    return elements
+    return [None if grad is None else mapped(grad, or_zeros) for grad in grads]
 
 
 def _left_out(counts: ExchangeStats, names: list[str], finite: np.ndarray, sound: np.ndarray) -> list[Any]:
@@ -308,5 +301,5 @@ def _left_out(counts: ExchangeStats, names: list[str], finite: np.ndarray, sound
     return [finite]
 
 
-def _like(variable: Any) -> tf.Variable:
+def _like(variable: tf.Variable) -> tf.Variable:
     return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)

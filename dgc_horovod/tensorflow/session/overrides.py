@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,11 +26,11 @@ class Methods(UsersClass):
 
     _dgc: Session
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """As Keras'; the slots that are empty because the engine has their part get what this rank has."""
         self._dgc.save(self.variables, store)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """As Keras'; u and v belong to the weights before and start from zero.
 
         With local steps the round under way is given up, and outer momentum.
@@ -44,7 +44,7 @@ class Methods(UsersClass):
         super().set_weights(weights)
         self._dgc.distribution.clock.reloaded()  # of the model's weights it says nothing: a local round goes on
 
-    def register_local_var(self, var: Any) -> None:
+    def register_local_var(self, var: keras.Variable | Iterable[keras.Variable]) -> None:
         """Leave `var` to each rank: its gradient is not exchanged (and divided by N, if scale_local_gradients).
 
         With local steps what it changes by is not exchanged; before the first step.
@@ -96,7 +96,7 @@ class Methods(UsersClass):
         """What this rank has exchanged since it was wrapped: fields as in ``dgc_horovod.torch``."""
         return self._dgc.distribution.stats()
 
-    def __copy__(self, *args: Any) -> NoReturn:
+    def __copy__(self, *args: object) -> NoReturn:
         raise UnsupportedUse("a copy would train undistributed; copy the Keras optimizer, then wrap the copy")
 
     __deepcopy__ = __reduce_ex__ = __copy__
@@ -120,11 +120,11 @@ class Overrides(Methods):
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
         self._dgc.application.decay(variables, super()._apply_weight_decay)
 
-    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        step = partial(super()._backend_update_step, grads, trainable_variables, learning_rate)
+    def _backend_update_step(self, *arguments: object) -> None:
+        step = partial(super()._backend_update_step, *arguments)
         self._dgc.application.update(step, super()._apply_weight_decay)
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(self, gradient: Gradient, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
         """As the optimizer's own; ``w -= lr * mean(s)`` where its arithmetic has been done before selection."""
         if not self._dgc.application.is_split(variable):
             return super().update_step(gradient, variable, learning_rate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ class Session(base.Session[keras.optimizers.Optimizer]):
         finally:
             self.application = before
 
-    def save(self, variables: Sequence[Any], store: Any) -> None:
+    def save(self, variables: Sequence[Any], store: MutableMapping[str, Any]) -> None:
         """Put variables into a file; slots that are empty because the engine has their part get what this rank has."""
         self.distribution.clock.look(self.iterations)
         rate = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))

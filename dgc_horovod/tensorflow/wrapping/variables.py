@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,10 +120,14 @@ def scaled(gradient: Gradient, factor: Any) -> Gradient:
     """``factor * gradient``, a sparse one too; `factor` a number or a scalar tensor."""
     if not tf.is_tensor(factor) and factor == 1:
         return gradient
+    return mapped(gradient, lambda x: x * tf.cast(factor, x.dtype))
+
+
+def mapped(gradient: Gradient, function: Callable[[Any], Any]) -> Gradient:
+    """`function` of all elements, or of those of the rows that a sparse gradient has."""
     if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(gradient)
 
 
 def combined(slices: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -32,14 +32,6 @@ def watch() -> None:
             replace_everywhere(stock, _seen(stock))
 
 
-def stop_watching() -> None:
-    """Put torch's own functions back."""
-    for name in _NAMES:
-        ours = getattr(clip_grad, name)
-        if hasattr(ours, "_dgc_stock"):
-            replace_everywhere(ours, ours._dgc_stock)
-
-
 def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(stock)
 

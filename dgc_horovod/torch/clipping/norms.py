@@ -1,9 +1,10 @@
-"""Norms of gradients, each read once."""
+"""Norms of gradients, each read once, and limits of what the framework's own exchange has averaged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -40,3 +41,22 @@ def finite_norm(gradient: torch.Tensor, p: float) -> float:
     if math.isfinite(norm):
         return norm
     return float(torch.linalg.vector_norm(torch.nan_to_num(gradient.float(), 0.0, 0.0, 0.0), p))
+
+
+def limit_averages(optimizer: torch.optim.Optimizer, limit: float | None) -> None:
+    """Clip what stock Horovod or DDP brings.
+
+    Args:
+        optimizer: optimizer of stock Horovod, or one whose gradients DDP exchanges.
+        limit: limit of the L2 norm of all gradients, > 0; None: there is none.
+    """
+    if limit is not None:
+        optimizer.register_step_pre_hook(partial(_clip, limit))
+
+
+def _clip(limit: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if getattr(optimizer, "_handles", None):  # the step of stock Horovod comes to the hooks before it waits, and after
+        return
+    scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, whose gradients are scaled still
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    clip_all(parameters, limit if scale is None else limit * float(scale))

@@ -114,20 +114,15 @@ class DataParallelCarrier(GroupCarrier):
 
     Args:
         model: model.
-        automatic: whether DDP's own exchange may carry gradients.
         group, names: see `GroupCarrier`.
     """
 
     exchanges_in_backward = True
 
-    def __init__(
-        self, model: DistributedDataParallel, group: Group, names: Mapping[Parameter, str], automatic: bool
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, group: Group, names: Mapping[Parameter, str]) -> None:
         super().__init__(group, names, ReduceSettings(averages=True))
         self._model = weakref.ref(model)
-        self.own = StockDDP(model)
-        if automatic:
-            self.stock = self.own
+        self.stock: StockDDP = StockDDP(model)
 
     def deliver(self, session: Session) -> None:
         model = self._model()
@@ -173,11 +168,11 @@ class DataParallelCarrier(GroupCarrier):
         for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             strategy.add_owed(p, gradient)
         if bucket.is_last():
-            self.own.passes = 1 if session.offered else self.own.passes + 1  # a GradScaler may have skipped a step
+            self.stock.passes = 1 if session.offered else self.stock.passes + 1  # a GradScaler may have skipped a step
             session.offered = False
             begin = time.perf_counter()
             after_ddp(lambda: strategy.arrived(time.perf_counter() - begin))
-        return self.own.exchange.carry(bucket)
+        return self.stock.exchange.carry(bucket)
 
     def withhold(self, parameters: Collection[Parameter]) -> dict[Parameter, torch.Tensor]:
         """What is frozen stays where it is, as with DDP alone."""

@@ -15,7 +15,7 @@ from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import Collectives
-from dgc_horovod.torch.gradients.node_transports import agreed_transports
+from dgc_horovod.torch.gradients.node_exchange import agreed_transports
 
 
 def transports(

@@ -18,7 +18,7 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.kinds import check_whole
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
-from dgc_horovod.torch.clipping.of_averages import limit_averages
+from dgc_horovod.torch.clipping.norms import limit_averages
 from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
 from dgc_horovod.torch.ddp.checkpoints import Uncompressed
 from dgc_horovod.torch.ddp.compression import Compression
@@ -34,7 +34,7 @@ from dgc_horovod.torch.ddp.models import (
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
-from dgc_horovod.torch.session.choice import Kind, begin, kind_for
+from dgc_horovod.torch.session.kinds import Kind, begin, kind_for
 from dgc_horovod.torch.session.overrides import made_class
 from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.updates.base import PlainUpdate
@@ -129,7 +129,7 @@ def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config
         kind, update = _checked(optimizer, named, config)
     scaler = SeenScaler()
     watch_scalers()
-    carrier = DataParallelCarrier(found, group, _names_of(named), config.automatic)
+    carrier = DataParallelCarrier(found, group, _names_of(named))
     _take_over(optimizer, carrier, kind, update, scaler)
 
 

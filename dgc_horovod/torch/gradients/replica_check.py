@@ -8,13 +8,13 @@ import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from dgc_horovod import replica_check
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
-from dgc_horovod.stats import replica_checks
+from dgc_horovod.session import replicas
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.scaling import scale_of
 
@@ -32,26 +32,24 @@ class Replicas:
 
     Args:
         parameters: parameters of the optimizer, by name.
-        config: compression settings; ``check_every`` and ``on_mismatch`` are used.
+        config: compression settings.
         collectives: transport of this optimizer's group.
     """
 
     def __init__(self, parameters: dict[str, torch.Tensor], config: DGCConfig, collectives: Collectives) -> None:
-        self._parameters, self._collectives, self._stops = parameters, collectives, config.on_mismatch == "stop"
-        self._check = replica_check.ReplicaCheck({name: p.nbytes for name, p in parameters.items()}, config)
-        self._under_way: tuple[Pending, int, list[str]] | None = None
-        self._rounds = config.exchanges_weights
+        self._parameters, self._names, self._collectives = parameters, list(parameters), collectives
+        self._check = replicas.ReplicaCheck([p.nbytes for p in parameters.values()], config, collectives)
+        self._under_way: tuple[Pending, int, int] | None = None
         self._before: dict[str, int] | None = None  # checksums before the first step, of what is compared after it
-        self._alike_after: dict[str, int] = {}  # number of steps, by tensor
 
     def begin(self, step: int) -> None:
         """After `step` steps: send this rank's checksum, if one is due."""
-        names = self._check.due(step) if self._collectives.workers > 1 else []
-        if names:
-            found = replica_check.checksum(map(self._bytes_of, names))
-            sent = torch.from_numpy(replica_check.record(step, found))
+        part = self._check.due(step)
+        if part >= 0:
+            found = replicas.checksum(_flat_bytes(self._parameters[name]) for name in self._names_in(part))
+            sent = torch.from_numpy(replicas.record(step, found))
             with suppress(*self._collectives.failures):  # another rank may have ended after its last step
-                self._under_way = self._collectives.allgather(sent, "replicas"), step, names
+                self._under_way = self._collectives.allgather(sent, "replicas"), step, part
 
     def end(self, session: Session) -> None:
         """Before the next step is applied: compare with the other ranks'.
@@ -60,26 +58,22 @@ class Replicas:
             ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
         """
         if self._before is None:
-            unused = self._rounds or self._collectives.workers == 1 or self._under_way is not None
-            first = [] if unused else self._check.due(1)
-            self._before = {name: self._checksum_of(name) for name in first}
+            unused = self._check.own_options or self._under_way is not None
+            self._before = {} if unused else self._checksums(self._names_in(self._check.due(1)))
         if self._under_way is None:
             return
-        pending, step, names = self._under_way
+        pending, step, part = self._under_way
         self._under_way = None
-        same = replica_check.same(self._collectives.wait(pending).numpy())
-        replica_checks.count(same)
-        if same:
-            self._alike_after |= dict.fromkeys(names, step)
+        if self._check.note(part, step, replicas.same(self._collectives.wait(pending).numpy())):
             return
-        found = replica_check.find(self._collectives, step, names, self._checksum_of)
-        if found is None:  # the script has set it right in the meantime
-            return
-        told = replica_check.ask(self._collectives, self._circumstances(session, found.names))
-        replica_check.stop_or_tell(found, self._stops, self._collectives.rank, told)
-        self.take_over(session)
+        names = self._names_in(part)
+        told = replicas.ask(self._collectives, self._circumstances(session, step, part))
+        found = replicas.compared(step, names, [each.record for each in told])
+        if found is not None:  # else the script has set it right in the meantime
+            self._check.stop_or_tell(found, told)
+            self.take_over(session)
 
-    def _circumstances(self, session: Session, names: list[str]) -> replica_check.Circumstances:
+    def _circumstances(self, session: Session, step: int, part: int) -> replicas.Circumstances:
         options = {
             f"{key} of parameter group {i}": _plain(value)
             for i, group in enumerate(session.optimizer.param_groups)
@@ -87,11 +81,21 @@ class Replicas:
             if key not in ("params", "param_names")
         }
         options["loss scale"] = _plain(scale_of(session.scaler)())
-        if self._rounds:  # the inner optimizer is each rank's own
-            options.clear()
-        alike_after = min(self._alike_after.get(name, 0) for name in names)
-        writers = {name: _RENORMALIZES.format(name=name) for name in names if _is_renormalized(self._parameters[name])}
-        return replica_check.Circumstances(options, writers, self._before or {}, alike_after)
+        names, scaled = self._names_in(part), _renormalized()
+        writers = {name: _RENORMALIZES.format(name=name) for name in names if id(self._parameters[name]) in scaled}
+        return replicas.Circumstances(
+            {} if self._check.own_options else options,
+            writers,
+            self._before or {},
+            self._check.alike_after.get(part, 0),
+            [step, *self._checksums(names).values()],
+        )
+
+    def _names_in(self, part: int) -> list[str]:
+        return [] if part < 0 else [self._names[i] for i in self._check.parts[part]]
+
+    def _checksums(self, names: list[str]) -> dict[str, int]:
+        return {name: replicas.checksum([_flat_bytes(self._parameters[name])]) for name in names}
 
     def take_over(self, session: Session, root: int = 0) -> None:
         """Weights and optimizer state of rank `root`, which says what there is: others may have something else."""
@@ -122,11 +126,12 @@ class Replicas:
 
     def fingerprint(self, optimizer: torch.optim.Optimizer) -> int:
         """A checksum of all weights and of the optimizer's state and options."""
-        found = replica_check.checksum(map(self._bytes_of, self._parameters))
+        found = replicas.checksum(map(_flat_bytes, self._parameters.values()))
         for name, p in self._parameters.items():
             for key, x in sorted(optimizer.state.get(p, {}).items()):
-                described = repr((name, key, _described(x))).encode()
-                found = zlib.crc32(_flat_bytes(x) if isinstance(x, torch.Tensor) else b"", zlib.crc32(described, found))
+                found = zlib.crc32(repr((name, key, _described(x))).encode(), found)
+                if isinstance(x, torch.Tensor):
+                    found = zlib.crc32(_flat_bytes(x).data, found)
         options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         return zlib.crc32(repr(options).encode(), found)
 
@@ -135,14 +140,8 @@ class Replicas:
         pending = self._collectives.broadcast(flat.view(torch.uint8).clone(), f"replicas.{name}", root)
         x.copy_(self._collectives.wait(pending).view(flat.dtype).view(x.shape))
 
-    def _checksum_of(self, name: str) -> int:
-        return replica_check.checksum([self._bytes_of(name)])
 
-    def _bytes_of(self, name: str) -> Any:
-        return _flat_bytes(self._parameters[name])
-
-
-def _flat_bytes(x: torch.Tensor) -> Any:
+def _flat_bytes(x: torch.Tensor) -> np.ndarray:
     return x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
 
 
@@ -158,7 +157,7 @@ def _plain(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
-def _is_renormalized(p: torch.Tensor) -> bool:
-    """Whether `p` is of an embedding that scales rows down when they are looked up; of all objects that there are."""
+def _renormalized() -> set[int]:
+    """The ids of weights of embeddings that scale rows down when they are looked up; of all objects that there are."""
     modules = [x for x in gc.get_objects() if issubclass(type(x), (nn.Embedding, nn.EmbeddingBag))]
-    return any(module.max_norm is not None and module.weight is p for module in modules)
+    return {id(module.weight) for module in modules if module.max_norm is not None}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
+from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
 from dgc_horovod.torch import state
-from dgc_horovod.torch.auto.choice import OptimizerChoice
 from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.clipping.norms import clip_all
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -32,7 +34,7 @@ class AutoTuned(EveryStep):
     puts u there, and applies v.
     """
 
-    choice: OptimizerChoice
+    choice: Choice
     stock = True
 
     def __init__(self, session: Session) -> None:
@@ -45,7 +47,7 @@ class AutoTuned(EveryStep):
 
     def started(self) -> None:
         """See `Strategy`."""
-        self.choice = OptimizerChoice(self.session.exchange, self.own.name, self.own.on_gloo)
+        self.choice = Choice(self.session.exchange.buckets, self.own.name, self.own.on_gloo)
 
     @property
     def undecided(self) -> bool:
@@ -95,9 +97,9 @@ class AutoTuned(EveryStep):
     def step(self) -> bool:
         """See `EveryStep`; now and then the ranks compare and choose."""
         is_made = self._stock_step() if self.stock else super().step()
-        if self.choice.compare_after(self._waited):
-            self.switch(self.choice.trial.mode)
-        self._waited = 0.0
+        waited, self._waited = self._waited, 0.0
+        if self.choice.step_ended(time.perf_counter(), waited):
+            self._compare()
         return is_made
 
     def _stock_step(self) -> bool:
@@ -121,6 +123,32 @@ class AutoTuned(EveryStep):
         """See `EveryStep`."""
         self.own.cleared()
         super().clear_gradients()
+
+    # -- what the ranks compare, now and then
+
+    def _compare(self) -> None:
+        choice, before = self.choice, self.choice.trial.mode
+        if choice.compare(self._sums(choice.own(), "times")):
+            sparse = any(p.grad is not None and p.grad.is_sparse for p in self.session.exchange.names)
+            own = choice.observed(self._timed(1), self._timed(choice.probed), sparse)
+            choice.expect(self._sums(own, "expected"))
+        if choice.trial.mode != before:
+            self.switch(choice.trial.mode)
+
+    def _sums(self, own: Sequence[float], name: str) -> list[float]:
+        return self._allreduced(torch.tensor(own, dtype=torch.float64), name).tolist()
+
+    def _allreduced(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        collectives = self.session.exchange.collectives
+        return collectives.wait(collectives.allreduce(tensor, f"auto.{name}"))
+
+    def _timed(self, numel: int) -> float:
+        device, times = next(iter(self.session.exchange.names)).device, []
+        for _ in range(1 + REPEATS):
+            begin = time.perf_counter()
+            self._allreduced(torch.zeros(numel, device=device), f"link.{numel}")
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])  # the first time all ranks get there, and Horovod learns the name
 
     # -- from one exchange to another
 

@@ -54,7 +54,7 @@ class Carrier:
 
     exchanges_in_backward = False  # whether updates stand in ``p.grad`` when ``backward`` returns
     elastic = False  # whether the ranks may change while the job runs
-    stock: Stock | None = None  # the framework's own exchange, where the session may choose it
+    stock: Stock | None = None  # the framework's own exchange, where there is one
 
     def __init__(self, names: Mapping[Parameter, str], settings: ReduceSettings, passes_per_step: int = 1) -> None:
         self.names, self.settings, self.passes_per_step = names, settings, passes_per_step

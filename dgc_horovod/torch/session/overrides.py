@@ -11,7 +11,7 @@ import torch
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch import epochs, state
 from dgc_horovod.torch.session.local import LocalSteps
-from dgc_horovod.torch.session.session import Closure, Session, evaluated
+from dgc_horovod.torch.session.session import Closure, Session
 
 
 class Overrides:
@@ -31,7 +31,7 @@ class Overrides:
         """Inside, ``step`` applies what stands in ``p.grad`` after ``synchronize``."""
         return self._dgc.passes.skipping()
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: object, **kwargs: object) -> None:
         """As torch's, and an error between backward and step, while gradients are being exchanged."""
         self._dgc.zero_grad(*args, **kwargs)
 
@@ -39,7 +39,7 @@ class Overrides:
     def _step_supports_amp_scaling(self) -> bool:
         return self._dgc.offer_to_scaler()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """As the optimizer's own. It has the same entries on every rank at any time: they may be broadcast one by one.
 
         Between steps with momentum correction, the momentum of compressed tensors is this rank's own
@@ -48,7 +48,7 @@ class Overrides:
         """
         return self._dgc.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: object, **kwargs: object) -> None:
         """As the optimizer's own; a stock checkpoint's momentum and moments are taken over, and u and v start empty.
 
         Raises:
@@ -109,7 +109,7 @@ class Overrides:
         """
         return self._dgc.exchange.buckets.stats()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises UnsupportedUse: hooks, buckets and collectives belong to this object in this process."""
         raise UnsupportedUse(
             "a wrapped optimizer cannot be copied or pickled; keep optimizer.state_dict(), or copy the model and wrap "
@@ -151,26 +151,8 @@ def _local(session: Session) -> LocalSteps:
 class OutsideOverrides:
     """Those of a rank that is not in the optimizer's process set: it steps alone, and says nothing."""
 
-    def step(self, closure: Closure | None = None) -> Any:
-        """The optimizer's own."""
-        loss = evaluated(closure)
-        returned = _own(self, "step")()
-        return returned if closure is None else loss
-
     def synchronize(self) -> None:
         """Nothing."""
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own."""
-        _own(self, "zero_grad")(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own."""
-        return _own(self, "state_dict")(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own."""
-        _own(self, "load_state_dict")(*args, **kwargs)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """Nothing is kept."""
@@ -186,15 +168,8 @@ class OutsideOverrides:
     def set_epoch(self, epoch: int) -> None:
         """Nothing."""
 
-    def flush(self) -> None:
-        """Nothing."""
-
-    exchange = clear_residuals = flush
+    exchange = clear_residuals = flush = synchronize
     add_param_group, __reduce_ex__ = Overrides.add_param_group, Overrides.__reduce_ex__
-
-
-def _own(optimizer: Any, name: str) -> Any:
-    return getattr(super(type(optimizer), optimizer), name)
 
 
 def made_class(user_class: type, overrides: type, below: Mapping[str, Any], module: str) -> type:
@@ -212,7 +187,7 @@ def made_class(user_class: type, overrides: type, below: Mapping[str, Any], modu
         for name, value in vars(base).items()
         if not name.startswith("__") or name == "__reduce_ex__"
     }
-    for name in ("step", "synchronize", "zero_grad"):  # which run as they are in a step that a script compiles
+    for name in ours.keys() & {"step", "synchronize", "zero_grad"}:  # as they are in a step that a script compiles
         ours[name] = torch.compiler.disable(ours[name])
-    ours["step"].hooked = True  # else torch puts its hooks around it, which are around what it does already
+        ours[name].hooked = True  # else torch puts its hooks around a step, which are around what it does already
     return type(user_class.__name__, (user_class,), {**below, **ours, "__module__": module})

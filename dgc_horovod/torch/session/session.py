@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dgc_horovod.torch.session.strategy import Strategy
 
 Parameter = torch.Tensor
+Scaler = torch.amp.GradScaler | SeenScaler | None
 Closure = Callable[[], Any]
 # of torch's wrapper around every step; its attributes are also on a function that functools.wraps puts around it
 _HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
@@ -67,7 +68,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         carrier: Carrier,
         config: DGCConfig,
         update: PlainUpdate,
-        scaler: torch.amp.GradScaler | SeenScaler | None,
+        scaler: Scaler,
         strategy: type[Strategy],
     ) -> None:
         super().__init__(optimizer)
@@ -232,7 +233,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.loaded = False
         return loss if closure is not None or not is_made else self.returned
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: object, **kwargs: object) -> None:
         """As torch's, and an error between backward and step, while gradients are being exchanged."""
         self.strategy.clear_gradients()
         self.own("zero_grad")(*args, **kwargs)
@@ -251,12 +252,12 @@ class Session(base.Session[torch.optim.Optimizer]):
 
     # -- what is kept
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """The optimizer's own, and what the strategy adds."""
         self.update.prepare(self.optimizer, self.exchange)
         return self.strategy.extend(self.own("state_dict")(*args, **kwargs))
 
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: object, **kwargs: object) -> None:
         """As the optimizer's own; momentum and moments of stock are taken over, and u and v start empty."""
         if self.passes.launched and not self.carrier.elastic:
             raise UnsupportedUse(

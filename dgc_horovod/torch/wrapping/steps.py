@@ -34,7 +34,7 @@ def is_trial(session: Session) -> bool:
     return all(grad is not None and not grad.is_sparse and not grad.any() for grad in grads)
 
 
-def watch_inside(outer: Any) -> None:
+def watch_inside(outer: torch.optim.Optimizer) -> None:
     """From now on an optimizer inside `outer`, as a wrapper has one, may step within the ``step`` of `outer` alone.
 
     Wrappers with other methods (SAM's ``second_step``) would leave out everything that our ``step`` does.
@@ -46,7 +46,7 @@ def watch_inside(outer: Any) -> None:
                 inner.register_step_pre_hook(partial(_only_within, weakref.ref(outer), name))
 
 
-def _only_within(reference: Any, name: str, inner: torch.optim.Optimizer, *_: Any) -> None:
+def _only_within(reference: Any, name: str, inner: torch.optim.Optimizer, *_: object) -> None:
     outer = reference()
     if outer is not None and not (outer._dgc.superseded or outer._dgc.stepping):
         raise UnsupportedUse(STEPPED_INSIDE.format(outer=type(outer).__name__, inner=type(inner).__name__, name=name))
@@ -81,7 +81,7 @@ def check_not_stepped_otherwise(session: Session) -> None:
         raise UnsupportedUse(STEPPED_OTHERWISE.format(optimizer=name, methods=", ".join(methods)))
 
 
-def lead_to_ours(optimizer: Any) -> None:
+def lead_to_ours(optimizer: torch.optim.Optimizer) -> None:
     """Let whoever has taken a method of `optimizer` before its class became ours call that of the class of now.
 
     So a function that stands around ``step`` on the object (a scheduler's, the script's own) stays and ends in our
@@ -102,7 +102,7 @@ def lead_to_ours(optimizer: Any) -> None:
                 cell.cell_contents = ours.step
 
 
-def _replace(old: Any, new: Any) -> None:
+def _replace(old: object, new: object) -> None:
     """Let whatever holds `old` under a name hold `new`."""
     for holder in gc.get_referrers(old):  # no comprehension, whose cell for `old` would be one of them
         if isinstance(holder, CellType):

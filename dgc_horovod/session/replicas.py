@@ -6,7 +6,7 @@ import json
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import Gatherer
 from dgc_horovod.errors import ReplicaMismatch
+from dgc_horovod.stats import replica_checks
 
 _log = logging.getLogger("dgc_horovod")
 RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # what a rank sends of one comparison
@@ -26,7 +27,6 @@ _WRITERS = (
 )
 _GO_ON = 'on_mismatch="broadcast" goes on with the weights of the first rank, which cures no cause'
 _NAMED = 3  # tensors in a message
-ChecksumOf = Callable[[str], int]  # of the tensor of that name
 
 
 def checksum(data: Iterable[np.ndarray]) -> int:
@@ -38,34 +38,52 @@ def checksum(data: Iterable[np.ndarray]) -> int:
 
 
 class ReplicaCheck:
-    """Which weights are compared after which step.
+    """Which weights of one optimizer are compared after which step, and what follows where they differ.
 
     Args:
-        sizes: bytes of each tensor, by name, in an order that is the same on every rank.
-        config: compression settings; ``check_every`` is used.
+        sizes: bytes of each tensor, in an order that is the same on every rank.
+        config: compression settings; ``check_every`` and ``on_mismatch`` are used.
+        collectives: transport of the ranks, whose number may change.
+
+    Attributes:
+        parts: indices of the tensors that are compared together, part by part.
+        stops: whether the ranks stop where they differ; else they go on with what the first one has.
+        own_options: whether the inner optimizer, with its options, is each rank's own.
     """
 
-    def __init__(self, sizes: Mapping[str, int], config: DGCConfig) -> None:
-        self._every = config.check_every
-        self.parts: list[list[str]] = []
+    def __init__(self, sizes: Sequence[int], config: DGCConfig, collectives: Gatherer) -> None:
+        self._every, self._collectives = config.check_every, collectives
+        self.stops, self.own_options = config.on_mismatch == "stop", config.exchanges_weights
+        self.alike_after: dict[int, int] = {}  # number of steps, by part
+        self.parts: list[list[int]] = []
         filled = _PART_BYTES
-        for name, nbytes in sizes.items():
+        for i, nbytes in enumerate(sizes):
             if not self.parts or filled + nbytes > _PART_BYTES:
                 self.parts.append([])
                 filled = 0
-            self.parts[-1].append(name)
+            self.parts[-1].append(i)
             filled += nbytes
 
-    def number_due(self, step: int) -> int:
+    def due(self, step: int) -> int:
         """Which part is compared after `step` steps, of all in turn; -1: none. The first step is looked at too."""
-        if not self._every or not self.parts or (step != 1 and step % self._every):
+        every, alone = self._every, self._collectives.workers == 1
+        if alone or not every or not self.parts or not step or (step != 1 and step % every):
             return -1
-        return step // self._every % len(self.parts)
+        return step // every % len(self.parts)
 
-    def due(self, step: int) -> list[str]:
-        """The names in that part."""
-        number = self.number_due(step)
-        return [] if number < 0 else self.parts[number]
+    def note(self, part: int, step: int, alike: bool) -> bool:
+        """`part` was compared after `step` steps; returns whether the ranks were `alike`."""
+        replica_checks.count(alike)
+        if alike:
+            self.alike_after[part] = step
+        return alike
+
+    def stop_or_tell(self, found: Difference, told: Sequence[Circumstances]) -> None:
+        """Raise ReplicaMismatch if the ranks are to stop; else log, on rank 0, that they go on. Both say `why`."""
+        if self.stops:
+            raise ReplicaMismatch(f"{found}. {why(found, told)}. {_GO_ON}")
+        if self._collectives.rank == 0:
+            _log.warning("dgc_horovod: %s. All go on with those of the first rank. %s", found, why(found, told))
 
 
 def record(step: int, found: int) -> np.ndarray:
@@ -99,14 +117,6 @@ class Difference:
         return f"after step {self.step} {which}: {names}{more}"
 
 
-def find(collectives: Gatherer, step: int, names: Sequence[str], checksum_of: ChecksumOf) -> Difference | None:
-    """Which ranks differ, and in what; called on every rank once `same` was false. Two small collectives."""
-    own = json.dumps([step, *(checksum_of(name) for name in names)])
-    return compared(
-        step, names, [json.loads(text) for text in collectives.gather_bytes(own.encode(), "replicas.names")]
-    )
-
-
 def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> Difference | None:
     """Which ranks differ, and in what; None if all are the same.
 
@@ -132,16 +142,18 @@ class Circumstances:
         writers: layers that change weights in the forward pass, in words, by the tensor's name.
         before: checksums of tensors before the first step, where they were taken.
         alike_after: number of steps after which the ranks had last found these tensors alike; 0: never.
+        record: see `compared`.
     """
 
     options: dict[str, str] = field(default_factory=dict)
     writers: dict[str, str] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
     alike_after: int = 0
+    record: list[int] = field(default_factory=list)
 
 
 def ask(collectives: Gatherer, own: Circumstances) -> list[Circumstances]:
-    """What every rank knows, in rank order. A small collective."""
+    """What every rank knows, in rank order; called on every rank once `same` was false. A small collective."""
     data = json.dumps(asdict(own)).encode()
     return [Circumstances(**json.loads(text)) for text in collectives.gather_bytes(data, "replicas.why")]
 
@@ -175,11 +187,3 @@ def why(found: Difference, told: Sequence[Circumstances]) -> str:
     return (
         f"It may be that nobody has sent the weights of rank 0 to the others. {_BROADCAST}{same}. Or it is {_WRITERS}"
     )
-
-
-def stop_or_tell(found: Difference, stops: bool, rank: int, told: Sequence[Circumstances]) -> None:
-    """Raise ReplicaMismatch if the ranks are to stop; else log, on rank 0, that they go on. Both say `why`."""
-    if stops:
-        raise ReplicaMismatch(f"{found}. {why(found, told)}. {_GO_ON}")
-    if rank == 0:
-        _log.warning("dgc_horovod: %s. All go on with those of the first rank. %s", found, why(found, told))

@@ -17,7 +17,7 @@ from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.every_step import EveryStep
 from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.overrides import LocalOverrides, Overrides
-from dgc_horovod.torch.session.session import Session
+from dgc_horovod.torch.session.session import Scaler, Session
 from dgc_horovod.torch.session.strategy import Strategy
 from dgc_horovod.torch.updates.base import PlainUpdate
 from dgc_horovod.torch.updates.choice import choose_update, kind_of
@@ -53,7 +53,7 @@ def kind_for(config: DGCConfig, averages: bool) -> Kind:
     return Kind(config, EveryStep, choose_update, Overrides)
 
 
-def begin(optimizer: Any, carrier: Carrier, kind: Kind, update: PlainUpdate, scaler: Any) -> None:
+def begin(optimizer: Any, carrier: Carrier, kind: Kind, update: PlainUpdate, scaler: Scaler) -> None:
     """Give `optimizer`, which has the methods of `Kind.overrides`, its session.
 
     Args:

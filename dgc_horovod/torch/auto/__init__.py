@@ -1,1 +1,0 @@
-"""The exchange that a job takes by its own clock."""
