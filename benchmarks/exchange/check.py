@@ -85,7 +85,7 @@ def _check_published(method: PublishedMethod) -> str:
 
 def _check_sent(method: OwnMethod) -> str:
     """What came back of compressed tensors are the elements that the ranks have sent: from k to N*k of them."""
-    buckets, workers = session(method.optimizer).buckets, session(method.optimizer).exchange.collectives.workers
+    buckets, workers = session(method.optimizer).exchange, session(method.optimizer).exchange.collectives.workers
     gradients = {name: p.grad for p, name in session(method.optimizer).exchange.names.items()}
     sparse = [engine for engine in buckets.engines if not engine.bucket.uncompressed]
     k = sum(int(np.ceil(buckets.config.final_density * engine.bucket.numel)) for engine in sparse)
@@ -108,7 +108,7 @@ class _Residual:
     """The first compressed bucket of a method: u and v before a step, and what NumPy says they are after it."""
 
     def __init__(self, method: CompressedMethod, gradients: Gradients, rank: int, step: int) -> None:
-        buckets = session(method.optimizer).buckets
+        buckets = session(method.optimizer).exchange
         self._engine: BucketEngine = next(engine for engine in buckets.engines if not engine.bucket.uncompressed)
         self._exact = buckets.config.rule == "exact"
         self._k = max(1, int(np.ceil(buckets.config.final_density * self._engine.bucket.numel)))

@@ -62,9 +62,9 @@ def kept(method: Method) -> dict[str, Any]:
     if not isinstance(method, CompressedMethod):
         return {}
     exchange = session(method.optimizer).exchange
-    states = [engine.state for engine in exchange.buckets.engines]
+    states = [engine.state for engine in exchange.engines]
     arrays = [x for state in states for x in (state.u, state.v, state.remainder) if x is not None]
-    rounds = max((engine.exchange.rounds for engine in exchange.buckets.engines), key=len)
+    rounds = max((engine.exchange.rounds for engine in exchange.engines), key=len)
     return {
         "state_bytes": sum(4 * len(x) for x in arrays),
         "rounds": [f"{collective.name}, {collective.group}" for collective in rounds],

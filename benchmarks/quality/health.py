@@ -55,7 +55,7 @@ def looked_at(run: Run) -> tuple[dict[str, Any], np.ndarray]:
         exchange = ranks.exchange
         counts, config = exchange.counts, exchange.config
         density = density_at(config.final_density, config.warmup, step - 1)
-        exchange.diagnostics.next_look = 0.0 if step % _EVERY == 0 else np.inf
+        exchange.meters.diagnostics.next_look = 0.0 if step % _EVERY == 0 else np.inf
         if counts.figures.get("residual_ratio") and density == config.final_density:
             rows.append([figure(counts.figures, density) for figure in _FIGURES.values()])
         counts.figures = {}

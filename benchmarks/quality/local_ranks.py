@@ -64,7 +64,7 @@ class LocalRanks:
             )
             for rank, each in enumerate(models)
         ]
-        self.exchange = self._rounds[0].exchange.buckets
+        self.exchange = self._rounds[0].exchange
 
     def step(self, loss_of: LossOf) -> float:
         """An inner step of all ranks, and the exchange where it is due; the mean of their losses."""

@@ -102,7 +102,7 @@ def _dense(ranks: DenseRanks) -> dict[str, np.ndarray]:
 def _residuals(ranks: CompressedRanks) -> dict[str, np.ndarray]:
     """v as it was before the last selection: what is left, and what was sent."""
     found = {}
-    for engine in ranks.exchanges[0].buckets.engines:
+    for engine in ranks.exchanges[0].engines:
         if engine.bucket.uncompressed:
             continue
         v, sent = engine.kernels.to_host(engine.state.v).copy(), engine.exchange.contributions[0]

@@ -7,7 +7,6 @@ put on a board that all of them can read. A test compares it with real ranks, bi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.testing.loopback import Board, Loopback
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -29,15 +27,11 @@ LossOf = Callable[[int], Tensor]  # rank -> loss of its next batch
 class _Exchange(GradientExchange):
     """The exchange of one rank."""
 
-    def share_second(self) -> None:
-        """Post what this rank has seen of Adam's second moment, before any rank waits."""
-        self._sums.launch()
-
     def follow(self, finite: bool) -> None:
         """End a step as another rank has: all read the same."""
-        self._sums.take()
-        self.buckets.close(finite)
-        self._forget_step(finite)
+        self.take_second()
+        self.close(finite)
+        self._forget_step()
 
 
 class DenseRanks:
@@ -128,9 +122,9 @@ class CompressedRanks(DenseRanks):
         ]
         for update, exchange in zip(self._updates, self.exchanges, strict=True):  # each counts its own steps
             update.prepare(self.optimizer, exchange)
-        self.exchange = self.exchanges[0].buckets
+        self.exchange = self.exchanges[0]
         self._states: list[States] = []  # of every rank's optimizer, as the first compressed step finds it
-        self._owners = Owners(self.exchanges[0].compressed, shard_density) if shard_density else None
+        self._owners = Owners(list(self.exchanges[0].sparse), shard_density) if shard_density else None
 
     def step(self, loss_of: LossOf) -> float:
         """One step of all ranks; the mean of their losses."""
@@ -139,15 +133,15 @@ class CompressedRanks(DenseRanks):
         losses, of_first = [], {}
         self._board.clear()
         self._set_masking()
-        density = self.exchanges[0].buckets.density()
+        density = self.exchanges[0].density()
         if not self._states or self._updates[0].dense:
             self._states = [{p: dict(state) for p, state in self.optimizer.state.items()} for _ in self._updates]
         for sender, exchange in enumerate(self.exchanges):
             losses.append(self._backward(self._loss_of_node(sender, loss_of)))
-            accumulation_of = functools.partial(self._accumulation_of, sender)
+            self._begin(sender)
             # as hooks do: the last parameter's gradient is there first
-            results = {p: exchange.add_gradient(p, accumulation_of) for p in reversed(self.parameters.values())}
-            exchange.share_second()
+            results = {p: exchange.take(p) for p in reversed(self.parameters.values())}
+            exchange.share_second()  # before any rank waits
             of_first = of_first or {p: (p.grad, result) for p, result in results.items()}
         for p, (grad, _) in of_first.items():
             p.grad = grad
@@ -158,7 +152,7 @@ class CompressedRanks(DenseRanks):
             exchange.follow(finite)
         if self._forgets:
             for exchange in self.exchanges:
-                exchange.buckets.clear()
+                exchange.clear()
         if finite:
             if self._owners is not None:
                 self._owners.reselect(density)
@@ -187,16 +181,18 @@ class CompressedRanks(DenseRanks):
 
     def _set_masking(self) -> None:
         if self._masks_below < 1:
-            for buckets in (exchange.buckets for exchange in self.exchanges):
-                masks = buckets.density() <= self._masks_below
-                for engine in buckets.engines:
-                    engine.config = buckets.config.replace(factor_masking=masks)
+            for exchange in self.exchanges:
+                masks = exchange.density() <= self._masks_below
+                for engine in exchange.engines:
+                    engine.config = exchange.config.replace(factor_masking=masks)
 
-    def _accumulation_of(self, sender: int, p: Tensor) -> tuple[Accumulation, float]:
+    def _begin(self, sender: int) -> None:
         exchange, update = self.exchanges[sender], self._updates[sender]
-        update.dense = update.dense_is_stock and exchange.buckets.as_stock
-        update.adopt_state(p, self._group, self._states[sender], exchange)
-        return update.accumulation(p, self._group, exchange), update.decay_before(self._group)
+        update.dense = update.dense_is_stock and exchange.as_stock
+        for p in exchange.sparse:
+            update.adopt_state(p, self._group, self._states[sender], exchange)
+        accumulations = {name: update.accumulation(p, self._group, exchange) for p, name in exchange.sparse.items()}
+        exchange.begin_step(accumulations, dict.fromkeys(exchange.sparse, update.decay_before(self._group)))
 
 
 class Owners:

@@ -25,7 +25,7 @@ def left(task: str) -> dict[tuple[int, int], float]:
     def watch(ranks: Ranks, step: int, loss: float) -> None:
         if step < _FIRST or step % _EVERY:
             return
-        for engine in (each for exchange in ranks.exchanges for each in exchange.buckets.engines):
+        for engine in (each for exchange in ranks.exchanges for each in exchange.engines):
             if not engine.bucket.uncompressed:
                 k = round(TASKS[task].settings.density * engine.bucket.numel)
                 chosen = np.argpartition(-np.abs(engine.kernels.to_host(engine.state.v)), k)[:k]

@@ -49,7 +49,7 @@ class RealRank:
             self.optimizer = DistributedOptimizer(
                 optimizer, task.model.named_parameters(), compression=config or Compression.none
             )
-        self.exchange: OptimizerExchange | None = session(self.optimizer).buckets if exchanges and config else None
+        self.exchange: OptimizerExchange | None = session(self.optimizer).exchange if exchanges and config else None
 
     def step(self, loss_of: LossOf) -> float:
         """One step; the mean of all ranks' losses, so that all of them give up together."""

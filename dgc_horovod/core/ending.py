@@ -13,7 +13,8 @@ WEIGHTS = "the weights of "  # and a name, where they are why no gradient is fin
 IN_A_ROW = 3  # steps with an update that is too large, after which all that waits is left out
 
 
-def _unscaled() -> float:
+def unscaled() -> float:
+    """The loss scale where there is none."""
     return 1.0
 
 
@@ -42,7 +43,7 @@ class Ending:
         """A step begins."""
         self._too_large = self._spoilt = ""
 
-    def judge(self, updates: bool, others: bool = True, loss_scale: Callable[[], float] = _unscaled) -> bool:
+    def judge(self, updates: bool, others: bool = True, loss_scale: Callable[[], float] = unscaled) -> bool:
         """Whether the step may be applied: the same on every rank, as updates and flags are.
 
         Args:

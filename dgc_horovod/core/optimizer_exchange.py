@@ -1,31 +1,26 @@
-"""All buckets of one optimizer and the step they are at: what every adapter does between tensors and collectives."""
+"""The exchange of one optimizer: its buckets, what a rank keeps of them, and the step that they are at."""
 
 from __future__ import annotations
 
 import math
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dgc_horovod import advice
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.adam import AdamStep
-from dgc_horovod.core.bucket_stats import BucketMeter
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.budget import card_bytes, within_budget
 from dgc_horovod.core.clipping import clip_limit
-from dgc_horovod.core.diagnostics import Diagnostics
-from dgc_horovod.core.ending import Ending
+from dgc_horovod.core.ending import Ending, unscaled
 from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.meters import Meters
 from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, Round
 from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.kernels.contract import Accumulation, Array, Kernels
+from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, Kernels
 from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state.method import is_flushed, refuse_missing
@@ -33,9 +28,15 @@ from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, Residua
 from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
 from dgc_horovod.wire.bucket import PADDING
 
+_PLAIN: Accumulation = ErrorFeedback()
+
 
 class OptimizerExchange:
     """The engines of one optimizer, and what they have in common at each step.
+
+    An adapter's exchange is one of these, which turns tensors into arrays, starts collectives and waits for them. A
+    step is `begin` and its `accumulations`; for each bucket `add_gradient`, `compress`, `receive` after every round,
+    `aggregate`; then `end`.
 
     Args:
         specs: name, shape and boundary of every tensor that takes part, in the model's order.
@@ -47,6 +48,13 @@ class OptimizerExchange:
         traffic: counter of the messages; the adapter's collectives count there too.
         node_size: G >= 1, the workers of a node, which combine their gradients before they are added here; each keeps a
             slice of every bucket.
+
+    Attributes:
+        under_way: whether a step has begun, and has not ended.
+        accumulations: form in which gradients enter the residual in this step, by name, set after `begin`; plain error
+            feedback for all that are not named.
+        dense_residuals: what tensors in no bucket have from when they were in one, flat, by name; an adapter adds it to
+            their next gradient.
     """
 
     def __init__(
@@ -70,7 +78,6 @@ class OptimizerExchange:
             BucketEngine(bucket, config, kernels_of(bucket.segments[0].name), rank, workers, node_size)
             for bucket in self.layout.buckets
         ]
-        self.meters = {engine: BucketMeter(engine) for engine in self.engines}
         self.place = {  # of the tensors, or runs of tensors, that this rank keeps
             segment.name: (engine, i)
             for engine in self.engines
@@ -84,17 +91,17 @@ class OptimizerExchange:
             if not engine.whole.uncompressed
         }
         self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic, config.final_density)
-        self.counts.buckets = weakref.WeakMethod(self.bucket_stats)
+        self.meters = Meters(self.engines, self.counts)
         all_exchanges.append(self.counts)
         self.steps = 0  # finished so far, of the whole training
         self.epoch: int | None = None  # that the warm-up was told last
-        self.diagnostics, self._advice = Diagnostics(), advice.Compression()
         self.ending = Ending(self.engines)
         shapes = {spec.name: spec.shape for spec in specs if spec.name in self._compressed}
         self.second = SecondMoments(shapes, config.seed, self.topology.nodes, averages)
         self.adam = AdamStep(self.second, self.place, workers, self.topology.nodes, traffic)
-        self._as_stock: bool | None = None  # of the step under way
-        self._lock = threading.Lock()  # buckets may be compressed by several threads
+        self.dense_residuals: Arrays = {}
+        self.under_way = False
+        self.accumulations: Mapping[str, Accumulation] = {}
 
     def is_compressed(self, name: str) -> bool:
         """Whether a tensor is on the sparse path."""
@@ -116,20 +123,24 @@ class OptimizerExchange:
     @property
     def as_stock(self) -> bool:
         """Whether the step under way may be the optimizer's own: all is sent, and no direction of Adam has waited."""
-        if self._as_stock is None:  # looked at once a step: every tensor asks
-            sends_all = RULES[self.config.rule].sets_density and self.density() == 1.0
-            self._as_stock = sends_all and not self.second.known
-        return self._as_stock
+        return RULES[self.config.rule].sets_density and self.density() == 1.0 and not self.second.known
 
     def drop_residuals(self) -> None:
         """Empty the residuals: of a dense step that is not applied nothing is kept."""
         for engine in self.engines:
             engine.state.drop_residual()
 
-    def add_gradient(self, engine: BucketEngine, i: int, gradient: Array, accumulation: Accumulation) -> None:
+    def begin(self) -> None:
+        """Begin a step. One before it that was not finished has sent nothing that counts."""
+        if self.under_way:
+            self.rollback()
+        self.adam.step, self.under_way = self.steps, True
+
+    def add_gradient(self, engine: BucketEngine, i: int, gradient: Array) -> None:
         """`BucketEngine.add_gradient`; of Adam's gradients the ranks learn something beside."""
-        self.adam.step = self.steps
-        self.adam.measure(engine.bucket.segments[i].name, gradient, accumulation)
+        name = engine.bucket.segments[i].name
+        accumulation = self.accumulations.get(name, _PLAIN)
+        self.adam.measure(name, gradient, accumulation)
         engine.add_gradient(i, gradient, accumulation)
 
     def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
@@ -140,20 +151,12 @@ class OptimizerExchange:
             clip: factor of the gradients, in (0, 1], from `clip_factor`.
             loss_scale: factor of the loss, hence of every gradient, > 0.
         """
-        traffic, meter = self.counts.traffic, self.meters[engine]
-        self.adam.scale = clip / loss_scale
+        self.adam.scale = scale = clip / loss_scale
         self.ending.begin()
-        self.diagnostics.before(engine, clip / loss_scale)
-        meter.begins()
-        with traffic.timing("compressing"):
-            message = engine.compress(clip / loss_scale, self.steps, self.density())
-        meter.compressed(message)
-        self.diagnostics.compressed(engine)
-        with self._lock:
-            if not engine.bucket.uncompressed:
-                self.counts.offered += engine.bucket.numel
-                self.counts.selected += message.count
-        self._count(message.round)
+        self.meters.compressing(engine, scale)
+        with self.counts.traffic.timing("compressing"):
+            message = engine.compress(scale, self.steps, self.density())
+        self.meters.compressed(engine, message)
         return message
 
     def receive(self, engine: BucketEngine, received: np.ndarray) -> np.ndarray | None:
@@ -163,12 +166,10 @@ class OptimizerExchange:
             engine: engine of this exchange.
             received: buffer that the round has brought, see `BucketEngine.receive`.
         """
-        self.meters[engine].begins()
+        self.meters.decoding(engine)
         with self.counts.traffic.timing("decoding"):
             buffer = engine.receive(received)
-        if buffer is not None:
-            self._count(engine.round)
-        self.meters[engine].decoded()
+        self.meters.received(engine, sends=buffer is not None)
         return buffer
 
     def aggregate(self, engine: BucketEngine, loss_scale: float = 1.0) -> bool:
@@ -178,20 +179,11 @@ class OptimizerExchange:
             engine: engine of this exchange, all of whose rounds are through.
             loss_scale: factor of the gradients, > 0, see `compress`.
         """
-        self.meters[engine].begins()
+        self.meters.decoding(engine)
         with self.counts.traffic.timing("decoding"):
             finite = engine.aggregate_into(self.mean_scale * loss_scale) and engine.outcome.finite
-        self.meters[engine].decoded()
-        self.diagnostics.aggregated(engine)
+        self.meters.aggregated(engine)
         return finite
-
-    def _count(self, collective: Round) -> None:
-        workers = {ALL: self.workers, BETWEEN: self.topology.nodes, INSIDE: self.topology.node_size}[collective.group]
-        received = collective.received(workers)
-        if collective.group == INSIDE:
-            self.counts.traffic.count_inside(received)
-        else:
-            self.counts.traffic.count(collective.nbytes, received)
 
     def clip_factor(self, other_squares: float = 0.0) -> float:
         """The factor that brings this rank's whole gradient within its limit; every gradient must have been added.
@@ -232,39 +224,38 @@ class OptimizerExchange:
         """What the sum over nodes is multiplied by."""
         return 1 / self.topology.nodes if self.averages else 1.0
 
+    def end(self, updates: bool, others: bool = True, loss_scale: Callable[[], float] = unscaled) -> bool:
+        """End the step; returns whether it may be applied, the same on every rank: see `Ending.judge` for the rest."""
+        finite = self.ending.judge(updates, others, loss_scale)
+        self.close(finite)
+        return finite
+
     def close(self, finite: bool) -> None:
         """End the step; unless `finite`, take back what was sent in it, or leave it out, as every rank does."""
         skipped_at = None if finite else (self.steps, self.ending.where())
+        density = self.density()
+        self.meters.close(finite, advises=self.rank == 0 and density == self.config.final_density < 1)
         if finite or self.ending.leaves_out:
-            self._note(self.diagnostics.close(finite))
             for engine in self.engines:
                 engine.commit()
             if self.ending.empties:
                 self.empty()
         else:
-            self.rollback()
+            for engine in self.engines:
+                engine.rollback()
+        if finite:
+            self.dense_residuals.clear()
         self.adam.close(finite, self.ranks_in_join)
-        self._as_stock = None
-        self.counts.density_now = self.density()
+        self.accumulations, self.under_way = {}, False
+        self.counts.density_now = density
         self.steps += 1
         self.counts.end_step(skipped_at)
 
-    def _note(self, figures: dict[str, float]) -> None:
-        """Keep the figures of a step that was looked at, with how long waited what was sent."""
-        if figures:
-            waits = np.concatenate([meter.waits for meter in self.meters.values()])
-            if waits.size:
-                figures |= {"staleness_mean": float(waits.mean()), "staleness_99": float(np.quantile(waits, 0.99))}
-            self.counts.figures = figures
-            density = self.density()
-            if self.rank == 0 and density == self.config.final_density < 1:
-                advice.tell(self._advice.on(figures, density))
-
     def rollback(self) -> None:
-        """Take back what the step under way has sent."""
-        self.diagnostics.close(False)
+        """Take back what the step under way has sent, which is given up."""
+        self.meters.close(finite=False, advises=False)
         self.adam.close(False)
-        self._as_stock = None
+        self.accumulations, self.under_way = {}, False
         for engine in self.engines:
             engine.rollback()
 
@@ -277,12 +268,14 @@ class OptimizerExchange:
         """Empty u and v, and know nothing of Adam's second moment: the weights are about to be others."""
         self.empty()
         self.second.clear()
-        self._as_stock = None
+        self.dense_residuals.clear()
 
-    def rescale(self, factor: float) -> None:
-        """Let u and v be what they would, had all gradients been `factor` times as large."""
-        for engine in self.engines:
+    def decay(self, factor: float) -> None:
+        """Multiply all that waits on this rank by `factor`, in (0, 1]."""
+        for engine in self.engines if factor < 1 else ():
             engine.state.rescale(factor)
+        for v in self.dense_residuals.values():
+            v *= factor
 
     def clip_first(self, limit: float, factor: float) -> None:
         """The first step, which is over, should have kept to a `limit` of each rank's norm: here by a `factor`."""
@@ -303,24 +296,24 @@ class OptimizerExchange:
                 state.runs[name] = [kept.offset, self.numel[name]]
         for name in self.numel.keys() - self.place.keys() - set(self.layout.dense):  # other workers of the node have it
             state.tensors[name], state.runs[name] = {RESIDUAL: np.empty(0, np.float32)}, [0, self.numel[name]]
+        for name, v in self.dense_residuals.items():
+            state.tensors[name] = {RESIDUAL: v.copy()}
         state.thresholds = {_key(engine): engine.thresholds for engine in self.engines}
         state.second = self.second.saved()
         return state
 
-    def load(self, state: ResidualState) -> Arrays:
+    def load(self, state: ResidualState) -> None:
         """Go on from `state`, of this rank; what it does not name is zero. Of whole tensors it takes what it keeps.
 
-        Returns:
-            The residuals of tensors that are in no bucket any more: the number of ranks decides which are.
+        What it has of tensors that are in no bucket any more, as the number of ranks decides, is in `dense_residuals`.
 
         Raises:
             CheckpointError: it is of another rank, another number of ranks or another model; nothing is changed then.
         """
         self.check_fits(state)
         self.clear()
-        self.steps, self.epoch = state.step, state.epoch
+        self.steps, self.epoch, self.under_way = state.step, state.epoch, False
         self.second.load(state.second)
-        self._as_stock = None
         for name, arrays in state.tensors.items():
             self.keep(name, arrays, state.runs.get(name, [0])[0])
         for engine in self.engines:
@@ -328,10 +321,11 @@ class OptimizerExchange:
             engine.thresholds = memory
         dense = set(self.layout.dense)
         left = {name: released(arrays)[RESIDUAL] for name, arrays in state.tensors.items() if name in dense}
-        return {name: v for name, v in left.items() if v.any()}
+        self.dense_residuals.update((name, v.copy()) for name, v in left.items() if v.any())
 
     def fade(self, name: str, factor: float) -> None:
-        """Multiply what waits here of a tensor by `factor`, in [0, 1]."""
+        """Multiply what waits here of a tensor by `factor`, in [0, 1]; what an uncompressed one has left ends."""
+        self.dense_residuals.pop(name, None)
         if name in self.place:
             engine, i = self.place[name]
             engine.state.fade(i, factor)
@@ -377,13 +371,9 @@ class OptimizerExchange:
         if missing and state.tensors and not anew:
             refuse_missing(missing)
 
-    def bucket_stats(self) -> list[dict[str, float]]:
-        """`BucketMeter.stats` of every bucket."""
-        return [meter.stats() for meter in self.meters.values()]
-
     def stats(self) -> dict[str, Any]:
         """Counters, figures of the last step that was looked at, and under ``buckets`` those of every bucket."""
-        return {**self.counts.stats(), **self.counts.figures, "buckets": self.bucket_stats()}
+        return {**self.counts.stats(), **self.counts.figures, "buckets": self.meters.bucket_stats()}
 
     def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
         """Copies of u and v of what this rank keeps of tensors, by name: what tests and tools look at."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.session.auto import Choice
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch import state
@@ -20,8 +19,7 @@ class SessionView:
     """The parts of an optimizer as they are now; after the ranks have changed, or a step, look again.
 
     Args:
-        exchange: its exchange: parameters by name, collectives, clipping, what this rank keeps.
-        buckets: the engines of the exchange, their state, counters and config.
+        exchange: its exchange: parameters by name, collectives, clipping, engines, counters and config.
         rounds: the rounds of local steps; None without.
         choice: the choice of ``Compression.auto``; None without.
         told: keys of the notices that rank 0 has given once.
@@ -29,7 +27,6 @@ class SessionView:
     """
 
     exchange: GradientExchange
-    buckets: OptimizerExchange
     rounds: LocalRounds | None
     choice: Choice | None
     told: frozenset[str]
@@ -41,9 +38,7 @@ def session(optimizer: Any) -> SessionView:
     found = _session(optimizer)
     rounds = found.strategy.rounds if isinstance(found.strategy, LocalSteps) else None
     choice = found.strategy.choice if isinstance(found.strategy, AutoTuned) else None
-    return SessionView(
-        found.exchange, found.exchange.buckets, rounds, choice, frozenset(found.told), len(found.passes.results)
-    )
+    return SessionView(found.exchange, rounds, choice, frozenset(found.told), len(found.passes.results))
 
 
 def _session(optimizer: Any) -> Session:

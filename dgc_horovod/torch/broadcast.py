@@ -86,7 +86,7 @@ def _follow(session: Session, process_set: hvd.ProcessSet, root_rank: int) -> No
             session.forget()
         if loaded:
             session.strategy.share_loaded(root_rank if ranks is None else list(ranks).index(root_rank))
-    if session.exchange.buckets.steps == 0:
+    if session.exchange.steps == 0:
         for p in session.exchange.names:
             if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p)

@@ -56,7 +56,7 @@ class Membership:
             exchange = session.exchange
             fields = {
                 **session.carrier.agreed_fields(session),
-                "step": str(exchange.buckets.steps),
+                "step": str(exchange.steps),
                 "loss scale (keep the scaler's state_dict() in the TorchState)": str(exchange.loss_scale()),
             }
             check_agreement(HorovodCollectives(hvd.global_process_set, "start"), fields)
@@ -108,7 +108,7 @@ class ResidualHandler(OptimizerStateHandler):
 
     def _place(self) -> Any:
         """What another step changes."""
-        return self.session.exchange.buckets.steps
+        return self.session.exchange.steps
 
     def save(self) -> None:
         """Remember u and v with the optimizer's state: a commit."""
@@ -130,8 +130,8 @@ class ResidualHandler(OptimizerStateHandler):
         committed = copy.deepcopy(self._saved_optimizer_state)
         super().restore()  # ends what is under way, and empties u and v
         self._saved_optimizer_state = committed
-        buckets = self.session.exchange.buckets
-        put_back(self.session, self._saved.carried_on(buckets.rank, buckets.workers))
+        exchange = self.session.exchange
+        put_back(self.session, self._saved.carried_on(exchange.rank, exchange.workers))
 
     def sync(self) -> None:
         """Take over the optimizer's state and the step of rank 0; keep this rank's own residuals."""
@@ -141,13 +141,13 @@ class ResidualHandler(OptimizerStateHandler):
         super().sync()
         put_back(session, own)  # and not what stands in their places
         renew(session)
-        buckets = session.exchange.buckets
-        own_place = buckets.steps, buckets.epoch, own.clips, buckets.second.saved()
+        exchange = session.exchange
+        own_place = exchange.steps, exchange.epoch, own.clips, exchange.second.saved()
         place = hvd.broadcast_object(own_place, 0, name="dgc.elastic.step")
-        buckets.steps, buckets.epoch, clips, second = place
-        buckets.second.load(second)
-        if buckets.steps:  # a newcomer has made no step, but the others clip
-            session.exchange.clipping.goes_on(clips_of(clips, session.exchange.names))
+        exchange.steps, exchange.epoch, clips, second = place
+        exchange.second.load(second)
+        if exchange.steps:  # a newcomer has made no step, but the others clip
+            exchange.clipping.goes_on(clips_of(clips, exchange.names))
 
 
 class TorchState(HorovodTorchState):

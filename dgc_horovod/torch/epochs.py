@@ -38,6 +38,6 @@ def watch() -> None:
         stock(self, epoch)
         for session in all_alive():
             if session.config.warmup is not None and session.config.warmup.needs_epoch:
-                session.exchange.buckets.epoch = whole(epoch)
+                session.exchange.epoch = whole(epoch)
 
     DistributedSampler.set_epoch = tell  # type: ignore[method-assign]

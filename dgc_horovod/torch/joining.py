@@ -83,11 +83,11 @@ def _even_out(strategies: Sequence[AutoTuned]) -> None:
     """Let the number of steps be the same on every rank, of which some have made more than others."""
     if not strategies:
         return
-    own = [each.session.exchange.buckets.steps for each in strategies]
+    own = [each.session.exchange.steps for each in strategies]
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     every = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "automatic")]
     for strategy, found in zip(strategies, zip(*every, strict=True), strict=True):
-        strategy.session.exchange.buckets.steps = max(found)
+        strategy.session.exchange.steps = max(found)
         strategy.leave()
 
 
@@ -148,7 +148,7 @@ class _Participant:
     has_own_state = False  # whether the optimizer's state is each rank's own, and weights are the same in any case
 
     def __init__(self, session: Session) -> None:
-        self.session, self.steps = session, session.exchange.buckets.steps
+        self.session, self.steps = session, session.exchange.steps
         self._grads = {p: p.grad for p in session.exchange.names}  # of backward passes that make no whole step
         self._held = session.passes.set_aside()
         mark(session, True)
@@ -157,7 +157,7 @@ class _Participant:
         """Start a step without a gradient, which may turn out to be nobody's."""
         session = self.session
         exchange, states = session.exchange, session.optimizer.state
-        self._before, self._selected = state.copied(session), exchange.buckets.counts.selected
+        self._before, self._selected = state.copied(session), exchange.counts.selected
         self._entries = {p: dict(states[p]) for p in exchange.names if p in states}
         for p in exchange.names:
             p.grad = None
@@ -165,12 +165,12 @@ class _Participant:
 
     def end(self) -> bool:
         """Finish the step, all of which has arrived; returns whether it was nobody's."""
-        session, buckets = self.session, self.session.exchange.buckets
+        session, exchange = self.session, self.session.exchange
         session.strategy.synchronize()
-        if buckets.ranks_in_join == buckets.workers:
+        if exchange.ranks_in_join == exchange.workers:
             self._take_back()
             return True
-        if session.exchange.loss_scale() == 1.0:
+        if exchange.loss_scale() == 1.0:
             with session.passes.skipping():
                 session.step()  # not what a scheduler has put over the optimizer's, to count the steps
         # else p.grad has a scale that this rank's GradScaler does not know: the weights come in the end
@@ -184,8 +184,8 @@ class _Participant:
         for p, entries in self._entries.items():
             session.optimizer.state[p] = entries
         session.update.prepare(session.optimizer, exchange)  # what the step has taken over is there again
-        exchange.buckets.counts.steps -= 1
-        exchange.buckets.counts.selected = self._selected
+        exchange.counts.steps -= 1
+        exchange.counts.selected = self._selected
 
     def leave(self) -> None:
         """Be as before join, but for what the steps have changed."""

@@ -52,7 +52,7 @@ def save(
         saved = _dumped(model, optimizer, extra) if collectives.rank == 0 else b""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         holds = checkpoint.digest_of_names([name for p, name in names.items() if p in own], group)
-        return checkpoint.Content(holds, saved, state, None if session is None else session.exchange.config)
+        return checkpoint.Content(holds, saved, state, None if session is None else session.config)
 
     checkpoint.save(directory, collectives, content)
 
@@ -73,8 +73,8 @@ def load(
         averages: whether gradients are averaged or summed.
     """
     session = session_of(optimizer)
-    config = None if session is None else session.exchange.config
-    node_size = 1 if session is None else session.exchange.buckets.topology.node_size
+    config = None if session is None else session.config
+    node_size = 1 if session is None else session.exchange.topology.node_size
     found = checkpoint.load(directory, collectives, config, averages, residuals, node_size)
     with model_file.put_back_on_error(model), together(collectives, f"loading {directory}"):
         if session is not None:
@@ -140,14 +140,14 @@ def copied(session: Session) -> ResidualState:
 
 def _method_of(session: Session) -> str:
     update = session.update
-    return method_of(session.exchange.config, isinstance(update, SplitUpdate), update.kind == "adam")
+    return method_of(session.config, isinstance(update, SplitUpdate), update.kind == "adam")
 
 
 def _split(session: Session, state: ResidualState) -> tuple[ResidualState, Any]:
     """`split_own` of the update, of a record that has been found to fit; nothing is changed."""
     state, own = session.update.split_own(session.exchange, state)
     check_kept(state, _method_of(session))
-    session.exchange.buckets.check_fits(state)
+    session.exchange.check_fits(state)
     return state, own
 
 
@@ -206,10 +206,11 @@ def flush(session: Session) -> None:
     kept = update.flush(session.optimizer, exchange, _left(exchange), session.own_step)
     share = 1 if exchange.settings.averages else exchange.collectives.workers
     for p, v in kept.items():
-        if p in exchange.place:
-            exchange.buckets.keep(exchange.names[p], {RESIDUAL: (v / share).reshape(-1).float().cpu().numpy()})
+        name, own = exchange.names[p], (v / share).reshape(-1).float().cpu().numpy()
+        if name in exchange.layout.dense:
+            exchange.dense_residuals[name] = own
         else:
-            exchange.dense_residuals[p] = v / share
+            exchange.keep(name, {RESIDUAL: own})
     for p in exchange.names:
         p.grad = None
     update.prepare(session.optimizer, exchange)  # the next step takes over what stands in the optimizer's state now
@@ -222,10 +223,10 @@ def _left(exchange: GradientExchange) -> dict[torch.Tensor, dict[str, torch.Tens
     """
     own = {
         "parts": [run.engine.state.parts for run in exchange.runs],
-        "dense_residuals": sorted(exchange.names[p] for p in exchange.dense_residuals),
+        "dense_residuals": sorted(exchange.dense_residuals),
     }
     theirs = [json.loads(data) for data in exchange.collectives.gather_bytes(json.dumps(own).encode(), "parts")]
-    found: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in exchange.place}
+    found: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for run in exchange.runs for p in run.parameters}
     for run, *parts in zip(exchange.runs, *(each["parts"] for each in theirs), strict=True):
         for part in sorted({part for one in parts for part in one}):
             combined = _combined(exchange, run.engine, part)
@@ -234,10 +235,11 @@ def _left(exchange: GradientExchange) -> dict[torch.Tensor, dict[str, torch.Tens
     of_name = {name: p for p, name in exchange.names.items()}
     for name in sorted({name for each in theirs for name in each["dense_residuals"]}):
         p = of_name[name]
-        whole = exchange.dense_residuals.get(p, torch.zeros_like(p)).float().contiguous()
-        found[p] = {RESIDUAL: _reduced(exchange, whole, name, exchange.settings.averages)}
+        whole = torch.from_numpy(exchange.dense_residuals.get(name, np.zeros(p.numel(), np.float32)))
+        reduced = _reduced(exchange, whole, name, exchange.settings.averages)
+        found[p] = {RESIDUAL: reduced.view(p.shape).to(p.device)}
     exchange.dense_residuals.clear()
-    exchange.buckets.empty()
+    exchange.empty()
     return found
 
 

@@ -43,7 +43,7 @@ class Job(elastic_job.Job):
 
     def received(self) -> bool:
         """The changes are on their way."""
-        if session(self.optimizer).buckets.steps == KILLED_AT // H:
+        if session(self.optimizer).exchange.steps == KILLED_AT // H:
             self.may_die()
         return bool(self.receive())
 

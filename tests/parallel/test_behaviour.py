@@ -12,7 +12,7 @@ from tests.helpers.ranks import check_metrics_file, run_ranks
 pytestmark = pytest.mark.parallel
 CASES = [
     "hand_tables", "loss_scaling", "clipping", "epochs_observed", "larger_batch_identity", "synchronize_twice",
-    "resume_on_rank_zero", "step_hooks", "other_memory",
+    "resume_on_rank_zero", "step_hooks", "other_memory", "from_hook_to_c",
 ]  # fmt: skip
 DTYPES = [
     "clipped_doubles",
@@ -28,6 +28,12 @@ DTYPES = [
 def ranks(request):
     cases = [*(f"behaviour.{case}" for case in CASES), *(f"dtypes.{case}" for case in DTYPES)]
     return run_ranks(2, cases, request.param)
+
+
+def test_few_calls_lie_between_a_hook_and_c(ranks):
+    for rank in ranks:
+        found = rank["behaviour.from_hook_to_c"]
+        assert len(found) > 1 and all(calls[0] == "ready" and len(calls) <= 7 for calls in found), found
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,18 @@ import pytest
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
-CASES = ("same_names", "unused_on_one_rank", "traced_again", "sparse_on_one_rank", "two_outputs")
+CASES = ("from_host_call_to_c", "same_names", "unused_on_one_rank", "traced_again", "sparse_on_one_rank", "two_outputs")
 
 
 @pytest.fixture(scope="module")
 def ranks():
     return run_ranks(2, [f"keras_graphs.{case}" for case in CASES], environment={"DGC_TIMEOUT": "20"}, timeout=200)
+
+
+def test_few_calls_lie_between_a_host_call_and_c(ranks):
+    for rank in ranks:
+        found = rank["keras_graphs.from_host_call_to_c"]
+        assert found and all(calls[-1] == "accumulate" and len(calls) <= 9 for calls in found), found
 
 
 def test_two_exchanges_of_one_graph_are_not_mixed_up(ranks):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.torch.gradients.given import given, given_as_wrapped
+from dgc_horovod.torch.gradients.memory import given, given_as_wrapped
 from dgc_horovod.torch.gradients.scaling import StepScale
 
 HOST = torch.device("cpu")

@@ -14,7 +14,7 @@ import pytest
 from dgc_horovod import at_end, recording, stats
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.diagnostics import Diagnostics
+from dgc_horovod.core.meters import Diagnostics
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
@@ -52,7 +52,7 @@ def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
         engine.outputs.put(0, kernels.new(numel))
         assert exchange.receive(engine, message.payload) is None and exchange.aggregate(engine)
         exchange.close(True)
-    (found,) = exchange.bucket_stats()
+    (found,) = exchange.meters.bucket_stats()
     v = kernels.to_host(engine.state.v)
     assert found["elements"] == numel and found["bytes"] == message.payload.nbytes
     assert found["density"] == message.count / numel
@@ -123,7 +123,7 @@ def test_steps_are_looked_at_rarely_and_a_skipped_one_leaves_no_figures():
     engine.gradients.squared_norm = counted
     for finite, seconds in ((False, 0), (True, 3600), (True, None)):
         if seconds is not None:
-            exchange.diagnostics = Diagnostics(seconds)
+            exchange.meters.diagnostics = Diagnostics(seconds)
         engine.add_gradient(0, as_array(BACKENDS[0], np.ones(1000, np.float32)), MomentumCorrection(0.9, False))
         engine.outputs.put(0, BACKENDS[0].new(1000))
         assert exchange.receive(engine, exchange.compress(engine).payload) is None and exchange.aggregate(engine)
@@ -145,7 +145,7 @@ def test_staleness_is_the_steps_between_two_sendings():
         engine.outputs.put(0, kernels.new(numel))
         assert exchange.receive(engine, exchange.compress(engine).payload) is None and exchange.aggregate(engine)
         exchange.close(True)
-    waits = exchange.meters[engine].waits
+    waits = exchange.meters.of[engine].waits
     assert set(waits[numel:].tolist()) == {turns} and waits.size == 3 * numel
 
 

@@ -114,7 +114,7 @@ def second_moments(run):
     known = []
 
     def watch(ranks, step, loss):
-        known.append([exchange.buckets.second.packed() for exchange in ranks.exchanges])
+        known.append([exchange.second.packed() for exchange in ranks.exchanges])
 
     train(run, steps=10, points=0, watch=watch)
     return known

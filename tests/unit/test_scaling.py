@@ -104,7 +104,7 @@ def test_a_step_without_a_loss_has_the_scale_of_before(uneven):
     scale_at(optimizer, seen, scaler)
     assert seen.get_scale() == 1
     passes = Passes("ab", 1)
-    exchange = SimpleNamespace(buckets=SimpleNamespace(in_join=uneven == "join"))
+    exchange = SimpleNamespace(in_join=uneven == "join")
     carrier = SimpleNamespace(exchanges_in_backward=False)
     optimizer._dgc = SimpleNamespace(exchange=exchange, passes=passes, carrier=carrier)
     assert seen.get_scale() == 8

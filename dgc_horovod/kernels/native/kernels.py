@@ -142,13 +142,12 @@ class NativeKernels(NumpyArrays):
         if gradients.scratch is None:
             gradients.scratch = Scratch(gradients.bucket.numel, len(ranges))
         v, left = state.take()
-        what = gradients.table, state.u, scale, left
-        bad = self._pass(gradients.scratch, max_candidates, v, ranges, want_sums, *what)
+        scratch, what = gradients.scratch, (gradients.table, state.u, scale, left)
+        bad = self._library.dgc_pass(*self._arguments(scratch, max_candidates, v, ranges, want_sums, *what))
         gradients.arrays = [None] * len(gradients.arrays)
-        scratch = gradients.scratch
         return AccumulateResult(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
 
-    def _pass(
+    def _arguments(
         self,
         scratch: Scratch,
         max_candidates: int,
@@ -159,9 +158,10 @@ class NativeKernels(NumpyArrays):
         u: np.ndarray | None = None,
         scale: float = 1.0,
         left: Elements = NO_ELEMENTS,
-    ) -> int:
+    ) -> tuple[Any, ...]:
+        """Those of `dgc_pass`."""
         scratch.make_room(max_candidates)
-        return self._library.dgc_pass(
+        return (
             address(v), address(u), is_narrow(u), address(segments), len(segments), scale, address(ranges), len(ranges),
             *map(address, left), left.values.size, want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
@@ -192,7 +192,7 @@ class NativeKernels(NumpyArrays):
 
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
         range_ = self._range(x, np.inf)
-        self._pass(Scratch(x.size, 1), 0, x, range_, True)
+        self._library.dgc_pass(*self._arguments(Scratch(x.size, 1), 0, x, range_, True))
         return float(range_["sum"][0]), float(range_["squares"][0])
 
     def count_at_least(self, x: np.ndarray, threshold: float) -> int:
@@ -200,9 +200,10 @@ class NativeKernels(NumpyArrays):
 
     def at_least(self, x: np.ndarray, threshold: float) -> Elements:
         scratch, range_ = Scratch(x.size, 1), self._range(x, threshold)
-        self._pass(scratch, min(x.size, x.size // 16 + CHUNK), x, range_, False)
+        room = min(x.size, x.size // 16 + CHUNK)
+        self._library.dgc_pass(*self._arguments(scratch, room, x, range_, False))
         if scratch.elements() is None:
-            self._pass(scratch, scratch.count, x, range_, False)
+            self._library.dgc_pass(*self._arguments(scratch, scratch.count, x, range_, False))
         found = scratch.elements()
         assert found is not None
         return found

@@ -53,8 +53,9 @@ class Upload:
         self._device.copy_(self._host, non_blocking=True)
 
 
+# Of the process, as torch's allocator is: one graph is recorded at a time, and one whose recording has failed is kept
 _recording = threading.Lock()
-_spoiled: list[torch.cuda.CUDAGraph] = []  # kept: torch's allocator still knows them
+_spoiled: list[torch.cuda.CUDAGraph] = []
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import DGCError, UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import MOMENTUM, Arrays, ResidualState
 from dgc_horovod.stats import ExchangeStats, all_exchanges
@@ -76,7 +75,7 @@ class HostSteps:
         self._generation_now, self._generation = generation, _FROM_SLOTS
         self._iterations = 0
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
-        self._under_way, self._told = False, set[str]()
+        self._told = set[str]()
         self._calls: list[Any] = []  # made by `noting`
         self._dense = False  # whether the step is the optimizer's own
         if settings.config is not None:
@@ -144,7 +143,7 @@ class HostSteps:
         """
         if self.buckets is None:
             return None
-        if self._under_way:
+        if self.buckets.under_way:
             raise UnsupportedUse("residuals can be saved between two steps only")
         state = self.buckets.residuals()
         tensors = {number_of(name): arrays for name, arrays in state.tensors.items()}
@@ -167,15 +166,16 @@ class HostSteps:
         if self._generation_now(iterations) != generation:
             return
         found = named(state, self.update, [key for _, key in self._keys], self.buckets.numel)
-        self._under_way = False
-        left = self.buckets.load(found)
+        self.buckets.load(found)
         for i, (_, key) in enumerate(self._keys):
             if str(i) in state.tensors:
                 self.update.take_own(key, state.tensors[str(i)])
-        if left and self.collectives.rank == 0:
-            _log.warning(
-                "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", len(left)
-            )
+        if left := len(self.buckets.dense_residuals):
+            self.buckets.dense_residuals.clear()
+            if self.collectives.rank == 0:
+                _log.warning(
+                    "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", left
+                )
         brought = bool(found.second) or any(MOMENTUM in arrays for arrays in found.tensors.values())
         self._generation = generation if brought else _FROM_SLOTS
         self._homes.adopt(generation)
@@ -183,7 +183,6 @@ class HostSteps:
     def renew(self) -> None:
         """The ranks are others: the same buckets for as many as there are now, with nothing kept."""
         self.collectives.renew()
-        self._under_way = False
         if self.buckets is not None:
             self.buckets = self._make()
             self.counts = self.buckets.counts
@@ -205,15 +204,16 @@ class HostSteps:
         """
         if self.buckets is not None:
             self._check_ranks()
-            if self._under_way:
-                self.buckets.rollback()
-        if self.buckets is not None and self.buckets.config.exchanges_weights:
-            self.buckets.rescale(self.buckets.config.local_decay)  # weights are exchanged: what waits fades
-        self._under_way, self._iterations = True, int(iterations)
+            self.buckets.begin()
+            if self.buckets.config.exchanges_weights:
+                self.buckets.decay(self.buckets.config.local_decay)  # weights are exchanged: what waits fades
+        self._iterations = int(iterations)
         generation, buckets = self._generation_now(self._iterations), self.buckets
         self._homes.renew(generation)
         self._homes.bring(self, self._keys)
         self._dense = self.update.dense_is_stock and buckets is not None and buckets.as_stock
+        if buckets is not None and not self._dense:  # those that other workers of the node keep, too
+            buckets.accumulations = {name: self.update.accumulation(buckets, name) for name in buckets.compressed}
         fresh = not self._dense and generation != self._generation
         self._generation = _FROM_SLOTS if self._dense else generation
         steps = buckets.steps if buckets is not None else 0
@@ -223,9 +223,8 @@ class HostSteps:
 
     def start_as_stock(self, iterations: np.ndarray) -> None:
         """Begin a step of the user's own optimizer."""
-        if self._under_way and self.buckets is not None:
+        if self.buckets is not None and self.buckets.under_way:
             self.buckets.rollback()
-            self._under_way = False
         self._homes.renew(self._generation_now(int(iterations)))
         self._homes.bring(self, self._keys)
 
@@ -273,16 +272,12 @@ class HostSteps:
 
     def _add_gradients(self, run: BucketRun, gradients: Sequence[Any], whole: bool = False) -> None:
         assert self.buckets is not None
-        segments = run.engine.bucket.segments
         if self.node_size > 1:
             gradients = run.of_slice(gradients, whole)
             received = 4 * run.engine.bucket.numel * (self.node_size - 1)
             self.counts.traffic.count_inside(2 * received if whole else received)
-        feeds: dict[str, Accumulation] = {}
-        if not (self._dense or run.engine.bucket.uncompressed):  # of those that other workers of the node keep, too
-            feeds = {name: self.update.accumulation(self.buckets, name) for name in map(self.name_of, run.members)}
         for i, gradient in enumerate(gradients):
-            self.buckets.add_gradient(run.engine, i, gradient, feeds.get(segments[i].name, ErrorFeedback()))
+            self.buckets.add_gradient(run.engine, i, gradient)
 
     def name_of(self, i: int) -> str:
         """The name of variable `i` in `buckets`."""
@@ -353,12 +348,10 @@ class HostSteps:
         finite = all(flags)
         self.collectives.watch.disarm()
         self.collectives.traffic.count_allreduce(dense_bytes, self.collectives.workers)
-        self._under_way = False
         if self.buckets is not None:
             if second.size:
                 self.buckets.adam.receive(second)
-            self.buckets.ending.judge(all(flags[dense_parts:]), all(flags[:dense_parts]))
-            self.buckets.close(finite)
+            self.buckets.end(all(flags[dense_parts:]), all(flags[:dense_parts]))
             if not finite:
                 if self._dense:
                     self.buckets.drop_residuals()

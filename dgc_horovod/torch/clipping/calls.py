@@ -94,7 +94,7 @@ def _note(session: Session, clip: Clip) -> float | None:
 
 def _cut(session: Session, clip: Clip) -> float:
     """The script's first call: clip the updates of this step as it says, but for those that are no gradients."""
-    steps = set(session.exchange.compressed if session.update.sends_directions else ())
+    steps = set(session.exchange.sparse if session.update.sends_directions else ())
     norm: float = session.exchange.clipping.cut(clip, steps)
     session.watch.look_again()
     return norm
@@ -108,10 +108,10 @@ def cut_late(session: Session) -> None:
 
 def end_step(session: Session) -> None:
     """What the script has asked for in this step holds from now on."""
-    clipping, buckets = session.exchange.clipping, session.exchange.buckets
+    exchange, clipping = session.exchange, session.exchange.clipping
     if (first := clipping.first_clip) is not None:
-        buckets.clip_first(*first)
-    clipping.step_ends(buckets.in_join)
+        exchange.clip_first(*first)
+    clipping.step_ends(exchange.in_join)
 
 
 def _look_again() -> None:

@@ -99,7 +99,7 @@ class GroupCarrier(Carrier):
         warmup, exchange = session.config.warmup, session.exchange
         if warmup is not None and warmup.needs_epoch and exchange.collectives.workers > 1:
             if self._density is None:
-                self._density = SameDensity(exchange.buckets, exchange.collectives)
+                self._density = SameDensity(exchange, exchange.collectives)
             self._density.check()
 
     def meet(self, session: Session, name: str) -> None:

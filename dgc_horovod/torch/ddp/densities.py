@@ -18,14 +18,14 @@ class SameDensity:
     ended, and no Python of it hears why. Once all ranks are at the final density nobody asks any more.
 
     Args:
-        buckets: buckets of the optimizer.
+        exchange: that of the optimizer.
         collectives: transport of all workers.
 
     Cost: 16 bytes to each worker and from it, waited for, in each step of the warm-up.
     """
 
-    def __init__(self, buckets: OptimizerExchange, collectives: Collectives) -> None:
-        self._buckets, self._collectives = buckets, collectives
+    def __init__(self, exchange: OptimizerExchange, collectives: Collectives) -> None:
+        self._exchange, self._collectives = exchange, collectives
         self._looked_at, self._all_are_through = -1, False
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
 
@@ -36,15 +36,15 @@ class SameDensity:
             RankMismatch: on every rank, if the densities differ.
         """
         with self._lock:
-            if self._buckets.steps == self._looked_at:
+            if self._exchange.steps == self._looked_at:
                 return
-            density = self._buckets.density()
-            is_final = density == self._buckets.config.final_density
+            density = self._exchange.density()
+            is_final = density == self._exchange.config.final_density
             if not (self._all_are_through and is_final):
                 densities = self._told(density)
                 if len(set(densities.values())) > 1:
-                    raise RankMismatch(_different(self._buckets.steps, densities))
-            self._looked_at, self._all_are_through = self._buckets.steps, is_final
+                    raise RankMismatch(_different(self._exchange.steps, densities))
+            self._looked_at, self._all_are_through = self._exchange.steps, is_final
 
     def _told(self, density: float) -> dict[tuple[int, int], float]:
         """Density by rank and epoch.
@@ -52,7 +52,7 @@ class SameDensity:
         An alltoall has one trip, where an allgather of Gloo goes round all ranks. Nor does it meet the allgather of a
         rank that asks no more: Gloo tells collectives of two kinds apart, and both wait.
         """
-        workers, epoch = self._collectives.workers, self._buckets.epoch
+        workers, epoch = self._collectives.workers, self._exchange.epoch
         own = torch.tensor([density, -1 if epoch is None else epoch], dtype=torch.float64)
         self._collectives.traffic.count(own.nbytes, (workers - 1) * own.nbytes)
         told = self._collectives.wait(self._collectives.alltoall(own.repeat(workers), "density"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
@@ -61,6 +62,7 @@ class DensePath:
         collectives: transport of this optimizer's group.
         settings: Horovod's arguments.
         loss_scale: function that gives the present factor of the gradients, > 0.
+        residuals: see `OptimizerExchange.dense_residuals`; they go with the next step.
         half: whether gradients travel as fp16, as with Horovod's own Compression.fp16.
     """
 
@@ -70,12 +72,12 @@ class DensePath:
         collectives: Collectives,
         settings: ReduceSettings,
         loss_scale: Callable[[], float],
-        half: bool = False,
+        residuals: Mapping[str, np.ndarray],
+        half: bool,
     ) -> None:
         self.names, self.collectives, self.settings, self._half = names, collectives, settings, half
-        self._loss_scale = loss_scale
+        self._loss_scale, self._residuals = loss_scale, residuals
         self.gradients: dict[Parameter, torch.Tensor] = {}
-        self.residuals: dict[Parameter, torch.Tensor] = {}  # from when they were in buckets; go with the next step
         self._pending: dict[Parameter, Pending] = {}
         self._waiting: dict[Parameter, torch.Tensor] = {}  # where small collectives are not put together: for one
         self._results: dict[Parameter, torch.Tensor] = {}
@@ -96,8 +98,9 @@ class DensePath:
         if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
             gradient = gradient.float()
         gradient = (gradient * clip).contiguous()
-        if p in self.residuals:
-            gradient = gradient + self.residuals[p].to(gradient) * self._loss_scale()
+        residual = self._residuals.get(self.names[p])
+        if residual is not None:
+            gradient = gradient + torch.from_numpy(residual).view(p.shape).to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
         if self.collectives.by_name:
@@ -142,10 +145,8 @@ class DensePath:
         """Whether every result of this step is finite; the same on every rank."""
         return all_finite(self._results.values())
 
-    def clear(self, finite: bool = True) -> None:
-        """Forget the step, which is applied if `finite`."""
-        if finite:
-            self.residuals.clear()
+    def clear(self) -> None:
+        """Forget the step."""
         self.gradients.clear()
         self._pending.clear()
         self._waiting.clear()

@@ -6,40 +6,65 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.core.second_moment import INTERVAL
 from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels
-from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
+from dgc_horovod.kernels.contract import Accumulation, Kernels
+from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.clipping.local import LocalClipping, clips_of
-from dgc_horovod.torch.gradients.bucket_run import BucketRun
-from dgc_horovod.torch.gradients.collectives import Collectives
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
-from dgc_horovod.torch.gradients.given import given, given_as_wrapped, made_dense
 from dgc_horovod.torch.gradients.memory import (
     TakenMemory,
+    given,
+    given_as_wrapped,
     handed,
     is_in,
     is_plain,
+    made_dense,
     squares_of,
     wait_for_streams,
 )
 from dgc_horovod.torch.gradients.scaling import StepScale
-from dgc_horovod.torch.gradients.second_moments import SharedSums
 
 Parameter = torch.Tensor
 _NARROW = (torch.float16, torch.bfloat16)
-AccumulationOf = Callable[[Parameter], tuple[Accumulation, float]]
 
 
-class GradientExchange:
-    """Everything between ``p.grad`` of one rank and ``p.grad`` of all.
+@dataclass
+class BucketRun:
+    """A bucket, its parameters in segment order, and how far this step has come."""
+
+    engine: BucketEngine
+    parameters: tuple[Parameter, ...]
+    arrived: int = 0  # gradients
+    pending: Pending | None = None
+    finite: bool | None = None  # None until the ranks' messages are back
+    outputs: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
+    narrow: bool = False  # whether an update goes into another dtype than fp32
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which its gradients have been made
+
+    def __post_init__(self) -> None:
+        self.sizes = [segment.numel for segment in self.engine.whole.segments]
+        self.device = self.parameters[0].device  # of all of them, at wrapping
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient is there."""
+        return self.arrived == len(self.parameters)
+
+
+class GradientExchange(OptimizerExchange):
+    """The exchange of a torch optimizer: everything between ``p.grad`` of one rank and ``p.grad`` of all.
 
     Args:
         parameters: parameters by name, in the model's order; only those that require a gradient.
@@ -49,6 +74,10 @@ class GradientExchange:
         settings: how gradients are combined.
         loss_scale: function that gives the present factor of the loss, and of gradients, > 0.
         transports, node_size: transport of each group of workers, and G >= 1; None and 1: no nodes are known.
+
+    Attributes:
+        names: name of each parameter.
+        sparse: the same of those on the sparse path.
     """
 
     def __init__(
@@ -62,16 +91,15 @@ class GradientExchange:
         transports: Mapping[str, Collectives] | None = None,
         node_size: int = 1,
     ) -> None:
-        self.config, self.collectives, self.settings = config, collectives, settings
+        self.collectives, self.settings = collectives, settings
         self._transports, self._host = transports or {ALL: collectives}, torch.device("cpu") if config.offload else None
         self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
         self._scale_now = StepScale(loss_scale)  # no method: what others hold of it must not hold this exchange
         self._taken = TakenMemory()  # into which something of this step will be written
-        self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
-        specs = [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()]
+        self.lock = threading.Lock()  # backward of several devices calls hooks from several threads
         self._kernels: dict[str, Kernels] = {}
-        self.buckets = OptimizerExchange(
-            specs,
+        super().__init__(
+            [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()],
             config,
             lambda name: self._kernels_of(parameters[name]),
             collectives.rank,
@@ -82,17 +110,20 @@ class GradientExchange:
         )
         self.runs = [
             BucketRun(engine, tuple(parameters[segment.name] for segment in engine.whole.segments))
-            for engine in self.buckets.engines
+            for engine in self.engines
         ]
-        self.place = {p: (run, i) for run in self.runs for i, p in enumerate(run.parameters)}
-        dense = {parameters[name]: name for name in self.buckets.layout.dense}
-        self._dense_path = DensePath(dense, collectives, settings, self._scale_now, half=config.dense_values == "fp16")
+        self._run_of = {p: (run, i) for run in self.runs for i, p in enumerate(run.parameters)}
+        self.sparse = {p: self.names[p] for p in self._run_of if self.is_compressed(self.names[p])}
+        dense = {parameters[name]: name for name in self.layout.dense}
+        half = config.dense_values == "fp16"
+        self._dense_path = DensePath(dense, collectives, settings, self._scale_now, self.dense_residuals, half)
+        self._decays: Mapping[Parameter, float] = {}  # of this step
         self._launched: deque[BucketRun] = deque()  # whose exchange is under way
         self._untaken = deque(self.runs)  # in this step, where they leave in one order
         self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines are given
         self._shares_norms = False  # whether all ranks do in the present step
-        self._sums = SharedSums(self.buckets.adam, collectives)
-        self.clipping = LocalClipping(config.clip_norm, self.names, self.buckets.topology.nodes, settings.averages)
+        self._sums: Pending | None = None  # of what ranks see of Adam's second moment
+        self.clipping = LocalClipping(config.clip_norm, self.names, self.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
         """The kernels for the device on which `p` is compressed, chosen once a device."""
@@ -101,18 +132,19 @@ class GradientExchange:
             self._kernels[device] = registry.choose(device)
         return self._kernels[device]
 
-    @property
-    def compressed(self) -> list[Parameter]:
-        """Parameters on the sparse path."""
-        return [p for p in self.place if self.is_compressed(p)]
-
     # -- gradients in
 
-    def is_compressed(self, p: Parameter) -> bool:
-        """Whether `p` is on the sparse path."""
-        return self.buckets.is_compressed(self.names[p])
+    def begin_step(self, accumulations: Mapping[str, Accumulation], decays: Mapping[Parameter, float]) -> None:
+        """Begin a step.
 
-    def add_gradient(self, p: Parameter, accumulation_of: AccumulationOf) -> Callable[[], torch.Tensor]:
+        Args:
+            accumulations: see `OptimizerExchange`.
+            decays: weight decay that is added to gradients before; none to those that are not in it.
+        """
+        self.begin()
+        self.accumulations, self._decays = accumulations, decays
+
+    def take(self, p: Parameter) -> Callable[[], torch.Tensor]:
         """The gradient of `p` is ready; start what it was the last one for.
 
         This is called between the passes over two buckets, whose data have just gone through the caches: it does
@@ -120,41 +152,33 @@ class GradientExchange:
 
         Args:
             p: parameter with a gradient.
-            accumulation_of: function of a compressed parameter: form in which its gradient enters the residual, and the
-                weight decay that is added to the gradient before.
 
         Returns:
             A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
         """
-        place = self.place.get(p)
-        with self._lock:
-            arrived = place[0].arrived if place is not None else 0
-            if place is None:
+        run, i = self._run_of.get(p, (None, 0))
+        with self.lock:
+            if run is None:
                 self._dense_path.gradients[p] = self._gradient(p, given(p, self.names))
             else:
-                place[0].arrived += 1
+                arrived, run.arrived = run.arrived, run.arrived + 1
                 if p.is_cuda:
-                    place[0].streams.add(torch.cuda.current_stream(p.device))
+                    run.streams.add(torch.cuda.current_stream(p.device))
             try:
-                self._start_what_is_complete(p, place, accumulation_of)
+                if self.clipping.active:
+                    if self._dense_path.complete and all(each.complete for each in self.runs):
+                        self._take_all()
+                elif not self.collectives.by_name:
+                    self._send_in_order()
+                elif run is None:
+                    self._dense_path.launch(p)
+                elif run.complete:
+                    self._send(run)
             except BaseException:  # this gradient was refused: it may come again
-                if place is not None:
-                    place[0].arrived = arrived
+                if run is not None:
+                    run.arrived = arrived
                 raise
-        return partial(self._dense_result, p) if place is None else partial(self._result, p, *place)
-
-    def _start_what_is_complete(
-        self, p: Parameter, place: tuple[BucketRun, int] | None, accumulation_of: AccumulationOf
-    ) -> None:
-        if self.clipping.active:
-            if self._dense_path.complete and all(run.complete for run in self.runs):
-                self._take_all(accumulation_of)
-        elif not self.collectives.by_name:
-            self._take_in_order(accumulation_of)
-        elif place is None:
-            self._dense_path.launch(p)
-        elif place[0].complete:
-            self._take_bucket(place[0], accumulation_of)
+        return partial(self._dense_result, p) if run is None else partial(self._result, p, run, i)
 
     def _given(self, run: BucketRun, i: int) -> torch.Tensor:
         """``p.grad`` of the bucket's i-th parameter."""
@@ -165,27 +189,29 @@ class GradientExchange:
 
     # -- exchange
 
-    def _add_gradients(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
+    def _add_gradients(self, run: BucketRun) -> None:
         """Give the engine every gradient of a bucket."""
         kernels = run.engine.kernels
         wait_for_streams(run.streams)
         run.outputs.clear()
         for i, p in enumerate(run.parameters):
             grad = self._given(run, i)
-            accumulation, decay = (ErrorFeedback(), 0.0) if run.engine.bucket.uncompressed else accumulation_of(p)
             output, fits = self._output_for(run, i, grad)
             gradient = output if fits else self._gradient(p, grad).contiguous().to(output)
             gradient = self.clipping.clipped(p, gradient)
-            if decay:
+            if decay := self._decays.get(p):
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
-            self.buckets.add_gradient(run.engine, i, handed(gradient, kernels), accumulation)
+            self.add_gradient(run.engine, i, handed(gradient, kernels))
             run.engine.outputs.put(i, handed(output, kernels))
         run.arrived = 0
 
-    def _launch(self, run: BucketRun, clip: float) -> None:
+    def _send(self, run: BucketRun, clip: float = 1.0) -> None:
+        """Send a bucket, whose gradients are all there, or with the engine."""
         engine = run.engine
+        if run.complete:
+            self._add_gradients(run)
         engine.clips = self.clipping.is_of_updates
-        message = self.buckets.compress(engine, clip, self._engine_scale())
+        message = self.compress(engine, clip, self._engine_scale())
         run.pending = start(self._transports, message.round, torch.from_numpy(message.payload), engine.bucket.name)
         self._go_on()
         self._launched.append(run)
@@ -200,47 +226,42 @@ class GradientExchange:
         """Wait for the round of a bucket that is under way, and start the next; returns whether there is none."""
         assert run.pending is not None
         received = self.collectives.wait(run.pending).numpy()
-        buffer = self.buckets.receive(run.engine, received)
+        buffer = self.receive(run.engine, received)
         if buffer is not None:
             run.pending = start(self._transports, run.engine.round, torch.from_numpy(buffer), run.engine.bucket.name)
         return buffer is None
 
-    def _take_bucket(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
-        """Send a bucket, all of whose gradients are there."""
-        self._add_gradients(run, accumulation_of)
-        self._launch(run, 1.0)
-
-    def _take_in_order(self, accumulation_of: AccumulationOf) -> None:
+    def _send_in_order(self) -> None:
         """Send what is complete, in the order of the buckets; the dense path comes after the last."""
         while self._untaken and self._untaken[0].complete:
-            self._take_bucket(self._untaken[0], accumulation_of)
+            self._send(self._untaken[0])
             self._untaken.popleft()
         if not self._untaken and self._dense_path.complete:
             self._dense_path.launch_all()
             self._share_norms()
 
-    def _take_all(self, accumulation_of: AccumulationOf) -> None:
+    def _take_all(self) -> None:
         """With clipping: the norm needs every gradient, so everything starts with the last one."""
         clip, dense = 1.0, self._dense_path.gradients
         if self.clipping.is_of_all:
             for run in self.runs:
-                self._add_gradients(run, accumulation_of)
+                self._add_gradients(run)
             squares = squares_of(dense.values(), self._kernels_of)
-            clip = self.clipping.of_all(self.buckets.squares(squares), self._scale_now())
+            clip = self.clipping.of_all(self.squares(squares), self._scale_now())
         else:
             self.clipping.measure({**self._bucketed(), **dense}, self._scale_now())
             for run in self.runs:
-                self._add_gradients(run, accumulation_of)
+                self._add_gradients(run)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
-        self._launch_all(clip)
+        self._send_all(clip)
 
     def _bucketed(self) -> dict[Parameter, torch.Tensor]:
         """The gradient of every parameter that is in a bucket."""
-        return {p: self._gradient(p, self._given(run, i)) for p, (run, i) in self.place.items()}
+        return {p: self._gradient(p, self._given(run, i)) for p, (run, i) in self._run_of.items()}
 
-    def _launch_all(self, clip: float) -> None:
+    def _send_all(self, clip: float) -> None:
         for run in self.runs:
-            self._launch(run, clip)
+            self._send(run, clip)
         self._dense_path.launch_all(clip)
         self._share_norms()
 
@@ -263,20 +284,33 @@ class GradientExchange:
 
     def _decode_launched(self) -> None:
         """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
-        self._sums.launch()
+        self.share_second()
         while self._launched:  # after an error the rest can still be waited for
             run = self._launched[0]
             if not self._take_round(run):
                 self._launched.rotate(-1)  # the first rounds of the others are waited for meanwhile
                 continue
-            run.finite = self.buckets.aggregate(run.engine, self._scale_now())
+            run.finite = self.aggregate(run.engine, self._scale_now())
             self._launched.popleft()
+
+    def share_second(self) -> None:
+        """Every gradient is with its engine: unless that is done, begin to add up what ranks see of second moments."""
+        message = self.adam.message() if self._sums is None else None
+        if message is not None:
+            name = f"second moments {self.adam.step % INTERVAL}"  # of one length each: Horovod knows them again
+            self._sums = self.collectives.allreduce(torch.from_numpy(message), name)
+
+    def take_second(self) -> None:
+        """Wait for it, where something is under way."""
+        if self._sums is not None:
+            self.adam.receive(self.collectives.wait(self._sums).numpy())
+            self._sums = None
 
     @property
     def arrived(self) -> bool:
         """Whether everything that is under way has come back."""
         self._go_on()
-        pending = [*(run.pending for run in self._launched), *self._dense_path.pending, self._sums.pending]
+        pending = [*(run.pending for run in self._launched), *self._dense_path.pending, self._sums]
         return all(each is None or self.collectives.done(each) for each in pending)
 
     def _output_for(self, run: BucketRun, i: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -302,71 +336,41 @@ class GradientExchange:
         """
         self._share_norms()  # unless that is done
         self.clipping.take()
-        self._sums.take()
+        self.take_second()
         finite = all(run.finite for run in self.runs)
         narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a dtype of less range
         finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
-        finite = self.buckets.ending.judge(finite, self._dense_path.finite, self._scale_now)
-        self.buckets.close(finite)
-        self._shares_norms = self.buckets.all_clip and not self.buckets.ranks_in_join  # as all messages have said
+        finite = self.end(finite, self._dense_path.finite, self._scale_now)
+        self._shares_norms = self.all_clip and not self.ranks_in_join  # as all messages have said
         if not finite:
             for p in self.names:
                 if p.grad is not None and not p.grad.is_sparse:
                     p.grad.fill_(math.nan)
                 elif p.grad is not None:
                     p.grad = torch.full_like(p, math.nan)
-        self._forget_step(finite)
+        self._forget_step()
         return finite
 
-    def _forget_step(self, finite: bool = True) -> None:
+    def _forget_step(self) -> None:
         for run in self.runs:
             run.pending, run.finite, run.narrow = None, None, False
             for each in (run.outputs, run.engine.outputs):
                 each.clear()  # they would keep gradients alive that the script has let go of
         self._launched.clear()
-        self._sums.pending, self._untaken = None, deque(self.runs)
+        self._sums, self._untaken, self._decays = None, deque(self.runs), {}
         self._taken.clear()
         self._scale_now.forget()
-        self._dense_path.clear(finite)
+        self._dense_path.clear()
 
     def abandon(self) -> None:
-        """Give up the step under way, if there is one, and the residuals: other weights come."""
-        self.buckets.rollback()
+        """Give up the step under way, if there is one: other weights come."""
+        self.rollback()
         self.clipping.abandon()
         for run in self.runs:
             run.arrived = 0
-        self._dense_path.residuals.clear()
         self._forget_step()
 
-    def decay(self, factor: float) -> None:
-        """Multiply everything that waits on this rank by `factor`, in (0, 1]."""
-        if factor < 1:
-            self.buckets.rescale(factor)
-            for v in self._dense_path.residuals.values():
-                v *= factor
-
-    def fade(self, p: Parameter, factor: float) -> None:
-        """Multiply what waits of `p` on this rank by `factor`, in [0, 1]."""
-        self._dense_path.residuals.pop(p, None)
-        self.buckets.fade(self.names[p], factor)
-
     def load(self, state: ResidualState) -> None:
-        """Go on from what this rank has kept; see `OptimizerExchange.load`."""
-        dense = {name: p for p, name in self._dense_path.names.items()}
-        left = self.buckets.load(state)
-        self._dense_path.residuals.clear()
+        """See `OptimizerExchange`; what the script has clipped holds again."""
+        super().load(state)
         self.clipping.goes_on(clips_of(state.clips, self.names), first=not state.step)
-        for name, v in left.items():
-            self._dense_path.residuals[dense[name]] = torch.from_numpy(v).view(dense[name].shape).to(dense[name].device)
-
-    @property
-    def dense_residuals(self) -> dict[Parameter, torch.Tensor]:
-        """What dense tensors have from when they were in buckets, for the next step."""
-        return self._dense_path.residuals
-
-    def residuals(self) -> ResidualState:
-        """A copy of what this rank has kept."""
-        state = self.buckets.residuals()
-        for p, v in self.dense_residuals.items():
-            state.tensors[self.names[p]] = {RESIDUAL: v.reshape(-1).float().cpu().numpy()}
-        return state

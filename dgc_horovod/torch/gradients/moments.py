@@ -9,16 +9,16 @@ from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
 
 def add_momentum(exchange: GradientExchange, p: Parameter, momentum: torch.Tensor) -> None:
     """Add to what this rank keeps of u of `p`."""
-    if exchange.names[p] in exchange.buckets.place:
-        engine, i = exchange.buckets.place[exchange.names[p]]
+    if exchange.names[p] in exchange.place:
+        engine, i = exchange.place[exchange.names[p]]
         segment = engine.bucket.segments[i]
         engine.state.add_momentum(i, _kept(momentum, segment.offset, segment.numel).cpu().numpy())
 
 
 def add_residual(exchange: GradientExchange, p: Parameter, residual: torch.Tensor) -> None:
     """Add to what this rank keeps of v of `p`."""
-    if exchange.names[p] in exchange.buckets.place:
-        engine, i = exchange.buckets.place[exchange.names[p]]
+    if exchange.names[p] in exchange.place:
+        engine, i = exchange.place[exchange.names[p]]
         segment = engine.bucket.segments[i]
         ours = torch.as_tensor(engine.state.v[segment.place])
         ours.add_(_kept(residual, segment.offset, segment.numel).to(ours.device))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -14,11 +13,9 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
-from dgc_horovod.torch.gradients.bucket_run import BucketRun
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
-from dgc_horovod.torch.gradients.exchange import AccumulationOf, GradientExchange, Parameter
+from dgc_horovod.torch.gradients.exchange import BucketRun, GradientExchange, Parameter
 from dgc_horovod.torch.gradients.memory import handed, squares_of, wait_for_streams
 from dgc_horovod.wire.bucket import PADDING
 
@@ -26,8 +23,6 @@ CLIPS_NODES = (
     "the script clips gradients, and with a hierarchical exchange a limit is one of a node's gradient: pass "
     "clip_norm=... to the compression (dgcrun: --dgc-clip-norm), or exchange='flat'"
 )
-
-_WHOLE: tuple[Accumulation, float] = ErrorFeedback(), 0.0
 
 
 @dataclass(frozen=True)
@@ -108,14 +103,6 @@ class NodeAverage:
         return torch.mean(by_worker, 0, out=flat[: by_worker.shape[1]])  # what was sent is not needed any more
 
 
-class _Bucket(NamedTuple):
-    """A bucket whose gradients are being averaged, and how those of its parameters enter the residual."""
-
-    run: BucketRun
-    averaging: Averaging
-    accumulations: list[tuple[Accumulation, float]]
-
-
 class NodeGradientExchange(GradientExchange):
     """`GradientExchange` with a hierarchical exchange; gradients are averaged, not summed.
 
@@ -145,50 +132,50 @@ class NodeGradientExchange(GradientExchange):
         self._engine_scale = lambda: 1.0  # taken away before the average: a rank in join does not know that of others
         if config.clip_norm is None:
             self.clipping.refuse(CLIPS_NODES)
-        self._averaged: deque[_Bucket] = deque()  # inside the node, or about to be
+        self._averaged: deque[tuple[BucketRun, Averaging]] = deque()  # inside the node, or about to be
         self._dense_averaging: Averaging | None = None
-        self._index = {
-            segment.name: i for run in self.runs for i, segment in enumerate(run.engine.whole.segments)
-        }  # in its bucket
 
-    def _take_bucket(self, run: BucketRun, accumulation_of: AccumulationOf) -> None:
-        self._average(run, accumulation_of, whole=False)
-        self._launch_averaged()
+    def _send(self, run: BucketRun, clip: float = 1.0) -> None:
+        """Of gradients that are all there, start to average them; send those that are with the engine."""
+        if run.complete:
+            self._average(run, whole=False)
+            self._launch_averaged()
+        else:
+            super()._send(run, clip)
 
-    def _take_all(self, accumulation_of: AccumulationOf) -> None:
+    def _take_all(self) -> None:
         for run in self.runs:
-            self._average(run, accumulation_of, whole=True)
+            self._average(run, whole=True)
         dense = [self._dense_path.gradients[p] for p in self._dense_path.names]  # in one order on all workers
         if dense:
             numel = sum(gradient.numel() for gradient in dense)
             self._dense_averaging = self._node.start("dense", dense, numel, whole=True)
         self._launch_averaged()
 
-    def _average(self, run: BucketRun, accumulation_of: AccumulationOf, whole: bool) -> None:
+    def _average(self, run: BucketRun, whole: bool) -> None:
         """Start to average a bucket inside the node; `_launch_averaged` goes on with it."""
         bucket, run.arrived = run.engine.whole, 0
         wait_for_streams(run.streams)
-        accumulations = [_WHOLE if bucket.uncompressed else accumulation_of(p) for p in run.parameters]
         gradients = (self._gradient(p, self._given(run, i)) for i, p in enumerate(run.parameters))
         averaging = self._node.start(bucket.name, gradients, bucket.numel, whole, 1 / self._scale_now())
-        self._averaged.append(_Bucket(run, averaging, accumulations))
+        self._averaged.append((run, averaging))
 
     def _launch_averaged(self, wait: bool = False) -> None:
         """Go on with what is averaged inside the node by now; with everything if `wait`."""
         while self._averaged:
-            first = self._averaged[0]
-            if first.averaging.whole:
-                under_way = [each.averaging for each in self._averaged]
+            run, averaging = self._averaged[0]
+            if averaging.whole:
+                under_way = [each for _, each in self._averaged]
                 if self._dense_averaging is not None:
                     under_way.append(self._dense_averaging)
                 if wait or all(self._node.done(each) for each in under_way):
                     self._clip_and_launch()
                 return
-            if not (wait or self._node.done(first.averaging)):
+            if not (wait or self._node.done(averaging)):
                 return
             self._averaged.popleft()
-            self._add_slice(first, self._node.take(first.averaging))
-            self._launch(first.run, 1.0)
+            self._add_slice(run, self._node.take(averaging))
+            self._send(run)
 
     def _clip_and_launch(self) -> None:
         """Clip the gradient of the node, all of which is here, and send it: the same on all of its workers."""
@@ -199,7 +186,7 @@ class NodeGradientExchange(GradientExchange):
                 dense[p] = flat[start : start + p.numel()].view(p.shape).to(dense[p])
                 start += p.numel()
             self._dense_averaging = None
-        for run, averaging, _ in self._averaged:
+        for run, averaging in self._averaged:
             averages.append(self._node.take(averaging))
             for segment, p in zip(run.engine.whole.segments, run.parameters, strict=True):
                 gradients[p] = averages[-1][segment.place]
@@ -210,30 +197,28 @@ class NodeGradientExchange(GradientExchange):
         else:
             self.clipping.measure(unscaled, 1.0)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
-        for bucket, average in zip(self._averaged, averages, strict=True):
-            self._add_slice(bucket, average.view(self.buckets.topology.node_size, -1)[self.buckets.topology.local_rank])
+        for run, average in zip(self.runs, averages, strict=True):
+            self._add_slice(run, average.view(self.topology.node_size, -1)[self.topology.local_rank])
         self._averaged.clear()
-        self._launch_all(clip)
+        self._send_all(clip)
 
-    def _add_slice(self, bucket: _Bucket, gradients: torch.Tensor) -> None:
+    def _add_slice(self, run: BucketRun, gradients: torch.Tensor) -> None:
         """Give the engine its slice of the node's gradients, and all of the bucket's targets."""
-        run, _, accumulations = bucket
         engine, kernels = run.engine, run.engine.kernels
         run.outputs.clear()
+        parameters = dict(zip((segment.name for segment in engine.whole.segments), run.parameters, strict=True))
         for i in range(len(run.parameters)):
             output, _ = self._output_for(run, i, self._given(run, i))
             engine.outputs.put(i, handed(output, kernels))
         for j, segment in enumerate(engine.bucket.segments):
             gradient = gradients[segment.place]
-            accumulation: Accumulation = ErrorFeedback()
             if segment.name != PADDING:
-                i = self._index[segment.name]
-                p, (accumulation, decay) = run.parameters[i], accumulations[i]
+                p = parameters[segment.name]
                 gradient = self.clipping.clipped(p, gradient)
-                if decay:
+                if decay := self._decays.get(p):
                     weights = p.detach().contiguous().float().reshape(-1)[segment.offset :][: segment.numel]
                     gradient = gradient + weights * decay
-            self.buckets.add_gradient(engine, j, handed(gradient, kernels), accumulation)
+            self.add_gradient(engine, j, handed(gradient, kernels))
 
     def _dense_result(self, p: Parameter) -> torch.Tensor:
         self._launch_averaged(wait=True)
@@ -248,10 +233,10 @@ class NodeGradientExchange(GradientExchange):
         self._launch_averaged()
         return not self._averaged and super().arrived
 
-    def _forget_step(self, finite: bool = True) -> None:
+    def _forget_step(self) -> None:
         self._averaged.clear()
         self._dense_averaging = None
-        super()._forget_step(finite)
+        super()._forget_step()
 
 
 def agreed_transports(

@@ -99,7 +99,7 @@ class Replicas:
 
     def take_over(self, session: Session, root: int = 0) -> None:
         """Weights and optimizer state of rank `root`, which says what there is: others may have something else."""
-        optimizer, second = session.optimizer, session.exchange.buckets.second
+        optimizer, second = session.optimizer, session.exchange.second
         own = {
             name: {key: _described(x) for key, x in optimizer.state[p].items()} for name, p in self._parameters.items()
         }

@@ -9,16 +9,135 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
-_Scaler: Any = torch.amp.GradScaler
-_SEEN = ("scale", "unscale_", "step", "update")  # its methods that are wrapped, and put back by `stop_watching`
-_last: weakref.ref[Any] | None = None  # the scaler that has scaled a loss last
-_stepping: Any = None  # the scaler whose `step` is under way
-_pass: tuple[int, Any] = -1, None  # the last backward pass that went through a scaled loss, and whose scaler's
-_drivers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # optimizer -> its scaler, None: none
-_ticks = itertools.count(1)
-# When a scaler has scaled a loss last, if it was after its `update`, and when an optimizer's last step ended
-_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_SEEN = (
+    "scale",
+    "unscale_",
+    "step",
+    "update",
+)  # methods of GradScaler that are wrapped, and put back by `stop_watching`
+
+
+class _Uses:
+    """What scripts of this process have done with GradScalers, whose class is wrapped once for all of them.
+
+    Attributes:
+        stepping: the scaler whose `step` is under way.
+        at: when a scaler has scaled a loss last, if it was after its `update`, and when an optimizer's last step ended.
+        ticks: a clock.
+    """
+
+    def __init__(self) -> None:
+        self.stepping: GradScaler | None = None
+        self.ticks = itertools.count(1)
+        self.at: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[GradScaler] | None = None  # the one that has scaled a loss last
+        # the last backward pass that went through a scaled loss, and whose scaler's
+        self._pass: tuple[int, Callable[[], GradScaler | None]] = -1, lambda: None
+        # an optimizer's scaler, None: none
+        self._drivers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler] | None]
+        self._drivers = weakref.WeakKeyDictionary()
+
+    # -- what is found out
+
+    def of_step(self, optimizer: Optimizer) -> GradScaler | None:
+        """The scaler that has scaled the gradients of the step under way."""
+        if self.stepping is not None:
+            return self.stepping
+        if _in_backward() and self._pass[0] == torch._C._current_graph_task_id():
+            return self._pass[1]()
+        driver, newest = self._driver_of(optimizer), self._newest
+        if driver is not None and self._has_scaled_for(optimizer, driver):
+            return driver
+        if newest is not None and self._has_scaled_for(optimizer, newest):
+            return None if self._is_for_others(newest, optimizer) else newest
+        return self.of_last_step(optimizer) if _has_no_loss(optimizer) else None
+
+    def of_last_step(self, optimizer: Optimizer) -> GradScaler | None:
+        """That of the last step; where it is gone, or before the first step, the one that scaled a loss last."""
+        if optimizer in self._drivers and self._drivers[optimizer] is None:
+            return None
+        return self._driver_of(optimizer) or self._newest
+
+    def _driver_of(self, optimizer: Optimizer) -> GradScaler | None:
+        reference = self._drivers.get(optimizer)
+        return reference() if reference is not None else None
+
+    @property
+    def _newest(self) -> GradScaler | None:
+        return self._last() if self._last is not None else None
+
+    def _has_scaled_for(self, optimizer: Optimizer, scaler: GradScaler) -> bool:
+        return self.at.get(scaler, 0) > self.at.get(optimizer, 0)
+
+    def _is_for_others(self, scaler: GradScaler, optimizer: Optimizer) -> bool:
+        """Whether the last loss that `scaler`, not the driver of `optimizer`, has scaled seems to be another's.
+
+        One loss may be for two. Its backward pass is over when the first of them is stepped, even if the exchange of
+        the other begins later.
+        """
+        others = [other for other in self._drivers if other is not optimizer and self._driver_of(other) is scaler]
+        if optimizer in self._drivers and self._drivers[optimizer] is None:
+            return bool(others)
+        return _in_backward() and any(self.at.get(other, 0) > self.at[scaler] for other in others)
+
+    # -- what is noticed
+
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer has stepped: a hook of it."""
+        if self.stepping is not None:  # perhaps of an optimizer around this one
+            self._drivers[optimizer] = weakref.ref(self.stepping)
+        elif not already_unscaled(self._driver_of(optimizer), optimizer):
+            self._drivers[optimizer] = None
+        self.at[optimizer] = next(self.ticks)
+
+    def noticed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`method` of GradScaler, whose calls are noticed."""
+
+        @functools.wraps(method)
+        def noticed(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            optimizer = args[0] if args else kwargs.get("optimizer")
+            if isinstance(optimizer, Optimizer):
+                self._drivers[optimizer] = weakref.ref(scaler)
+            elif name == "scale" and torch.is_grad_enabled():  # else for evaluation, which has no backward pass
+                self._last, self.at[scaler] = weakref.ref(scaler), next(self.ticks)
+            elif name == "update":  # no gradient that is still to be stepped has the scale of before
+                self.at.pop(scaler, None)
+            if name == "step":
+                return self._step(scaler, optimizer, lambda: method(scaler, *args, **kwargs))
+            result = method(scaler, *args, **kwargs)
+            if name == "scale" and not torch.compiler.is_compiling():
+                self._mark(result, scaler)
+            return result
+
+        return noticed
+
+    def _mark(self, losses: Any, scaler: GradScaler) -> None:
+        """Let the backward pass through any of `losses` be known for that of `scaler`."""
+        reference = weakref.ref(scaler)
+
+        def passes(_: torch.Tensor) -> None:
+            self._pass = torch._C._current_graph_task_id(), reference
+
+        for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
+            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                loss.register_hook(passes)
+
+    def _step(self, scaler: GradScaler, optimizer: object, step: Callable[[], Any]) -> Any:
+        """Call `step`, which `scaler` may skip; no hook of the optimizer runs then."""
+        before, self.stepping = self.stepping, scaler
+        try:
+            result = step()
+        finally:
+            self.stepping = before
+        if isinstance(optimizer, Optimizer):
+            self.at[optimizer] = next(self.ticks)
+        return result
+
+
+_uses = _Uses()  # of this process: GradScaler is one class for all of its optimizers
 
 
 class SeenScaler:
@@ -38,14 +157,14 @@ class SeenScaler:
     """
 
     def __init__(self) -> None:
-        self._optimizer: weakref.ref[Any] | None = None
-        self._found: weakref.ref[Any] | None = None  # what a backward pass has found last
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._found: weakref.ref[GradScaler] | None = None  # what a backward pass has found last
         self._found_at = 0
 
-    def belongs_to(self, optimizer: torch.optim.Optimizer) -> None:
+    def belongs_to(self, optimizer: Optimizer) -> None:
         """From now on watch `optimizer`, which is the wrapped one."""
         self._optimizer = weakref.ref(optimizer)
-        optimizer.register_step_post_hook(_stepped)
+        optimizer.register_step_post_hook(_uses.stepped)
 
     def is_enabled(self) -> bool:
         """True: whether a script has a scaler shows only when it is used."""
@@ -56,20 +175,20 @@ class SeenScaler:
         scaler = self._of_step()
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    def _of_step(self) -> Any:
+    def _of_step(self) -> GradScaler | None:
         """What a backward pass has found holds until the end of its step."""
         optimizer, in_backward = self._watched, _in_backward()
         if optimizer is None:
             return None
-        if _stepping is None and not in_backward and self._found_at > _at.get(optimizer, 0):
+        if _uses.stepping is None and not in_backward and self._found_at > _uses.at.get(optimizer, 0):
             return self._found() if self._found is not None else None
-        found = _of_step(optimizer)
+        found = _uses.of_step(optimizer)
         if in_backward:
-            self._found, self._found_at = weakref.ref(found) if found is not None else None, next(_ticks)
+            self._found, self._found_at = weakref.ref(found) if found is not None else None, next(_uses.ticks)
         return found
 
     @property
-    def _watched(self) -> Any:
+    def _watched(self) -> Optimizer | None:
         return self._optimizer() if self._optimizer is not None else None
 
     @property
@@ -77,56 +196,10 @@ class SeenScaler:
         return getattr(self._scaler, "_per_optimizer_states", {})
 
     @property
-    def _scaler(self) -> Any:
+    def _scaler(self) -> GradScaler | None:
         """That of the last step, whether or not it has scaled a loss since."""
         optimizer = self._watched
-        return _of_last_step(optimizer) if optimizer is not None else None
-
-
-def _of_step(optimizer: Any) -> Any:
-    """The scaler that has scaled the gradients of the step under way, or None."""
-    if _stepping is not None:
-        return _stepping
-    if _in_backward() and _pass[0] == torch._C._current_graph_task_id():
-        return _pass[1]()
-    driver, newest = _driver_of(optimizer), _newest()
-    if driver is not None and _has_scaled_for(optimizer, driver):
-        return driver
-    if newest is not None and _has_scaled_for(optimizer, newest):
-        return None if _is_for_others(newest, optimizer) else newest
-    return _of_last_step(optimizer) if _has_no_loss(optimizer) else None
-
-
-def _of_last_step(optimizer: Any) -> Any:
-    """The scaler of the last step; where that is gone, or before the first step, the one that scaled a loss last."""
-    if optimizer in _drivers and _drivers[optimizer] is None:
-        return None
-    return _driver_of(optimizer) or _newest()
-
-
-def _driver_of(optimizer: Any) -> Any:
-    reference = _drivers.get(optimizer)
-    return reference() if reference is not None else None
-
-
-def _newest() -> Any:
-    return _last() if _last is not None else None
-
-
-def _has_scaled_for(optimizer: Any, scaler: Any) -> bool:
-    return _at.get(scaler, 0) > _at.get(optimizer, 0)
-
-
-def _is_for_others(scaler: Any, optimizer: Any) -> bool:
-    """Whether the loss that `scaler` has scaled last, not the driver of `optimizer`, seems to be another optimizer's.
-
-    One loss may be for two. Its backward pass is over when the first of them is stepped, even if the exchange of the
-    other begins later.
-    """
-    others = [other for other in _drivers if other is not optimizer and _driver_of(other) is scaler]
-    if optimizer in _drivers and _drivers[optimizer] is None:
-        return bool(others)
-    return _in_backward() and any(_at.get(other, 0) > _at[scaler] for other in others)
+        return _uses.of_last_step(optimizer) if optimizer is not None else None
 
 
 def _in_backward() -> bool:
@@ -134,84 +207,29 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _has_no_loss(optimizer: Any) -> bool:
+def _has_no_loss(optimizer: Optimizer) -> bool:
     """Whether no backward pass on this rank has reached an optimizer in the step under way."""
     session = getattr(optimizer, "_dgc", None)  # which may not be there yet
-    if session is None or session.exchange.buckets.in_join:
+    if session is None or session.exchange.in_join:
         return session is not None
     return session.passes.none_yet and not session.carrier.exchanges_in_backward
-
-
-def _stepped(optimizer: Any, *_: Any) -> None:
-    if _stepping is not None:  # perhaps of an optimizer around this one
-        _drivers[optimizer] = weakref.ref(_stepping)
-    elif not already_unscaled(_driver_of(optimizer), optimizer):
-        _drivers[optimizer] = None
-    _at[optimizer] = next(_ticks)
 
 
 def watch_scalers() -> None:
     """From now on notice every use of a GradScaler."""
     for name in _SEEN:
-        method = getattr(_Scaler, name)
+        method = getattr(GradScaler, name)
         if not hasattr(method, "__wrapped__"):
-            setattr(_Scaler, name, _noticed(method, name))
+            setattr(GradScaler, name, _uses.noticed(method, name))
 
 
 def stop_watching() -> None:
     """Put torch's own methods back."""
     for name in _SEEN:
-        setattr(_Scaler, name, getattr(getattr(_Scaler, name), "__wrapped__", getattr(_Scaler, name)))
+        setattr(GradScaler, name, getattr(getattr(GradScaler, name), "__wrapped__", getattr(GradScaler, name)))
 
 
-def _noticed(method: Any, name: str) -> Any:
-    @functools.wraps(method)
-    def noticed(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
-        global _last
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        if isinstance(optimizer, torch.optim.Optimizer):
-            _drivers[optimizer] = weakref.ref(self)
-        elif name == "scale" and torch.is_grad_enabled():  # else for evaluation, which has no backward pass
-            _last, _at[self] = weakref.ref(self), next(_ticks)
-        elif name == "update":  # no gradient that is still to be stepped has the scale of before
-            _at.pop(self, None)
-        if name == "step":
-            return _stepped_by(self, optimizer, lambda: method(self, *args, **kwargs))
-        result = method(self, *args, **kwargs)
-        if name == "scale" and not torch.compiler.is_compiling():
-            _mark(result, self)
-        return result
-
-    return noticed
-
-
-def _mark(losses: Any, scaler: Any) -> None:
-    """Let the backward pass through any of `losses` be known for that of `scaler`."""
-    reference = weakref.ref(scaler)
-
-    def passes(_: torch.Tensor) -> None:
-        global _pass
-        _pass = torch._C._current_graph_task_id(), reference
-
-    for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
-        if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            loss.register_hook(passes)
-
-
-def _stepped_by(scaler: Any, optimizer: Any, step: Callable[[], Any]) -> Any:
-    """Call `step`, which `scaler` may skip; no hook of the optimizer runs then."""
-    global _stepping
-    before, _stepping = _stepping, scaler
-    try:
-        result = step()
-    finally:
-        _stepping = before
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _at[optimizer] = next(_ticks)
-    return result
-
-
-def already_unscaled(scaler: Any, optimizer: Any) -> bool:
+def already_unscaled(scaler: GradScaler | SeenScaler | None, optimizer: Optimizer) -> bool:
     """Whether a GradScaler has unscaled the gradients of `optimizer` in this step."""
     states = getattr(scaler, "_per_optimizer_states", {})
     stage = states[id(optimizer)].get("stage") if id(optimizer) in states else None
@@ -240,7 +258,7 @@ class StepScale:
         self._known = None
 
 
-def scale_of(grad_scaler: Any) -> Callable[[], float]:
+def scale_of(grad_scaler: GradScaler | SeenScaler | None) -> Callable[[], float]:
     """A function that gives the present factor of the gradients, 1 without a scaler."""
     if grad_scaler is None:
         return lambda: 1.0

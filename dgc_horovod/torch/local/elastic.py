@@ -47,7 +47,7 @@ class RoundHandler(ResidualHandler):
     def sync(self) -> None:
         """Take over outer momentum, options and step of rank 0, and begin a round; keep `e` and the inner optimizer."""
         session, rounds = self.session, self._strategy.rounds
-        own = _inner(session) if rounds.count or session.exchange.buckets.steps else {}
+        own = _inner(session) if rounds.count or session.exchange.steps else {}
         rounds.go_back()
         session.loaded = True  # so that the outer momentum is shared as well
         super().sync()

@@ -25,7 +25,7 @@ class RoundParticipant:
         self._strategy, self.session = strategy, strategy.session
         per_round = self.session.config.local_steps
         assert per_round is not None
-        self.steps = self.session.exchange.buckets.steps * per_round + strategy.rounds.count
+        self.steps = self.session.exchange.steps * per_round + strategy.rounds.count
         mark(self.session, True)
 
     def begin(self) -> None:
@@ -35,8 +35,8 @@ class RoundParticipant:
     def end(self) -> bool:
         """Finish it, all of which has arrived; returns whether it was the last one."""
         self._strategy.end_exchange()
-        buckets = self.session.exchange.buckets
-        return buckets.ranks_in_join == buckets.workers
+        exchange = self.session.exchange
+        return exchange.ranks_in_join == exchange.workers
 
     def leave(self) -> None:
         """Be no longer in join."""
@@ -45,5 +45,5 @@ class RoundParticipant:
 
 def mark(session: Session, in_join: bool) -> None:
     """Let messages of this rank say whether it is in join."""
-    for engine in session.exchange.buckets.engines:
+    for engine in session.exchange.engines:
         engine.in_join = in_join

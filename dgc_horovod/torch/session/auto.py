@@ -47,7 +47,7 @@ class AutoTuned(EveryStep):
 
     def started(self) -> None:
         """See `Strategy`."""
-        self.choice = Choice(self.session.exchange.buckets, self.own.name, self.own.on_gloo)
+        self.choice = Choice(self.session.exchange, self.own.name, self.own.on_gloo)
 
     @property
     def undecided(self) -> bool:
@@ -70,7 +70,7 @@ class AutoTuned(EveryStep):
         owed = self._owed.pop(p, None)
         if owed is not None and gradient is not None:
             gradient.add_(owed.to(gradient), alpha=self.session.exchange.loss_scale())
-            self.session.exchange.fade(p, 0.0)
+            self.session.exchange.fade(self.session.exchange.names[p], 0.0)
 
     def synchronize(self) -> None:
         """See `EveryStep`; DDP's own exchange is over with the backward pass."""
@@ -181,7 +181,7 @@ class AutoTuned(EveryStep):
             session.watch = GradientWatch()
             session.may_apply = True
             session.exchange.clipping.goes_on()
-        self.stock, session.exchange.buckets.counts.mode = stock, mode  # type: ignore[misc]
+        self.stock, session.exchange.counts.mode = stock, mode  # type: ignore[misc]
 
     def mode(self) -> str:
         """See `Strategy`."""
@@ -228,12 +228,12 @@ def _left_of_whole(exchange: GradientExchange) -> dict[Parameter, torch.Tensor]:
     """
     left, kept = {}, exchange.residuals()
     parameters = {name: p for p, name in exchange.names.items()}
-    for engine in exchange.buckets.engines:
+    for engine in exchange.engines:
         for segment in engine.bucket.segments if engine.bucket.uncompressed else ():
             v = kept.tensors.get(segment.name, {}).get(RESIDUAL)
             if v is not None and v.any():
                 p, first = parameters[segment.name], kept.runs.get(segment.name, [0])[0]
                 whole = torch.zeros(p.numel(), dtype=torch.float32)
-                whole[first : first + v.size] = torch.from_numpy(v) * exchange.buckets.topology.node_size
+                whole[first : first + v.size] = torch.from_numpy(v) * exchange.topology.node_size
                 left[p] = whole.view(p.shape)
     return left

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 import torch
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import of_skipped, stop_if_skipped
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.gradients import moments
@@ -57,19 +56,25 @@ class EveryStep(Strategy):
         if passes.synchronized and session.may_apply and not session.offered:
             steps.check_update_left(session, p)
         passes.synchronized = False
-        exchange, update = session.exchange, session.update
-        session.groups.note_frozen(p, update, exchange)
+        if not session.exchange.under_way:
+            with session.exchange.lock:
+                self._begin()
+        session.groups.note_frozen(p, session.update, session.exchange)
         session.watch.taken(p)
-        exchange.clipping.adds_decay |= update.decay_before(session.groups.of(p)) != 0
-        return exchange.add_gradient(p, self._accumulation_of)
+        return session.exchange.take(p)
 
-    def _accumulation_of(self, p: Parameter) -> tuple[Accumulation, float]:
-        """How the gradient of the compressed tensor `p` enters the residual, and the decay to add to it before."""
+    def _begin(self) -> None:
+        """The first gradient of a step: say how each enters the residual, and the decay that is added to it before."""
         session, exchange, update = self.session, self.session.exchange, self.session.update
-        group = session.groups.of(p)
-        update.dense = update.dense_is_stock and exchange.buckets.as_stock
-        update.adopt_state(p, group, session.optimizer.state, exchange)
-        return update.accumulation(p, group, exchange), update.decay_before(group)
+        if exchange.under_way:  # by another thread
+            return
+        groups = {p: session.groups.of(p) for p in exchange.names}
+        exchange.clipping.adds_decay |= any(map(update.decay_before, groups.values()))
+        update.dense = update.dense_is_stock and exchange.as_stock
+        for p in exchange.sparse:
+            update.adopt_state(p, groups[p], session.optimizer.state, exchange)
+        accumulations = {name: update.accumulation(p, groups[p], exchange) for p, name in exchange.sparse.items()}
+        exchange.begin_step(accumulations, {p: update.decay_before(groups[p]) for p in exchange.sparse})
 
     # -- updates out
 
@@ -92,9 +97,9 @@ class EveryStep(Strategy):
         session.may_apply = exchange.finish()
         if not session.may_apply:
             if session.update.dense:
-                exchange.buckets.drop_residuals()
-            if exchange.buckets.counts.skipped_in_a_row >= _UNUSUAL:  # a GradScaler calls no step() that would tell
-                session.tell_once(*of_skipped(exchange.buckets))
+                exchange.drop_residuals()
+            if exchange.counts.skipped_in_a_row >= _UNUSUAL:  # a GradScaler calls no step() that would tell
+                session.tell_once(*of_skipped(exchange))
         session.watch.synchronized(exchange.names, brought)
         session.groups.changed, session.offered = True, False
         if session.may_apply:
@@ -114,14 +119,14 @@ class EveryStep(Strategy):
         """
         session, exchange = self.session, self.session.exchange
         for p, update in withheld.items():
-            if exchange.is_compressed(p) and not session.groups.stays_frozen(p) and all_finite([update]):
+            if p in exchange.sparse and not session.groups.stays_frozen(p) and all_finite([update]):
                 moments.add_residual(exchange, p, update.float() / exchange.loss_scale())
 
     # -- the step
 
     def step(self) -> bool:
         """Synchronize unless that is done or skipped, then apply the optimizer."""
-        session, passes, buckets = self.session, self.session.passes, self.session.exchange.buckets
+        session, passes, exchange = self.session, self.session.passes, self.session.exchange
         session.carrier.before_step(session)
         if not (passes.results or passes.synchronized) and session.watch.unchanged_since_applied():
             raise UnsupportedUse(STEPPED_TWICE)
@@ -135,14 +140,14 @@ class EveryStep(Strategy):
             passes.synchronized = False
             clip_calls.end_step(session)
             if scale_of(session.scaler)() == 1.0:
-                stop_if_skipped(buckets)
-            session.tell_once(*of_skipped(buckets))
+                stop_if_skipped(exchange)
+            session.tell_once(*of_skipped(exchange))
             return False
         session.with_hooks(self._apply)
-        session.watch.applied(session.exchange.names)
-        if not buckets.ranks_in_join:  # those may have another learning rate; join() compares in the end
-            session.update.check_weights(session.optimizer, session.exchange)
-            session.replicas.begin(buckets.steps)
+        session.watch.applied(exchange.names)
+        if not exchange.ranks_in_join:  # those may have another learning rate; join() compares in the end
+            session.update.check_weights(session.optimizer, exchange)
+            session.replicas.begin(exchange.steps)
         return True
 
     def _check_scaler_is_used(self) -> None:
@@ -150,7 +155,7 @@ class EveryStep(Strategy):
         session, scaler = self.session, self.session.scaler
         if session.offered or not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return
-        if already_unscaled(scaler, session.optimizer) or session.exchange.buckets.in_join:
+        if already_unscaled(scaler, session.optimizer) or session.exchange.in_join:
             return
         if scaler.get_scale() != 1:  # last: it waits for the device
             raise UnsupportedUse(SCALER_LEFT_OUT)
@@ -174,11 +179,11 @@ class EveryStep(Strategy):
     def _drop_what_was_taken_away(self) -> None:
         """Of a parameter whose update a script has set to None nothing waits: it would come in a burst later on."""
         exchange = self.session.exchange
-        for p in exchange.compressed:
+        for p, name in exchange.sparse.items():
             if p.grad is None and p.requires_grad and p not in self._left_alone:
-                exchange.fade(p, 0.0)
+                exchange.fade(name, 0.0)
                 drop_momentum(exchange, p)
-                self.session.tell_once("taken away", TAKEN_AWAY.format(name=exchange.names[p]))
+                self.session.tell_once("taken away", TAKEN_AWAY.format(name=name))
 
     def clear_gradients(self) -> None:
         """An error while gradients are being exchanged."""

@@ -84,7 +84,7 @@ class ParameterGroups:
         if steps >= FROZEN:
             factor = update.fading(self.of(p))
             if steps == FROZEN or factor**steps > _FADED:
-                exchange.fade(p, 0.0 if steps == FROZEN else factor)
+                exchange.fade(self._names[p], 0.0 if steps == FROZEN else factor)
 
     def stays_frozen(self, p: Parameter) -> bool:
         """Whether nothing waits of `p` any more."""

@@ -16,7 +16,6 @@ from dgc_horovod import at_end
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
 from dgc_horovod.errors import UnsupportedUse, shown
-from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
 from dgc_horovod.notices import WEIGHTS_SET, clips_alone, leave_out, of_skipped, stop_if_skipped
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.clipping.local import Clip
@@ -26,7 +25,6 @@ from dgc_horovod.torch.session.passes import Result
 from dgc_horovod.torch.session.strategy import Strategy
 
 _OUTER = "outer_momentum"  # in a state
-_CHANGE: tuple[Accumulation, float] = ErrorFeedback(), 0.0  # with no weight decay: the inner optimizer has applied it
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,11 @@ class LocalRounds:
     @property
     def count(self) -> int:
         """Number of inner steps since the last exchange; the summary of a job is told of them, too."""
-        return self.exchange.buckets.counts.pending
+        return self.exchange.counts.pending
 
     @count.setter
     def count(self, count: int) -> None:
-        self.exchange.buckets.counts.pending = count
+        self.exchange.counts.pending = count
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of `x`, of a parameter's shape, where the rounds keep theirs: with ``offload`` in host memory."""
@@ -99,7 +97,7 @@ class LocalRounds:
     def end_step(self) -> bool:
         """An inner step is made, or skipped; returns whether the round is full."""
         self.count += 1
-        self.exchange.buckets.counts.steps_alone += 1
+        self.exchange.counts.steps_alone += 1
         self._versions = {p: p._version for p in self._anchor}
         return self.count >= self._steps
 
@@ -129,9 +127,10 @@ class LocalRounds:
         for p, anchor in self._anchor.items():
             p.grad = anchor.to(p.device) - p
             if not p.requires_grad and not p.grad.any():  # frozen: nothing is to move it any more
-                self.exchange.fade(p, 0.0)
+                self.exchange.fade(self.exchange.names[p], 0.0)
+        self.exchange.begin_step({}, {})  # with no weight decay: the inner optimizer has applied it
         for p in reversed(self._anchor):
-            self._results[p] = self.exchange.add_gradient(p, lambda _: _CHANGE)
+            self._results[p] = self.exchange.take(p)
         return untouched
 
     @torch.no_grad()
@@ -143,7 +142,7 @@ class LocalRounds:
         for p, result in self._results.items():
             p.grad = result()
         finite = self.exchange.finish()
-        self.exchange.buckets.counts.steps_alone -= 1  # one of the round's is counted with the exchange itself
+        self.exchange.counts.steps_alone -= 1  # one of the round's is counted with the exchange itself
         for p, anchor in self._anchor.items():
             if finite:
                 assert p.grad is not None
@@ -266,7 +265,7 @@ class LocalSteps(Strategy):
         elif self.session.config.on_nonfinite == "skip":
             if not all_finite(grad._values() if grad.is_sparse else grad for grad in grads):
                 exchange = self.session.exchange
-                leave_out(exchange.buckets.counts, exchange.collectives.rank, not_finite_of(exchange.names))
+                leave_out(exchange.counts, exchange.collectives.rank, not_finite_of(exchange.names))
                 return False
         return True
 
@@ -281,15 +280,14 @@ class LocalSteps(Strategy):
 
     def end_exchange(self) -> None:
         """Wait for the exchange that `LocalRounds.send` has begun."""
-        session, finite = self.session, self.rounds.receive()
-        buckets = session.exchange.buckets
-        if not buckets.ranks_in_join:  # which exchange nothing else
-            session.replicas.begin(buckets.steps)
+        session, exchange, finite = self.session, self.session.exchange, self.rounds.receive()
+        if not exchange.ranks_in_join:  # which exchange nothing else
+            session.replicas.begin(exchange.steps)
             session.replicas.end(session)  # now, as the next step makes them differ
         if not finite:
             clean(session.optimizer.state)
-            stop_if_skipped(buckets)
-            session.tell_once(*of_skipped(buckets))
+            stop_if_skipped(exchange)
+            session.tell_once(*of_skipped(exchange))
 
     # -- rounds
 
@@ -325,8 +323,7 @@ class LocalSteps(Strategy):
 
     def clear_residuals(self) -> None:
         """Empty `e` and outer momentum, and begin a round with the weights that a script has set."""
-        self.session.exchange.buckets.clear()
-        self.session.exchange.dense_residuals.clear()
+        self.session.exchange.clear()
         self.rounds.go_back()
         self.rounds.momentum.clear()
 

@@ -94,7 +94,7 @@ class Overrides:
         Raises:
             ConfigError: it is no whole number.
         """
-        self._dgc.exchange.buckets.epoch = epochs.whole(epoch)
+        self._dgc.exchange.epoch = epochs.whole(epoch)
 
     def compression_stats(self) -> dict[str, Any]:
         """What this rank has exchanged since it was wrapped; under Horovod Elastic, since the ranks changed.
@@ -107,7 +107,7 @@ class Overrides:
             ``compress_seconds``, ``decode_seconds``; ``exchange_seconds`` waiting for other ranks; ``skipped`` steps;
             figures of health, see `Diagnostics.close`; ``buckets``, see `BucketMeter.stats`. Costs a read of residuals.
         """
-        return self._dgc.exchange.buckets.stats()
+        return self._dgc.exchange.stats()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises UnsupportedUse: hooks, buckets and collectives belong to this object in this process."""

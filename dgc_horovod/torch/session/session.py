@@ -93,7 +93,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.update.prepare(self.optimizer, self.exchange)
         self.groups.changed = True
         if self.speaks:
-            describe(self.exchange.buckets, self.update.notices)
+            describe(self.exchange, self.update.notices)
         for other in self.still_apart():  # as many on every rank, as they have agreed
             other.strategy.end_for_another()
         self.strategy.started()
@@ -107,9 +107,8 @@ class Session(base.Session[torch.optim.Optimizer]):
         transports, scale = self.carrier.transports(self), scale_of(self.scaler)
         settings = self.carrier.settings
         self.exchange = exchange_of(self.parameters, self.boundaries, self.config, transports, settings, scale)
-        buckets = self.exchange.buckets
         if self.strategy.takes_gradients:  # else weights are what is exchanged
-            buckets.ending.spoilt = partial(not_finite_of, self.exchange.names)
+            self.exchange.ending.spoilt = partial(not_finite_of, self.exchange.names)
         self.replicas = Replicas(self.parameters, self.config, self.exchange.collectives)
         self.strategy.built()
 
@@ -157,30 +156,27 @@ class Session(base.Session[torch.optim.Optimizer]):
     # -- the step
 
     def hook_gradients(self) -> None:
-        """Let `gradient_ready` be called after each backward pass of a parameter, as long as this session lives."""
+        """Hand gradients over as backward passes make them, as long as this session lives."""
         weak = weakref.ref(self)  # a script may wrap the same model again
 
         def ready(p: Parameter) -> None:
             session = weak()
-            if session is not None:
-                hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-                if len(hooks) > 1 and not hasattr(hooks[next(reversed(hooks))], "belongs_to_dgc"):
-                    session.tell_once("late hook", LATE_HOOK)
-                session.gradient_ready(p)
+            if session is None:
+                return
+            hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if len(hooks) > 1 and not hasattr(hooks[next(reversed(hooks))], "belongs_to_dgc"):
+                session.tell_once("late hook", LATE_HOOK)
+            if session.passes.comes(p):
+                try:
+                    session.passes.results[p] = session.strategy.hand_over(p)
+                except BaseException:
+                    session.passes.gives_back(p)
+                    raise
 
         hook: Any = torch.compiler.disable(ready)
         hook.belongs_to_dgc = True
         self.hooks += [p.register_post_accumulate_grad_hook(hook) for p in self.parameters.values()]
         weakref.finalize(self, _remove, self.hooks)
-
-    def gradient_ready(self, p: Parameter) -> None:
-        """A backward pass has accumulated into ``p.grad``."""
-        if self.passes.comes(p):
-            try:
-                self.passes.results[p] = self.strategy.hand_over(p)
-            except BaseException:
-                self.passes.gives_back(p)
-                raise
 
     def take_updates(self) -> None:
         """Exchange what has not been yet, wait for everything, and put what came into ``p.grad``."""
@@ -265,7 +261,7 @@ class Session(base.Session[torch.optim.Optimizer]):
             )
         own, added = self.strategy.split(state_dict)
         if self.loaded and self.carrier.exchanges_in_backward:
-            if any(x.any() for kept in self.exchange.buckets.state_arrays().values() for x in kept.values()):
+            if any(x.any() for kept in self.exchange.state_arrays().values() for x in kept.values()):
                 self.tell_once("loaded twice", LOADED_TWICE)
         self.passes.begin_anew()
         self.own("load_state_dict")(own, *args, **kwargs)
@@ -276,7 +272,7 @@ class Session(base.Session[torch.optim.Optimizer]):
     def forget(self) -> None:
         """u, v and the step under way: the weights and the optimizer's state are about to be others."""
         self.exchange.abandon()
-        self.exchange.buckets.clear()
+        self.exchange.clear()
         self.update.prepare(self.optimizer, self.exchange)
         self.watch = GradientWatch()
         self.strategy.forget()

@@ -51,7 +51,7 @@ class AdamUpdate(SplitUpdate):
     def accumulation(self, p: Parameter, group: Group, exchange: GradientExchange) -> Accumulation:
         if self.dense:
             return ErrorFeedback()
-        return exchange.buckets.adam.feed(exchange.names[p], float(group["betas"][1]), float(group["eps"]))
+        return exchange.adam.feed(exchange.names[p], float(group["betas"][1]), float(group["eps"]))
 
     def decay_before(self, group: Group) -> float:
         return 0.0 if self.dense or self._decoupled(group) else float(group["weight_decay"])
@@ -61,12 +61,12 @@ class AdamUpdate(SplitUpdate):
         """As for others; the second moment is there as stock Adam has it, and the first is zero."""
         for group in optimizer.param_groups:
             for p in self._taken.intersection(group["params"]):
-                if p in optimizer.state and exchange.buckets.second[exchange.names[p]].known:
+                if p in optimizer.state and exchange.second[exchange.names[p]].known:
                     optimizer.state[p].update(self._stock_state(p, group, exchange))
         super().prepare(optimizer, exchange)
 
     def _stock_state(self, p: Parameter, group: Group, exchange: GradientExchange) -> dict[str, torch.Tensor]:
-        moment = exchange.buckets.second[exchange.names[p]]
+        moment = exchange.second[exchange.names[p]]
         square = torch.from_numpy(moment.square()).view(p.shape) * (1 - float(group["betas"][1]) ** moment.steps)
         return {
             "step": step_count(p, group, moment.steps),
@@ -80,17 +80,17 @@ class AdamUpdate(SplitUpdate):
             return
         state, name, (b1, b2) = states[p], exchange.names[p], map(float, group["betas"])
         steps = int(state.get("step", 0))
-        if steps and not exchange.buckets.second[name].known:
+        if steps and not exchange.second[name].known:
             share = 1 if exchange.settings.averages else exchange.collectives.workers  # each has its part of a sum
             rest = b1 / (1 - b1) / share * _sign(group) * state["exp_avg"]
             square = state["exp_avg_sq"].float() / (1 - b2**steps)
             flat = [x.detach().reshape(-1).float().cpu().numpy() for x in (square, rest)]
-            exchange.buckets.adam.take(name, flat[0], flat[1], steps, b2, float(group["eps"]))
+            exchange.adam.take(name, flat[0], flat[1], steps, b2, float(group["eps"]))
         state.clear()
 
     def _follow_emptied(self, p: Parameter, states: States, exchange: GradientExchange) -> None:
         if p not in states:
-            exchange.buckets.second.forget(exchange.names[p])
+            exchange.second.forget(exchange.names[p])
         super()._follow_emptied(p, states, exchange)
 
     def apply(self, p: Parameter, update: torch.Tensor, group: Group, state: dict[str, Any]) -> None:
@@ -108,12 +108,12 @@ class AdamUpdate(SplitUpdate):
         """
         kept = {}
         for p, group in ((p, each) for each in optimizer.param_groups for p in each["params"] if p in left):
-            if not exchange.is_compressed(p) or not exchange.buckets.second[exchange.names[p]].known:
+            if p not in exchange.sparse or not exchange.second[exchange.names[p]].known:
                 kept[p] = left[p][RESIDUAL]
                 continue
             p.add_(left[p][RESIDUAL].to(p.dtype), alpha=-_sign(group) * float(group["lr"]))
             optimizer.state[p] = self._stock_state(p, group, exchange)
-        exchange.buckets.second.clear()
+        exchange.second.clear()
         return kept
 
     def step(self, optimizer: Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:

@@ -62,10 +62,10 @@ class PlainUpdate:
 
         In the first steps that are compressed only; the same on every rank, as the weights are.
         """
-        if self._looks and exchange.buckets.counts.density_now < 1:
+        if self._looks and exchange.counts.density_now < 1:
             self._looks -= 1
             if name := not_finite_of(exchange.names):
-                raise NotFinite(made_not_finite(exchange.buckets.steps - 1, name, type(optimizer).__name__))
+                raise NotFinite(made_not_finite(exchange.steps - 1, name, type(optimizer).__name__))
 
     def begin(self, optimizer: Optimizer) -> None:
         """The optimizer's own step comes: the zeros of `prepare` become what the parameters have become since."""
@@ -168,12 +168,12 @@ class SplitUpdate(PlainUpdate):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p in left:
-                    kept[p] = self.flush_one(p, left[p], group, optimizer.state[p], exchange.is_compressed(p))
+                    kept[p] = self.flush_one(p, left[p], group, optimizer.state[p], p in exchange.sparse)
         return {p: v for p, v in kept.items() if v is not None}
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
-        held = {p: p.grad for p in exchange.compressed}
+        held = {p: p.grad for p in exchange.sparse}
         for p in held:
             p.grad = None
         try:
@@ -198,8 +198,8 @@ def step_count(p: Parameter, group: Group, steps: int = 0) -> torch.Tensor:
 
 def drop_momentum(exchange: GradientExchange, p: Parameter) -> None:
     """Empty what this rank keeps of the momentum of `p`; what waits to be sent stays."""
-    if exchange.names[p] in exchange.buckets.place:
-        engine, i = exchange.buckets.place[exchange.names[p]]
+    if exchange.names[p] in exchange.place:
+        engine, i = exchange.place[exchange.names[p]]
         kept = engine.state.read(i)
         engine.state.write(i, {part: x for part, x in kept.items() if part in (RESIDUAL, REMAINDER)})
 

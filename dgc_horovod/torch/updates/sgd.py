@@ -37,12 +37,12 @@ class SGDUpdate(SplitUpdate):
     @torch.no_grad()
     def end_dense_steps(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         """b becomes every rank's u, as if that had been there from the start: b would cost passes of its own."""
-        share = 1 if exchange.settings.averages else exchange.buckets.workers
+        share = 1 if exchange.settings.averages else exchange.workers
         for group in optimizer.param_groups:
             sign = -1.0 if group["maximize"] else 1.0  # stock's buffer is of what is descended
             for p in group["params"]:
-                buffer = optimizer.state[p].get("momentum_buffer") if p in exchange.place else None
-                if buffer is not None and exchange.is_compressed(p):
+                buffer = optimizer.state[p].get("momentum_buffer") if p in exchange.sparse else None
+                if buffer is not None:
                     moments.add_momentum(exchange, p, buffer * (sign / share))
                     del optimizer.state[p]["momentum_buffer"]
 

@@ -69,7 +69,7 @@ def check_update_left(session: Session, p: torch.Tensor) -> None:
         return
     if session.watch.writes_to(p) != session.passes.per_step:
         session.tell_once("dropped", DROPPED)
-    elif session.exchange.compressed and any(map(session.update.fading, session.optimizer.param_groups)):
+    elif session.exchange.sparse and any(map(session.update.fading, session.optimizer.param_groups)):
         raise UnsupportedUse(ADDED_TO_UPDATE)
 
 

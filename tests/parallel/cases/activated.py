@@ -110,7 +110,7 @@ def own_choice_is_kept() -> dict[str, Any]:
                 torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), Compression.topk(0.5)
             )
     told = sum("chooses its compression" in text for text in texts)
-    return {"density": session(optimizer).buckets.config.density, "told": told}
+    return {"density": session(optimizer).exchange.config.density, "told": told}
 
 
 def adam_is_told() -> dict[str, Any]:

@@ -32,12 +32,12 @@ def wrapped(model: nn.Module, dense: int = 0, op: Any = hvd.Average, **settings:
 
 def known(optimizer: Any) -> str:
     """The bits of what is known of second moments."""
-    return session(optimizer).buckets.second.packed().tobytes().hex()
+    return session(optimizer).exchange.second.packed().tobytes().hex()
 
 
 def _kept(optimizer: Any) -> torch.Tensor:
     """What a rank keeps of compressed tensors."""
-    engines = [each for each in session(optimizer).buckets.engines if not each.bucket.uncompressed]
+    engines = [each for each in session(optimizer).exchange.engines if not each.bucket.uncompressed]
     return torch.cat([torch.as_tensor(each.state.v) for each in engines])
 
 
@@ -56,7 +56,7 @@ def dense_steps() -> dict[str, Any]:
             apart.append(distance(dense, weights(ours)))
 
     losses = train(ours, optimizer, DENSE + 1, after_step=look)
-    (p, name), second = (model[0].weight, "0.weight"), session(optimizer).buckets.second
+    (p, name), second = (model[0].weight, "0.weight"), session(optimizer).exchange.second
     theirs = stock.state[p]["exp_avg_sq"] / (1 - BETAS[1] ** DENSE)
     found = torch.from_numpy(second[name].square()).view(p.shape)
     ratios = [float((theirs.mean(dim) / found.mean(dim)).log().abs().max()) for dim in (0, 1)]
@@ -96,7 +96,7 @@ def clipped() -> dict[str, Any]:
         ((1 + 9 * hvd.rank()) * F.mse_loss(model(x), y)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
-        norm = session(optimizer).buckets.second.squares ** 0.5
+        norm = session(optimizer).exchange.second.squares ** 0.5
         found.append([known(optimizer), norm / (limit * hvd.size() ** 0.5) if i == 0 else 0.0])
     return {"known": [each[0] for each in found], "norm": found[0][1], "replica": fingerprint(model)}
 
@@ -115,8 +115,8 @@ def faults() -> dict[str, Any]:
         seen[step] = known(optimizer)
 
     train(model, optimizer, DENSE + 10, before_backward=before)
-    steps = session(optimizer).buckets.second["0.weight"].steps
-    for engine in session(optimizer).buckets.engines:
+    steps = session(optimizer).exchange.second["0.weight"].steps
+    for engine in session(optimizer).exchange.engines:
         engine.clear()  # as where a residual leaves the range of fp32
     at[0] = 0
     train(model, optimizer, 5)
@@ -186,7 +186,7 @@ def nodes() -> dict[str, Any]:
     optimizer = wrapped(ours, exchange="hierarchical", **UNROUNDED)
     train(ours, optimizer, 1)
     found["kept"] = _kept(optimizer).numel()
-    one, other = (session(each).buckets.second.saved() for each in (alone, optimizer))
+    one, other = (session(each).exchange.second.saved() for each in (alone, optimizer))
     pairs = zip(one.items(), other.values(), strict=True)
     # squares of a node's mean are less than those of its workers, in all rows alike but for chance
     found["levels"] = {

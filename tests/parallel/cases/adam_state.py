@@ -36,8 +36,8 @@ def state() -> dict[str, Any]:
             train(model, optimizer, 2 * DENSE)
             runs.append([fingerprint(model), known(optimizer)])
         found[name] = runs
-    before = {name: values[[1, 2]].tolist() for name, values in session(optimizer).buckets.second.saved().items()}
-    square = torch.from_numpy(session(optimizer).buckets.second["0.weight"].square())
+    before = {name: values[[1, 2]].tolist() for name, values in session(optimizer).exchange.second.saved().items()}
+    square = torch.from_numpy(session(optimizer).exchange.second["0.weight"].square())
     optimizer.flush()
     stock = smooth_model()
     stock.load_state_dict(model.state_dict())
@@ -47,7 +47,7 @@ def state() -> dict[str, Any]:
     bias = 1 - 0.95 ** int(theirs["step"])
     found["stock"] = [int(theirs["step"]), distance(theirs["exp_avg_sq"].flatten() / bias, square)]
     train(model, optimizer, 1)
-    after = {name: values[[1, 2]].tolist() for name, values in session(optimizer).buckets.second.saved().items()}
+    after = {name: values[[1, 2]].tolist() for name, values in session(optimizer).exchange.second.saved().items()}
     return found | {"before": before, "after": after, "replica": fingerprint(model)}
 
 
@@ -139,7 +139,7 @@ def handed_on() -> dict[str, Any]:
     for act in (state.sync, state.restore, state.save, state.restore):
         act()
     if hvd.rank() == 1:  # as a newcomer knows nothing
-        session(optimizer).buckets.second.clear()
+        session(optimizer).exchange.second.clear()
     state.sync()
     found["synced"] = known(optimizer)
     train(model, optimizer, 3 + hvd.rank())
@@ -163,6 +163,6 @@ def broadcast() -> dict[str, Any]:
     if hvd.rank() == 1:
         with torch.no_grad():
             model[0].weight.add_(0.1)
-        session(optimizer).buckets.second.rescale(2.0)
+        session(optimizer).exchange.second.rescale(2.0)
     train(model, optimizer, 20)
     return {"replica": fingerprint(model), "known": known(optimizer), "size": float(weights(model).norm())}

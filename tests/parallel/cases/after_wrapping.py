@@ -114,7 +114,7 @@ def dropped() -> list[bool]:
         model = smooth_model()
         optimizer = _wrapped(model)
         train(model, optimizer, 2)
-        left = [weakref.ref(each) for each in (session(optimizer).exchange, *session(optimizer).buckets.engines)]
+        left = [weakref.ref(each) for each in (session(optimizer).exchange, *session(optimizer).exchange.engines)]
         del optimizer
         return [each() is not None for each in left]
     finally:
@@ -128,7 +128,7 @@ def commits_within_an_accumulation() -> dict[str, Any]:
     optimizer = _wrapped(model, backward_passes_per_step=2)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
     train(model, optimizer, 3, passes=2)
-    before, steps = fingerprint(model), session(optimizer).buckets.steps
+    before, steps = fingerprint(model), session(optimizer).exchange.steps
     x, y = next(iter(batches(1, hvd.rank())))
     F.mse_loss(model(x), y).backward()
     errors = [error_of(state.save)]
@@ -138,7 +138,7 @@ def commits_within_an_accumulation() -> dict[str, Any]:
     optimizer.zero_grad()
     F.mse_loss(model(x), y).backward()
     errors.append(error_of(state.restore))
-    back = fingerprint(model) == before, session(optimizer).buckets.steps == steps
+    back = fingerprint(model) == before, session(optimizer).exchange.steps == steps
     optimizer.zero_grad()
     train(model, optimizer, 2, passes=2)
     return {"errors": errors, "refused": refused, "back": back, "print": fingerprint(model)}
@@ -218,7 +218,7 @@ def epochs_of_any_kind() -> dict[str, Any]:
     for epoch in (1, 2.0, np.int64(2), np.float32(1.0)):
         for tell in (optimizer.set_epoch, sampler.set_epoch):
             tell(epoch)
-            kept.append(repr(session(optimizer).buckets.epoch))
+            kept.append(repr(session(optimizer).exchange.epoch))
     train(model, optimizer, 1)
     optimizer.load_residual_state_dict(optimizer.residual_state_dict())
     return {"kept": kept, "errors": [error_of(lambda e=epoch: optimizer.set_epoch(e)) for epoch in (1.5, "2", None)]}

@@ -197,7 +197,7 @@ def choosing() -> dict[str, Any]:
         prints.append(fingerprint(model))
     return {
         "modes": modes, "prints": prints, "ended": trial.ended, "seconds": trial.seconds,
-        "steps": session(optimizer).buckets.steps, "stats": optimizer.compression_stats()["steps"],
+        "steps": session(optimizer).exchange.steps, "stats": optimizer.compression_stats()["steps"],
     }  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def uneven() -> dict[str, Any]:
         hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
         hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
         found[str(mode)] = [trial.ended, trial.mode]
-        found[f"{mode}, steps"] = session(optimizer).buckets.steps  # a checkpoint is of one step
+        found[f"{mode}, steps"] = session(optimizer).exchange.steps  # a checkpoint is of one step
         train(model, optimizer, 4)
         found[f"{mode}, weights"] = fingerprint(model)
     return found

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from tests.helpers import hand_table
+from tests.helpers.calls import calls_to_c
 from tests.helpers.logs import messages
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
@@ -38,7 +39,7 @@ def _run_table(gradients: list[Any], nesterov: bool) -> list[dict[str, Any]]:
         before = w.detach().clone()
         (w * torch.tensor(step[hvd.rank()]).view(2, 3)).sum().backward()
         optimizer.step()
-        arrays = session(optimizer).buckets.state_arrays()["w"]
+        arrays = session(optimizer).exchange.state_arrays()["w"]
         rows.append(
             {
                 "u": arrays["u"].tolist(),
@@ -48,6 +49,18 @@ def _run_table(gradients: list[Any], nesterov: bool) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def from_hook_to_c() -> list[list[str]]:
+    """Calls of the package from a hook to the C library, of each bucket of a step."""
+    hvd.init()
+    model = smooth_model()
+    compression = Compression.dgc(0.1, min_numel=1, bucket_bytes=1)
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
+    train(model, optimizer, 2)
+    with calls_to_c(session(optimizer).exchange.engines[0].kernels) as calls:
+        train(model, optimizer, 1)
+    return calls
 
 
 def loss_scaling() -> dict[str, Any]:
@@ -73,7 +86,7 @@ def loss_scaling() -> dict[str, Any]:
         return model, optimizer, scaler
 
     plain, scaled, overflowed = run(False), run(True), run(True, overflow_at=5)
-    arrays = session(overflowed[1]).buckets.state_arrays()
+    arrays = session(overflowed[1]).exchange.state_arrays()
     return {
         "same bits": fingerprint(plain[0]) == fingerprint(scaled[0]),
         "fingerprint": fingerprint(overflowed[0]),
@@ -268,7 +281,7 @@ def larger_batch_identity() -> dict[str, float]:
     model = smooth_model()
     compression = Compression.threshold(1e30, max_density=1.0, compress_1d=True, min_numel=1, **UNROUNDED)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters(), compression)
-    engines = session(optimizer).buckets.engines
+    engines = session(optimizer).exchange.engines
 
     def send_every_period(step: int) -> None:
         for engine in engines:

@@ -164,7 +164,7 @@ def takes_turns() -> dict[str, float]:
             scaler.step(optimizer)
             scaler.update()
         for p, total in zip(layers, sums, strict=True):
-            kept = session(optimizer).buckets.state_arrays()[session(optimizer).exchange.names[p]]["v"]
+            kept = session(optimizer).exchange.state_arrays()[session(optimizer).exchange.names[p]]["v"]
             total -= torch.from_numpy(kept).view(p.shape)
             dist.all_reduce(total)
             total /= dist.get_world_size()

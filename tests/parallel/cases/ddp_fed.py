@@ -82,7 +82,7 @@ def _run(make: Callable[[nn.Module], torch.optim.Optimizer], wrap: Callable[[nn.
         optimizer.zero_grad()
         model({key: torch.from_numpy(x) for key, x in step.items()}).backward()
         optimizer.step()
-        buckets = session(optimizer).buckets
+        buckets = session(optimizer).exchange
         rows.append({**looked_at(buckets), "weights": fingerprint(model), "node size": buckets.topology.node_size})
     return rows
 

@@ -42,13 +42,13 @@ def layout() -> dict[str, Any]:
     """Which exchange it is, and how much each rank keeps."""
     model, optimizer = _made()
     _train(model, optimizer, 3)
-    engines = [engine for engine in session(optimizer).buckets.engines if not engine.bucket.uncompressed]
+    engines = [engine for engine in session(optimizer).exchange.engines if not engine.bucket.uncompressed]
     plain = smooth_model()
     summed = DistributedOptimizer(
         _sgd(plain), plain.named_parameters(), Compression.dgc(0.01, exchange="hierarchical"), average=False
     )
     return {
-        "summed": session(summed).buckets.topology.node_size,
+        "summed": session(summed).exchange.topology.node_size,
         "kept": sum(engine.state.v.size for engine in engines),
         "all": sum(engine.whole.numel for engine in engines),
         "inside": optimizer.compression_stats()["bytes_inside_node"],
@@ -61,7 +61,7 @@ def long_run() -> dict[str, Any]:
     for exchange in ("hierarchical", "hierarchical+sharded"):
         model, optimizer = _made(exchange=exchange, bucket_bytes=20_000, check_every=50)
         losses = _train(model, optimizer, 300, spoilt=100)
-        skipped = session(optimizer).buckets.counts.steps
+        skipped = session(optimizer).exchange.counts.steps
         found[exchange] = [fingerprint(model), losses[0], sum(losses[-20:]) / 20, skipped]
     return found
 
@@ -115,4 +115,4 @@ def falls_back() -> dict[str, Any]:
     finally:
         logging.getLogger("dgc_horovod").removeHandler(handler)
     about_nodes = [text for text in said if "hierarchical" in text]
-    return {"node size": session(optimizer).buckets.topology.node_size, "said": about_nodes}
+    return {"node size": session(optimizer).exchange.topology.node_size, "said": about_nodes}

@@ -26,7 +26,7 @@ def low_precision() -> dict[str, Any]:
         optimizer.zero_grad()
         F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
         optimizer.step()
-    arrays = session(optimizer).buckets.state_arrays()
+    arrays = session(optimizer).exchange.state_arrays()
     dtypes = sorted({str(p.grad.dtype) for p in model.parameters() if p.grad is not None})
     return {
         "fp32 shadow": [_follows_shadow(dtype) for dtype in (torch.float16, torch.bfloat16)],
@@ -50,7 +50,7 @@ def _follows_shadow(dtype: torch.dtype) -> bool:
         u = u * 0.9 + w.grad.flatten().float()
         v = v + u
         optimizer.step()
-        arrays = {name: torch.from_numpy(a) for name, a in session(optimizer).buckets.state_arrays()["w"].items()}
+        arrays = {name: torch.from_numpy(a) for name, a in session(optimizer).exchange.state_arrays()["w"].items()}
         kept = arrays["v"] != 0
         same &= bool((arrays["v"][kept] == v[kept]).all() and (arrays["u"][kept] == u[kept]).all())
         same &= int((~kept).sum()) == 20
@@ -127,14 +127,14 @@ def half_overflow() -> dict[str, Any]:
             (w * (6e3 if step < 30 else 6e2)).sum().backward()
             optimizer.step()
             moved.append(bool((w != before).any()))
-    arrays = session(optimizer).buckets.state_arrays()["w"]
+    arrays = session(optimizer).exchange.state_arrays()["w"]
     return {
         "weights finite": bool(torch.isfinite(w).all()),
         "v finite": bool(torch.isfinite(torch.from_numpy(arrays["v"])).all()),
         "moved": moved,
         "skipped": optimizer.compression_stats()["skipped"],
         "said": [text for text in texts if "large" in text or "finite" in text],
-        "where": sorted({where for _, where in session(optimizer).buckets.counts.skips}),
+        "where": sorted({where for _, where in session(optimizer).exchange.counts.skips}),
         "stopped": _stops_at_half_overflow(),
         "fingerprint": float(w.detach().double().sum()),
     }

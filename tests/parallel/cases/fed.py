@@ -29,6 +29,6 @@ def with_torch() -> dict[str, Any]:
             for key, p in parameters.items():
                 p.backward(torch.from_numpy(step[key]))
             optimizer.step()
-            rows.append(looked_at(session(optimizer).buckets))
+            rows.append(looked_at(session(optimizer).exchange))
         found[name] = rows
     return found

@@ -108,7 +108,7 @@ def late_writes() -> dict[str, str]:
         for x, y in batches(5, hvd.rank()):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
-            for p in session(optimizer).exchange.compressed if write is not None else ():
+            for p in session(optimizer).exchange.sparse if write is not None else ():
                 write(p)
             optimizer.step()
         prints[write.__name__ if write else "none"] = fingerprint(model)

@@ -125,8 +125,8 @@ def _check_against_mpi4py(pair: Any) -> dict[str, Any]:
         everyone = pair.allgather(mine)
         for positions, values in everyone:
             update[positions] += values * np.float32(0.5)
-        arrays = session(optimizer).buckets.state_arrays()
-        payload = session(optimizer).buckets.engines[0].exchange._packet.copy()
+        arrays = session(optimizer).exchange.state_arrays()
+        payload = session(optimizer).exchange.engines[0].exchange._packet.copy()
         agreed["u"] &= bool((np.concatenate([arrays[name]["u"] for name in order]) == u).all())
         agreed["v"] &= bool((np.concatenate([arrays[name]["v"] for name in order]) == v).all())
         grads = np.concatenate([matrices[name].grad.numpy().ravel() for name in order])

@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow import Compression, DistributedGradientTape, DistributedOptimizer
+from dgc_horovod.testing.tensorflow import make_exchange, session
+from tests.helpers.calls import calls_to_c
 from tests.helpers.keras_training import keras
 
 WAYS: dict[str, Callable[[], Any]] = {
@@ -29,6 +31,15 @@ def _late(x: tf.Tensor, rounds: int) -> tf.Tensor:
         return x
     _, a = tf.while_loop(lambda i, a: i < rounds, lambda i, a: (i + 1, tf.matmul(a, a) / x), [0, tf.eye(300) * x])
     return a[0, 0]
+
+
+def from_host_call_to_c() -> list[list[str]]:
+    """Calls of the package from one of TensorFlow's to the C library, of each bucket of a step."""
+    optimizer, variable = _sgd("dgc"), tf.Variable(tf.zeros((64, 64)))
+    make_exchange(optimizer, [variable])
+    with calls_to_c(session(optimizer).buckets.engines[0].kernels) as calls:
+        optimizer.apply([tf.ones((64, 64))], [variable])
+    return calls
 
 
 def same_names() -> dict[str, list[float]]:

@@ -29,7 +29,7 @@ def adam_from_its_beginning() -> dict[str, Any]:
     train(model, optimizer, 26)
     model.load_state_dict(begin)
     optimizer.load_state_dict(state)
-    known, losses = session(optimizer).buckets.second.known, train(model, optimizer, 60)
+    known, losses = session(optimizer).exchange.second.known, train(model, optimizer, 60)
     return {"known": known, "is": fingerprint(model), "learns": sum(losses[-5:]) < sum(losses[:5])}
 
 

@@ -168,7 +168,7 @@ def spoiled_gradient() -> dict[str, Any]:
         if hvd.rank() == 1 and step == H + 2:
             model[0].weight.grad[0, 0] = float("nan")
         optimizer.step()
-    counts = session(optimizer).buckets.counts
+    counts = session(optimizer).exchange.counts
     found = {
         "spread": _spread(model), "statistics": bool(torch.isfinite(model[1].running_var).all()),
         "skipped": counts.skipped, "moved": not torch.equal(before, weights(model)), "left out": counts.left_out,
@@ -243,5 +243,5 @@ def counted_anew() -> dict[str, Any]:
     made = wrapped(other, torch.optim.SGD(other.parameters(), 0.01, momentum=0.9), warmup=WarmupSchedule(steps=20))
     load_checkpoint(folder, other, made, residuals="ignored")
     train(other, made, H)
-    step = session(made).buckets.steps
+    step = session(made).exchange.steps
     return {"exchanges": made.compression_stats()["steps"], "step": step, "spread": _spread(other)}

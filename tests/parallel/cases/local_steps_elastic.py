@@ -39,7 +39,7 @@ def _everything(model: nn.Module, optimizer: Any) -> list[Any]:
     arrays = [x for name in sorted(kept) for part, x in sorted(kept[name].items())]
     state = optimizer.state_dict()
     inner = [float(x.double().sum()) for own in state["state"].values() for x in own.values()]
-    return [fingerprint(model), inner, [float(x.double().sum()) for x in arrays], session(optimizer).buckets.steps]
+    return [fingerprint(model), inner, [float(x.double().sum()) for x in arrays], session(optimizer).exchange.steps]
 
 
 def going_back() -> dict[str, Any]:

@@ -25,7 +25,7 @@ def averaging() -> dict[str, Any]:
     own = STEPS[hvd.rank()]
     train(model, optimizer, own)
     last = hvd.join()
-    found = {"last": last, "apart": distance(_alone(), weights(model)), "exchanges": session(optimizer).buckets.steps}
+    found = {"last": last, "apart": distance(_alone(), weights(model)), "exchanges": session(optimizer).exchange.steps}
     inner = int(optimizer.state[next(model.parameters())]["step"])
     train(model, optimizer, H)
     found |= {"own": inner == own, "in the round": session(optimizer).rounds.count}

@@ -36,7 +36,7 @@ def layout() -> dict[str, Any]:
     model = smooth_model()
     optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
     train(model, optimizer, 3)
-    engines = session(optimizer).buckets.engines
+    engines = session(optimizer).exchange.engines
     stats = optimizer.compression_stats()
     return {
         "kept": sum(engine.state.v.size for engine in engines if not engine.bucket.uncompressed),
@@ -56,7 +56,7 @@ def budget() -> dict[str, float]:
     train(model, optimizer, 5)
     return {
         "received": optimizer.compression_stats()["bytes_received"] / 5,
-        "density": session(optimizer).buckets.config.density,
+        "density": session(optimizer).exchange.config.density,
     }
 
 
@@ -207,7 +207,7 @@ def saved() -> dict[str, Any]:
     folder = Path(os.environ["DGC_TEST_FOLDER"])
     if (folder / "manifest.json").exists():
         load_checkpoint(folder, model, optimizer)
-    found = {"before": _owed(optimizer), "node size": session(optimizer).buckets.topology.node_size}
+    found = {"before": _owed(optimizer), "node size": session(optimizer).exchange.topology.node_size}
     train(model, optimizer, 5)
     save_checkpoint(folder, model, optimizer)
     return {**found, "after": _owed(optimizer), "fingerprint": fingerprint(model)}
@@ -218,7 +218,7 @@ def _owed(optimizer: Any) -> list[float]:
     found = []
     for part in ("v", "u"):
         own = 0.0
-        for engine in session(optimizer).buckets.engines:
+        for engine in session(optimizer).exchange.engines:
             kept = engine.as_one_of_all(part).astype("float64")
             own += float((kept * np.sin(np.arange(kept.size) + 1)).sum())
         found.append(float(hvd.allreduce(torch.tensor(own, dtype=torch.float64), name=f"owed.{part}")))
@@ -231,7 +231,7 @@ def ends_later() -> dict[str, Any]:
     model = smooth_model()
     optimizer = _wrapped(model, Compression.dgc(density=0.01, exchange="hierarchical"))
     train(model, optimizer, 3)
-    if session(optimizer).buckets.topology.node == 0:
+    if session(optimizer).exchange.topology.node == 0:
         quick = HorovodCollectives.allgather
 
         def slow(self: HorovodCollectives, packet: torch.Tensor, name: str) -> Any:

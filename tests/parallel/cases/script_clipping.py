@@ -133,7 +133,7 @@ def first_step() -> dict[str, float]:
                 optimizer.step()
             tensors = optimizer.residual_state_dict()["tensors"].values()
             parts = [array for arrays in tensors for part, array in sorted(arrays.items()) if part != "v"]
-            second, names = session(optimizer).buckets.second, session(optimizer).buckets.compressed
+            second, names = session(optimizer).exchange.second, session(optimizer).exchange.compressed
             kept[way] = torch.cat(parts or [torch.from_numpy(second[name].square()).sqrt() for name in names])
         found |= {f"{name}, {way}": distance(kept["given"], kept[way]) for way in ("after", "before", "none")}
     return found

@@ -38,7 +38,7 @@ def _wrapped(make: Callable[[nn.Module], torch.optim.Optimizer], **fields: Any) 
 
 def _kept(optimizer: Any) -> float:
     """The largest element of u and v on this rank."""
-    arrays = session(optimizer).buckets.state_arrays()
+    arrays = session(optimizer).exchange.state_arrays()
     return max(float(abs(part).max()) for parts in arrays.values() for part in parts.values())
 
 
@@ -124,7 +124,7 @@ def networks_in_turns() -> list[float]:
         for step in range(30):
             model[2].requires_grad_(not turns or step % 2 == 0)  # type: ignore[index]
             train(model, optimizer, 1)
-        kept.append(float(abs(session(optimizer).buckets.state_arrays()["2.weight"]["v"]).max()))
+        kept.append(float(abs(session(optimizer).exchange.state_arrays()["2.weight"]["v"]).max()))
     return kept
 
 

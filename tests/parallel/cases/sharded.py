@@ -31,7 +31,7 @@ def _wrapped(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *
 
 
 def _rounds(optimizer: Any) -> list[str]:
-    engines = [engine for engine in session(optimizer).buckets.engines if not engine.bucket.uncompressed]
+    engines = [engine for engine in session(optimizer).exchange.engines if not engine.bucket.uncompressed]
     return [f"{collective.name}, {collective.group}" for collective in engines[0].exchange.rounds]
 
 
@@ -72,12 +72,12 @@ def volume() -> dict[str, float]:
         optimizer = _wrapped(model, torch.optim.SGD(model.parameters(), lr=0.001), density=0.01, exchange=exchange)
         before = optimizer.compression_stats()["bytes_received"]
         train(model, optimizer, 5)
-        (engine,) = [engine for engine in session(optimizer).buckets.engines if not engine.bucket.uncompressed]
+        (engine,) = [engine for engine in session(optimizer).exchange.engines if not engine.bucket.uncompressed]
         found[exchange] = (optimizer.compression_stats()["bytes_received"] - before) / 5
         found["packet"] = engine.spec(0.01).wire.nbytes
-        small = [other for other in session(optimizer).buckets.engines if other is not engine]
+        small = [other for other in session(optimizer).exchange.engines if other is not engine]
         small_bytes = sum(c.received(hvd.size()) for other in small for c in other.spec(0.01).rounds)
-        dense = [p for name, p in model.named_parameters() if name in session(optimizer).buckets.layout.dense]
+        dense = [p for name, p in model.named_parameters() if name in session(optimizer).exchange.layout.dense]
         found[exchange] -= small_bytes + sum(2 * (hvd.size() - 1) / hvd.size() * 4 * p.numel() for p in dense)
         optimizer = None
     return found
@@ -158,7 +158,7 @@ def missing_between_rounds() -> dict[str, Any]:
     optimizer = _wrapped(model)
     train(model, optimizer, 2)
     if hvd.rank() == hvd.size() - 1:
-        (engine,) = [each for each in session(optimizer).buckets.engines if not each.bucket.uncompressed]
+        (engine,) = [each for each in session(optimizer).exchange.engines if not each.bucket.uncompressed]
 
         def stay_away(received: Any) -> None:
             time.sleep(8)

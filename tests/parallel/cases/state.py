@@ -310,7 +310,7 @@ def adam_after_a_flush() -> dict[str, float]:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def second() -> float:
-        return float(session(optimizer).buckets.second["0.weight"].square().sum())
+        return float(session(optimizer).exchange.second["0.weight"].square().sum())
 
     train(model, optimizer, 30)
     before = second()

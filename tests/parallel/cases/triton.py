@@ -39,6 +39,6 @@ def same_as_native() -> dict[str, Any]:
             optimizer = DistributedOptimizer(make(model), model.named_parameters(), compression)
             train(model, optimizer, STEPS)
             found[name][backend] = fingerprint(model)
-            used = {engine.kernels.name for engine in session(optimizer).buckets.engines}
+            used = {engine.kernels.name for engine in session(optimizer).exchange.engines}
             assert used == {backend}, used
     return found

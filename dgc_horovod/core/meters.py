@@ -1,0 +1,277 @@
+"""What is counted and measured of one exchange: bytes and seconds of every step, and a closer look at a few."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from dgc_horovod import advice
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.workspace import Message
+from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, Round
+from dgc_horovod.stats import ExchangeStats
+
+_SECONDS = 1.0  # between two steps that are looked at, at least
+_SHARE = 1 / 200  # of the time that may go into it
+_MOST_SENT = 1 / 8  # of a bucket, by all ranks together, for their selections to be compared
+_SAMPLED = 4096  # elements whose last sending is remembered
+
+
+class Meters:
+    """Those of one exchange.
+
+    Args:
+        engines: its engines.
+        counts: its counters.
+    """
+
+    def __init__(self, engines: Sequence[BucketEngine], counts: ExchangeStats) -> None:
+        self.counts, self.diagnostics = counts, Diagnostics()
+        self.of = {engine: BucketMeter(engine) for engine in engines}
+        self._advice, self._lock = advice.Compression(), threading.Lock()
+        counts.buckets = weakref.WeakMethod(self.bucket_stats)
+
+    def compressing(self, engine: BucketEngine, scale: float) -> None:
+        """The gradients of a bucket, times `scale`, are about to be taken in."""
+        self.diagnostics.before(engine, scale)
+        self.of[engine].begins()
+
+    def compressed(self, engine: BucketEngine, message: Message) -> None:
+        """`message` is about to be sent."""
+        self.of[engine].compressed(message)
+        self.diagnostics.compressed(engine)
+        with self._lock:
+            if not engine.bucket.uncompressed:
+                self.counts.offered += engine.bucket.numel
+                self.counts.selected += message.count
+        self._count(engine, message.round)
+
+    def decoding(self, engine: BucketEngine) -> None:
+        """What has come back is about to be read."""
+        self.of[engine].begins()
+
+    def received(self, engine: BucketEngine, sends: bool) -> None:
+        """It is read; `sends`: another round follows."""
+        if sends:
+            self._count(engine, engine.round)
+        self.of[engine].decoded()
+
+    def aggregated(self, engine: BucketEngine) -> None:
+        """What all ranks have sent is put together."""
+        self.of[engine].decoded()
+        self.diagnostics.aggregated(engine)
+
+    def _count(self, engine: BucketEngine, collective: Round) -> None:
+        place, traffic = engine.topology, self.counts.traffic
+        workers = {ALL: place.workers, BETWEEN: place.nodes, INSIDE: place.node_size}[collective.group]
+        received = collective.received(workers)
+        if collective.group == INSIDE:
+            traffic.count_inside(received)
+        else:
+            traffic.count(collective.nbytes, received)
+
+    def close(self, finite: bool, advises: bool) -> None:
+        """End the step. Of one that was looked at, figures are kept, with how long waited what was sent.
+
+        Args:
+            finite: whether it is applied.
+            advises: whether figures may lead to advice.
+        """
+        figures = self.diagnostics.close(finite)
+        if figures:
+            waits = np.concatenate([meter.waits for meter in self.of.values()])
+            if waits.size:
+                figures |= {"staleness_mean": float(waits.mean()), "staleness_99": float(np.quantile(waits, 0.99))}
+            self.counts.figures = figures
+            if advises:
+                advice.tell(self._advice.on(figures, self.counts.density))
+
+    def bucket_stats(self) -> list[dict[str, float]]:
+        """`BucketMeter.stats` of every bucket."""
+        return [meter.stats() for meter in self.of.values()]
+
+
+class Diagnostics:
+    """Norms and overlap of sampled steps.
+
+    A rank decides by its own clock which steps it looks at: nothing is exchanged, so nobody has to agree. What a step
+    costs is measured, and the next one waits until that is a 200th of the time: the rule bounds the cost for any model.
+
+    Args:
+        seconds: time between two steps that are looked at, at least, >= 0.
+
+    Attributes:
+        next_look: time from which on the next step is looked at, on the clock of ``time.perf_counter``.
+    """
+
+    def __init__(self, seconds: float = _SECONDS) -> None:
+        self._seconds, self.next_look, self._cost = seconds, 0.0, 0.0
+        self._looks: bool | None = None  # at the step under way; None: it has not begun
+        self._gradient = self._residual = self._entered = 0.0  # sums of squares; of what enters the residual
+        self._pairs = self._all_pairs = 0  # of ranks that send the same element; those if all sent the same elements
+        self._lock = threading.Lock()  # buckets may be compressed by several threads
+
+    def before(self, engine: BucketEngine, scale: float) -> None:
+        """The gradients of `engine`, times `scale`, are about to be taken in. Costs a read of them in such a step."""
+        with self._lock:
+            if self._looks is None:
+                self._looks = time.perf_counter() >= self.next_look
+        if self._looks and not engine.bucket.uncompressed:
+            with self._looking():
+                square = scale**2 * engine.gradients.squared_norm()
+                self._gradient += square
+                self._entered += engine.bucket.numel if engine.adds_directions else square  # each about 1
+
+    def compressed(self, engine: BucketEngine) -> None:
+        """What `engine` sends is taken out of v. Costs a read of v in such a step."""
+        if self._looks and not engine.bucket.uncompressed:
+            with self._looking():
+                self._residual += engine.kernels.sums(engine.state.v)[1]
+
+    def aggregated(self, engine: BucketEngine) -> None:
+        """All ranks' messages are read. Costs another decoding of them, and a sort of their positions."""
+        senders, sent = engine.topology.nodes, engine.sent_positions.size
+        if not self._looks or engine.bucket.uncompressed or engine.exchange.keeps_remainder or senders == 1:
+            return  # an owner does not see who has sent what
+        if senders * sent > _MOST_SENT * engine.bucket.numel:
+            return
+        with self._looking():
+            contributions = engine.exchange.contributions  # zeros in them are what was not sent
+            selections = [elements.positions[elements.values != 0] for elements in contributions]
+            if selections:
+                _, senders_of = np.unique(np.concatenate(selections), return_counts=True)
+                self._pairs += int((senders_of * (senders_of - 1)).sum())
+                self._all_pairs += int(senders_of.sum()) * (senders - 1)
+
+    def close(self, finite: bool) -> dict[str, float]:
+        """End the step.
+
+        Returns:
+            Nothing unless the step was looked at and is `finite`. ``gradient_norm`` and ``residual_norm``: L2 norms of
+            this rank's gradient (clipped, of the compressed tensors) and of v after what was sent is taken out;
+            ``residual_ratio``: the second in that of what enters at a step, the gradient or Adam's direction, where
+            that is not 0.
+            ``overlap``, in [0, 1]: of the elements that a rank sends, the share that another rank sends as well, on
+            average over all pairs of ranks; not there where the exchange does not show who sends what.
+        """
+        figures: dict[str, float] = {}
+        if self._looks and finite:
+            figures = {"gradient_norm": math.sqrt(self._gradient), "residual_norm": math.sqrt(self._residual)}
+            if self._entered:
+                figures["residual_ratio"] = math.sqrt(self._residual / self._entered)
+            if self._all_pairs:
+                figures["overlap"] = self._pairs / self._all_pairs
+        if self._looks:
+            self.next_look = time.perf_counter() + max(self._seconds, self._cost / _SHARE)
+        self._looks, self._cost = None, 0.0
+        self._gradient = self._residual = self._entered = 0.0
+        self._pairs = self._all_pairs = 0
+        return figures
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        with self._lock:
+            start = time.thread_time()  # what a machine with too few cores takes away is no cost of ours
+            yield
+            self._cost += time.thread_time() - start
+
+
+class _Recent:
+    """The last `_SAMPLED` of some numbers."""
+
+    def __init__(self) -> None:
+        self._kept, self._seen = np.zeros(_SAMPLED, np.int64), 0
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Keep `numbers`, at most `_SAMPLED`, in place of the oldest."""
+        self._kept[(self._seen + np.arange(numbers.size)) % _SAMPLED] = numbers
+        self._seen += numbers.size
+
+    @property
+    def kept(self) -> np.ndarray:
+        return self._kept[: self._seen].copy()
+
+
+class BucketMeter:
+    """The counts of one bucket.
+
+    Args:
+        engine: engine of the bucket.
+    """
+
+    def __init__(self, engine: BucketEngine) -> None:
+        self._engine = engine
+        self._shift = max(0, (engine.bucket.numel - 1) // _SAMPLED).bit_length()  # every 2^shift-th element
+        self._sent_at = np.zeros(((engine.bucket.numel - 1) >> self._shift) + 1, np.int64)
+        self._waits = _Recent()
+        self._selected = self._nbytes = self._steps = 0
+        self._compressing = self._exchanging = self._decoding = 0.0
+        self._since, self._waited = time.perf_counter(), 0.0
+
+    def begins(self) -> None:
+        """Compression or decoding begins."""
+        now = time.perf_counter()
+        self._since, self._waited = now, now - self._since
+
+    def compressed(self, message: Message) -> None:
+        """`message` is about to be sent."""
+        self._compressing += self._lap()
+        self._steps += 1
+        self._selected = message.count
+        self._nbytes = sum(collective.nbytes for collective in self._engine.exchange.rounds)
+        if not self._engine.bucket.uncompressed:
+            sampled = self._engine.sent_positions
+            sampled = sampled[sampled & ((1 << self._shift) - 1) == 0]
+            places = sampled >> self._shift
+            self._waits.add(self._steps - self._sent_at[places])
+            self._sent_at[places] = self._steps
+
+    @property
+    def waits(self) -> np.ndarray:
+        """Steps that elements waited which were sent last, since they were sent before: of at most 4,096 samples."""
+        return self._waits.kept
+
+    def decoded(self) -> None:
+        """What came back is decoded."""
+        self._exchanging += self._waited
+        self._decoding += self._lap()
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        since, self._since = self._since, now
+        return now - since
+
+    def stats(self) -> dict[str, float]:
+        """The counts.
+
+        Returns:
+            ``elements``; of the last step ``density``, ``bytes`` and ``threshold`` (the least magnitude that was sent;
+            0: not known); ``residual_norm``; ``age``: steps since the oldest element that waits was sent last, among up
+            to 4,096 sampled ones; seconds of all steps: ``compress_seconds``, ``exchange_seconds`` (from the message's
+            start to its use, backward pass included), ``decode_seconds``.
+
+        Cost: a read of the residual.
+        """
+        engine = self._engine
+        return {
+            "elements": engine.bucket.numel,
+            "density": self._selected / engine.bucket.numel,
+            "bytes": self._nbytes,
+            "threshold": engine.threshold,
+            "residual_norm": math.sqrt(engine.kernels.sums(engine.state.v)[1]),
+            "age": self._age(),
+            "compress_seconds": self._compressing,
+            "exchange_seconds": self._exchanging,
+            "decode_seconds": self._decoding,
+        }
+
+    def _age(self) -> int:
+        sampled = np.arange(self._sent_at.size, dtype=np.int32) << self._shift
+        waiting = self._engine.kernels.take(self._engine.state.v, sampled.astype(np.int32)) != 0
+        return int(self._steps - self._sent_at[waiting].min()) if waiting.any() else 0
