@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,15 +27,14 @@ from dgc_horovod.stats import bucket_stats, figures, total
 from dgc_horovod.tensorflow.auto.choice import for_a_choice
 from dgc_horovod.tensorflow.auto.exchange import AutomaticExchange
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
-from dgc_horovod.tensorflow.gradients.host_calls import behind
+from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls, behind
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.kept import check_taken, marked, refuse_several
 from dgc_horovod.tensorflow.nodes import transports
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
-from dgc_horovod.tensorflow.wrapping.reload_detector import Clock
 from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.state_owners import Homes
+from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
 from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
 from dgc_horovod.tensorflow.wrapping.variables import (
     Gradient,
@@ -60,7 +59,7 @@ class Distribution:
         settings: Horovod's arguments and the compression.
         update: form in which gradients enter the residual.
         what: "optimizer" or "tape", for messages; equal on all ranks.
-        stride: iterations from one exchange to the next, >= 1, see `Clock`.
+        stride: iterations from one exchange to the next, >= 1, see `SlotOwnership`.
         kind: name of the optimizer's class, where there is one.
     """
 
@@ -68,7 +67,7 @@ class Distribution:
         self.settings, self.update, self.what, self.kind = settings, update, what, kind
         config = settings.config
         grows = what == "optimizer" and config is not None and not config.exchanges_weights
-        self.clock = Clock(stride, lambda: config is not None and settings.process_set.rank() == 0, self, grows)
+        self.ownership = SlotOwnership(stride, grows, settings.process_set)
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
@@ -77,13 +76,10 @@ class Distribution:
         self.unapplied: set[Key] = set()  # variables of which a tape has returned something that is not applied yet
         self._takes_part: bool | None = None
         self._sets: dict[Any, VariableSet] = {}
-        self._homes = Homes()
         self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets
         self._frozen: set[Key] = set()
         self._agreeing: Collectives | None = None
         self._topology: Topology | None = None
-        # what was loaded, at which iterations and generation, until there is an exchange to take it over
-        self._loaded: tuple[ResidualState, int, int] | None = None
 
     @property
     def takes_part(self) -> bool:
@@ -182,13 +178,13 @@ class Distribution:
         frozen = {key for key, variable in self._known.items() if is_frozen(variable)}
         frozen.difference_update(given)
         for key in frozen - self._frozen:
-            self._homes.empty(key)
+            self.ownership.empty(key)
         self._frozen = frozen
 
     def _forget(self, key: Any) -> None:
         gone = self._sets.pop(key, None)
-        if gone is not None and gone.exchange is not None:
-            self._homes.forget(gone.exchange.steps)
+        if gone is not None and gone.exchange is not None and gone.exchange.steps.holder is not None:
+            self.ownership.forget(gone.exchange.steps.holder)
 
     def _make(
         self, sources: Sequence[Source], gradients: Sequence[Gradient], local: Sequence[bool], number: int
@@ -211,13 +207,13 @@ class Distribution:
         if self.settings.config is not None and self.settings.config.automatic and not self._sets:
             sent = [kind for kind, own in zip(kinds, local, strict=True) if not own]
             self.settings = for_a_choice(self.settings, sent, self.run_steps)
-            if self.settings.config is None and self._loaded is not None and start.rank == 0:
+            if self.settings.config is None and self.ownership.loaded is not None and start.rank == 0:
                 _log.warning("dgc_horovod: what ranks had kept of gradients is dropped: nothing is compressed")
         if self.settings.config is not None or self.settings.sparse_as_dense:
             kinds = ["dense" if kind == "sparse" else kind for kind in kinds]
-        return VariableSet(sources, kinds, local, lambda active: self._exchange(active, number))
+        return VariableSet(sources, kinds, local, lambda active, calls: self._exchange(active, number, calls))
 
-    def _exchange(self, sources: Sequence[Source], number: int) -> GradientExchange:
+    def _exchange(self, sources: Sequence[Source], number: int, calls: HeldCalls) -> GradientExchange:
         process_set = self.settings.process_set
         shapes = "\n".join(f"{source.shape} {source.dtype}" for source in sources)
         tag = unique_tag(f"{self.what} {process_set.process_set_id} {number}\n{shapes}")
@@ -234,9 +230,9 @@ class Distribution:
             self.settings,
             transports(collectives, topology),
             self.update,
-            self.clock.generation,
-            self._homes,
+            self.ownership,
             number,
+            calls,
             keeps_fp32=self.update.is_split,
         )
         for each in self.exchanges:  # what one has taken over, the other may need
@@ -244,9 +240,9 @@ class Distribution:
             exchange.follow(each)
         buckets = exchange.steps.buckets
         if buckets is not None:
-            if self._loaded is not None:
-                exchange.resume(*self._loaded)
-                self._loaded = None
+            if self.ownership.loaded is not None:
+                exchange.resume(self.ownership.loaded)
+                self.ownership.loaded = None
             buckets.epoch = self.epoch
             if collectives.rank == 0:
                 describe(buckets, self.update.notices)
@@ -268,26 +264,26 @@ class Distribution:
     def for_slots(self, rate: float) -> dict[int, Any]:
         """What belongs into the optimizer's slots when it is saved: id of the variable -> value."""
         values: dict[int, Any] = {}
-        if self.holds_loaded:
+        if self.ownership.holds_loaded:
             _log.warning(
                 "dgc_horovod: what load_checkpoint has brought of momentum is not in what is saved now: make a step "
                 "first, or call flush() on every rank"
             )
-        keeping = {exchange.steps for exchange in self.exchanges if exchange.keeps_state}
         factor = 1 if self.settings.averages else self.settings.process_set.size()  # a sum is shared out
         for key in self.compressed:
-            home = self._homes.find(key)
-            if home is not None and self._homes.holder(key) in keeping:
-                for slot, value in zip(
-                    self.update.slots(key), self.update.for_slots(*home, factor * rate), strict=False
-                ):
+            found = self.ownership.find(key)
+            if found is not None and found[0] in self._keeping:
+                held = self.update.for_slots(found[0].buckets, found[1], factor * rate)
+                for slot, value in zip(self.update.slots(key), held, strict=False):
                     values[id(native(slot))] = value.reshape(slot.shape)
         return values
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the warm-up which epoch (from 0) it is."""
         self.epoch, self._epochs_begun = epoch, epoch + 1
-        self._each_bucket(lambda buckets: setattr(buckets, "epoch", epoch))
+        for exchange in self.exchanges:
+            if exchange.steps.buckets is not None:
+                exchange.steps.buckets.epoch = epoch
 
     def epoch_begins(self, epoch: int) -> None:
         """``fit`` begins its epoch `epoch`; those of earlier calls of ``fit`` count too."""
@@ -305,17 +301,18 @@ class Distribution:
         refuse_several(self, "saved")
         if self.exchanges:
             return marked(self.exchanges[0].residuals(own), self)
-        return self._loaded[0] if self._loaded is not None else None
+        return self.ownership.loaded
 
     def resume(self, state: ResidualState, iterations: int) -> None:
         """Go on from `state`, of this rank, at the optimizer's `iterations`; perhaps when there is an exchange."""
         check_taken(state, self)
         self.epoch = state.epoch
         self._epochs_begun = state.epoch or 0  # it may be begun again
-        self._loaded = state, iterations, self.clock.resumed(iterations)
+        self.ownership.resumed(iterations)
         if self.exchanges:
-            self.exchanges[0].resume(*self._loaded)
-            self._loaded = None
+            self.exchanges[0].resume(state)
+        else:
+            self.ownership.loaded = state
 
     def carry_on(self, state: ResidualState | None, iterations: int) -> None:
         """Go on from `state`, of a commit; a step under way is given up."""
@@ -324,7 +321,7 @@ class Distribution:
             assert buckets is not None
             self.resume(state.carried_on(buckets.rank, buckets.workers), iterations)
         else:
-            self.clear()
+            self.ownership.clear()
 
     def renew(self, iterations: int) -> None:
         """The ranks are others; this one keeps what it has."""
@@ -342,23 +339,6 @@ class Distribution:
         ranks = self.settings.process_set
         state = self.residuals(own=False) or ResidualState(ranks.rank(), ranks.size(), self.settings.averages)
         self.resume(dataclasses.replace(state, **clock), iterations)
-
-    def clear(self) -> None:
-        """Empty u, v and the second moment of every exchange: the weights are about to be others."""
-        self._each_bucket(lambda buckets: buckets.clear())
-        if self._loaded is not None:
-            state, iterations, generation = self._loaded
-            self._loaded = dataclasses.replace(state, tensors={}, runs={}, second={}), iterations, generation
-
-    @property
-    def holds_loaded(self) -> bool:
-        """Whether something was loaded that waits for the first step."""
-        return self._loaded is not None and bool(self._loaded[0].tensors)
-
-    def _each_bucket(self, act: Callable[[Any], None]) -> None:
-        for exchange in self.exchanges:
-            if exchange.steps.buckets is not None:
-                act(exchange.steps.buckets)
 
     @property
     def exchanges(self) -> list[GradientExchange]:
@@ -378,10 +358,13 @@ class Distribution:
     @property
     def in_engines(self) -> set[Key]:
         """Keys of the compressed variables whose momentum is with the engines, and not in the optimizer's slots."""
-        keeping = {exchange.steps for exchange in self.exchanges if exchange.keeps_state}
-        if not keeping:
-            return set()
-        return {key for key in self.compressed if self._homes.holder(key) in (None, *keeping)}
+        keeping = self._keeping
+        found = {key: self.ownership.find(key) for key in self.compressed if keeping}
+        return {key for key, at in found.items() if at is None or at[0] in keeping}
+
+    @property
+    def _keeping(self) -> set[Holder | None]:
+        return {exchange.steps.holder for exchange in self.exchanges if exchange.keeps_state}
 
     def stats(self) -> dict[str, Any]:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""

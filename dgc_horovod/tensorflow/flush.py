@@ -30,9 +30,9 @@ class WholeApplication(Application):
 def flush(session: Session, own: Own) -> None:
     """See ``flush`` of the optimizer. `own`: its ``apply``, as the user's class has it."""
     optimizer, distribution = session.optimizer, session.distribution
-    distribution.clock.look(session.iterations)
+    distribution.ownership.look(session.iterations)
     distribution.residuals()  # errors that should come before anything is changed
-    if distribution.holds_loaded:  # before the first step
+    if distribution.ownership.holds_loaded:  # before the first step
         trained = [variable for variable in optimizer._trainable_variables if not is_frozen(variable)]
         distribution.variable_set(trained, trained, session.local)  # of the kind of dense gradients
     if not any(exchange.keeps_state for exchange in distribution.exchanges):

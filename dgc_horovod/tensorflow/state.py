@@ -61,7 +61,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
                 f"{made % passes} of {passes} passes of a step are accumulated, which a checkpoint does not hold; save "
                 "after the last one"
             )
-        distribution.clock.look(session.iterations)
+        distribution.ownership.look(session.iterations)
         state = distribution.residuals()
         trained = trained_in(model, session)
         saved = _dumped(variables, outer, trained, extra) if collectives.rank == 0 else b""

@@ -34,6 +34,12 @@ def test_torch_optimizers(length):
             check(each)
 
 
+def test_a_keras_optimizer_takes_its_state_with_it():
+    """Its exchange, the clock that noticed reloads and the functions of its graphs had referred to each other."""
+    pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
+    assert [rank["keras_cycles.at_once"] for rank in run_ranks(2, ["keras_cycles.at_once"])] == [{}, {}]
+
+
 @pytest.mark.slow  # a minute, as TensorFlow traces graphs
 @each_length
 @pytest.mark.parametrize("case", ["eager", "fit"])

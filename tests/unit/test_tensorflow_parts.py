@@ -1,4 +1,4 @@
-"""Parts of the TensorFlow adapter that need no ranks: memory that is shared, presets, sparse gradients, the clock."""
+"""Parts of the TensorFlow adapter that need no ranks: memory that is shared, presets, sparse gradients, slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.stats import ExchangeStats, Traffic
 from dgc_horovod.tensorflow.compression import Compression
-from dgc_horovod.tensorflow.distribution import Clock
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, host_call
 from dgc_horovod.tensorflow.keras import callbacks
 from dgc_horovod.tensorflow.updates.adam import AdamUpdate
@@ -25,6 +24,7 @@ from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.updates.choice import choose_update
 from dgc_horovod.tensorflow.updates.sgd import SGDUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
+from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
 from dgc_horovod.tensorflow.wrapping.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
 
 
@@ -128,35 +128,39 @@ def test_keras_and_tensorflow_variables_are_one():
     assert key_of(variable) == key_of(variable.value) != key_of(keras.Variable(np.ones(3, "float32")))
 
 
-class _Exchange:
-    """One exchange, and the distribution that has it: what a clock asks of both."""
+class _Buckets:
+    """One exchange, as far as an ownership asks it."""
 
     def __init__(self):
-        self.counts, self.asked = ExchangeStats(1, 1, Traffic()), []
-        self.exchanges, self.steps = [self], self
+        self.counts, self.cleared = ExchangeStats(1, 1, Traffic()), 0
 
     def clear(self):
-        self.asked.append("clear")
-
-    def take_over_again(self):
-        self.asked.append("take over")
+        self.cleared += 1
 
 
-def _clock(stride=1, grows=True):
-    owner = _Exchange()
-    return Clock(stride, lambda: False, owner, grows), owner
+def _ownership(stride=1, grows=True):
+    ownership = SlotOwnership(stride, grows, hvd.ProcessSet([1]))  # of which this process is not the first
+    return ownership, ownership.add(Holder([], [], _Buckets()))
+
+
+def _begins(ownership, holder, iterations):
+    """How often u and v were emptied by the begin of a step, and whether it takes the slots over."""
+    before = holder.buckets.cleared
+    ownership.step_begins(holder, iterations)
+    return holder.buckets.cleared - before, holder.begins(own_step=False)
 
 
 @pytest.mark.parametrize(
-    ("seen", "generations"),
+    ("seen", "emptied"),
     [([0, 1, 2, 2, 3], [0] * 5), ([0, 1, 9, 10], [0] * 4), ([5, 6, 0], [0, 0, 1]), ([0, 1, 500], [0, 0, 1])],
 )
-def test_the_clock_notices_a_checkpoint(seen, generations):
-    clock, owner = _clock()
-    assert [clock.generation(iterations) for iterations in seen] == generations and owner.asked == []
-    clock.reloaded()
-    assert owner.asked == ["clear", "take over"]
-    assert clock.generation(seen[-1]) == generations[-1] + 1
+def test_a_checkpoint_is_noticed(seen, emptied):
+    ownership, holder = _ownership()
+    found = [_begins(ownership, holder, iterations) for iterations in seen]
+    assert [count for count, _ in found] == emptied
+    assert [takes_over for _, takes_over in found] == [True, *map(bool, emptied[1:])]
+    ownership.reloaded()
+    assert holder.buckets.cleared == sum(emptied) + 1 and _begins(ownership, holder, seen[-1]) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -168,32 +172,49 @@ def test_the_clock_notices_a_checkpoint(seen, generations):
         ("applied", False, 0),
     ],
 )
-def test_the_clock_notices_the_same_iterations_after_a_step_that_was_applied(ends, grows, noticed):
-    clock, owner = _clock(grows=grows)
+def test_the_same_iterations_are_noticed_after_a_step_that_was_applied(ends, grows, noticed):
+    ownership, holder = _ownership(grows=grows)
     seen = []
     for iterations in (4, 5, 5, 6):
-        seen.append(clock.generation(iterations))
+        seen.append(_begins(ownership, holder, iterations)[0])
         if ends != "failed" or iterations != 5:
-            owner.counts.end_step((0, "") if ends == "skipped" else None)
-    assert seen == [0, 0, noticed, noticed]
+            holder.buckets.counts.end_step((0, "") if ends == "skipped" else None)
+    assert seen == [0, 0, noticed, 0]
 
 
-def test_between_two_steps_the_clock_looks_and_goes_on():
-    clock, owner = _clock()
+def test_a_script_that_sets_iterations_itself_is_borne_with():
+    ownership, holder = _ownership()
+    seen = []
+    for _ in range(5):
+        seen.append(_begins(ownership, holder, 7)[0])
+        holder.buckets.counts.end_step()
+    assert seen == [0, 1, 0, 0, 0]
+
+
+def test_between_two_steps_a_look_goes_on():
+    ownership, holder = _ownership()
     for iterations in range(4):
-        clock.generation(iterations)
-        owner.counts.end_step()
-        clock.look(iterations + 1)
-    assert owner.asked == []
-    clock.look(1)
-    assert owner.asked == ["clear", "take over"] and clock.generation(1) > 0
+        _begins(ownership, holder, iterations)
+        holder.buckets.counts.end_step()
+        ownership.look(iterations + 1)
+    assert holder.buckets.cleared == 0
+    ownership.look(1)
+    assert holder.buckets.cleared == 1 and holder.in_slots
 
 
-def test_the_clock_bears_with_an_exchange_right_after_a_resume():
+def test_an_exchange_right_after_a_resume_is_no_reload():
     """Local steps count the iterations before the last step, which was made before the resume."""
-    clock, _ = _clock(stride=4, grows=False)
-    generation = clock.resumed(47)
-    assert [clock.generation(iterations) for iterations in (46, 47, 50)] == [generation] * 3
+    ownership, holder = _ownership(stride=4, grows=False)
+    ownership.resumed(47)
+    holder.in_slots = False
+    assert [_begins(ownership, holder, iterations) for iterations in (46, 47, 50)] == [(0, False)] * 3
+
+
+def test_a_step_of_the_optimizers_own_leaves_all_in_the_slots():
+    _, holder = _ownership()
+    assert [holder.begins(own_step) for own_step in (True, True, False, False, True, False)] == [
+        False, False, True, False, False, True
+    ]  # fmt: skip
 
 
 def test_which_optimizers_are_split():

@@ -67,8 +67,8 @@ class AutomaticExchange(GradientExchange):
             state.mode = self.auto.mode
         return state
 
-    def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
-        super().resume(state, iterations, generation)
+    def resume(self, state: ResidualState) -> None:
+        super().resume(state)
         self.auto.resume(state)
 
     def _graph(

@@ -6,6 +6,7 @@ and v (`host_steps`); the graph holds no state, so it may be traced as often as 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,14 +21,14 @@ from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
-from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
+from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls, behind, host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.weights import WeightsWatch
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.state_owners import Homes
+from dgc_horovod.tensorflow.wrapping.slot_ownership import SlotOwnership
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native
 
 _NARROW = (tf.float16, tf.bfloat16)
@@ -52,7 +53,7 @@ class GradientExchange:
     """The exchange of the gradients of `sources`, always in that order.
 
     Args:
-        sources, settings, transports, update, generation, homes, number: see `HostSteps`.
+        sources, settings, transports, update, ownership, number, calls: see `HostSteps`.
         keeps_fp32: whether compressed float16 variables get float32 updates: times the learning rate they fit.
     """
 
@@ -62,16 +63,16 @@ class GradientExchange:
         settings: Settings,
         transports: Mapping[str, Collectives],
         update: PlainUpdate,
-        generation: Callable[[int], int],
-        homes: Homes,
-        number: int = 0,
-        keeps_fp32: bool = False,
+        ownership: SlotOwnership,
+        number: int,
+        calls: HeldCalls,
+        keeps_fp32: bool,
     ) -> None:
         collectives = transports[ALL]
         self.sources, self.settings, self.collectives = list(sources), settings, collectives
         self._transports, self._inside = transports, transports.get(INSIDE)
         self.update, self._keeps_fp32 = update, keeps_fp32
-        self.steps = HostSteps(sources, settings, transports, update, generation, homes, number)
+        self.steps = HostSteps(sources, settings, transports, update, ownership, number, calls)
         self.compressed = {i for i, run in self.steps.place.items() if not run.engine.bucket.uncompressed}
         compression = settings.compression
         if settings.config is not None:
@@ -82,11 +83,9 @@ class GradientExchange:
         self._replicas = None
         if settings.config is not None and settings.config.check_every and update.is_optimizers:
             self._replicas = Replicas(sources, settings.config, self.steps)
-            self.steps.part_due = self._replicas.due
         self._weights = WeightsWatch(sources, self.steps)
-        if settings.config is not None:
-            self.steps.look_due = self._weights.due
-        self._function = tf.function(self._graph, autograph=False, reduce_retracing=True)
+        weak: Any = weakref.proxy(self)  # or it would be a cycle
+        self._function = tf.function(partial(type(self)._graph, weak), autograph=False, reduce_retracing=True)
 
     @property
     def keeps_state(self) -> bool:
@@ -115,9 +114,9 @@ class GradientExchange:
         """See `HostSteps.residuals`."""
         return self.steps.residuals(own)
 
-    def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
+    def resume(self, state: ResidualState) -> None:
         """See `HostSteps.resume`."""
-        self.steps.resume(state, iterations, generation)
+        self.steps.resume(state)
 
     def __call__(
         self,
@@ -165,8 +164,8 @@ class GradientExchange:
     def _graph(
         self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
     ) -> tuple[list[Gradient], Any, Any]:
-        dtypes = [tf.int64, tf.bool, tf.int32, tf.int64, tf.bool, tf.bool]
-        started, fresh, part, step, dense, look = self._call(self.steps.start, [iterations], dtypes)
+        dtypes = [tf.int64, tf.bool, tf.int64, tf.bool, tf.int32, tf.bool]
+        started, fresh, step, dense, part, look = self._call(self._start, [iterations], dtypes)
         if self.settings.config is None:
             return self._all_dense(gradients, started), None, None
         if self._replicas is not None:
@@ -196,6 +195,13 @@ class GradientExchange:
         finite.set_shape([])
         dense.set_shape([])
         return [results[i] for i in range(len(gradients))], finite, dense if self.update.dense_is_stock else None
+
+    def _start(self, iterations: np.ndarray) -> list[Any]:
+        """`HostSteps.start`; also which part of the weights is compared (-1: none), and whether they are looked at."""
+        started = self.steps.start(iterations)
+        part = -1 if self._replicas is None else self._replicas.due(int(started[2]))
+        look = self.settings.config is not None and self._weights.due()
+        return [*started, np.int32(part), np.bool_(look)]
 
     def _dtype(self, i: int, dtype: tf.DType) -> tf.DType:
         """Of the result for gradient `i`, which has `dtype`."""

@@ -60,24 +60,31 @@ def host_call(
     return _as_list(tf.py_function(through_dlpack, list(inputs), list(dtypes)))
 
 
-def held_by(holder: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, as a graph is given it: `holder` alone keeps it, and all that it refers to, alive.
+class HeldCalls:
+    """The Python functions of an exchange's graphs: this alone keeps them, and all that they refer to, alive.
 
-    TensorFlow keeps the graphs of models that are gone, and those keep the Python functions that they call.
+    TensorFlow keeps the graphs of models that are gone, and those keep the Python functions that they call. What the
+    functions refer to knows this weakly, or it would be a cycle, and u and v would stay until the next collection.
     """
-    holder.append(function)
-    known = weakref.ref(function)
 
-    def call(*arguments: Any) -> Any:
-        alive = known()
-        if alive is None:
-            raise UnsupportedUse(_OUTLIVES)
-        try:
-            return alive(*arguments)
-        except ReferenceError:  # what it makes steps of is gone already
-            raise UnsupportedUse(_OUTLIVES) from None
+    def __init__(self) -> None:
+        self._functions: list[Callable[..., Any]] = []
 
-    return call
+    def hold(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, as a graph is given it."""
+        self._functions.append(function)
+        known = weakref.ref(function)
+
+        def call(*arguments: Any) -> Any:
+            alive = known()
+            if alive is None:
+                raise UnsupportedUse(_OUTLIVES)
+            try:
+                return alive(*arguments)
+            except ReferenceError:  # what it makes steps of is gone already
+                raise UnsupportedUse(_OUTLIVES) from None
+
+        return call
 
 
 def behind(gate: tf.Tensor, tensor: Any) -> Any:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,16 +26,15 @@ from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import MOMENTUM, Arrays, ResidualState
 from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
-from dgc_horovod.tensorflow.gradients.host_calls import Blocks, held_by, kernels_on
+from dgc_horovod.tensorflow.gradients.host_calls import Blocks, HeldCalls, kernels_on
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.kept import named, number_of
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.state_owners import Homes
+from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
 from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
 
 _log = logging.getLogger("dgc_horovod")
-_FROM_SLOTS = -1  # for a generation: what belongs here is in the optimizer's slots
 
 
 class HostSteps:
@@ -45,10 +45,9 @@ class HostSteps:
         settings: the compression and Horovod's arguments.
         transports: transport of each group of workers; that of all for its traffic and its watch.
         update: form in which gradients enter the residual.
-        generation: function of the optimizer's iterations, called at each step: a number that changes when a checkpoint
-            has been loaded since the last.
-        homes: places of u and v, shared by all exchanges that may meet the same variables.
+        ownership: of u and v, shared by all exchanges that may meet the same variables.
         number: index of the exchange, from 0, among those of the same variables that have each a state of their own.
+        calls: what keeps the Python functions of graphs alive.
     """
 
     def __init__(
@@ -57,9 +56,9 @@ class HostSteps:
         settings: Settings,
         transports: Mapping[str, Collectives],
         update: PlainUpdate,
-        generation: Callable[[int], int],
-        homes: Homes,
+        ownership: SlotOwnership,
         number: int,
+        calls: HeldCalls,
     ) -> None:
         collectives = transports[ALL]
         self.collectives, self.update = collectives, update
@@ -68,18 +67,19 @@ class HostSteps:
         self.runs: list[BucketRun] = []
         self.place: dict[int, BucketRun] = {}
         self.error: DGCError | None = None
-        self.part_due: Callable[[int], int] = lambda steps: -1  # of the weights, to be compared; see `Replicas.due`
-        self.look_due: Callable[[], bool] = bool  # whether all of them are to be looked at; see `WeightsWatch.due`
-        self._homes, self._keys = homes, [(number, source.key) for source in sources]
+        self._keys = [source.key for source in sources]
         self._names = [f"{i} {source.name}" for i, source in enumerate(sources)]
-        self._generation_now, self._generation = generation, _FROM_SLOTS
+        self._ownership = ownership
+        self.holder: Holder | None = None  # None: without compression
         self._iterations = 0
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._told = set[str]()
-        self._calls: list[Any] = []  # made by `noting`
+        self._calls: HeldCalls = weakref.proxy(calls)
         self._dense = False  # whether the step is the optimizer's own
         if settings.config is not None:
             self.buckets = self._make_buckets(sources, settings, settings.config)
+            places = [(number, key) for key in self._keys]
+            self.holder = ownership.add(Holder(places, self._names, self.buckets))
             self.counts = self.buckets.counts
         else:
             self.counts = ExchangeStats(collectives.workers, numel_of(sources), collectives.traffic)
@@ -94,7 +94,7 @@ class HostSteps:
             for name, source, group in zip(names, sources, settings.group_numbers(sources), strict=True)
         ]
         kernels = functools.cache(kernels_on)
-        collectives = self.collectives
+        collectives, node_size = self.collectives, self.node_size  # the function must not refer to this
 
         def make() -> OptimizerExchange:
             return OptimizerExchange(
@@ -105,7 +105,7 @@ class HostSteps:
                 collectives.workers,
                 settings.averages,
                 collectives.traffic,
-                self.node_size,
+                node_size,
             )
 
         self._make, buckets = make, make()
@@ -131,7 +131,7 @@ class HostSteps:
                 self.collectives.watch.disarm()
                 raise
 
-        return held_by(self._calls, noting)
+        return self._calls.hold(noting)
 
     # -- what is kept between steps
 
@@ -147,27 +147,19 @@ class HostSteps:
             raise UnsupportedUse("residuals can be saved between two steps only")
         state = self.buckets.residuals()
         tensors = {number_of(name): arrays for name, arrays in state.tensors.items()}
-        for i, (_, key) in enumerate(self._keys):
+        for i, key in enumerate(self._keys):
             if own and (slots := self.update.own(key)):
                 tensors[str(i)] = {**tensors.get(str(i), {}), **slots}
         runs = {number_of(name): run for name, run in state.runs.items()}
         second = {number_of(name): values for name, values in state.second.items()}
         return dataclasses.replace(state, tensors=tensors, runs=runs, second=second)
 
-    def resume(self, state: ResidualState, iterations: int, generation: int) -> None:
-        """Go on from what `residuals` gave; without momentum in it the optimizer's slots are taken over.
-
-        Args:
-            state: residuals of this rank.
-            iterations: number of steps that the optimizer has made, >= 0.
-            generation: generation of `state`; if a checkpoint has been loaded since, it is not wanted any more.
-        """
-        assert self.buckets is not None
-        if self._generation_now(iterations) != generation:
-            return
-        found = named(state, self.update, [key for _, key in self._keys], self.buckets.numel)
+    def resume(self, state: ResidualState) -> None:
+        """Go on from what `residuals` gave; without momentum in it the optimizer's slots are taken over."""
+        assert self.buckets is not None and self.holder is not None
+        found = named(state, self.update, self._keys, self.buckets.numel)
         self.buckets.load(found)
-        for i, (_, key) in enumerate(self._keys):
+        for i, key in enumerate(self._keys):
             if str(i) in state.tensors:
                 self.update.take_own(key, state.tensors[str(i)])
         if left := len(self.buckets.dense_residuals):
@@ -176,57 +168,50 @@ class HostSteps:
                 _log.warning(
                     "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", left
                 )
-        brought = bool(found.second) or any(MOMENTUM in arrays for arrays in found.tensors.values())
-        self._generation = generation if brought else _FROM_SLOTS
-        self._homes.adopt(generation)
+        self.holder.in_slots = not (found.second or any(MOMENTUM in arrays for arrays in found.tensors.values()))
 
     def renew(self) -> None:
         """The ranks are others: the same buckets for as many as there are now, with nothing kept."""
         self.collectives.renew()
-        if self.buckets is not None:
-            self.buckets = self._make()
+        if self.holder is not None:
+            self.buckets = self.holder.buckets = self._make()
             self.counts = self.buckets.counts
             for run, engine in zip(self.runs, self.buckets.engines, strict=True):
                 run.engine = engine
 
     def take_over_again(self) -> None:
         """At the next step take over the optimizer's slots: they hold what was here."""
-        self._generation = _FROM_SLOTS
+        if self.holder is not None:
+            self.holder.in_slots = True
 
     # -- a step, in this order
 
     def start(self, iterations: np.ndarray) -> list[Any]:
-        """Begin; returns `iterations`, whether the optimizer's slots are to be taken over, what part of the weights is
-        to be compared (-1: none), after how many steps, whether the step is the optimizer's own, and whether the
-        weights are to be looked at.
+        """Begin; returns `iterations`, whether the optimizer's slots are to be taken over, the number of steps before,
+        and whether the step is the optimizer's own.
 
         A step before this one that was not finished (an error in the graph) has sent nothing that counts.
         """
-        if self.buckets is not None:
+        buckets, self._iterations, fresh = self.buckets, int(iterations), False
+        if buckets is not None and self.holder is not None:
             self._check_ranks()
-            self.buckets.begin()
-            if self.buckets.config.exchanges_weights:
-                self.buckets.decay(self.buckets.config.local_decay)  # weights are exchanged: what waits fades
-        self._iterations = int(iterations)
-        generation, buckets = self._generation_now(self._iterations), self.buckets
-        self._homes.renew(generation)
-        self._homes.bring(self, self._keys)
-        self._dense = self.update.dense_is_stock and buckets is not None and buckets.as_stock
-        if buckets is not None and not self._dense:  # those that other workers of the node keep, too
-            buckets.accumulations = {name: self.update.accumulation(buckets, name) for name in buckets.compressed}
-        fresh = not self._dense and generation != self._generation
-        self._generation = _FROM_SLOTS if self._dense else generation
+            buckets.begin()
+            if buckets.config.exchanges_weights:
+                buckets.decay(buckets.config.local_decay)  # weights are exchanged: what waits fades
+            self._ownership.step_begins(self.holder, self._iterations)
+            self._dense = self.update.dense_is_stock and buckets.as_stock
+            if not self._dense:  # those that other workers of the node keep, too
+                buckets.accumulations = {name: self.update.accumulation(buckets, name) for name in buckets.compressed}
+            fresh = self.holder.begins(self._dense)
         steps = buckets.steps if buckets is not None else 0
-        part, look = self.part_due(steps), np.bool_(self.look_due())
-        own = np.bool_(self._dense)
-        return [np.int64(self._iterations), np.bool_(fresh), np.int32(part), np.int64(steps), own, look]
+        return [np.int64(self._iterations), np.bool_(fresh), np.int64(steps), np.bool_(self._dense)]
 
     def start_as_stock(self, iterations: np.ndarray) -> None:
         """Begin a step of the user's own optimizer."""
-        if self.buckets is not None and self.buckets.under_way:
+        assert self.buckets is not None and self.holder is not None
+        if self.buckets.under_way:
             self.buckets.rollback()
-        self._homes.renew(self._generation_now(int(iterations)))
-        self._homes.bring(self, self._keys)
+        self._ownership.step_begins(self.holder, int(iterations))
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""

@@ -43,7 +43,7 @@ class _EpochTeller(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         epochs, steps = (self.params or {}).get("epochs"), (self.params or {}).get("steps")
         if self._distribution is not None and epochs and steps:
-            self._distribution.run_steps = epochs * steps // self._distribution.clock.stride
+            self._distribution.run_steps = epochs * steps // self._distribution.ownership.stride
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._distribution is not None:

@@ -133,7 +133,7 @@ class KerasState(ObjectState):
         self._saved = values_of(self._all_variables)
         self._kept: ResidualState | None = None
         if self._distribution is not None:
-            self._distribution.clock.look(self._iterations)
+            self._distribution.ownership.look(self._iterations)
             self._kept = self._distribution.residuals(own=False)
 
     def commit(self) -> None:

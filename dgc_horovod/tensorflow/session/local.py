@@ -106,7 +106,7 @@ class LocalSteps(Strategy):
 
     def before_flush(self) -> None:
         """See `Strategy`; the round under way ends, then `e` goes densely."""
-        if self.session.distribution.holds_loaded:  # of all variables, frozen ones too
+        if self.session.distribution.ownership.holds_loaded:  # of all variables, frozen ones too
             self._agreed()
         self.conclude()
 

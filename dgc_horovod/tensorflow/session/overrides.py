@@ -36,13 +36,13 @@ class Methods(UsersClass):
         With local steps the round under way is given up, and outer momentum.
         """
         super().load_own_variables(store)
-        self._dgc.distribution.clock.reloaded()
+        self._dgc.distribution.ownership.reloaded()
         self._dgc.strategy.forget()
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """As Keras'; u and v belong to the weights before and start from zero."""
         super().set_weights(weights)
-        self._dgc.distribution.clock.reloaded()  # of the model's weights it says nothing: a local round goes on
+        self._dgc.distribution.ownership.reloaded()  # of the model's weights it says nothing: a local round goes on
 
     def register_local_var(self, var: keras.Variable | Iterable[keras.Variable]) -> None:
         """Leave `var` to each rank: its gradient is not exchanged (and divided by N, if scale_local_gradients).
@@ -62,7 +62,7 @@ class Methods(UsersClass):
         With local steps: `e` and outer momentum, and a round begins with the weights that the script has set. Every
         rank calls it, and has set them to the same.
         """
-        self._dgc.distribution.clear()
+        self._dgc.distribution.ownership.clear()
         self._dgc.strategy.forget()
         self._dgc.strategy.begin_anew()
 
@@ -77,7 +77,7 @@ class Methods(UsersClass):
             UnsupportedUse: there are several sets of variables; a round of local steps is under way.
         """
         self._dgc.strategy.check_between_steps()
-        self._dgc.distribution.clock.look(self._dgc.iterations)
+        self._dgc.distribution.ownership.look(self._dgc.iterations)
         state = self._dgc.distribution.residuals()
         return {} if state is None else state.to_dict()
 

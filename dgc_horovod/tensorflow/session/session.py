@@ -120,7 +120,7 @@ class Session(base.Session[keras.optimizers.Optimizer]):
 
     def save(self, variables: Sequence[Any], store: MutableMapping[str, Any]) -> None:
         """Put variables into a file; slots that are empty because the engine has their part get what this rank has."""
-        self.distribution.clock.look(self.iterations)
+        self.distribution.ownership.look(self.iterations)
         rate = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
         ours = self.distribution.for_slots(rate)
         for i, variable in enumerate(variables):

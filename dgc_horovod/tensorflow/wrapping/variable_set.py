@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, zeros_for
 
@@ -28,12 +29,13 @@ class VariableSet:
         sources: Sequence[Source],
         kinds: Sequence[str],
         local: Sequence[bool],
-        make: Callable[[Sequence[Source]], GradientExchange],
+        make: Callable[[Sequence[Source], HeldCalls], GradientExchange],
     ) -> None:
         self.sources, self.kinds, self.local = list(sources), list(kinds), list(local)
         self.given = [i for i, kind in enumerate(kinds) if kind != "none"]
         self.active = [i for i in self.given if not local[i]]
-        self.exchange = make([sources[i] for i in self.active]) if self.active else None
+        self._calls = HeldCalls()
+        self.exchange = make([sources[i] for i in self.active], self._calls) if self.active else None
         compressed = self.exchange.compressed if self.exchange is not None else ()
         self.compressed = {self.sources[self.active[j]].key for j in compressed}
 

@@ -53,6 +53,24 @@ def eager() -> dict[str, Any]:
     return {name: growth(lambda make=make: cycle(make()), CYCLES) for name, make in _compressions().items()}
 
 
+def at_once() -> dict[str, bool]:
+    """What is left of an optimizer that was dropped, before the garbage collector comes: u and v are large."""
+    hvd.init()
+    variables = [keras.Variable(np.ones((64, 32), np.float32))]
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05, min_numel=16))
+        for _ in range(2):
+            optimizer.apply([tf.ones((64, 32))], variables)
+        buckets = session(optimizer).buckets
+        parts = [weakref.ref(each) for each in (session(optimizer).exchange, buckets, buckets.engines[0].state)]
+        del optimizer, buckets
+        return {type(each()).__name__: each() is not None for each in parts if each() is not None}
+    finally:
+        gc.enable()
+
+
 def fit() -> dict[str, Any]:
     """``model.fit``, beside Keras alone, which keeps the graphs of models that are gone."""
     hvd.init()
