@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import MID_ROUND
+from dgc_horovod.state.parts import StatePart
 
 _log = logging.getLogger("dgc_horovod")
 _made: list[weakref.ref[Session[Any]]] = []  # in the order of wrapping, which is the same on every rank
@@ -76,7 +77,7 @@ def weights_set(sent: Iterable[Any]) -> None:
         session.strategy.weights_set(values)
 
 
-class Strategy(Generic[Owner, Tensor]):
+class Strategy(StatePart, Generic[Owner, Tensor]):
     """What a step of one session is, and what spans several steps: by default nothing does.
 
     Args:

@@ -69,8 +69,7 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
     rank, workers, one = topology.rank, topology.workers, next(iter(states.values()))
     if _goes_on(topology, one.workers, one.node_size, cut_alike) and rank in states:
         return states[rank]
-    made = ResidualState(rank, workers, one.averages, one.step, one.epoch, node_size=topology.node_size)
-    made.mode, made.method = one.mode, one.method
+    made = ResidualState(rank, workers, one.averages, node_size=topology.node_size, method=one.method, **one.shared)
     made.second = next((state.second for state in states.values() if state.second), {})
     weights = shares(topology.node, topology.nodes, one.workers, one.averages)
     means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed

@@ -13,7 +13,7 @@ import logging
 import math
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,9 +97,15 @@ class ResidualState:
             self.epoch = math.floor(self.epoch)  # a script's may be a float, or NumPy's
 
     @property
-    def clock(self) -> dict[str, Any]:
-        """What is the same on every rank, and newcomers take over, by field: where the schedules are."""
-        return {name: getattr(self, name) for name in ("step", "epoch", "mode")}
+    def shared(self) -> dict[str, Any]:
+        """What is the same on every rank, and newcomers take over, by field."""
+        return {name: getattr(self, name) for name in ("step", "epoch", "mode", "second", "clips")}
+
+    def renamed(self, name_of: Callable[[str], str]) -> ResidualState:
+        """The same with other names of tensors."""
+        every = {name: getattr(self, name) for name in ("tensors", "runs", "second")}
+        renamed: dict[str, Any] = {name: {name_of(tensor): x for tensor, x in of.items()} for name, of in every.items()}
+        return dataclasses.replace(self, **renamed)
 
     def to_dict(self) -> dict[str, Any]:
         """As a dict of plain values and arrays."""

@@ -22,6 +22,8 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.notices import SEVERAL, describe
 from dgc_horovod.recording import begin_as_environment_says
+from dgc_horovod.state.method import check_kept, method_of
+from dgc_horovod.state.parts import StateRegister
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
 from dgc_horovod.tensorflow.auto.choice import for_a_choice
@@ -30,7 +32,6 @@ from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls, behind
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.kept import check_taken, marked, refuse_several
 from dgc_horovod.tensorflow.nodes import transports
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
@@ -239,9 +240,9 @@ class Distribution:
             each.give_up(SEVERAL)
             exchange.follow(each)
         buckets = exchange.steps.buckets
-        if buckets is not None:
+        if buckets is not None and exchange.kept is not None:
             if self.ownership.loaded is not None:
-                exchange.resume(self.ownership.loaded)
+                exchange.kept.resume(self.ownership.loaded)
                 self.ownership.loaded = None
             buckets.epoch = self.epoch
             if collectives.rank == 0:
@@ -293,24 +294,47 @@ class Distribution:
         """A copy of what this rank has kept; None without compression, or before the first step.
 
         Args:
-            own: see `HostSteps.residuals`.
+            own: see `StateRegister.record`.
 
         Raises:
             UnsupportedUse: there are several exchanges (several sets of variables), or a step is under way.
         """
-        refuse_several(self, "saved")
+        self._refuse_several("saved")
         if self.exchanges:
-            return marked(self.exchanges[0].residuals(own), self)
+            return None if self._kept is None else self._kept.record(own)
         return self.ownership.loaded
+
+    def _refuse_several(self, what: str) -> None:
+        if len(self.exchanges) > 1:
+            raise UnsupportedUse(
+                f"residuals of an optimizer that is given several sets of variables cannot be {what}; give each set an "
+                'optimizer of its own (a new one can load with residuals="ignored")'
+            )
+
+    @property
+    def _kept(self) -> StateRegister | None:
+        return self.exchanges[0].kept if self.exchanges else None
+
+    def check(self, state: ResidualState) -> None:
+        """Raise the error that going on from `state` would end in: CheckpointError, or UnsupportedUse.
+
+        Before the first step nobody knows which variables have gradients, so that their sizes are compared then.
+        """
+        self._refuse_several("loaded")
+        config, update = self.settings.config, self.update
+        if self._kept is not None:
+            self._kept.check(state)
+        else:
+            check_kept(state, "" if config is None else method_of(config, update.is_split, update.dense_is_stock))
 
     def resume(self, state: ResidualState, iterations: int) -> None:
         """Go on from `state`, of this rank, at the optimizer's `iterations`; perhaps when there is an exchange."""
-        check_taken(state, self)
+        self.check(state)
         self.epoch = state.epoch
         self._epochs_begun = state.epoch or 0  # it may be begun again
         self.ownership.resumed(iterations)
-        if self.exchanges:
-            self.exchanges[0].resume(state)
+        if self._kept is not None:
+            self._kept.resume(state)
         else:
             self.ownership.loaded = state
 
@@ -334,11 +358,11 @@ class Distribution:
             process_set = self.settings.process_set
             self.resume(state.carried_on(process_set.rank(), process_set.size()), iterations)
 
-    def join(self, clock: dict[str, Any], iterations: int) -> None:
+    def join(self, shared: dict[str, Any], iterations: int) -> None:
         """Be where the others are, as fields of their `ResidualState` say; a newcomer's own begins with nothing."""
         ranks = self.settings.process_set
         state = self.residuals(own=False) or ResidualState(ranks.rank(), ranks.size(), self.settings.averages)
-        self.resume(dataclasses.replace(state, **clock), iterations)
+        self.resume(dataclasses.replace(state, **shared), iterations)
 
     @property
     def exchanges(self) -> list[GradientExchange]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -19,19 +20,19 @@ from dgc_horovod.config_check import together
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.kinds import NAMED, TEXT, checked, list_of, optional, tuple_of, whole
-from dgc_horovod.state.residual_state import UNDECIDED
+from dgc_horovod.state.method import CHANGES, is_flushed
+from dgc_horovod.state.residual_state import FROZEN_SINCE, UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.broadcast import own_variables, shared_variables
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.kept import EXCHANGED, TRAINED, check_taken, of_these, trained_in
 from dgc_horovod.tensorflow.session.session import Session, session_of
-from dgc_horovod.tensorflow.wrapping.variables import native
+from dgc_horovod.tensorflow.wrapping.variables import is_frozen, key_of, native
 
 _log = logging.getLogger("dgc_horovod")
-_HEAD, _OUTER = "head", "outer"
+_HEAD, _OUTER, _TRAINED, _EXCHANGED = "head", "outer", "trained", "exchanged"
 _HEAD_KINDS = {
-    "variables": list_of(tuple_of(list_of(whole(0)), TEXT)), _OUTER: whole(0), TRAINED: list_of(whole(-1)),
-    EXCHANGED: optional(list_of(whole(-1))), "extra": NAMED,
+    "variables": list_of(tuple_of(list_of(whole(0)), TEXT)), _OUTER: whole(0), _TRAINED: list_of(whole(-1)),
+    _EXCHANGED: optional(list_of(whole(-1))), "extra": NAMED,
 }  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
             )
         distribution.ownership.look(session.iterations)
         state = distribution.residuals()
-        trained = trained_in(model, session)
+        trained = _trained_in(model, session)
         saved = _dumped(variables, outer, trained, extra) if collectives.rank == 0 else b""
         shapes = [str(_described(variable)) for variable in (*variables, *outer)]
         holds = checkpoint.digest_of_names(shapes, distribution.settings.process_set.process_set_id)
@@ -100,8 +101,8 @@ def load_checkpoint(
         saved = _Saved.read(found.manifest.file(checkpoint.MODEL).name, found.model)
         saved.check(variables, outer)
         if settings.config is not None:
-            state = of_these(found.state, saved.head, trained_in(model, session))
-            check_taken(state, distribution)
+            state = _of_these(found.state, saved.head, _trained_in(model, session))
+            distribution.check(state)
     with together(collectives, f"loading {directory}"):
         saved.assign(variables, outer, collectives.rank)
         for accumulator in own_variables(session.optimizer):  # an accumulation under way was of other weights
@@ -171,7 +172,7 @@ class _Saved:
             NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
         ) as error:  # fmt: skip
             raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
-        head = checked(what, head, _HEAD_KINDS, (_OUTER, TRAINED, EXCHANGED))
+        head = checked(what, head, _HEAD_KINDS, (_OUTER, _TRAINED, _EXCHANGED))
         numbers = [str(i) for i in range(len(head["variables"]))]
         if missing := [number for number in numbers if number not in arrays]:
             raise CheckpointError(f"{what}: array {missing[0]!r} is missing")
@@ -213,3 +214,59 @@ class _Saved:
         if rank == 0:
             told = "has no outer momentum, which starts from zero" if outer else "has outer momentum, which is dropped"
             _log.info("dgc_horovod: the checkpoint %s", told)
+
+
+# -- which variables a record is of
+
+
+def _trained_in(model: Any, session: Session) -> dict[str, list[int] | None]:
+    """Which of the model's weights are trained, and which are exchanged where that is known: residuals have numbers.
+
+    Args:
+        model: Keras model, built.
+        session: session of its optimizer, which is built.
+
+    Returns:
+        Indices in ``model.weights``, by `_TRAINED` and `_EXCHANGED`.
+    """
+    index = {key_of(weight): i for i, weight in enumerate(model.weights)}
+    config = session.distribution.settings.config
+    all_kept = config is not None and config.exchanges_weights  # of all that the optimizer was built with
+    kept = [v for v in session.optimizer._trainable_variables if all_kept or not is_frozen(v)]
+    trained = [index.get(key_of(v), -1) for v in kept if key_of(v) not in session.local]
+    exchanged = [[index.get(source.key, -1) for source in each.sources] for each in session.distribution.exchanges]
+    return {_TRAINED: trained, _EXCHANGED: exchanged[0] if len(exchanged) == 1 else None}
+
+
+def _of_these(state: ResidualState, then: dict[str, Any], now: dict[str, list[int] | None]) -> ResidualState:
+    """`state`, whose tensors have the numbers of those that are trained; without any after a flush, if they do not.
+
+    Args:
+        state: record of this rank.
+        then, now: what `_trained_in` has returned; there is no `then` in checkpoints of earlier versions.
+
+    Raises:
+        CheckpointError: the numbers are those of other weights, of which something waits.
+    """
+    if not state.tensors or _TRAINED not in then:
+        return state
+    exchanged = then.get(_EXCHANGED)
+    if now[_EXCHANGED] is not None and exchanged is not None:
+        one, other = exchanged, now[_EXCHANGED]
+    else:  # a variable may have no gradient, so that not all that are trained are exchanged
+        one, other = then[_TRAINED], now[_TRAINED]
+        if one == other and not set(exchanged or ()) <= set(other or ()):
+            one = exchanged
+    if one == other:
+        return state
+    if is_flushed(state, state.method == CHANGES):
+        return dataclasses.replace(state, tensors={}, runs={}, second={}, thresholds={})
+    raise CheckpointError(
+        f"the residuals are of other variables: those of model.weights at {_few(one)} were trained, now those at "
+        f"{_few(other)}: {FROZEN_SINCE}"
+    )
+
+
+def _few(indices: list[int] | None) -> str:
+    told = [str(i) for i in indices or ()]
+    return ", ".join([*told[:8], "..."] if len(told) > 8 else told)

@@ -72,4 +72,4 @@ def kept_by(optimizer: Any) -> ResidualState:
 
 def copied(optimizer: Any) -> ResidualState:
     """The same without what stands in the optimizer's state, whatever is under way."""
-    return state.copied(_session(optimizer))
+    return _session(optimizer).kept.record(own=False)

@@ -8,6 +8,7 @@ averaged), so that the combined residual stays the same; newcomers begin with no
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable
@@ -22,9 +23,8 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, going_back
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.torch.clipping.local import clips_of
 from dgc_horovod.torch.session.session import Session, session_of
-from dgc_horovod.torch.state import copied, kept_by, put_back
+from dgc_horovod.torch.state import kept_by
 from dgc_horovod.torch.transport import HorovodCollectives
 
 _log = logging.getLogger("dgc_horovod")
@@ -65,14 +65,13 @@ class Membership:
         """Work with the ranks that there are: where a host has left, no state is synced."""
         collectives = session.exchange.collectives
         if (hvd.size(), hvd.rank()) != (collectives.workers, collectives.rank):
-            renew(session)
+            renew(session, session.kept.record(own=False))
 
 
-def renew(session: Session) -> None:
-    """Work with the ranks that there are now; this rank keeps what it has."""
-    state = copied(session)
+def renew(session: Session, state: ResidualState) -> None:
+    """Work with the ranks that there are now; this rank goes on with its part of `state`, which it has had before."""
     session.build()
-    put_back(session, state.carried_on(hvd.rank(), hvd.size()))
+    session.kept.resume(state.carried_on(hvd.rank(), hvd.size()))
     session.carrier.agree_anew()
     if state.workers != hvd.size() and hvd.rank() == 0:
         _log.info("dgc_horovod: %d ranks have become %d; each keeps its residuals", state.workers, hvd.size())
@@ -92,7 +91,7 @@ class ResidualHandler(OptimizerStateHandler):
         found = session_of(optimizer)
         assert found is not None
         self.session = found
-        self._saved: ResidualState = copied(self.session)
+        self._saved: ResidualState = self.session.kept.record(own=False)
         self._flushed_at: Any = None  # `_place` after it
 
     def meet(self) -> None:
@@ -120,7 +119,7 @@ class ResidualHandler(OptimizerStateHandler):
         if self.session.is_exchanging:
             return kept_by(self.session)
         self.session.carrier.follow(self.session)
-        return copied(self.session)
+        return self.session.kept.record(own=False)
 
     def restore(self) -> None:
         """Go back to the last commit; a step under way is given up."""
@@ -131,23 +130,16 @@ class ResidualHandler(OptimizerStateHandler):
         super().restore()  # ends what is under way, and empties u and v
         self._saved_optimizer_state = committed
         exchange = self.session.exchange
-        put_back(self.session, self._saved.carried_on(exchange.rank, exchange.workers))
+        self.session.kept.resume(self._saved.carried_on(exchange.rank, exchange.workers))
 
     def sync(self) -> None:
         """Take over the optimizer's state and the step of rank 0; keep this rank's own residuals."""
         session, self._flushed_at = self.session, None
-        own = copied(session)
+        own = session.kept.record(own=False)
         session.update.prepare(session.optimizer, session.exchange)  # all ranks must broadcast the same entries
         super().sync()
-        put_back(session, own)  # and not what stands in their places
-        renew(session)
-        exchange = session.exchange
-        own_place = exchange.steps, exchange.epoch, own.clips, exchange.second.saved()
-        place = hvd.broadcast_object(own_place, 0, name="dgc.elastic.step")
-        exchange.steps, exchange.epoch, clips, second = place
-        exchange.second.load(second)
-        if exchange.steps:  # a newcomer has made no step, but the others clip
-            exchange.clipping.goes_on(clips_of(clips, exchange.names))
+        shared = hvd.broadcast_object(own.shared, 0, name="dgc.elastic.step")
+        renew(session, dataclasses.replace(own, **shared))  # and not what stands in the places of u and v
 
 
 class TorchState(HorovodTorchState):

@@ -21,7 +21,6 @@ from horovod.torch import mpi_ops
 from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.notices import JOINED
-from dgc_horovod.torch import state
 from dgc_horovod.torch.gradients.scaling import SeenScaler
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier
 from dgc_horovod.torch.local.joining import RoundParticipant, mark
@@ -157,7 +156,7 @@ class _Participant:
         """Start a step without a gradient, which may turn out to be nobody's."""
         session = self.session
         exchange, states = session.exchange, session.optimizer.state
-        self._before, self._selected = state.copied(session), exchange.counts.selected
+        self._before, self._selected = session.kept.record(own=False), exchange.counts.selected
         self._entries = {p: dict(states[p]) for p in exchange.names if p in states}
         for p in exchange.names:
             p.grad = None
@@ -180,7 +179,7 @@ class _Participant:
     def _take_back(self) -> None:
         """Be as before `begin`, bit for bit."""
         session, exchange = self.session, self.session.exchange
-        state.put_back(session, self._before)
+        session.kept.resume(self._before)
         for p, entries in self._entries.items():
             session.optimizer.state[p] = entries
         session.update.prepare(session.optimizer, exchange)  # what the step has taken over is there again

@@ -15,15 +15,12 @@ from dgc_horovod.config_check import together
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state import checkpoint
-from dgc_horovod.state.method import check_kept, method_of
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from dgc_horovod.torch import model_file
-from dgc_horovod.torch.clipping.local import records_of
 from dgc_horovod.torch.gradients.collectives import Collectives
 from dgc_horovod.torch.gradients.dense_path import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.session import Session, session_of
-from dgc_horovod.torch.updates.base import SplitUpdate
 
 
 def save(
@@ -79,7 +76,7 @@ def load(
     with model_file.put_back_on_error(model), together(collectives, f"loading {directory}"):
         if session is not None:
             session.strategy.check_between_steps()
-            _split(session, found.state)
+            session.kept.check(found.state)
         name = found.manifest.file(checkpoint.MODEL).name
         saved = model_file.read(name, found.model)
         model_file.load_model(name, saved, model)
@@ -89,7 +86,7 @@ def load(
     with together(collectives, f"loading {directory}"):
         optimizer.load_state_dict(saved["optimizer"])
         if session is not None:
-            put_back(session, found.state)
+            session.kept.resume(found.state)
             checkpoint.tell_if_empty(found, directory)
     if session is not None and found.manifest.workers not in (0, collectives.workers):
         session.strategy.ranks_changed()
@@ -116,47 +113,14 @@ def kept_by(session: Session) -> ResidualState:
     """A copy of what this rank has kept; see ``residual_state_dict``."""
     session.carrier.follow(session)
     session.strategy.check_between_steps()
-    state = copied(session)
-    session.update.add_own(session.optimizer, session.exchange, state)
-    return state
+    return session.kept.record()
 
 
 def load_residuals(session: Session, state: ResidualState) -> None:
     """Go on from `state`, of this rank; see ``load_residual_state_dict``."""
     session.carrier.follow(session)
     session.strategy.check_between_steps()
-    put_back(session, state)
-
-
-def copied(session: Session) -> ResidualState:
-    """`kept_by`, whatever is under way; without what stands in the optimizer's state."""
-    exchange = session.exchange
-    state: ResidualState = exchange.residuals()
-    state.mode = session.strategy.mode()
-    state.clips = records_of(exchange.clipping.asked, exchange.names)
-    state.method = _method_of(session)
-    return state
-
-
-def _method_of(session: Session) -> str:
-    update = session.update
-    return method_of(session.config, isinstance(update, SplitUpdate), update.kind == "adam")
-
-
-def _split(session: Session, state: ResidualState) -> tuple[ResidualState, Any]:
-    """`split_own` of the update, of a record that has been found to fit; nothing is changed."""
-    state, own = session.update.split_own(session.exchange, state)
-    check_kept(state, _method_of(session))
-    session.exchange.check_fits(state)
-    return state, own
-
-
-def put_back(session: Session, state: ResidualState) -> None:
-    """`load_residuals`, whatever is under way."""
-    state, own = _split(session, state)
-    session.exchange.load(state)
-    session.update.take_own(session.optimizer, own)
-    session.strategy.resume(state.mode)
+    session.kept.resume(state)
 
 
 def to_dict(state: ResidualState) -> dict[str, Any]:

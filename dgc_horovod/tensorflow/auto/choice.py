@@ -20,6 +20,7 @@ from dgc_horovod.notices import JOINED, SPARSE, tell_stock
 from dgc_horovod.planning.density import fitted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.session.auto import REPEATS, Choice
+from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
@@ -31,7 +32,7 @@ BRANCHES = (DENSE, COMPRESSED, HANDED_BACK)  # a step is one of them, by its num
 _NOTHING, _COMPARING, _MEETING = range(3)  # what the ranks do before a step
 
 
-class GraphChoice:
+class GraphChoice(StatePart):
     """`Choice` of one optimizer.
 
     Args:
@@ -54,13 +55,12 @@ class GraphChoice:
 
     # -- between two steps
 
-    @property
-    def mode(self) -> str:
-        """For a record: what was chosen, if anything was."""
+    def put(self, state: ResidualState) -> None:
+        """See `StatePart`: what was chosen, if anything was."""
         trial = self.choice.trial
+        state.mode = trial.mode if trial.ended else UNDECIDED
         if self.choice.given_up:
-            return UNDECIDED if self.holds else DENSE
-        return trial.mode if trial.ended else UNDECIDED
+            state.mode = UNDECIDED if self.holds else DENSE
 
     def follow(self, other: GraphChoice) -> None:
         """`other` may hold what waits of these variables: it is handed back here."""
@@ -68,7 +68,7 @@ class GraphChoice:
         self._seen = self._buckets.steps
 
     def resume(self, state: ResidualState) -> None:
-        """See `Choice.resume`."""
+        """See `StatePart`."""
         self._seen = self._buckets.steps
         self.choice.resume(state.mode)
         self.holds = state.mode == UNDECIDED or self.choice.trial.mode == COMPRESSED

@@ -12,7 +12,7 @@ from keras.optimizers import Optimizer
 
 from dgc_horovod.notices import JOINED, SEVERAL
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
-from dgc_horovod.state.residual_state import RESIDUAL, SECOND, ResidualState
+from dgc_horovod.state.residual_state import RESIDUAL, SECOND
 from dgc_horovod.tensorflow.auto.choice import BRANCHES, HANDED_BACK, GraphChoice
 from dgc_horovod.tensorflow.clipping.of_optimizer import averages_clipped, clipped
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
@@ -37,6 +37,8 @@ class AutomaticExchange(GradientExchange):
         super().__init__(*arguments, **named)
         self._optimizer = optimizer
         self.auto = GraphChoice(self.steps)
+        assert self.kept is not None
+        self.kept.register(self.auto)
         groups = dict(enumerate(self.settings.group_numbers(self.sources)))
         self._stock_path = DensePath(self.collectives, self.settings, hvd.Compression.none, groups)
 
@@ -60,16 +62,6 @@ class AutomaticExchange(GradientExchange):
         super().follow(other)
         self.give_up(SEVERAL)
         self.auto.follow(other.auto)
-
-    def residuals(self, own: bool = True) -> ResidualState | None:
-        state = super().residuals(own)
-        if state is not None:
-            state.mode = self.auto.mode
-        return state
-
-    def resume(self, state: ResidualState) -> None:
-        super().resume(state)
-        self.auto.resume(state)
 
     def _graph(
         self, gradients: list[Gradient], iterations: tf.Tensor, rate: Any, weights: list[Any], everything: list[Any]

@@ -6,6 +6,7 @@ and v (`host_steps`); the graph holds no state, so it may be traced as often as 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from tensorflow.python.ops import control_flow_util
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
+from dgc_horovod.state.method import method_of
+from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
 from dgc_horovod.tensorflow.gradients.dense_path import DensePath
@@ -84,6 +87,11 @@ class GradientExchange:
         if settings.config is not None and settings.config.check_every and update.is_optimizers:
             self._replicas = Replicas(sources, settings.config, self.steps)
         self._weights = WeightsWatch(sources, self.steps)
+        self.kept: StateRegister | None = None  # without compression
+        if settings.config is not None:
+            method = method_of(settings.config, update.is_split, update.dense_is_stock)
+            self.kept = StateRegister(self.steps, method)
+            self.kept.register(OwnSlots(update, sources))
         weak: Any = weakref.proxy(self)  # or it would be a cycle
         self._function = tf.function(partial(type(self)._graph, weak), autograph=False, reduce_retracing=True)
 
@@ -109,14 +117,6 @@ class GradientExchange:
         shared = {source.key for source in self.sources} & {source.key for source in other.sources}
         if ours is not None and theirs is not None and shared and theirs.steps > ours.steps:
             ours.steps = theirs.steps
-
-    def residuals(self, own: bool = True) -> ResidualState | None:
-        """See `HostSteps.residuals`."""
-        return self.steps.residuals(own)
-
-    def resume(self, state: ResidualState) -> None:
-        """See `HostSteps.resume`."""
-        self.steps.resume(state)
 
     def __call__(
         self,
@@ -303,3 +303,34 @@ class GradientExchange:
                 triple = host_call(call, received, TRIPLE, run.kernels)
         dtypes = [*[tf.float32] * len(run.members), tf.bool]
         return host_call(steps.noting(steps.decode, run), received, dtypes, run.kernels)
+
+
+class OwnSlots(StatePart):
+    """The optimizer's slots that are this rank's alone, in a record whose tensors have the numbers of variables.
+
+    Args:
+        update: form in which gradients enter the residual.
+        sources: variables that are exchanged.
+    """
+
+    in_optimizer = True
+
+    def __init__(self, update: PlainUpdate, sources: Sequence[Source]) -> None:
+        self._update, self._keys = update, {str(i): source.key for i, source in enumerate(sources)}
+
+    def put(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        for number, key in self._keys.items():
+            if slots := self._update.own(key):
+                state.tensors[number] = {**state.tensors.get(number, {}), **slots}
+
+    def without(self, state: ResidualState) -> ResidualState:
+        """See `StatePart`."""
+        keys, tensors = self._keys, state.tensors
+        rest = {n: self._update.without_own(keys[n], x) if n in keys else x for n, x in tensors.items()}
+        return dataclasses.replace(state, tensors={number: arrays for number, arrays in rest.items() if arrays})
+
+    def resume(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        for number in self._keys.keys() & state.tensors.keys():
+            self._update.take_own(self._keys[number], state.tensors[number])

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -28,7 +27,6 @@ from dgc_horovod.stats import ExchangeStats, all_exchanges
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, HeldCalls, kernels_on
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.kept import named, number_of
 from dgc_horovod.tensorflow.updates.base import PlainUpdate
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
@@ -135,40 +133,35 @@ class HostSteps:
 
     # -- what is kept between steps
 
-    def residuals(self, own: bool = True) -> ResidualState | None:
-        """A copy of what this rank has kept, with tensors by their numbers: Keras' names depend on what was built.
-
-        Args:
-            own: whether slots that each rank has for itself are in it, too; see `PlainUpdate.own`.
-        """
-        if self.buckets is None:
-            return None
+    def residuals(self) -> ResidualState:
+        """A copy of what waits on this rank, with tensors by their numbers: Keras' names depend on what was built."""
+        assert self.buckets is not None
         if self.buckets.under_way:
             raise UnsupportedUse("residuals can be saved between two steps only")
-        state = self.buckets.residuals()
-        tensors = {number_of(name): arrays for name, arrays in state.tensors.items()}
-        for i, key in enumerate(self._keys):
-            if own and (slots := self.update.own(key)):
-                tensors[str(i)] = {**tensors.get(str(i), {}), **slots}
-        runs = {number_of(name): run for name, run in state.runs.items()}
-        second = {number_of(name): values for name, values in state.second.items()}
-        return dataclasses.replace(state, tensors=tensors, runs=runs, second=second)
+        return self.buckets.residuals().renamed(_number_of)
 
-    def resume(self, state: ResidualState) -> None:
+    def check_fits(self, state: ResidualState) -> None:
+        """See `OptimizerExchange.check_fits`."""
+        assert self.buckets is not None
+        self.buckets.check_fits(self._named(state))
+
+    def load(self, state: ResidualState) -> None:
         """Go on from what `residuals` gave; without momentum in it the optimizer's slots are taken over."""
         assert self.buckets is not None and self.holder is not None
-        found = named(state, self.update, self._keys, self.buckets.numel)
-        self.buckets.load(found)
-        for i, key in enumerate(self._keys):
-            if str(i) in state.tensors:
-                self.update.take_own(key, state.tensors[str(i)])
+        self.buckets.load(self._named(state))
         if left := len(self.buckets.dense_residuals):
             self.buckets.dense_residuals.clear()
             if self.collectives.rank == 0:
                 _log.warning(
                     "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", left
                 )
-        self.holder.in_slots = not (found.second or any(MOMENTUM in arrays for arrays in found.tensors.values()))
+        self.holder.in_slots = not (state.second or any(MOMENTUM in arrays for arrays in state.tensors.values()))
+
+    def _named(self, state: ResidualState) -> ResidualState:
+        """`state` with the names of buckets in place of numbers."""
+        assert self.buckets is not None
+        names = {_number_of(name): name for name in self.buckets.numel}
+        return state.renamed(lambda number: names.get(number, number))
 
     def renew(self) -> None:
         """The ranks are others: the same buckets for as many as there are now, with nothing kept."""
@@ -351,3 +344,8 @@ class HostSteps:
         if key not in self._told and self.collectives.rank == 0:
             self._told.add(key)
             _log.warning("dgc_horovod: %s%s", text, "" if self.update.is_optimizers else OF_A_TAPE)
+
+
+def _number_of(name: str) -> str:
+    """The number that begins a tensor's name."""
+    return name.partition(" ")[0]  # padding has none

@@ -177,8 +177,7 @@ class KerasState(ObjectState):
             self._round.meet(lambda: broadcast_variables(self._variables, root_rank=0), self._iterations == 0)
             if self._distribution is not None:
                 state = self._distribution.residuals(own=False) or ResidualState(0, 1, averages=True)
-                shared = {**state.clock, "second": state.second}
-                shared = broadcast_object(shared, root_rank=0, name="dgc.elastic.step")
+                shared = broadcast_object(state.shared, root_rank=0, name="dgc.elastic.step")
                 self._distribution.join(shared, self._iterations)
             self._settled_at = self._iterations
             self._remember()

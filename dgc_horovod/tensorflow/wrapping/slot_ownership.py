@@ -1,7 +1,7 @@
 """Where the momentum of a variable is, in an engine or in its optimizer's slots, and when what engines have is void.
 
-A state machine of one optimizer; docs/decisions/tensorflow.md has its diagram. It refers to engines alone, never to what
-asks it: an optimizer that is dropped takes u and v with it at once.
+A state machine of one optimizer; docs/decisions/tensorflow.md has its diagram. It refers to engines alone, never to
+what asks it: an optimizer that is dropped takes u and v with it at once.
 """
 
 from __future__ import annotations

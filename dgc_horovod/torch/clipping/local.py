@@ -19,6 +19,8 @@ import torch
 
 from dgc_horovod.core.clipping import clip_limit
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.state.parts import StatePart
+from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.clipping.norms import finite_norm, total_norm
 from dgc_horovod.torch.gradients.collectives import Collectives
 
@@ -67,18 +69,19 @@ def clips_of(records: Iterable[Sequence[Any]], names: Mapping[Parameter, str]) -
     return found
 
 
-class LocalClipping:
+class LocalClipping(StatePart):
     """What limits the gradients of one optimizer on this rank.
 
     Args:
         given: ``clip_norm`` of the compression, > 0; None: what the script itself asks for.
-        parameters: all parameters of the optimizer that are exchanged.
+        names: name of every parameter of the optimizer that is exchanged.
         workers: N >= 1.
         averages: whether gradients are averaged (True) or summed.
     """
 
-    def __init__(self, given: float | None, parameters: Iterable[Parameter], workers: int, averages: bool) -> None:
-        self.given, self._all, self._workers, self._averages = given, tuple(parameters), workers, averages
+    def __init__(self, given: float | None, names: Mapping[Parameter, str], workers: int, averages: bool) -> None:
+        self.given, self._names, self._workers, self._averages = given, names, workers, averages
+        self._all = tuple(names)
         # with no limit the first step is measured only, should the script clip in it
         first = Clip(self._all, math.inf)
         self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
@@ -197,10 +200,14 @@ class LocalClipping:
             given = [clip for clip in held if self.given is None or clip is held[0] or math.isnan(clip.p)]
             self.clips = tuple({clip.key: clip for clip in given if clip.limit < math.inf}.values())
 
-    @property
-    def asked(self) -> tuple[Clip, ...]:
-        """What the script has asked for, and holds in the next step."""
-        return tuple(clip for clip in self.clips[self.given is not None :] if clip.limit < math.inf)
+    def put(self, state: ResidualState) -> None:
+        """See `StatePart`: what the script has asked for, and holds in the next step."""
+        asked = [clip for clip in self.clips[self.given is not None :] if clip.limit < math.inf]
+        state.clips = records_of(asked, self._names)
+
+    def resume(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        self.goes_on(clips_of(state.clips, self._names), first=not state.step)
 
     def note_uncompressed(self, clip: Clip) -> None:
         """The script clips what the framework's own exchange brings: so it will when compression begins."""

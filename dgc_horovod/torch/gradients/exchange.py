@@ -19,8 +19,7 @@ from dgc_horovod.core.second_moment import INTERVAL
 from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
-from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.torch.clipping.local import LocalClipping, clips_of
+from dgc_horovod.torch.clipping.local import LocalClipping
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
 from dgc_horovod.torch.gradients.memory import (
@@ -369,8 +368,3 @@ class GradientExchange(OptimizerExchange):
         for run in self.runs:
             run.arrived = 0
         self._forget_step()
-
-    def load(self, state: ResidualState) -> None:
-        """See `OptimizerExchange`; what the script has clipped holds again."""
-        super().load(state)
-        self.clipping.goes_on(clips_of(state.clips, self.names), first=not state.step)

@@ -10,7 +10,6 @@ from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.elastic import ResidualHandler
 from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Session, session_of
-from dgc_horovod.torch.state import copied
 
 
 class RoundHandler(ResidualHandler):
@@ -59,7 +58,7 @@ class RoundHandler(ResidualHandler):
 
     def _kept(self) -> ResidualState:
         self.session.carrier.follow(self.session)  # and within a round, too
-        return copied(self.session)
+        return self.session.kept.record(own=False)
 
 
 def _inner(session: Session) -> dict[torch.Tensor, dict[str, Any]]:

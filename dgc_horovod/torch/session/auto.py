@@ -11,8 +11,8 @@ import torch
 
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.session.auto import REPEATS, Choice
-from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED
-from dgc_horovod.torch import state
+from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED, ResidualState
+from dgc_horovod.torch import state as kept
 from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.clipping.norms import clip_all
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -164,7 +164,7 @@ class AutoTuned(EveryStep):
         if mode != COMPRESSED and not self.stock:
             grads = {p: p.grad for p in session.exchange.names}  # a script may look at them after the step
             held = session.passes.set_aside()  # backward passes of a step to come
-            state.flush(session)
+            kept.flush(session)
             session.passes.put_back(held)
             for p, grad in grads.items():
                 p.grad = grad
@@ -183,14 +183,14 @@ class AutoTuned(EveryStep):
             session.exchange.clipping.goes_on()
         self.stock, session.exchange.counts.mode = stock, mode  # type: ignore[misc]
 
-    def mode(self) -> str:
-        """See `Strategy`."""
+    def put(self, state: ResidualState) -> None:
+        """See `StatePart`."""
         trial = self.choice.trial
-        return trial.mode if trial.ended or trial.mode == COMPRESSED else UNDECIDED
+        state.mode = trial.mode if trial.ended or trial.mode == COMPRESSED else UNDECIDED
 
-    def resume(self, mode: str) -> None:
-        """See `Strategy`."""
-        self.choice.resume(mode)
+    def resume(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        self.choice.resume(state.mode)
         self._enter(self.choice.trial.mode)
 
     def _begin_anew(self) -> None:
@@ -226,13 +226,13 @@ def _left_of_whole(exchange: GradientExchange) -> dict[Parameter, torch.Tensor]:
 
     A worker of a node has it of its slice, for all workers of the node.
     """
-    left, kept = {}, exchange.residuals()
+    left, waiting = {}, exchange.residuals()
     parameters = {name: p for p, name in exchange.names.items()}
     for engine in exchange.engines:
         for segment in engine.bucket.segments if engine.bucket.uncompressed else ():
-            v = kept.tensors.get(segment.name, {}).get(RESIDUAL)
+            v = waiting.tensors.get(segment.name, {}).get(RESIDUAL)
             if v is not None and v.any():
-                p, first = parameters[segment.name], kept.runs.get(segment.name, [0])[0]
+                p, first = parameters[segment.name], waiting.runs.get(segment.name, [0])[0]
                 whole = torch.zeros(p.numel(), dtype=torch.float32)
                 whole[first : first + v.size] = torch.from_numpy(v) * exchange.topology.node_size
                 left[p] = whole.view(p.shape)

@@ -16,6 +16,9 @@ from dgc_horovod.config_check import unique_tag
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import describe
 from dgc_horovod.session import base
+from dgc_horovod.state.method import method_of
+from dgc_horovod.state.parts import StatePart, StateRegister
+from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.gradients.dense_path import not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.grad_guard import GradientWatch
@@ -25,7 +28,7 @@ from dgc_horovod.torch.gradients.scaling import SeenScaler, scale_of
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.groups import ParameterGroups
 from dgc_horovod.torch.session.passes import Passes
-from dgc_horovod.torch.updates.base import PlainUpdate
+from dgc_horovod.torch.updates.base import PlainUpdate, SplitUpdate
 from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.notices import LATE_HOOK, LOADED_TWICE, SCALER_NOT_PASSED, SUPERSEDED
 
@@ -52,6 +55,7 @@ class Session(base.Session[torch.optim.Optimizer]):
 
     Attributes:
         exchange: everything between the gradients of one rank and those of all; another one when the ranks change.
+        kept: what the rank keeps; another one when the ranks change.
         may_apply: whether the update in ``p.grad`` is one, and not what has overflowed on some rank.
         offered: whether a GradScaler has looked at the updates; it may skip the step.
         stepping: whether ``step`` is under way, and not another that somebody has taken from the class before.
@@ -61,6 +65,7 @@ class Session(base.Session[torch.optim.Optimizer]):
 
     exchange: GradientExchange
     strategy: Strategy
+    kept: StateRegister
 
     def __init__(
         self,
@@ -110,6 +115,10 @@ class Session(base.Session[torch.optim.Optimizer]):
         if self.strategy.takes_gradients:  # else weights are what is exchanged
             self.exchange.ending.spoilt = partial(not_finite_of, self.exchange.names)
         self.replicas = Replicas(self.parameters, self.config, self.exchange.collectives)
+        is_split, is_adam = isinstance(self.update, SplitUpdate), self.update.kind == "adam"
+        self.kept = StateRegister(self.exchange, method_of(self.config, is_split, is_adam))
+        for part in (OwnState(self), self.exchange.clipping, self.strategy):
+            self.kept.register(part)
         self.strategy.built()
 
     @property
@@ -276,6 +285,32 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.update.prepare(self.optimizer, self.exchange)
         self.watch = GradientWatch()
         self.strategy.forget()
+
+
+class OwnState(StatePart):
+    """What of the user's optimizer's state is this rank's alone.
+
+    Args:
+        session: session of the optimizer, which owns this.
+    """
+
+    in_optimizer = True
+
+    def __init__(self, session: Session) -> None:
+        self._session: Session = weakref.proxy(session)
+
+    def put(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        self._session.update.add_own(self._session.optimizer, self._session.exchange, state)
+
+    def without(self, state: ResidualState) -> ResidualState:
+        """See `StatePart`."""
+        return self._session.update.split_own(self._session.exchange, state)[0]
+
+    def resume(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        update, exchange = self._session.update, self._session.exchange
+        update.take_own(self._session.optimizer, update.split_own(exchange, state)[1])
 
 
 def evaluated(closure: Closure | None) -> Any:

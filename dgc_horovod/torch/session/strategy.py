@@ -52,13 +52,6 @@ class Strategy(base.Strategy[Session, torch.Tensor]):
 
     # -- state
 
-    def mode(self) -> str:
-        """Which exchange is at work, where there are several; for a checkpoint."""
-        return ""
-
-    def resume(self, mode: str) -> None:
-        """Go on with the exchange that was at work when a state was saved."""
-
     def ranks_changed(self) -> None:
         """A checkpoint of another number of ranks is loaded, on every rank."""
 

@@ -145,7 +145,8 @@ def renewed() -> dict[str, Any]:
         state.sync()
         train(model, optimizer, 2 * H + 2)
         if anew:
-            elastic.renew(session_of(optimizer))
+            found = session_of(optimizer)
+            elastic.renew(found, found.kept.record(own=False))
         train(model, optimizer, 2 * H - 2)
         ends.append(_everything(model, optimizer))
     return {"same": ends[0] == ends[1]}
