@@ -27,7 +27,7 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kinds import check_choice
 from dgc_horovod.state.handing_on import handed_on, needed
-from dgc_horovod.state.manifest import MANIFEST, File, Manifest, digest
+from dgc_horovod.state.manifest import MANIFEST, OF_ALL, File, Manifest, digest
 from dgc_horovod.state.method import left_of
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining
 
@@ -111,20 +111,10 @@ def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], t
         files.update({key: File(**record) for key, record in json.loads(data).items()})
     with together(collectives, f"saving to {directory}"):
         if collectives.rank == 0:
-            fields = {} if content.config is None else _as_texts(content.config)
+            config = {} if content.config is None else _as_texts(content.config)
             kept = state or ResidualState(0, 0, averages=True)
-            manifest = Manifest(
-                content.holds,
-                kept.step,
-                kept.epoch,
-                kept.workers,
-                kept.averages,
-                kept.node_size,
-                fields,
-                kept.mode,
-                kept.clips,
-                dict(sorted(files.items())),
-            )
+            of_all = {name: getattr(kept, name) for name in OF_ALL}
+            manifest = Manifest(content.holds, config=config, files=dict(sorted(files.items())), **of_all)
             _put(directory, MANIFEST, manifest.to_bytes())
             try:
                 _see_to_disk(directory)

@@ -100,9 +100,10 @@ class Manifest:
             raise CheckpointError(f"{_DAMAGED}: node_size {self.node_size} must divide workers, {self.workers}")
 
 
+OF_ALL = (*COMMON, "clips")  # fields of the ranks' records that it has as well
 _KINDS = {
-    "holds": TEXT, **{name: COMMON[name] for name in ("step", "epoch", "averages", "node_size", "mode")},
-    "workers": whole(0), "config": mapping_of(TEXT), "clips": CLIPS, "files": mapping_of(MAPPING),
+    **COMMON, "holds": TEXT, "workers": whole(0), "config": mapping_of(TEXT), "clips": CLIPS,
+    "files": mapping_of(MAPPING),
 }  # fmt: skip
 _OF_A_FILE = {
     "name": Kind("the name of a file in its directory", lambda x: TEXT.holds(x) and bool(_NAME.fullmatch(x))),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import itertools
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -66,18 +65,18 @@ def broadcast_variables(
         raise ConfigError(f"root_rank must be in [0, {hvd.size()}), got {root_rank}")
     if any(not isinstance(variable, tf.Variable) for variable in inner):
         raise ConfigError("broadcast_variables takes variables (model.variables), not their values (get_weights())")
-    number = _number_in_graph()
-    _agree(inner, process_set, number)
+    name = _name_in_graph()
+    _agree(inner, process_set, name)
     if inplace:
         with watched(process_set, _what(root_rank)):
             inspect.unwrap(hvd.broadcast_variables)(inner, root_rank, process_set, inplace)  # ours under dgcrun
-    elif number is None:
+    elif name is None:
         with watched(process_set, _what(root_rank)):
             tf.function(assign_from, autograph=False)(inner, root_rank, process_set, "dgc.broadcast")
     else:
-        collectives = Collectives(process_set, f"broadcast.{number}")
-        name, values = collectives.full_name(""), [variable.read_value() for variable in inner]
-        collectives.in_time("*", values, lambda _: assign_from(inner, root_rank, process_set, name))
+        collectives, values = Collectives(process_set, name), [variable.read_value() for variable in inner]
+        full = collectives.full_name("")
+        collectives.in_time("*", values, lambda _: assign_from(inner, root_rank, process_set, full))
     base.weights_set(inner)
 
 
@@ -85,12 +84,8 @@ def _what(root_rank: int) -> str:
     return f"the broadcast of variables from rank {root_rank}"
 
 
-# of each function under construction, the numbers that are still free
-_free_in: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
-def _number_in_graph() -> int | None:
-    """How many broadcasts come before this one in the tf.function that is traced; None: there is none.
+def _name_in_graph() -> str | None:
+    """A name of this broadcast in the tf.function that is traced; None: there is none.
 
     Nothing keeps two of a graph from being under way at the same time, so they must not share names; and those of
     another graph may, so that names stay the same however often a script traces.
@@ -100,21 +95,22 @@ def _number_in_graph() -> int | None:
         return None
     while isinstance(graph.outer_graph, FuncGraph):  # branches and loops are graphs in a graph
         graph = graph.outer_graph
-    return next(_free_in.setdefault(graph, itertools.count()))
+    with graph.name_scope(None):  # Keras' own names differ between ranks
+        return str(graph.unique_name("dgc.broadcast"))
 
 
-_agreed_in_graphs: set[Any] = set()
-
-
-def _agree(variables: Sequence[Any], process_set: hvd.ProcessSet, number: int | None) -> None:
+def _agree(variables: Sequence[tf.Variable], process_set: hvd.ProcessSet, name: str | None) -> None:
     """Raise RankMismatch on every rank if their variables differ; for graphs once, as a rank may trace more often."""
     shapes = "\n".join(f"{i} {tuple(variable.shape)} {variable.dtype.name}" for i, variable in enumerate(variables))
-    key = process_set.process_set_id, number, shapes
-    if number is not None and (key in _agreed_in_graphs or envvars.horovod_elastic()):
-        return  # in an elastic job newcomers trace when the others do not
+    if name is None:
+        check_agreement(Collectives(process_set, "broadcast"), {"variables": shapes})
+    elif not envvars.horovod_elastic():  # in an elastic job newcomers trace when the others do not
+        _agree_once(process_set, name, shapes)
+
+
+@functools.cache
+def _agree_once(process_set: hvd.ProcessSet, name: str, shapes: str) -> None:
     check_agreement(Collectives(process_set, "broadcast"), {"variables": shapes})
-    if number is not None:
-        _agreed_in_graphs.add(key)
 
 
 def assign_from(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet, name: str) -> list[Any]:

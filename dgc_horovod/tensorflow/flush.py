@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.left import left_of_all
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
@@ -44,8 +44,9 @@ def flush(session: Session, own: Own) -> None:
     (exchange,) = distribution.exchanges
     by_key = {key_of(variable): variable for variable in optimizer._trainable_variables}
     variables = {i: by_key[source.key] for i, source in enumerate(exchange.sources) if i in exchange.steps.place}
-    left, buckets = _left(exchange), exchange.steps.buckets
+    buckets = exchange.steps.buckets
     assert buckets is not None
+    left = _left(exchange, buckets)
     # nothing: even a step with a gradient of zeros would move the weights, by momentum and decay
     if not any(kept.any() for parts in left.values() for kept in parts.values()):
         return exchange.steps.take_over_again()
@@ -73,30 +74,20 @@ def passes_of(optimizer: Any) -> int:
     return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
 
 
-def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
+def _left(exchange: GradientExchange, buckets: OptimizerExchange) -> dict[int, dict[str, np.ndarray]]:
     """What all ranks together have kept, by number of the variable and part; u and v are zero here afterwards."""
     steps, collectives = exchange.steps, exchange.collectives
-    own = json.dumps([run.engine.state.parts for run in steps.runs])
-    theirs = [json.loads(data) for data in collectives.gather_bytes(own.encode(), "parts")]
-    found: dict[int, dict[str, np.ndarray]] = {i: {} for i in steps.place}
-    for run, *parts in zip(steps.runs, *theirs, strict=True):
-        whole = {}
-        for part in sorted({part for one in parts for part in one}):
-            whole[part] = _combined(exchange, run.engine, part)
+    op = hvd.Average if exchange.settings.averages else hvd.Sum
+
+    def combined(whole: np.ndarray, name: str) -> np.ndarray:
+        with watched(collectives.process_set, collectives.full_name(name)):
+            return np.asarray(collectives.allreduce(tf.constant(whole), name, op).numpy())
+
+    left, _ = left_of_all(buckets, collectives, combined)
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for run, parts in zip(steps.runs, left, strict=True):
         if exchange.update.dense_is_stock and not run.engine.bucket.uncompressed:
-            whole[SECOND] = steps.second_of(run)
+            parts[SECOND] = steps.second_of(run)
         for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
-            found[i] = {part: combined[segment.place] for part, combined in whole.items()}
-    assert steps.buckets is not None
-    steps.buckets.empty()
+            found[i] = {part: whole[segment.place] for part, whole in parts.items()}
     return found
-
-
-def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> np.ndarray:
-    collectives, name = exchange.collectives, f"left.{engine.bucket.index}.{part}"
-    whole = engine.as_one_of_all(part)
-    collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
-    with watched(collectives.process_set, collectives.full_name(name)):
-        op = hvd.Average if exchange.settings.averages else hvd.Sum
-        combined: np.ndarray = collectives.allreduce(tf.constant(whole), name, op).numpy()
-    return combined

@@ -24,7 +24,6 @@ from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
 from dgc_horovod.torch.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
 from dgc_horovod.torch.compression import Compression  # noqa: E402
 from dgc_horovod.torch.joining import join  # noqa: E402
-from dgc_horovod.torch.local.elastic import handler_of  # noqa: E402
 from dgc_horovod.torch.nodes import node_process_sets  # noqa: E402
 from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
 
@@ -39,5 +38,5 @@ __all__ = [
 ]
 
 broadcast.register()
-elastic.register(handler_of)
+elastic.register()
 joining.install()

@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 import horovod.torch as hvd
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
@@ -15,7 +17,7 @@ from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import HorovodCollectives
 
 
-def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
+def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: Any) -> None:
     """Save model, optimizer and every rank's residuals; called on every rank of the optimizer, between two steps.
 
     Args:
@@ -31,13 +33,11 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
-    collectives = _patient(optimizer)
-    names, group = optimizer._parameter_names, optimizer.process_set.process_set_id  # Horovod's
-    state.save(directory, collectives, model, optimizer, extra, names, group)
+    state.save(directory, model, optimizer, extra, _member(optimizer))
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: Any, optimizer: Any, residuals: str = checkpoint.REQUIRED
+    directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
 ) -> dict[str, Any]:
     """Go on from ``save_checkpoint``; called on every rank of the optimizer, whatever their number is now.
 
@@ -56,12 +56,11 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
-    collectives = _patient(optimizer)
-    return state.load(directory, collectives, model, optimizer, optimizer.op == hvd.Average, residuals)
+    return state.load(directory, model, optimizer, residuals, _member(optimizer))
 
 
-def _patient(optimizer: Any) -> HorovodCollectives:
-    """Collectives that bear with slow disks, between the ranks that there are."""
+def _member(optimizer: Any) -> state.Member:
+    """Of the ranks that there are, by Horovod's attributes of `optimizer`."""
     if not hasattr(optimizer, "_requires_update"):
         raise UnsupportedUse("pass the optimizer that DistributedOptimizer has returned")
     if not optimizer.process_set.included():
@@ -69,4 +68,6 @@ def _patient(optimizer: Any) -> HorovodCollectives:
     session = session_of(optimizer)
     if session is not None:
         session.carrier.follow(session)
-    return HorovodCollectives(optimizer.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
+    ranks, averages = optimizer.process_set, optimizer.op == hvd.Average
+    patient = HorovodCollectives(ranks, checkpoint.CALLS, envvars.checkpoint_seconds())
+    return state.Member(patient, optimizer._parameter_names, averages, ranks.process_set_id)

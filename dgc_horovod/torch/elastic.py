@@ -11,10 +11,10 @@ import copy
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
+import torch
 from horovod.torch.elastic import TorchState as HorovodTorchState
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
 
@@ -23,46 +23,57 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, going_back
 from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.torch.horovod_carrier import HorovodCarrier
+from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Session, session_of
-from dgc_horovod.torch.state import kept_by
 from dgc_horovod.torch.transport import HorovodCollectives
 
 _log = logging.getLogger("dgc_horovod")
 
 
-class Membership:
-    """With which ranks an optimizer of an elastic job works at present, and whether they have agreed.
+class ElasticCarrier(HorovodCarrier):
+    """All ranks of an elastic job, which may be others at every step.
+
+    Args:
+        optimizer: see `HorovodCarrier`.
 
     Raises:
         UnsupportedUse: for a part of the ranks, since Horovod forgets process sets when the ranks change.
     """
 
-    def __init__(self, process_set: hvd.ProcessSet) -> None:
-        if process_set.process_set_id != 0:
+    elastic = True
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        if self.process_set.process_set_id != 0:
             raise UnsupportedUse(NOT_ALL_RANKS)
-        self.agreed = False
+        self._agreed = False
 
-    def check(self, session: Session) -> None:
-        """Before a gradient is exchanged: follow a change of the ranks; compare once what all are about to do.
+    def agree(self, session: Session) -> None:
+        """Not yet: a newcomer makes its optimizer while the others wait for its state."""
 
-        A newcomer makes its optimizer while the others wait for its state: not before the first step do all meet.
+    def agree_anew(self) -> None:
+        self._agreed = False
+
+    def check_ranks(self, session: Session) -> None:
+        """Follow a change of the ranks; compare once what all are about to do: not before the first step do all meet.
 
         Raises:
             RankMismatch: on every rank, if they differ.
         """
         self.follow(session)
-        if not self.agreed:
-            self.agreed = True
+        if not self._agreed:
+            self._agreed = True
             exchange = session.exchange
             fields = {
-                **session.carrier.agreed_fields(session),
+                **self.agreed_fields(session),
                 "step": str(exchange.steps),
                 "loss scale (keep the scaler's state_dict() in the TorchState)": str(exchange.loss_scale()),
             }
             check_agreement(HorovodCollectives(hvd.global_process_set, "start"), fields)
 
     def follow(self, session: Session) -> None:
-        """Work with the ranks that there are: where a host has left, no state is synced."""
+        """Where a host has left, no state is synced."""
         collectives = session.exchange.collectives
         if (hvd.size(), hvd.rank()) != (collectives.workers, collectives.rank):
             renew(session, session.kept.record(own=False))
@@ -86,7 +97,7 @@ class ResidualHandler(OptimizerStateHandler):
 
     _saved_optimizer_state: Any  # Horovod's
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         found = session_of(optimizer)
         assert found is not None
@@ -116,10 +127,11 @@ class ResidualHandler(OptimizerStateHandler):
 
     def _kept(self) -> ResidualState:
         """What a commit keeps of this rank; in an accumulation nothing has been handed to the exchange yet."""
-        if self.session.is_exchanging:
-            return kept_by(self.session)
-        self.session.carrier.follow(self.session)
-        return self.session.kept.record(own=False)
+        session = self.session
+        session.carrier.follow(session)
+        if session.is_exchanging:
+            session.strategy.check_between_steps()
+        return session.kept.record(own=False)
 
     def restore(self) -> None:
         """Go back to the last commit; a step under way is given up."""
@@ -140,6 +152,61 @@ class ResidualHandler(OptimizerStateHandler):
         super().sync()
         shared = hvd.broadcast_object(own.shared, 0, name="dgc.elastic.step")
         renew(session, dataclasses.replace(own, **shared))  # and not what stands in the places of u and v
+
+
+class RoundHandler(ResidualHandler):
+    """The handler of an optimizer with local steps in a ``TorchState``.
+
+    A commit exchanges nothing. Within a round it remembers this rank's own weights (the model's handler has them), its
+    inner optimizer and the anchor, and to go back to it is to be in that round again. Where the ranks meet anew, all
+    go on from the weights of rank 0, and begin a round with them: what the others have changed since their last
+    exchange is lost, so that a commit right after an exchange is the one that loses nothing. `e` and the inner
+    optimizer stay with each rank; a newcomer takes over the inner optimizer of rank 0.
+
+    Args:
+        optimizer: optimizer of ``DistributedOptimizer`` with local steps.
+
+    Memory: of a commit, beside what every commit keeps: the anchor, 4 bytes a parameter, if it is made within a round.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        assert isinstance(self.session.strategy, LocalSteps)
+        self._strategy = self.session.strategy
+        self._round = self._strategy.rounds.copied()
+
+    def save(self) -> None:
+        """Remember `e`, the inner optimizer, outer momentum and the round under way: a commit."""
+        super().save()
+        self._round = self._strategy.rounds.copied()
+
+    def restore(self) -> None:
+        """Go back to the last commit; an exchange under way is given up, and does not touch the weights any more."""
+        self._strategy.rounds.go_back(self._round)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take over outer momentum, options and step of rank 0, and begin a round; keep `e` and the inner optimizer."""
+        session, rounds = self.session, self._strategy.rounds
+        own = _inner(session) if rounds.count or session.exchange.steps else {}
+        rounds.go_back()
+        session.loaded = True  # so that the outer momentum is shared as well
+        super().sync()
+        for p, entries in own.items():
+            session.optimizer.state[p].update(entries)
+
+    def _place(self) -> Any:
+        return super()._place(), self._strategy.rounds.count
+
+
+def _inner(session: Session) -> dict[torch.Tensor, dict[str, Any]]:
+    """A copy of the inner optimizer's state on this rank, by parameter."""
+    states = session.optimizer.state
+    return {
+        p: {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in states[p].items()}
+        for p in session.exchange.names
+        if p in states
+    }
 
 
 class TorchState(HorovodTorchState):
@@ -188,7 +255,13 @@ class _CompressedOptimizer(metaclass=_Compressed):
     """Any optimizer of ours: their classes are made on the spot, and have no base in common."""
 
 
-def register(handler: Callable[[Any], ResidualHandler]) -> None:
-    """Let ``hvd.elastic.TorchState`` make the handler of each of our optimizers by `handler`."""
+def register() -> None:
+    """Let ``hvd.elastic.TorchState`` make the handler of each of our optimizers."""
     others = [entry for entry in get_handler_registry() if entry[0] is not _CompressedOptimizer]
-    set_handler_registry([(_CompressedOptimizer, handler), *others])
+    set_handler_registry([(_CompressedOptimizer, _handler_of), *others])
+
+
+def _handler_of(optimizer: torch.optim.Optimizer) -> ResidualHandler:
+    session = session_of(optimizer)
+    local = session is not None and isinstance(session.strategy, LocalSteps)
+    return RoundHandler(optimizer) if local else ResidualHandler(optimizer)

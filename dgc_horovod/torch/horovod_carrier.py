@@ -12,9 +12,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
-from dgc_horovod import envvars
 from dgc_horovod.config_check import check_agreement
-from dgc_horovod.torch.elastic import Membership
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.nodes import transports
@@ -43,16 +41,11 @@ class HorovodCarrier(Carrier):
         super().__init__(optimizer._parameter_names, settings, optimizer.backward_passes_per_step)
         self.process_set, self.op, self._groups = optimizer.process_set, optimizer.op, optimizer._groups
         optimizer._groups = None  # their only use here is as bucket boundaries
-        self._membership = Membership(self.process_set) if envvars.horovod_elastic() else None
         self.stock = StockHorovod(optimizer)
 
     @property
     def group_name(self) -> str:
         return f"process set {self.process_set.process_set_id}"
-
-    @property
-    def elastic(self) -> bool:  # type: ignore[override]
-        return self._membership is not None
 
     def boundaries(self, parameters: Mapping[str, Parameter]) -> dict[Parameter, int]:
         return boundaries(self._groups, parameters)
@@ -61,9 +54,7 @@ class HorovodCarrier(Carrier):
         return agreed_arguments(session, int(self.op))
 
     def agree(self, session: Session) -> None:
-        """Under Elastic a newcomer makes its optimizer while the others wait for its state: they agree later on."""
-        if self._membership is None:
-            check_agreement(HorovodCollectives(self.process_set, "start"), self.agreed_fields(session))
+        check_agreement(HorovodCollectives(self.process_set, "start"), self.agreed_fields(session))
 
     def transports(self, session: Session) -> Mapping[str, Collectives]:
         collectives = HorovodCollectives(self.process_set, session.tag)
@@ -72,18 +63,6 @@ class HorovodCarrier(Carrier):
     def started(self, session: Session) -> None:
         if session.speaks and any(needs_host(p) for p in session.parameters.values()):
             _log.warning("dgc_horovod: %s", WITHOUT_CUDA)
-
-    def follow(self, session: Session) -> None:
-        if self._membership is not None:
-            self._membership.follow(session)
-
-    def check_ranks(self, session: Session) -> None:
-        if self._membership is not None:
-            self._membership.check(session)
-
-    def agree_anew(self) -> None:
-        if self._membership is not None:  # None: an elastic script that was started with a fixed number of ranks
-            self._membership.agreed = False
 
     def put(self, p: Parameter, update: torch.Tensor, taken: set[int]) -> None:
         """As stock Horovod: ``p.grad`` stays the tensor that it is, and gets the memory of the update."""

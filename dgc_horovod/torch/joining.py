@@ -23,7 +23,6 @@ from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.notices import JOINED
 from dgc_horovod.torch.gradients.scaling import SeenScaler
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier
-from dgc_horovod.torch.local.joining import RoundParticipant, mark
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Session, all_alive, live
@@ -150,7 +149,7 @@ class _Participant:
         self.session, self.steps = session, session.exchange.steps
         self._grads = {p: p.grad for p in session.exchange.names}  # of backward passes that make no whole step
         self._held = session.passes.set_aside()
-        mark(session, True)
+        _mark(session, True)
 
     def begin(self) -> None:
         """Start a step without a gradient, which may turn out to be nobody's."""
@@ -189,19 +188,62 @@ class _Participant:
     def leave(self) -> None:
         """Be as before join, but for what the steps have changed."""
         session = self.session
-        mark(session, False)
+        _mark(session, False)
         for p, grad in self._grads.items():
             p.grad = grad
         session.passes.put_back(self._held)
         session.passes.synchronized = False
 
 
-def _participant_of(session: Session) -> _Participant | RoundParticipant:
+class _RoundParticipant:
+    """One session with local steps of a rank in join.
+
+    What the rank has changed since the last exchange goes into the next one, then changes of zero. The exchange in
+    which all ranks are in join ends the round that each of them is in, so it stays, as ``exchange()`` does.
+
+    Args:
+        strategy: local steps of the session, between two of them.
+
+    Attributes:
+        steps: number of inner steps before join, as if every round had been full.
+    """
+
+    has_own_state = True
+
+    def __init__(self, strategy: LocalSteps) -> None:
+        self._strategy, self.session = strategy, strategy.session
+        per_round = self.session.config.local_steps
+        assert per_round is not None
+        self.steps = self.session.exchange.steps * per_round + strategy.rounds.count
+        _mark(self.session, True)
+
+    def begin(self) -> None:
+        """Start an exchange."""
+        self._strategy.rounds.send()
+
+    def end(self) -> bool:
+        """Finish it, all of which has arrived; returns whether it was the last one."""
+        self._strategy.end_exchange()
+        exchange = self.session.exchange
+        return exchange.ranks_in_join == exchange.workers
+
+    def leave(self) -> None:
+        """Be no longer in join."""
+        _mark(self.session, False)
+
+
+def _mark(session: Session, in_join: bool) -> None:
+    """Let messages of this rank say whether it is in join."""
+    for engine in session.exchange.engines:
+        engine.in_join = in_join
+
+
+def _participant_of(session: Session) -> _Participant | _RoundParticipant:
     strategy = session.strategy
-    return RoundParticipant(strategy) if isinstance(strategy, LocalSteps) else _Participant(session)
+    return _RoundParticipant(strategy) if isinstance(strategy, LocalSteps) else _Participant(session)
 
 
-def _take_part(participants: Sequence[_Participant | RoundParticipant]) -> None:
+def _take_part(participants: Sequence[_Participant | _RoundParticipant]) -> None:
     """Step with the others, whichever optimizer they step, until all ranks are in join."""
     waiting, limit = list(participants), envvars.timeout_seconds()
     for participant in waiting:
@@ -224,7 +266,7 @@ def _take_part(participants: Sequence[_Participant | RoundParticipant]) -> None:
         time.sleep(_PAUSE)
 
 
-def _settle(participants: Sequence[_Participant | RoundParticipant]) -> int:
+def _settle(participants: Sequence[_Participant | _RoundParticipant]) -> int:
     """All ranks are here: those that came earlier become as the last one; returns which that is."""
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     own = sum(participant.steps for participant in participants)

@@ -24,6 +24,7 @@ from dgc_horovod.kinds import check_whole
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch.clipping.norms import limit_averages
+from dgc_horovod.torch.elastic import ElasticCarrier
 from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier
 from dgc_horovod.torch.session.kinds import begin, kind_for
 from dgc_horovod.torch.session.overrides import OutsideOverrides, made_class
@@ -141,7 +142,8 @@ def _compressing(
             begin_as_environment_says(config)
         wrapped = _adopt(optimizer, named, kind.overrides if process_set.included() else OutsideOverrides, **settings)
     if process_set.included():
-        begin(wrapped, HorovodCarrier(wrapped), kind, update, grad_scaler)
+        carrier = ElasticCarrier(wrapped) if envvars.horovod_elastic() else HorovodCarrier(wrapped)
+        begin(wrapped, carrier, kind, update, grad_scaler)
     return wrapped
 
 

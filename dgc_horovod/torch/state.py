@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from dgc_horovod.config_check import together
-from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.core.left import left_of_all
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
@@ -23,56 +24,48 @@ from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.session import Session, session_of
 
 
-def save(
-    directory: str | os.PathLike[str],
-    collectives: Collectives,
-    model: Any,
-    optimizer: Any,
-    extra: dict[str, Any],
-    names: Mapping[torch.Tensor, str],
-    group: int = 0,
-) -> None:
-    """What ``save_checkpoint`` of every adapter does.
+class Member(NamedTuple):
+    """A rank of those that save or load an optimizer together.
 
     Args:
-        directory, model, optimizer, extra: see ``save_checkpoint``.
-        collectives: transport of the ranks that save, which bears with slow disks.
+        collectives: transport of these ranks, which bears with slow disks.
         names: names of parameters, perhaps of a whole model of which other optimizers have parts.
+        averages: whether gradients are averaged or summed.
         group: number of the group of ranks; 0: all of the job.
     """
+
+    collectives: Collectives
+    names: Mapping[torch.Tensor, str]
+    averages: bool
+    group: int
+
+
+def save(
+    directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, extra: dict[str, Any], member: Member
+) -> None:
+    """What ``save_checkpoint`` of every adapter does, whose arguments these are."""
     session = session_of(optimizer)
     if session is not None:
         session.strategy.conclude()
 
     def content() -> checkpoint.Content:
         state = None if session is None else kept_by(session)
-        saved = _dumped(model, optimizer, extra) if collectives.rank == 0 else b""
+        saved = _dumped(model, optimizer, extra) if member.collectives.rank == 0 else b""
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        holds = checkpoint.digest_of_names([name for p, name in names.items() if p in own], group)
+        holds = checkpoint.digest_of_names([name for p, name in member.names.items() if p in own], member.group)
         return checkpoint.Content(holds, saved, state, None if session is None else session.config)
 
-    checkpoint.save(directory, collectives, content)
+    checkpoint.save(directory, member.collectives, content)
 
 
 def load(
-    directory: str | os.PathLike[str],
-    collectives: Collectives,
-    model: Any,
-    optimizer: Any,
-    averages: bool,
-    residuals: str = checkpoint.REQUIRED,
+    directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, residuals: str, member: Member
 ) -> dict[str, Any]:
-    """What ``load_checkpoint`` of every adapter does.
-
-    Args:
-        directory, model, optimizer, residuals: see ``load_checkpoint``.
-        collectives: transport of the ranks that load, which bears with slow disks.
-        averages: whether gradients are averaged or summed.
-    """
-    session = session_of(optimizer)
+    """What ``load_checkpoint`` of every adapter does, whose arguments these are."""
+    session, collectives = session_of(optimizer), member.collectives
     config = None if session is None else session.config
     node_size = 1 if session is None else session.exchange.topology.node_size
-    found = checkpoint.load(directory, collectives, config, averages, residuals, node_size)
+    found = checkpoint.load(directory, collectives, config, member.averages, residuals, node_size)
     with model_file.put_back_on_error(model), together(collectives, f"loading {directory}"):
         if session is not None:
             session.strategy.check_between_steps()
@@ -93,7 +86,7 @@ def load(
     return dict(saved["extra"])
 
 
-def _dumped(model: Any, optimizer: Any, extra: dict[str, Any]) -> bytes:
+def _dumped(model: Module, optimizer: Optimizer, extra: dict[str, Any]) -> bytes:
     out = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, out)
     try:
@@ -183,36 +176,24 @@ def flush(session: Session) -> None:
 def _left(exchange: GradientExchange) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """What all ranks together have kept of every tensor, by part; it is zero here afterwards.
 
-    Residual and momentum are averaged or summed as gradients are. An allreduce of every part that any rank has.
+    An allreduce of every part that any rank has.
     """
-    own = {
-        "parts": [run.engine.state.parts for run in exchange.runs],
-        "dense_residuals": sorted(exchange.dense_residuals),
-    }
-    theirs = [json.loads(data) for data in exchange.collectives.gather_bytes(json.dumps(own).encode(), "parts")]
-    found: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for run in exchange.runs for p in run.parameters}
-    for run, *parts in zip(exchange.runs, *(each["parts"] for each in theirs), strict=True):
-        for part in sorted({part for one in parts for part in one}):
-            combined = _combined(exchange, run.engine, part)
-            for segment, p in zip(run.engine.whole.segments, run.parameters, strict=True):
-                found[p][part] = laid_out_as(combined[segment.place].view(p.shape).to(p.device), torch.empty_like(p))
+    collectives, averages = exchange.collectives, exchange.settings.averages
+
+    def combined(whole: np.ndarray, name: str) -> torch.Tensor:
+        return collectives.wait(collectives.allreduce(torch.from_numpy(whole), name, averages))
+
     of_name = {name: p for p, name in exchange.names.items()}
-    for name in sorted({name for each in theirs for name in each["dense_residuals"]}):
+    left, names = left_of_all(exchange, collectives, combined, exchange.dense_residuals)
+    found: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for run in exchange.runs for p in run.parameters}
+    for run, parts in zip(exchange.runs, left, strict=True):
+        for segment, p in zip(run.engine.whole.segments, run.parameters, strict=True):
+            for part, whole in parts.items():
+                found[p][part] = laid_out_as(whole[segment.place].view(p.shape).to(p.device), torch.empty_like(p))
+    for name in names:
         p = of_name[name]
-        whole = torch.from_numpy(exchange.dense_residuals.get(name, np.zeros(p.numel(), np.float32)))
-        reduced = _reduced(exchange, whole, name, exchange.settings.averages)
-        found[p] = {RESIDUAL: reduced.view(p.shape).to(p.device)}
+        v = exchange.dense_residuals.get(name, np.zeros(p.numel(), np.float32))
+        collectives.traffic.count_allreduce(v.nbytes, collectives.workers)
+        found[p] = {RESIDUAL: combined(v, f"left.{name}").view(p.shape).to(p.device)}
     exchange.dense_residuals.clear()
-    exchange.empty()
     return found
-
-
-def _combined(exchange: GradientExchange, engine: BucketEngine, part: str) -> torch.Tensor:
-    whole = torch.from_numpy(engine.as_one_of_all(part))
-    return _reduced(exchange, whole, f"{engine.bucket.index}.{part}", exchange.settings.averages)
-
-
-def _reduced(exchange: GradientExchange, whole: torch.Tensor, name: str, averages: bool) -> torch.Tensor:
-    collectives = exchange.collectives
-    collectives.traffic.count_allreduce(whole.nbytes, collectives.workers)
-    return collectives.wait(collectives.allreduce(whole, f"left.{name}", averages))

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
@@ -20,7 +22,7 @@ from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_
 from dgc_horovod.torch.session.session import session_of
 
 
-def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any, **extra: Any) -> None:
+def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: Any) -> None:
     """Save model, optimizer and every rank's residuals; called on every rank of the optimizer, between two steps.
 
     ``dgc_horovod.torch.load_checkpoint`` reads the same files: names are those of the model without DDP.
@@ -39,11 +41,11 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
     """
     optimizer = bare_optimizer(optimizer)
     member = _member(optimizer)
-    state.save(directory, _patient(member), bare(model), optimizer, extra, member.names, _number(member.group))
+    state.save(directory, bare(model), optimizer, extra, member)
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: Any, optimizer: Any, residuals: str = checkpoint.REQUIRED
+    directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
 ) -> dict[str, Any]:
     """Go on from ``save_checkpoint``, of this or of Horovod's adapter; called on every rank of the optimizer.
 
@@ -64,8 +66,7 @@ def load_checkpoint(
     """
     optimizer = bare_optimizer(optimizer)
     member = _member(optimizer)
-    averages = isinstance(member, Uncompressed) or member.settings.averages
-    return state.load(directory, _patient(member), bare(model), optimizer, averages, residuals)
+    return state.load(directory, bare(model), optimizer, residuals, member)
 
 
 @dataclass
@@ -83,23 +84,17 @@ class Uncompressed:
     patient_group: Group | None = None
 
 
-def _member(optimizer: Any) -> GroupCarrier | Uncompressed:
-    """Ranks and names of an optimizer that was registered."""
+def _member(optimizer: Optimizer) -> state.Member:
+    """Of an optimizer that was registered."""
     session = session_of(optimizer)
     found = getattr(optimizer, "_dgc", None) if session is None else session.carrier
     if not isinstance(found, (GroupCarrier, Uncompressed)):
         raise UnsupportedUse("pass the optimizer that was given to register() or DistributedOptimizer()")
-    return found
-
-
-def _patient(member: GroupCarrier | Uncompressed) -> ProcessGroupCollectives:
-    """Collectives that bear with slow disks."""
-    seconds = envvars.checkpoint_seconds()
-    if member.patient_group is None:
-        member.patient_group = new_group(member.group.ranks, seconds)
-    return ProcessGroupCollectives(member.patient_group, checkpoint.CALLS, seconds)
-
-
-def _number(group: Group) -> int:
-    """0 for all ranks, as Horovod numbers its process sets; else the first rank of a part, which is its own."""
-    return 0 if len(group.ranks) == dist.get_world_size() else 1 + group.ranks[0]
+    ranks, seconds = found.group.ranks, envvars.checkpoint_seconds()
+    if found.patient_group is None:
+        found.patient_group = new_group(ranks, seconds)
+    patient = ProcessGroupCollectives(found.patient_group, checkpoint.CALLS, seconds)
+    averages = isinstance(found, Uncompressed) or found.settings.averages
+    # 0 for all ranks, as Horovod numbers its process sets; else the first rank of a part, which is its own
+    number = 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
+    return state.Member(patient, found.names, averages, number)
