@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from dgc_horovod.errors import UnsupportedUse
@@ -120,3 +120,15 @@ class Strategy(StatePart, Generic[Owner, Tensor]):
     def outer(self) -> list[Tensor]:
         """What is the same on all ranks beside weights and the optimizer's state; in one order on all of them."""
         return []
+
+    # -- under Horovod Elastic
+
+    def remembered(self) -> Any:
+        """What a commit keeps of what spans several steps."""
+
+    def go_back(self, to: Any) -> None:
+        """Be again where this was `remembered`; what is under way is given up."""
+
+    def meet(self, share: Callable[[], None]) -> None:
+        """The ranks are others: let `share` give all of them the weights and the optimizer of rank 0."""
+        share()

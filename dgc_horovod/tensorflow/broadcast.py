@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
@@ -38,6 +39,17 @@ def shared_variables(optimizer: Any) -> list[Any]:
     """The variables of a Keras optimizer that are the same on every rank: all others."""
     own = {id(native(variable)) for variable in own_variables(optimizer)}
     return [variable for variable in optimizer.variables if id(native(variable)) not in own]
+
+
+def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
+    """Copies of what variables hold."""
+    return [variable.numpy() for variable in variables]
+
+
+def assign(variables: Iterable[Any], values: Iterable[np.ndarray]) -> None:
+    """Let variables hold what `values_of` gave."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 @tf.autograph.experimental.do_not_convert

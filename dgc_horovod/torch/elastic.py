@@ -24,7 +24,6 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, going_back
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier
-from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Session, session_of
 from dgc_horovod.torch.transport import HorovodCollectives
 
@@ -102,8 +101,8 @@ class ResidualHandler(OptimizerStateHandler):
         found = session_of(optimizer)
         assert found is not None
         self.session = found
-        self._saved: ResidualState = self.session.kept.record(own=False)
-        self._flushed_at: Any = None  # `_place` after it
+        self._saved, self._round = found.kept.record(own=False), found.strategy.remembered()
+        self._flushed_at: tuple[int, int] | None = None  # `_place` after it
 
     def meet(self) -> None:
         """Compare with the others before anything is exchanged; a newcomer may have data to read before it comes."""
@@ -116,27 +115,25 @@ class ResidualHandler(OptimizerStateHandler):
             self.value.flush()
             self._flushed_at = self._place()
 
-    def _place(self) -> Any:
+    def _place(self) -> tuple[int, int]:
         """What another step changes."""
-        return self.session.exchange.steps
+        exchange = self.session.exchange
+        return exchange.steps, exchange.counts.pending
 
     def save(self) -> None:
-        """Remember u and v with the optimizer's state: a commit."""
+        """Remember u, v and the round under way with the optimizer's state: a commit."""
         super().save()
-        self._saved = self._kept()
-
-    def _kept(self) -> ResidualState:
-        """What a commit keeps of this rank; in an accumulation nothing has been handed to the exchange yet."""
         session = self.session
         session.carrier.follow(session)
-        if session.is_exchanging:
+        if session.is_exchanging:  # in an accumulation nothing has been handed to the exchange yet
             session.strategy.check_between_steps()
-        return session.kept.record(own=False)
+        self._saved, self._round = session.kept.record(own=False), session.strategy.remembered()
 
     def restore(self) -> None:
         """Go back to the last commit; a step under way is given up."""
         going_back(sys.exc_info()[1])
         self._flushed_at = None
+        self.session.strategy.go_back(self._round)
         # the optimizer goes on in the tensors that it loads
         committed = copy.deepcopy(self._saved_optimizer_state)
         super().restore()  # ends what is under way, and empties u and v
@@ -146,67 +143,16 @@ class ResidualHandler(OptimizerStateHandler):
 
     def sync(self) -> None:
         """Take over the optimizer's state and the step of rank 0; keep this rank's own residuals."""
-        session, self._flushed_at = self.session, None
+        self._flushed_at = None
+        self.session.strategy.meet(self._share)
+
+    def _share(self) -> None:
+        session = self.session
         own = session.kept.record(own=False)
         session.update.prepare(session.optimizer, session.exchange)  # all ranks must broadcast the same entries
         super().sync()
         shared = hvd.broadcast_object(own.shared, 0, name="dgc.elastic.step")
         renew(session, dataclasses.replace(own, **shared))  # and not what stands in the places of u and v
-
-
-class RoundHandler(ResidualHandler):
-    """The handler of an optimizer with local steps in a ``TorchState``.
-
-    A commit exchanges nothing. Within a round it remembers this rank's own weights (the model's handler has them), its
-    inner optimizer and the anchor, and to go back to it is to be in that round again. Where the ranks meet anew, all
-    go on from the weights of rank 0, and begin a round with them: what the others have changed since their last
-    exchange is lost, so that a commit right after an exchange is the one that loses nothing. `e` and the inner
-    optimizer stay with each rank; a newcomer takes over the inner optimizer of rank 0.
-
-    Args:
-        optimizer: optimizer of ``DistributedOptimizer`` with local steps.
-
-    Memory: of a commit, beside what every commit keeps: the anchor, 4 bytes a parameter, if it is made within a round.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        assert isinstance(self.session.strategy, LocalSteps)
-        self._strategy = self.session.strategy
-        self._round = self._strategy.rounds.copied()
-
-    def save(self) -> None:
-        """Remember `e`, the inner optimizer, outer momentum and the round under way: a commit."""
-        super().save()
-        self._round = self._strategy.rounds.copied()
-
-    def restore(self) -> None:
-        """Go back to the last commit; an exchange under way is given up, and does not touch the weights any more."""
-        self._strategy.rounds.go_back(self._round)
-        super().restore()
-
-    def sync(self) -> None:
-        """Take over outer momentum, options and step of rank 0, and begin a round; keep `e` and the inner optimizer."""
-        session, rounds = self.session, self._strategy.rounds
-        own = _inner(session) if rounds.count or session.exchange.steps else {}
-        rounds.go_back()
-        session.loaded = True  # so that the outer momentum is shared as well
-        super().sync()
-        for p, entries in own.items():
-            session.optimizer.state[p].update(entries)
-
-    def _place(self) -> Any:
-        return super()._place(), self._strategy.rounds.count
-
-
-def _inner(session: Session) -> dict[torch.Tensor, dict[str, Any]]:
-    """A copy of the inner optimizer's state on this rank, by parameter."""
-    states = session.optimizer.state
-    return {
-        p: {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in states[p].items()}
-        for p in session.exchange.names
-        if p in states
-    }
 
 
 class TorchState(HorovodTorchState):
@@ -258,10 +204,4 @@ class _CompressedOptimizer(metaclass=_Compressed):
 def register() -> None:
     """Let ``hvd.elastic.TorchState`` make the handler of each of our optimizers."""
     others = [entry for entry in get_handler_registry() if entry[0] is not _CompressedOptimizer]
-    set_handler_registry([(_CompressedOptimizer, _handler_of), *others])
-
-
-def _handler_of(optimizer: torch.optim.Optimizer) -> ResidualHandler:
-    session = session_of(optimizer)
-    local = session is not None and isinstance(session.strategy, LocalSteps)
-    return RoundHandler(optimizer) if local else ResidualHandler(optimizer)
+    set_handler_registry([(_CompressedOptimizer, ResidualHandler), *others])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
@@ -22,12 +21,11 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import CollectiveTimeout, ConfigError, DGCError
 from dgc_horovod.notices import going_back
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.broadcast import broadcast_variables, own_variables, shared_variables
+from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, own_variables, shared_variables, values_of
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.watchdog import wait_for_shutdown
-from dgc_horovod.tensorflow.session.local import LocalSteps
-from dgc_horovod.tensorflow.session.session import Session, session_of
+from dgc_horovod.tensorflow.session.session import session_of
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
@@ -78,69 +76,12 @@ def _reset() -> None:
     hvd.init()
 
 
-class _RoundState:
-    """The round of an optimizer in an elastic job; of one without local steps there is none, and nothing to do.
-
-    A commit exchanges nothing. It remembers the anchor and the place in the round with this rank's own weights and
-    inner optimizer, so that to go back to it is to be in that round again. Where the ranks meet anew, all go on from
-    the weights of rank 0, and begin a round with them: what the others have changed since their last exchange is lost,
-    so that a commit right after an exchange is the one that loses nothing. `e` and the inner optimizer stay with each
-    rank; a newcomer takes over the inner optimizer of rank 0.
-
-    Args:
-        session: session of a Keras optimizer that is built; None: it is not distributed.
-
-    Memory: of a commit, beside what every commit keeps: anchor and outer momentum, as much as the weights each.
-    """
-
-    def __init__(self, session: Session | None) -> None:
-        self._steps = session.strategy if session is not None and isinstance(session.strategy, LocalSteps) else None
-
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """What is this rank's own beside weights and slots, and belongs to a commit."""
-        rounds = None if self._steps is None else self._steps.rounds
-        return [] if rounds is None else [rounds.calls, rounds.fresh, *rounds.anchors, *rounds.outer]
-
-    def meet(self, broadcast: Callable[[], None], is_newcomer: bool) -> None:
-        """Let `broadcast` give every rank the variables of rank 0, and begin a round with them.
-
-        Args:
-            broadcast: function that sends weights and the optimizer's variables.
-            is_newcomer: whether this rank has made no step, so that its inner optimizer is nobody's.
-        """
-        if self._steps is None:
-            return broadcast()
-        rounds = self._steps.rounds
-        slots = [] if is_newcomer else self._steps.slots
-        inner, outer = _values_of(slots), _values_of(rounds.outer)
-        broadcast()  # weights that have been set have no outer momentum
-        _assign(slots, inner)
-        _assign(rounds.outer, outer)
-        if outer:
-            broadcast_variables(rounds.outer, root_rank=0)
-        rounds.calls.assign(0)
-        rounds.fresh.assign(True)
-        return None
-
-
-def _values_of(variables: Iterable[Any]) -> list[np.ndarray]:
-    """Copies of what variables hold."""
-    return [variable.numpy() for variable in variables]
-
-
-def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    """Let variables hold what `_values_of` gave."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-
 class KerasState(ObjectState):
     """Weights and the optimizer's variables of a Keras 3 model, saved, restored and sent to newcomers.
 
     What a rank has kept of gradients (u, v) is saved and restored with them, and is its own: it is never sent. When N
     ranks become M, what the survivors have kept is scaled by M/N (where gradients are averaged), so that the combined
-    residual stays the same; newcomers begin with nothing. With local steps: see `_RoundState`.
+    residual stays the same; newcomers begin with nothing. With local steps: see `LocalSteps.meet`.
 
     Args:
         model: Keras 3 model, built.
@@ -156,11 +97,10 @@ class KerasState(ObjectState):
         self.model, self.optimizer, self._flushes = model, optimizer or model.optimizer, flush_on_commit
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        session = session_of(self.optimizer)
+        session = self._session = session_of(self.optimizer)
         self._settings = None if session is None else session.distribution.settings
         compresses = self._settings is not None and self._settings.config is not None
         self._distribution = session.distribution if session is not None and compresses else None
-        self._round = _RoundState(session)
         self._settled_at: int | None = None  # iterations at which there is nothing to flush
         self._remember()
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
@@ -171,7 +111,7 @@ class KerasState(ObjectState):
 
     @property
     def _all_variables(self) -> list[Any]:
-        return [*self._variables, *own_variables(self.optimizer), *self._round.variables]
+        return [*self._variables, *own_variables(self.optimizer)]
 
     @property
     def _iterations(self) -> int:
@@ -186,7 +126,8 @@ class KerasState(ObjectState):
         }
 
     def _remember(self) -> None:
-        self._saved = _values_of(self._all_variables)
+        self._saved = values_of(self._all_variables)
+        self._round = None if self._session is None else self._session.strategy.remembered()
         self._kept: ResidualState | None = None
         if self._distribution is not None:
             self._distribution.ownership.look(self._iterations)
@@ -208,7 +149,9 @@ class KerasState(ObjectState):
     def restore(self) -> None:
         """Go back to the values last saved."""
         going_back(sys.exc_info()[1])
-        _assign(self._all_variables, self._saved)
+        assign(self._all_variables, self._saved)
+        if self._session is not None:
+            self._session.strategy.go_back(self._round)
         if self._distribution is not None:
             self._distribution.carry_on(self._kept, self._iterations)
         super().restore()
@@ -230,7 +173,10 @@ class KerasState(ObjectState):
             meeting = Collectives(hvd.global_process_set, "the newcomers' sync", envvars.checkpoint_seconds())
             stock = {"compression": "an optimizer that is not distributed"}
             check_agreement(meeting, stock if self._settings is None else self._agreed_fields(self._settings))
-            self._round.meet(lambda: broadcast_variables(self._variables, root_rank=0), self._iterations == 0)
+            if self._session is None:
+                self._share()
+            else:
+                self._session.strategy.meet(self._share)
             if self._distribution is not None:
                 state = self._distribution.residuals(own=False) or ResidualState(0, 1, averages=True)
                 shared = broadcast_object(state.shared, root_rank=0, name="dgc.elastic.step")
@@ -238,3 +184,6 @@ class KerasState(ObjectState):
             self._settled_at = self._iterations
             self._remember()
             super().sync()
+
+    def _share(self) -> None:
+        broadcast_variables(self._variables, root_rank=0)

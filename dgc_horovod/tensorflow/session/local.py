@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import clips_alone, leave_out
 from dgc_horovod.stats import ExchangeStats
-from dgc_horovod.tensorflow.broadcast import shared_variables
+from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, shared_variables, values_of
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
 from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
@@ -128,6 +128,32 @@ class LocalSteps(Strategy):
         """See `Strategy`."""
         if self._rounds is not None:
             self._rounds.restart_of({key_of(variable) for variable in sent})
+
+    @property
+    def _of_round(self) -> list[tf.Variable]:
+        return [self.rounds.calls, self.rounds.fresh, *self.rounds.anchors, *self.rounds.outer]
+
+    def remembered(self) -> list[np.ndarray]:
+        """See `Strategy`: anchor, outer momentum and the place in the round, with which weights and slots go."""
+        return values_of(self._of_round)
+
+    def go_back(self, to: list[np.ndarray]) -> None:
+        """See `Strategy`."""
+        assign(self._of_round, to)
+
+    def meet(self, share: Callable[[], None]) -> None:
+        """See `Strategy`; a round begins with the weights of rank 0, whose outer momentum is shared as well.
+
+        What the others have changed since their last exchange is lost, so that a commit right after an exchange is the
+        one that loses nothing. `e` and the inner optimizer stay with each rank; a newcomer takes over that of rank 0.
+        """
+        kept = [*(self.slots if self.session.iterations else ()), *self.rounds.outer]
+        values = values_of(kept)
+        share()  # weights that have been set have no outer momentum
+        assign(kept, values)
+        if self.rounds.outer:
+            broadcast_variables(self.rounds.outer, root_rank=0)
+        self.rounds.begin_anew()
 
     def check_not_begun(self) -> None:
         """See `Strategy`."""

@@ -226,14 +226,10 @@ def _left_of_whole(exchange: GradientExchange) -> dict[Parameter, torch.Tensor]:
 
     A worker of a node has it of its slice, for all workers of the node.
     """
-    left, waiting = {}, exchange.residuals()
-    parameters = {name: p for p, name in exchange.names.items()}
-    for engine in exchange.engines:
-        for segment in engine.bucket.segments if engine.bucket.uncompressed else ():
-            v = waiting.tensors.get(segment.name, {}).get(RESIDUAL)
-            if v is not None and v.any():
-                p, first = parameters[segment.name], waiting.runs.get(segment.name, [0])[0]
-                whole = torch.zeros(p.numel(), dtype=torch.float32)
-                whole[first : first + v.size] = torch.from_numpy(v) * exchange.topology.node_size
-                left[p] = whole.view(p.shape)
+    left: dict[Parameter, torch.Tensor] = {}
+    for run in exchange.runs:
+        if run.engine.bucket.uncompressed:
+            whole = torch.from_numpy(run.engine.as_one_of_all(RESIDUAL))
+            parts = [whole[segment.place] for segment in run.engine.whole.segments]
+            left |= {p: v.view(p.shape) for p, v in zip(run.parameters, parts, strict=True) if v.any()}
     return left

@@ -327,6 +327,32 @@ class LocalSteps(Strategy):
         self.rounds.go_back()
         self.rounds.momentum.clear()
 
+    # -- under Horovod Elastic
+
+    def remembered(self) -> Round:
+        """See `Strategy`: the anchor and the place in the round, within which this rank's weights are its own."""
+        return self.rounds.copied()
+
+    def go_back(self, to: Round) -> None:
+        """See `Strategy`; an exchange under way does not touch the weights any more."""
+        self.rounds.go_back(to)
+
+    def meet(self, share: Callable[[], None]) -> None:
+        """See `Strategy`; a round begins with the weights of rank 0, whose outer momentum is shared as well.
+
+        What the others have changed since their last exchange is lost, so that a commit right after an exchange is the
+        one that loses nothing. `e` and the inner optimizer stay with each rank; a newcomer takes over that of rank 0.
+        """
+        session, own = self.session, {}
+        states = session.optimizer.state
+        if self.rounds.count or session.exchange.steps:
+            own = {p: _copied(states[p]) for p in session.exchange.names if p in states}
+        self.rounds.go_back()
+        session.loaded = True  # so that the outer momentum is shared
+        share()
+        for p, entries in own.items():
+            states[p].update(entries)
+
     # -- outer momentum
 
     def outer(self) -> list[torch.Tensor]:
@@ -377,6 +403,10 @@ class LocalSteps(Strategy):
         if known:
             told = clips_alone("the script", clip.limit, self.session.exchange.collectives.workers)
             self.session.tell_once("clipping", told)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
 
 
 def clean(states: Mapping[Any, dict[str, Any]]) -> None:
