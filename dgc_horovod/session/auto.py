@@ -22,7 +22,7 @@ class Choice:
     """A `Trial` of all ranks: in each comparison a rank gives `own`, and takes the sums over the ranks.
 
     Args:
-        buckets: buckets of the compressed exchange.
+        exchange: the compressed exchange.
         stock: whose the uncompressed exchange is, in words.
         on_gloo: whether it is Gloo's, on a CPU.
 
@@ -34,18 +34,18 @@ class Choice:
         script_accumulates: whether it has made a step of several exchanged gradients, or of none.
     """
 
-    def __init__(self, buckets: OptimizerExchange, stock: str, on_gloo: bool) -> None:
-        self.buckets, self._stock, self._on_gloo = buckets, stock, on_gloo
+    def __init__(self, exchange: OptimizerExchange, stock: str, on_gloo: bool) -> None:
+        self.exchange, self._stock, self._on_gloo = exchange, stock, on_gloo
         self._dense: list[float] = []  # seconds of a dense step, and those of waiting, the same on every rank
         self.given_up = self.script_clips = self.script_accumulates = False
         self.begin()
 
     def begin(self) -> None:
         """Choose anew; where there is nothing to choose, the uncompressed exchange stays."""
-        config, self.trial = self.buckets.config, Trial()
+        config, self.trial = self.exchange.config, Trial()
         total = config.total_steps
         short = total is not None and (total < _WORTH * (SETTLING + TIMED) or is_too_short(total))
-        if self.buckets.workers == 1 or not self.buckets.compressed or short or self.given_up:
+        if self.exchange.workers == 1 or not self.exchange.compressed or short or self.given_up:
             self.trial.stay()
         if total is not None and short and self.speaks:
             tell_too_short(total, config.density, self._stock)
@@ -67,14 +67,14 @@ class Choice:
     @property
     def speaks(self) -> bool:
         """Whether this rank decides for all, and tells the user."""
-        return self.buckets.rank == 0
+        return self.exchange.rank == 0
 
     def count(self) -> None:
         """Count a step of the uncompressed exchange."""
-        buckets = self.buckets
-        buckets.counts.traffic.count_allreduce(4 * sum(buckets.numel.values()), buckets.workers)
-        buckets.counts.end_step()
-        buckets.steps += 1
+        exchange = self.exchange
+        exchange.counts.traffic.count_allreduce(4 * sum(exchange.numel.values()), exchange.workers)
+        exchange.counts.end_step()
+        exchange.steps += 1
 
     # -- times
 
@@ -90,7 +90,7 @@ class Choice:
         """
         if not self.trial.step_ended(now, waited):
             return False
-        if self.buckets.ranks_in_join:
+        if self.exchange.ranks_in_join:
             self.give_up(JOINED)  # those in join answer nothing but steps
             return False
         return True
@@ -115,7 +115,7 @@ class Choice:
     @property
     def probed(self) -> int:
         """Number of elements of the longer allreduce that is timed, > 1."""
-        return max(2, min(PROBED, sum(self.buckets.numel.values()) // 8))
+        return max(2, min(PROBED, sum(self.exchange.numel.values()) // 8))
 
     def observed(self, one: float, many: float, sparse: bool) -> list[float]:
         """What a rank gives of the link and of its gradients.
@@ -124,7 +124,7 @@ class Choice:
             one, many: seconds of an allreduce of one element, and of `probed`.
             sparse: whether there are sparse gradients.
         """
-        config, nodes = self.buckets.config, self.buckets.topology.node_size > 1
+        config, nodes = self.exchange.config, self.exchange.topology.node_size > 1
         # workers of a node might differ in what they clip, see `NodeGradientExchange`
         clips = self.script_clips and nodes and config.clip_norm is None
         hindered = clips or self.script_accumulates
@@ -140,15 +140,15 @@ class Choice:
             return self.give_up(SPARSE)
         step, waited = self._dense
         observed = Observed(step, waited, one, many, self.probed)
-        expected = None if hindered else predicted(self.buckets, observed, self._on_gloo)
+        expected = None if hindered else predicted(self.exchange, observed, self._on_gloo)
         self.trial.dense_timed(observed.step, expected)
         self._conclude(expected)
 
     def _conclude(self, expected: float | None) -> None:
-        self.buckets.counts.trial_seconds = dict(self.trial.seconds)
+        self.exchange.counts.trial_seconds = dict(self.trial.seconds)
         if self.speaks:
-            tell_choice(self.buckets, self.trial, expected, self._stock)
+            tell_choice(self.exchange, self.trial, expected, self._stock)
 
     def _means(self, sums: Sequence[float]) -> list[float] | None:
         """Means over the ranks; None where some have no more data: Horovod's join answers with zeros for them."""
-        return [total / sums[0] for total in sums[1:]] if round(sums[0]) == self.buckets.workers else None
+        return [total / sums[0] for total in sums[1:]] if round(sums[0]) == self.exchange.workers else None

@@ -159,7 +159,7 @@ class NativeKernels(NumpyArrays):
         scale: float = 1.0,
         left: Elements = NO_ELEMENTS,
     ) -> tuple[Any, ...]:
-        """Those of `dgc_pass`."""
+        """Those of `dgc_pass`: addresses, so the caller holds what is there."""
         scratch.make_room(max_candidates)
         return (
             address(v), address(u), is_narrow(u), address(segments), len(segments), scale, address(ranges), len(ranges),
@@ -191,8 +191,8 @@ class NativeKernels(NumpyArrays):
         return sum((self.sums(x)[1] for x in arrays), 0.0)
 
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
-        range_ = self._range(x, np.inf)
-        self._library.dgc_pass(*self._arguments(Scratch(x.size, 1), 0, x, range_, True))
+        scratch, range_ = Scratch(x.size, 1), self._range(x, np.inf)
+        self._library.dgc_pass(*self._arguments(scratch, 0, x, range_, True))
         return float(range_["sum"][0]), float(range_["squares"][0])
 
     def count_at_least(self, x: np.ndarray, threshold: float) -> int:
