@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -78,3 +80,38 @@ class LocalUpdate(PlainUpdate):
             if RESIDUAL in parts:
                 p.sub_(parts[RESIDUAL].to(p.dtype).mul(self._rate))  # not fused: see `LocalRounds.receive`
         return {}
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of one parameter's state."""
+    return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
+
+
+def clean(states: Mapping[Any, dict[str, Any]]) -> None:
+    """Empty what is not finite of an inner optimizer's state: it would spoil the weights again.
+
+    Of a parameter all of it: Adam's first moment is no good without the second, nor are its steps, by which empty
+    moments would count as full ones.
+    """
+    for state in states.values():
+        own = [x for x in state.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if not all(bool(torch.isfinite(x).all()) for x in own):
+            for x in own:
+                x.zero_()
+            if isinstance(state.get("step"), int):
+                state["step"] = 0
+
+
+def unscale(optimizer: Optimizer) -> bool | None:
+    """Do with gradients what a GradScaler asks for that calls ``step``; whether the step may be, None: nobody asks."""
+    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found is not None and float(found):
+        return False
+    if scale is not None:
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.div_(scale.to(p.grad.device))
+    if found is None:
+        return None
+    for name in ("grad_scale", "found_inf"):  # for an optimizer that would unscale by itself
+        setattr(optimizer, name, None)
+    return True

@@ -6,7 +6,7 @@ exchanges and checks are those of every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.gradients.dense_path import all_finite, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
+from dgc_horovod.torch.local.update import clean, copied, unscale
 from dgc_horovod.torch.session.passes import Result
 from dgc_horovod.torch.session.strategy import Strategy
 
@@ -252,22 +253,14 @@ class LocalSteps(Strategy):
         Weights that are not finite would spoil what the model computes until the round is undone, and a running
         statistic for ever. Costs a read of every gradient.
         """
-        found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-        if found is not None and float(found):
-            return False
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if scale is not None:
-            for grad in grads:
-                grad.div_(scale.to(grad.device))
-        if found is not None:
-            for name in ("grad_scale", "found_inf"):  # for an optimizer that would unscale by itself
-                setattr(optimizer, name, None)
-        elif self.session.config.on_nonfinite == "skip":
+        allowed = unscale(optimizer)
+        if allowed is None and self.session.config.on_nonfinite == "skip":
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if not all_finite(grad._values() if grad.is_sparse else grad for grad in grads):
                 exchange = self.session.exchange
                 leave_out(exchange.counts, exchange.collectives.rank, not_finite_of(exchange.names))
                 return False
-        return True
+        return allowed is not False
 
     def exchange(self) -> None:
         """Exchange what the weights have changed by since the last time; every rank must call it, between two steps."""
@@ -346,7 +339,7 @@ class LocalSteps(Strategy):
         session, own = self.session, {}
         states = session.optimizer.state
         if self.rounds.count or session.exchange.steps:
-            own = {p: _copied(states[p]) for p in session.exchange.names if p in states}
+            own = {p: copied(states[p]) for p in session.exchange.names if p in states}
         self.rounds.go_back()
         session.loaded = True  # so that the outer momentum is shared
         share()
@@ -403,22 +396,3 @@ class LocalSteps(Strategy):
         if known:
             told = clips_alone("the script", clip.limit, self.session.exchange.collectives.workers)
             self.session.tell_once("clipping", told)
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
-
-
-def clean(states: Mapping[Any, dict[str, Any]]) -> None:
-    """Empty what is not finite of an inner optimizer's state: it would spoil the weights again.
-
-    Of a parameter all of it: Adam's first moment is no good without the second, nor are its steps, by which empty
-    moments would count as full ones.
-    """
-    for state in states.values():
-        own = [x for x in state.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        if not all(bool(torch.isfinite(x).all()) for x in own):
-            for x in own:
-                x.zero_()
-            if isinstance(state.get("step"), int):
-                state["step"] = 0
