@@ -17,9 +17,8 @@ from benchmarks import scaling
 from benchmarks.report import markdown, save_figure
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
-from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import DENSE, FP16, cost
-from dgc_horovod.planning.machine import Machine
 
 MODEL, NODE_SIZE, WORKERS = "resnet50", 8, (16, 32, 64, 128, 256, 512, 1024)
 RATES = {"1 Gbps": 1e9, "10 Gbps": 1e10}

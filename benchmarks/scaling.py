@@ -19,9 +19,8 @@ from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import DENSE, cost
-from dgc_horovod.planning.machine import Machine
 
 COMPUTE_MS = 200.0
 MODELLED = (16, 32, 64)

@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dgc_horovod.stats import PROCESS
+
 _log = logging.getLogger("dgc_horovod")
 _PAGE = "docs/tuning.md#while-it-runs"
 FEW_STEPS = 50  # of which nothing is said yet
@@ -20,7 +22,6 @@ MOST_WAITING = 100.0  # norm of the residual in that of the gradient, times the 
 MOST_STALE = 10.0  # steps that 99% of what is sent waited, times the density
 MOST_OVERLAP = 0.1  # of the ranks' selections, beyond the density, which chance alone gives
 LOOKS = 5  # in a row: a gradient may be small once
-_given: dict[str, str] = {}  # by kind
 
 
 def tell(found: Mapping[str, str]) -> None:
@@ -30,14 +31,14 @@ def tell(found: Mapping[str, str]) -> None:
         found: texts by kind, of which each is said once.
     """
     for kind, text in found.items():
-        if kind not in _given:
-            _given[kind] = text
+        if kind not in PROCESS.advice:
+            PROCESS.advice[kind] = text
             _log.warning("dgc_horovod: %s (%s)", text, _PAGE)
 
 
 def given() -> list[str]:
     """All that was said."""
-    return list(_given.values())
+    return list(PROCESS.advice.values())
 
 
 class Compression:

@@ -9,18 +9,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dgc_horovod.stats import all_exchanges, replica_checks, total
+from dgc_horovod.stats import PROCESS, total
 
 _log = logging.getLogger("dgc_horovod")
 _NORMAL = 0.01  # of all steps may be skipped without a warning: a loss scaler looks for the largest scale
-_is_told = False  # when this process ends
 
 
 def pending() -> int:
     """Number of local steps that no exchange has followed, when the job ends; of several optimizers the most."""
-    for counts in all_exchanges:
+    for counts in PROCESS.exchanges:
         counts.close()
-    return max((counts.pending for counts in all_exchanges), default=0)
+    return max((counts.pending for counts in PROCESS.exchanges), default=0)
 
 
 def skipped(stats: Mapping[str, float]) -> str:
@@ -39,7 +38,7 @@ def warnings(ranks: Sequence[Mapping[str, Any]] = ()) -> list[str]:
     Args:
         ranks: what each rank tells of itself, see `recording.rank_figures`.
     """
-    left, checks, found = pending(), replica_checks, []
+    left, checks, found = pending(), PROCESS.replica_checks, []
     if checks.differed:
         found.append(f"the ranks' weights differed at {checks.differed:,} of {checks.made:,} comparisons")
     found += [
@@ -57,22 +56,15 @@ def warnings(ranks: Sequence[Mapping[str, Any]] = ()) -> list[str]:
 
 def watch(rank: int) -> None:
     """Warn on rank 0 when this process ends, unless it ends by an error; once for all optimizers."""
-    global _is_told
-    if rank == 0 and not _is_told:
-        _is_told = True
+    if rank == 0 and not PROCESS.tells_at_end:
+        PROCESS.tells_at_end = True
         atexit.register(_at_exit, os.getpid())
-
-
-def leave_to_summary() -> None:
-    """The line at the end of the job tells of it."""
-    global _is_told
-    _is_told = True
 
 
 def _at_exit(process: int) -> None:
     if os.getpid() != process or getattr(sys, "last_value", None) is not None:  # forked, or ended by an error
         return
-    stats = total(list(all_exchanges))
+    stats = total(list(PROCESS.exchanges))
     texts = [skipped(stats)] if stats["skipped"] > _NORMAL * stats["steps"] else []
     for text in [*texts, *warnings()]:
         _log.warning("dgc_horovod: %s", text)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
 from dgc_horovod.errors import CheckpointError, DGCError, RankMismatch
+from dgc_horovod.stats import PROCESS
 
 _DIGEST_BYTES = 8
 _PART = 2**28  # bytes in one message, far below what a collective can carry
-_made_before: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class Gatherer(Protocol):
@@ -49,7 +47,7 @@ def unique_tag(names: str) -> str:
     made, which is the same on every rank of the set; optimizers over other names do not disturb the count.
     """
     base = _digest(names).hex()[:6]
-    return f"{base}.{next(_made_before[base])}"
+    return f"{base}.{PROCESS.next_number(base)}"
 
 
 def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:

@@ -150,11 +150,6 @@ def node_size() -> int:
     return found or 0
 
 
-def cuda_graphs() -> bool:
-    """DGC_CUDA_GRAPHS: whether a step's kernels may be recorded."""
-    return bool(value(CUDA_GRAPHS))
-
-
 def dynamic_process_sets() -> bool:
     """Whether the script adds process sets after ``hvd.init()``."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")

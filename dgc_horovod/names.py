@@ -1,8 +1,11 @@
-"""Names of other libraries are replaced by identity, wherever scripts have imported them."""
+"""Names of other libraries are replaced: by identity, wherever scripts have imported them, or for a while."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 
@@ -16,3 +19,14 @@ def replace_everywhere(old: Any, new: Any) -> None:
         if isinstance(names, dict):
             for name in [name for name, value in list(names.items()) if value is old]:
                 names[name] = new
+
+
+@contextlib.contextmanager
+def replaced(module: ModuleType, **names: object) -> Iterator[None]:
+    """While inside, `module` has these under its names."""
+    before = {name: getattr(module, name) for name in names}
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        vars(module).update(before)

@@ -24,13 +24,12 @@ from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.notices import make_visible
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
-from dgc_horovod.stats import ExchangeStats, all_exchanges, replica_checks
+from dgc_horovod.stats import PROCESS, ExchangeStats
 
 _log = logging.getLogger("dgc_horovod")
 EVERY = 10.0  # seconds
 _OFTEN = 500  # records while a run lasts e times as long
 RANKS_KEPT = 32  # in a record: those that wait least for the others, and those that wait most
-_current: Recording | None = None
 MLFLOW = "mlflow:"
 Record = Mapping[str, Any]  # numbers and texts by name; of buckets and of ranks a list
 RanksOf = Callable[[], Sequence[Mapping[str, Any]]]
@@ -40,7 +39,7 @@ def rank_figures(rank: int) -> dict[str, Any]:
     """What a rank tells of itself: times of all its exchanges, figures of the last step that was looked at, and how
     many of its local steps it has left out.
     """
-    tallies = list(all_exchanges)
+    tallies = list(PROCESS.exchanges)
     told = {"rank": rank, "host": socket.gethostname()[:64], **stats.times(tallies), **stats.figures(tallies)}
     return {**told, "left_out": sum(counts.left_out for counts in tallies)}
 
@@ -186,7 +185,7 @@ class Recording:
                 _log.warning("dgc_horovod: the metrics file %r cannot be written any more: %s", self._path, error)
 
     def _write(self, final: bool, more: Mapping[str, Any]) -> None:
-        tallies = list(all_exchanges)
+        tallies = list(PROCESS.exchanges)
         record = {
             "id": self._id,
             "seconds": round(time.monotonic() - self._start, 3),
@@ -196,8 +195,8 @@ class Recording:
             **stats.total(tallies),
             **stats.figures(tallies),
             **(choice(tallies) if self._method == AUTO else {}),
-            "replica_checks": replica_checks.made,
-            "replica_mismatches": replica_checks.differed,
+            "replica_checks": PROCESS.replica_checks.made,
+            "replica_mismatches": PROCESS.replica_checks.differed,
             "skips": stats.skips(tallies),
             "advice": advice.given(),
             "buckets": stats.bucket_stats(tallies),
@@ -210,7 +209,7 @@ class Recording:
 
 
 def begin(path: str, method: str, run: Mapping[str, Any] | None = None, ranks_of: RanksOf | None = None) -> Recording:
-    """The recording of this process, begun now if it was not.
+    """The recording of this process, which has none yet (`Process.is_recorded`).
 
     Args:
         path, method, run, ranks_of: see `Recording`; without the last, this rank tells of itself alone.
@@ -218,10 +217,9 @@ def begin(path: str, method: str, run: Mapping[str, Any] | None = None, ranks_of
     Raises:
         ConfigError: see `Recording`.
     """
-    global _current
-    if _current is None:
-        _current = Recording(path, method, run or {}, ranks_of or (lambda: [rank_figures(0)]))
-    return _current
+    found = Recording(path, method, run or {}, ranks_of or (lambda: [rank_figures(0)]))
+    PROCESS.is_recorded = True
+    return found
 
 
 def begin_as_environment_says(config: DGCConfig) -> None:
@@ -237,5 +235,5 @@ def begin_as_environment_says(config: DGCConfig) -> None:
     """
     at_end.watch(0)
     path = envvars.value(envvars.METRICS_FILE)
-    if path and _current is None:
+    if path and not PROCESS.is_recorded:
         atexit.register(begin(path, method_of(config)).end)

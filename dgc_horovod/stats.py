@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -173,8 +174,32 @@ class ReplicaChecks:
         self.differed += not same
 
 
-all_exchanges: list[ExchangeStats] = []  # of every exchange that this process has made
-replica_checks = ReplicaChecks()  # of this process
+class Process:
+    """What there is one of in a process, whatever it trains.
+
+    Attributes:
+        exchanges: counts of every exchange that was made.
+        replica_checks: comparisons of the ranks' weights.
+        advice: what was said of the run, by kind.
+        is_recorded: whether its metrics go to a file.
+        tells_at_end: whether somebody has taken on what is to be said when it ends.
+    """
+
+    def __init__(self) -> None:
+        self.exchanges: list[ExchangeStats] = []
+        self.replica_checks = ReplicaChecks()
+        self.advice: dict[str, str] = {}
+        self.is_recorded = self.tells_at_end = False
+        self._numbers: dict[str, Iterator[int]] = {}
+
+    def next_number(self, of: str) -> int:
+        """A number from 0 for each thing of that name, in the order in which they are made: the same on every rank."""
+        return next(self._numbers.setdefault(of, itertools.count()))
+
+
+# The one object of the package that lives as long as the process: exit handlers, the metrics file and `dgcrun` want to
+# know of all optimizers, also of those that are gone, and Horovod is of the process too
+PROCESS = Process()
 
 
 def total(tallies: list[ExchangeStats]) -> dict[str, float]:

@@ -7,8 +7,7 @@ from typing import Any
 from benchmarks.report import RESULTS, markdown, read_results
 from dgc_horovod.exchange.contract import Round
 from dgc_horovod.planning import collectives as formulas
-from dgc_horovod.planning.cluster import Cluster, Link
-from dgc_horovod.planning.machine import Machine
+from dgc_horovod.planning.cluster import Cluster, Link, Machine
 
 FILE = RESULTS / "collectives.json"
 BITS = {"100mbit": 1e8, "1gbit": 1e9}

@@ -6,14 +6,13 @@ import itertools
 import statistics
 import time
 
+from benchmarks.planning import simulation
 from benchmarks.planning.tables import FILE
 from benchmarks.report import save
 from benchmarks.scaling import specs
 from dgc_horovod import DGCConfig
-from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import EXCHANGES, METHODS, traffic_of
-from dgc_horovod.planning.machine import Machine
-from dgc_horovod.tools.plan import simulation
 from dgc_horovod.tools.plan.table import worker_counts
 
 MODEL, NODE_SIZES = "resnet50", (1, 4, 8)

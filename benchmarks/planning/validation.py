@@ -24,9 +24,8 @@ from benchmarks.report import RESULTS, markdown, read_results
 from benchmarks.scaling import BITS, specs
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT
-from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link
+from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import DENSE, FP16, POWER_SGD, Cost, cost
-from dgc_horovod.planning.machine import Machine
 
 # The planner's method, and how many ranks PowerSGD has; published DGC is none of them
 METHODS = {

@@ -25,7 +25,7 @@ from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import density_at
 from dgc_horovod.state.method import is_flushed, refuse_missing
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining, released
-from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges
+from dgc_horovod.stats import PROCESS, ExchangeStats, Traffic
 from dgc_horovod.wire.bucket import PADDING
 
 _PLAIN: Accumulation = ErrorFeedback()
@@ -92,7 +92,7 @@ class OptimizerExchange:
         }
         self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic, config.final_density)
         self.meters = Meters(self.engines, self.counts)
-        all_exchanges.append(self.counts)
+        PROCESS.exchanges.append(self.counts)
         self.steps = 0  # finished so far, of the whole training
         self.epoch: int | None = None  # that the warm-up was told last
         self.ending = Ending(self.engines)

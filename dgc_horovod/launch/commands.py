@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def run(words: Sequence[str]) -> int:
     return run_job(args, _with_report(args, job), ssh)
 
 
-def _check_flags(args: Any) -> None:
+def _check_flags(args: Namespace) -> None:
     """Raise ConfigError for flags that have no value, or that what is asked for does not read."""
     asked = [flag for flag in flags.COMMANDS if _given(args, flag)]
     if len(asked) > 1:
@@ -64,12 +65,12 @@ def _check_flags(args: Any) -> None:
         )
 
 
-def _given(args: Any, flag: str) -> Any:
+def _given(args: Namespace, flag: str) -> Any:
     """What one of `flags.COMMANDS`, or of `flags.TOLD`, has been given."""
     return getattr(args, flag.removeprefix("--").replace("-", "_"))
 
 
-def _with_report(args: Any, job: Job) -> Job:
+def _with_report(args: Namespace, job: Job) -> Job:
     """A job with the metrics file of its report, if it is to have one."""
     if args.report and job.switched_off:
         print(f"dgcrun: {envvars.ENABLED.name} is off, so there will be no {flags.REPORT}", file=sys.stderr)
@@ -79,7 +80,7 @@ def _with_report(args: Any, job: Job) -> Job:
     return job
 
 
-def job_of(args: Any, given: dict[str, str]) -> Job:
+def job_of(args: Namespace, given: dict[str, str]) -> Job:
     """The settings of a job: flags before environment before its config file before the one for everyone.
 
     Args:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import sys
 import textwrap
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
-from unittest import mock
 
 import horovod
-from horovod.runner import gloo_run, launch
+from horovod.runner import launch
 from horovod.runner.common.util import config_parser
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.launch import config_file
+from dgc_horovod.launch.launcher import check_horovod
+from dgc_horovod.names import replaced
 from dgc_horovod.settings import OF_METHOD, Setting, as_text
 
 _PREFIX = "dgc_"  # of our entries in the parsed arguments
@@ -58,58 +60,28 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         variable -> text for our flags.
     """
     check_horovod()
-    replaced = types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": _Parser})
-    # Horovod opens and reads the config file itself, and would say less of what is wrong with it
-    reader = types.SimpleNamespace(load=lambda file, Loader: config_file.read(file.name), FullLoader=None)
-    with (
-        mock.patch.object(sys, "argv", ["dgcrun", *arguments]),
-        mock.patch.object(launch, "argparse", replaced),
-        mock.patch.object(launch, "yaml", reader),
-        mock.patch.object(config_parser, "set_args_from_config", _horovods_settings),
-    ):
-        try:
+    parser = functools.partial(_Parser, list(arguments))
+    try:
+        # Horovod makes its parser in this function, and hands it to nobody
+        with replaced(launch, argparse=types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": parser})):
             args = launch.parse_args()
-        except OSError as error:  # Horovod reads the config file in there
-            raise ConfigError(f"the config file cannot be read: {error}") from None
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    given = vars(args)
-    flags = {v.name: given[_PREFIX + v.name] for v in envvars.SETTABLE if given[_PREFIX + v.name] is not None}
-    return args, flags
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    args.config_file = args.own_config_file
+    given = ((row.name, getattr(args, _PREFIX + row.name)) for row in envvars.SETTABLE)
+    return args, {name: text for name, text in given if text is not None}
 
 
-def _horovods_settings(
-    args: Any, config: Any, overridden: Any, take_over: Any = config_parser.set_args_from_config
-) -> None:
-    # before Horovod, which takes every section for what it should be
+def _take_config_file(args: argparse.Namespace) -> None:
+    """Take Horovod's values from the config file, checked: Horovod takes every section for what it should be."""
+    content = config_file.read(args.config_file)
     off = envvars.is_off(envvars.from_environment())
     ours = {config_file.SECTION} if off else set()  # then nobody looks at what stands there
     args.compression_section = config_file.section_of(
-        args.config_file, {key: value for key, value in config.items() if key not in ours}
+        args.config_file, {key: value for key, value in content.items() if key not in ours}
     )
-    take_over(args, config, overridden)
-
-
-def check_horovod() -> None:
-    """Raise ConfigError if Horovod's launcher is not laid out as we know it."""
-    needed = [
-        (launch, "parse_args"),
-        (launch, "_run"),
-        (launch, "argparse"),
-        (launch, "discovery"),
-        (launch, "yaml"),
-        (launch, "is_gloo_used"),
-        (launch, "_is_elastic"),
-        (gloo_run, "get_remote_command"),
-        (gloo_run, "env_util"),
-        (config_parser, "set_args_from_config"),
-    ]
-    missing = [name for module, name in needed if not hasattr(module, name)]
-    if missing:
-        raise ConfigError(
-            f"Horovod {horovod.__version__} is not laid out as 0.28.1 is (its launcher lacks {', '.join(missing)}); "
-            "install 0.28.1, or use horovodrun with what dgcrun --print-env prints"
-        )
+    on_command_line = {name for name, value in vars(args).items() if value is not None}
+    config_parser.set_args_from_config(args, content, on_command_line)
 
 
 class _Command(argparse.Action):
@@ -124,10 +96,16 @@ class _Command(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Horovod's parser with our flags; Horovod adds its own to it afterwards."""
+    """Horovod's parser with our flags; Horovod adds its own to it afterwards.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "prog": "dgcrun", "usage": _USAGE})
+    Args:
+        words: command line that it parses.
+        more: arguments of argparse's.
+    """
+
+    def __init__(self, words: Sequence[str], **more: Any) -> None:
+        super().__init__(**{**more, "prog": "dgcrun", "usage": _USAGE})
+        self._words = words
         self.set_defaults(compression_section={})
         ours = self.add_argument_group("compression")
         method, one_of = _PREFIX + envvars.COMPRESSION.name, ours.add_mutually_exclusive_group()
@@ -138,6 +116,15 @@ class _Parser(argparse.ArgumentParser):
             ours.add_argument(flag, action=_Command)
         for flag, metavar in {REPORT: "PAGE", **ESTIMATE, **PLAN}.items():
             ours.add_argument(flag, metavar=metavar)
+        self._ours = len(self._actions)
+
+    def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
+        """As argparse's, of the words, with the values of the config file, which Horovod is not to read by itself."""
+        found = super().parse_args(self._words)
+        if found.config_file:
+            _take_config_file(found)
+        found.own_config_file, found.config_file = found.config_file, None
+        return found
 
     def add_argument(self, *flags: Any, **more: Any) -> Any:
         """As argparse's; Horovod's version beside ours."""
@@ -155,23 +142,12 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Our flags on one screen, and the names of Horovod's."""
-        known = {
-            "--help",
-            "--dgc",
-            "--dgc-density",
-            "--config-file",
-            REPORT,
-            *COMMANDS,
-            *ESTIMATE,
-            *PLAN,
-            *(variable.flag for variable in envvars.SETTABLE),
-        }
-        theirs = [action.option_strings[-1] for action in self._actions if action.option_strings]
-        return help_text([flag for flag in theirs if flag not in known])
+        theirs = [action.option_strings[-1] for action in self._actions[self._ours :] if action.option_strings]
+        return help_text([flag for flag in theirs if flag != "--config-file"])
 
     def error(self, message: str) -> NoReturn:
         """As argparse's, with the nearest flag for one that does not exist."""
-        words = message.split() if "unrecognized" in message else sys.argv[1:2]  # a wrong one hides what follows it
+        words = message.split() if "unrecognized" in message else self._words[:1]  # a wrong one hides what follows it
         unknown = [word.split("=")[0] for word in words if word.startswith("--")]
         unknown = [word for word in unknown if word not in self._option_string_actions]
         if unknown and "unrecognized" not in message:

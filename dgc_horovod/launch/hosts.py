@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class HostReport:
     problem: str
 
 
-def host_slots(args: Any) -> str:
+def host_slots(args: Namespace) -> str:
     """``a:8,b:8`` from Horovod's arguments as `inputs.make_safe` left them; "" where only a discovery script knows."""
     return args.hosts or ("" if args.host_discovery_script else f"localhost:{args.num_proc or 1}")
 

@@ -11,13 +11,12 @@ import re
 import shlex
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from horovod.runner import launch
 from horovod.runner.common.util import hosts as horovod_hosts
-from horovod.runner.elastic.discovery import HostDiscoveryScript
 from horovod.runner.util import network
 from horovod.runner.util.lsf import LSFUtils
 
@@ -55,7 +54,7 @@ class Ssh:
             _must_be_plain("--ssh-identity-file", self.identity_file)
 
 
-def make_safe(args: Any) -> Ssh:
+def make_safe(args: Namespace) -> Ssh:
     """Check what a shell, ssh or mpirun would see of Horovod's parsed arguments, and put it into `args` as checked.
 
     Args:
@@ -88,11 +87,11 @@ def make_safe(args: Any) -> Ssh:
         quoted = shlex.quote(args.output_filename)
         if quoted != args.output_filename and not _over_gloo(args):
             args.output_filename = quoted
-    _check_place([name for name, _ in _pairs(args.hosts or "")])
+    check_place([name for name, _ in _pairs(args.hosts or "")])
     return Ssh(args.ssh_port, args.ssh_identity_file)
 
 
-def _over_gloo(args: Any) -> bool:
+def _over_gloo(args: Namespace) -> bool:
     """Whether Horovod will start the ranks itself, and not mpirun or jsrun; may take seconds to find out."""
     return bool(launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun) or launch._is_elastic(args))
 
@@ -129,7 +128,7 @@ def _pairs(slots: str) -> list[tuple[str, int]]:
     return [(host.hostname, host.slots) for host in horovod_hosts.parse_hosts(slots)] if slots else []
 
 
-def _hosts(args: Any) -> str | None:
+def _hosts(args: Namespace) -> str | None:
     """The hosts as checked; None where Horovod chooses, which is this host, or a discovery script tells."""
     if args.hosts:
         return checked_slots(args.hosts, "-H")
@@ -181,24 +180,8 @@ def _must_be_no_option(flag: str, text: str) -> None:
         raise ConfigError(f"{flag} must not begin with -, got {text!r}; write ./{text} for a file of that name")
 
 
-def _check_place(hosts: Sequence[str]) -> None:
-    """The folder and our Python go into lines for ssh, if any of `hosts` is another one than this."""
+def check_place(hosts: Sequence[str]) -> None:
+    """The folder and our Python go into lines for ssh, if any of `hosts` is another than this. Raises ConfigError."""
     if hosts and network.filter_local_addresses(hosts):
         _must_be_plain("with other hosts, the current folder", os.getcwd(), "; start from another")
         _must_be_plain("with other hosts, the path of Python", sys.executable, "; use one at another path")
-
-
-class CheckedDiscovery(HostDiscoveryScript):  # type: ignore[misc]  # Horovod has no types
-    """Horovod's discovery by a script, with the names checked that it prints: they go to ssh as those of ``-H`` do."""
-
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """As Horovod's. Raises ConfigError for what is no host's name; Horovod ends the job, or keeps those it has."""
-        try:
-            found: dict[str, int] = super().find_available_hosts_and_slots()
-            for name in found:
-                checked_slots(f"{name}:1", "what the discovery script prints")
-            _check_place(list(found))
-        except ValueError as error:  # Horovod itself says it in a thread that ends with the job
-            print(f"dgcrun: {error}", file=sys.stderr, flush=True)
-            raise
-        return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import platform
 import secrets
@@ -11,21 +10,16 @@ import shlex
 import sys
 import threading
 import time
-import types
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from horovod.common import util
-from horovod.runner import launch
 from horovod.runner.util import network
 
 from dgc_horovod import __version__, envvars, tools
-from dgc_horovod.launch import hosts, inputs, settings
+from dgc_horovod.launch import activation_check, hosts, launcher, reports, settings, summary
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
-from dgc_horovod.launch.private import key_on_no_command_line
-from dgc_horovod.launch.rank import activation_check, reports, summary
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusServer
 
@@ -34,7 +28,7 @@ _QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a
 _MISSED_REPORTS = 3.0  # intervals without a word of rank 0, after which it is taken to have been out of reach
 
 
-def run_job(args: Any, job: Job, ssh: Ssh) -> int:
+def run_job(args: Namespace, job: Job, ssh: Ssh) -> int:
     """Run a job to its end; returns its exit code.
 
     Args:
@@ -49,14 +43,13 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     envvars.put_into_environment({**job.variables(), envvars.HOSTS.name: slots, **_nodes(job, slots, args.num_proc)})
     if not job.active:
         print(f"dgcrun: {settings.show(job).splitlines()[0]}", file=sys.stderr)
-        return _horovods_launcher(args)
+        return launcher.run(args)
     _put_on_path(hosts.check(slots, args.command, ssh))
 
     def work(told: str) -> int:
         place, key = told.split()
         envvars.put_into_environment({envvars.STATUS_SERVER.name: place, envvars.STATUS_KEY.name: key})
-        with key_on_no_command_line():
-            return _horovods_launcher(args)
+        return launcher.run(args)
 
     child = Child(work)
     status = StatusServer()  # after the fork: its thread would not survive one
@@ -77,7 +70,7 @@ def run_job(args: Any, job: Job, ssh: Ssh) -> int:
     return code or _look_at_the_end(status, job, args.num_proc or 1)
 
 
-def describe(args: Any, job: Job, slots: str) -> dict[str, Any]:
+def describe(args: Namespace, job: Job, slots: str) -> dict[str, Any]:
     """What `dgcrun` knows of a job and no rank does; its ``id`` tells it from others in the same file.
 
     Args:
@@ -183,28 +176,3 @@ def _silence_of_rank_0(status: StatusServer) -> float:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _horovods_launcher(args: Any) -> int:
-    """What ``horovodrun`` does after it has parsed its command line; returns the exit code."""
-    util.EXTENSIONS.sort(reverse=True)  # the first one is asked what Horovod can do; TensorFlow loads slowly
-    try:
-        if args.log_level:
-            logging.addLevelName(logging.NOTSET, "TRACE")
-            logging.basicConfig(level=logging.getLevelName(args.log_level))
-        checked = types.SimpleNamespace(
-            **{**vars(launch.discovery), "HostDiscoveryScript": inputs.CheckedDiscovery}
-        )  # fmt: skip
-        with mock.patch.object(launch, "discovery", checked):
-            launch._run(args)
-        return 0
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        print(f"dgcrun: {error}", file=sys.stderr)
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()

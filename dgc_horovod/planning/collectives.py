@@ -1,4 +1,4 @@
-"""Seconds of one collective on the links of a cluster, in closed form; `simulation` checks them message by message.
+"""Seconds of one collective on the links of a cluster, in closed form; `benchmarks.planning` checks them by messages.
 
 P participants, b bytes that each hands over, w(x) seconds of x bytes on a link, s(x) seconds to add them, a hop::
 

@@ -14,7 +14,7 @@ import numpy as np
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import Gatherer
 from dgc_horovod.errors import ReplicaMismatch
-from dgc_horovod.stats import replica_checks
+from dgc_horovod.stats import PROCESS
 
 _log = logging.getLogger("dgc_horovod")
 RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # what a rank sends of one comparison
@@ -73,7 +73,7 @@ class ReplicaCheck:
 
     def note(self, part: int, step: int, alike: bool) -> bool:
         """`part` was compared after `step` steps; returns whether the ranks were `alike`."""
-        replica_checks.count(alike)
+        PROCESS.replica_checks.count(alike)
         if alike:
             self.alike_after[part] = step
         return alike

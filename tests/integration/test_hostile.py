@@ -19,7 +19,7 @@ import yaml
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import commands, config_file, flags, hosts, inputs
+from dgc_horovod.launch import commands, config_file, flags, hosts, inputs, launcher
 from tests.helpers.jobs import KEY_SEEN, ROOT, run
 
 FAR = "far.invalid"  # no name server knows it, so it is another host
@@ -207,7 +207,7 @@ def test_names_that_ssh_would_take_for_options(canary):
 
 def test_what_a_discovery_script_prints(canary):
     for attack in (*ATTACKS, "-Fcanary", "a\n-oProxyCommand", "a b:1", "a:1:2"):
-        found = inputs.CheckedDiscovery("none", 1)
+        found = launcher.CheckedDiscovery("none", 1)
         found._execute_discovery_script = lambda printed=attack: printed
         with pytest.raises(ValueError, match=r"what the discovery script prints|unpack|invalid literal"):
             found.find_available_hosts_and_slots()

@@ -13,14 +13,13 @@ import pytest
 
 from dgc_horovod import envvars, recording
 from dgc_horovod.errors import NotActivated
-from dgc_horovod.launch import hosts, job
+from dgc_horovod.launch import activation_check, hosts, job
+from dgc_horovod.launch import reports as reports_module
 from dgc_horovod.launch import status_server as desk_module
-from dgc_horovod.launch.rank import activation_check
-from dgc_horovod.launch.rank import reports as reports_module
-from dgc_horovod.launch.rank.reports import Reports
-from dgc_horovod.launch.rank.summary import Outcome
+from dgc_horovod.launch.reports import Reports
 from dgc_horovod.launch.settings import resolve
 from dgc_horovod.launch.status_server import StatusBoard, StatusServer
+from dgc_horovod.launch.summary import Outcome
 from dgc_horovod.stats import COUNTERS
 from dgc_horovod.tools import sinks
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dgc_horovod import advice
-from dgc_horovod.launch.rank.reports import Reports
+from dgc_horovod.launch.reports import Reports
+from dgc_horovod.stats import PROCESS
 from tests.helpers.records import rank
 
 DENSITY = 0.01
@@ -37,7 +38,7 @@ def test_a_figure_that_is_not_there_is_nothing():
 
 
 def test_it_is_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(advice, "_given", {})
+    monkeypatch.setattr(PROCESS, "advice", {})
     with caplog.at_level("WARNING", "dgc_horovod"):
         for _ in range(3):
             advice.tell({"overlap": "too much of it"})
@@ -66,7 +67,7 @@ def told(*steps: int) -> list[dict]:
     ],
 )
 def test_a_rank_that_stays_behind_does_not_silence_what_is_said_of_the_others(looks, heard, monkeypatch):
-    monkeypatch.setattr(advice, "_given", {})
+    monkeypatch.setattr(PROCESS, "advice", {})
     reports = Reports("key@127.0.0.1:1")
     for ranks in looks:
         reports._judge(ranks)
@@ -75,7 +76,7 @@ def test_a_rank_that_stays_behind_does_not_silence_what_is_said_of_the_others(lo
 
 def test_a_rank_that_begins_anew_is_not_taken_for_slow(monkeypatch):
     """Its seconds of waiting are fewer than those of the process before, not fewer than those of the other ranks."""
-    monkeypatch.setattr(advice, "_given", {})
+    monkeypatch.setattr(PROCESS, "advice", {})
     reports, even = Reports("key@127.0.0.1:1"), [rank(i, "host", 9000, 0.05) for i in range(4)]
     reports._judge(even)
     for steps in (60, 120, 180):

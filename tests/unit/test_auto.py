@@ -15,8 +15,8 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels import registry
+from dgc_horovod.planning.cost_model import Observed, predicted
 from dgc_horovod.planning.density import LEAST, SENT, fitted, fitting
-from dgc_horovod.planning.prediction import Observed, predicted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, MOST_TIMED, SETTLING, TIMED, Trial
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.session.auto import Choice

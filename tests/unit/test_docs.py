@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dgc_horovod.launch.environment_page import page as page_of_settings
+from tests.helpers.settings_page import page as page_of_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 

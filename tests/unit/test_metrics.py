@@ -18,11 +18,10 @@ from dgc_horovod.core.meters import Diagnostics
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
-from dgc_horovod.launch.rank import summary
-from dgc_horovod.launch.rank.summary import Outcome
 from dgc_horovod.launch.settings import resolve
+from dgc_horovod.launch.summary import Outcome
 from dgc_horovod.recording import RANKS_KEPT, Recording, bounded
-from dgc_horovod.stats import ExchangeStats, Traffic, all_exchanges, bucket_stats
+from dgc_horovod.stats import PROCESS, ExchangeStats, Traffic, bucket_stats
 from tests.helpers.data import BACKENDS, as_array, each_backend
 
 STATS = {
@@ -152,7 +151,7 @@ def test_staleness_is_the_steps_between_two_sendings():
 def test_counts_outlive_their_exchange_and_buckets_do_not():
     exchange = exchange_of(BACKENDS[0], 100, 0.1)
     tallies = [exchange.counts]
-    assert exchange.counts in all_exchanges and len(bucket_stats(tallies)) == 1
+    assert exchange.counts in PROCESS.exchanges and len(bucket_stats(tallies)) == 1
     del exchange
     assert bucket_stats(tallies) == [] and tallies[0].stats()["steps"] == 0
 
@@ -262,7 +261,7 @@ def test_a_missing_extra_is_named(monkeypatch, path, module):
 
 def test_the_records_of_an_automatic_job_say_what_it_chose(tmp_path, monkeypatch):
     counts = ExchangeStats(2, 100)
-    monkeypatch.setattr(recording, "all_exchanges", [counts])
+    monkeypatch.setattr(PROCESS, "exchanges", [counts])
 
     def record_of(method: str) -> dict:
         path = tmp_path / f"{counts.steps}{method}.jsonl"
@@ -301,8 +300,7 @@ def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, capsy
 def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     """The ranks end with weights of their own then; and a run shorter than a round had "made no step"."""
     counts = ExchangeStats(2, 100)
-    for module in (stats, summary, at_end):
-        monkeypatch.setattr(module, "all_exchanges", [counts])
+    monkeypatch.setattr(PROCESS, "exchanges", [counts])
     outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "15"}, []))
     counts.steps_alone = counts.pending = 10
     assert "10 local steps, fewer than come before an exchange" in outcome.line()
@@ -320,9 +318,8 @@ def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch,
     """80 of 90 steps were skipped, and the last line said "90 steps ... 25x less"; so does a script without dgcrun."""
     counts = ExchangeStats(2, 100, offered=100, selected=100)
     checks = stats.ReplicaChecks()
-    for module in (stats, summary, at_end, recording):
-        monkeypatch.setattr(module, "all_exchanges", [counts])
-    monkeypatch.setattr(at_end, "replica_checks", checks)
+    monkeypatch.setattr(PROCESS, "exchanges", [counts])
+    monkeypatch.setattr(PROCESS, "replica_checks", checks)
     outcome = Outcome(resolve({}, {"DGC_COMPRESSION": "dgc"}, []))
     counts.traffic.count(10, 10)
     for i in range(1000):
@@ -345,8 +342,7 @@ def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch,
 def test_the_summary_counts_the_local_steps_of_a_graph_once(monkeypatch):
     """A Keras job that ended within a round had "made no step", or left three of seventeen out."""
     counts = ExchangeStats(2, 100, count_pending=lambda: 3)
-    for module in (stats, summary, at_end):
-        monkeypatch.setattr(module, "all_exchanges", [counts])
+    monkeypatch.setattr(PROCESS, "exchanges", [counts])
     outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "7"}, []))
     assert "has made 3 local steps" in outcome.line() and "has made 3 local steps" in outcome.line()
     assert outcome.stats()["bytes_dense"] == 4 * 100 * 3
@@ -357,7 +353,7 @@ def test_the_summary_of_a_run_that_ended_in_its_warmup(monkeypatch):
     counts = ExchangeStats(2, 100, density=0.001, offered=100, selected=75, density_now=0.25)
     counts.end_step()
     counts.traffic.count(10, 10)
-    monkeypatch.setattr(summary, "all_exchanges", [counts])
+    monkeypatch.setattr(PROCESS, "exchanges", [counts])
     outcome = Outcome(resolve({}, {"DGC_COMPRESSION": "dgc"}, []))
     monkeypatch.setattr(outcome, "stats", lambda: counts.stats())
     assert "density 0.75 on average (0.25 in the end: the warm-up to 0.001 was not over)" in outcome.line()
@@ -372,8 +368,7 @@ def test_what_makes_its_exchange_at_the_first_step_and_makes_none_is_not_active(
     monkeypatch, method, takes_part, active
 ):
     """A Keras model compiled with the optimizer inside: "the dense exchange is Horovod's own" was said."""
-    monkeypatch.setattr(summary, "all_exchanges", [])
-    monkeypatch.setattr(at_end, "all_exchanges", [])
+    monkeypatch.setattr(PROCESS, "exchanges", [])
     outcome = Outcome(resolve({}, {"DGC_COMPRESSION": method}, []))
     outcome.has_wrapped(SimpleNamespace(_dgc=SimpleNamespace(takes_part=takes_part)))
     assert ("Horovod's own" if active else "has exchanged nothing") in outcome.line()

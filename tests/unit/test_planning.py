@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planning import simulation
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import MOMENTUM_DTYPES
 from dgc_horovod.core.bucketing import TensorSpec
@@ -22,7 +23,7 @@ from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.planning import collectives
-from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link
+from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import (
     DENSE,
     EXCHANGES,
@@ -33,9 +34,7 @@ from dgc_horovod.planning.cost_model import (
     power_sgd_elements,
     traffic_of,
 )
-from dgc_horovod.planning.machine import Machine
 from dgc_horovod.stats import Traffic
-from dgc_horovod.tools.plan import simulation
 from dgc_horovod.tools.plan.measure import measured
 from dgc_horovod.tools.plan.shapes import shapes_of, tensors
 from dgc_horovod.tools.plan.table import best, ranges, table

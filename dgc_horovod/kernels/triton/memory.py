@@ -74,7 +74,7 @@ class Recorded:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._key, self._graph = device, None, None  # type: tuple[torch.device, Hashable, Any]
-        self._may_record = device.type == "cuda" and envvars.cuda_graphs()
+        self._may_record = device.type == "cuda" and envvars.value(envvars.CUDA_GRAPHS)
 
     def launch(self, key: Hashable, kernels: Callable[[], None]) -> None:
         """Have the kernels run on the current stream.

@@ -30,6 +30,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self._here = threading.local()
+        self.replacements: Any = None  # what `dgc_horovod.launch.activate` has put in place of Horovod's names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """The spec that the other finders give, with our call after its module has run."""

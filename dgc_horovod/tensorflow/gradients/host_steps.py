@@ -23,7 +23,7 @@ from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import MOMENTUM, Arrays, ResidualState
-from dgc_horovod.stats import ExchangeStats, all_exchanges
+from dgc_horovod.stats import PROCESS, ExchangeStats
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, HeldCalls, kernels_on
 from dgc_horovod.tensorflow.gradients.transport import Collectives
@@ -81,7 +81,7 @@ class HostSteps:
             self.counts = self.buckets.counts
         else:
             self.counts = ExchangeStats(collectives.workers, numel_of(sources), collectives.traffic)
-            all_exchanges.append(self.counts)
+            PROCESS.exchanges.append(self.counts)
 
     def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> OptimizerExchange:
         names = self._names

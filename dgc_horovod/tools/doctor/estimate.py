@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dgc_horovod.config import AUTO, FLAT, HIERARCHICAL, DGCConfig
 from dgc_horovod.core.budget import HOST_SPEED, loss_by_nodes, within_budget
@@ -13,9 +12,8 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.topology import Topology, problem_of
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning import cost_model
-from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import DENSE, FP16, Cost
-from dgc_horovod.planning.machine import Machine
 from dgc_horovod.tools.plan.command import node_size_of, number
 from dgc_horovod.tools.plan.shapes import parse_size, tensors
 from dgc_horovod.tools.plan.show import duration, size
@@ -46,13 +44,6 @@ class Estimate:
     mpi: bool = False
 
     def __post_init__(self) -> None:
-        if self.elements < 1:
-            raise ConfigError(f"--model-size must be at least 1 element, got {self.elements}")
-        if not 0 < self.step_seconds < math.inf:
-            raise ConfigError(
-                f"--step-ms must be positive, got {1e3 * self.step_seconds:g}; it is the time of one step on one "
-                "worker without any exchange"
-            )
         if self.workers < 2:
             raise ConfigError(f"-np must be at least 2 here, got {self.workers}: one worker exchanges nothing")
         if self.node_size < 1 or self.workers % self.node_size or self.workers == self.node_size:
@@ -60,8 +51,6 @@ class Estimate:
                 f"-np must fill two hosts or more, got {self.workers} workers on hosts of {self.node_size}; give "
                 f"{2 * self.node_size or 2}, or another multiple of what -H or --workers-per-node says of a host"
             )
-        if self.link_bits is not None and not 0 < self.link_bits < math.inf:
-            raise ConfigError(f"--link-gbps must be positive, got {self.link_bits / 1e9:g}")
 
     @property
     def machine(self) -> Machine:
@@ -70,7 +59,7 @@ class Estimate:
         return machine.over_gloo() if self.gloo else machine
 
 
-def asked(args: Any, job: Job) -> Estimate | None:
+def asked(args: Namespace, job: Job) -> Estimate | None:
     """What the command line asks to price; None: nothing.
 
     Args:

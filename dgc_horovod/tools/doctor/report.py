@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -92,7 +93,7 @@ _TENSORFLOW = """
 """
 
 
-def run(args: Any, job: Job, ssh: Ssh) -> int:
+def run(args: Namespace, job: Job, ssh: Ssh) -> int:
     """Do what ``dgcrun --doctor`` is asked for: see `diagnose`.
 
     Args:

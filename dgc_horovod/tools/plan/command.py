@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dgc_horovod import envvars, kinds
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.errors import ConfigError
+from dgc_horovod.errors import ConfigError, shown
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch.settings import Job
-from dgc_horovod.planning.cluster import Cluster, Link
+from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.density import fitted, is_too_short
-from dgc_horovod.planning.machine import Machine
 from dgc_horovod.tools.plan import show
 from dgc_horovod.tools.plan.measure import measured
 from dgc_horovod.tools.plan.shapes import parse_size, shapes_of, tensors
@@ -26,10 +25,9 @@ from dgc_horovod.tools.plan.table import MOST_WORKERS, table
 
 _EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
 _LEAST, _MOST = 1e-9, 1e9
-_SHOWN = 40  # characters
 
 
-def run(args: Any, job: Job) -> int:
+def run(args: Namespace, job: Job) -> int:
     """Print the plan, and draw it if a file is named; returns 0.
 
     Args:
@@ -105,20 +103,20 @@ def number(flag: str, text: str, least: float = _LEAST) -> float:
     return value
 
 
-def _specs(args: Any, config: DGCConfig) -> Sequence[TensorSpec]:
+def _specs(args: Namespace, config: DGCConfig) -> Sequence[TensorSpec]:
     if args.model:
         return shapes_of(args.model, hosts.interpreter_of(args.command) or sys.executable)
     return tensors(parse_size(args.model_size), config)
 
 
-def _cluster(args: Any, config: DGCConfig) -> Cluster:
+def _cluster(args: Namespace, config: DGCConfig) -> Cluster:
     latency = number("--latency-ms", args.latency_ms, least=0.0) / 1e3 if args.latency_ms else Link.latency
     card = Link(number("--link-gbps", args.link_gbps) * 1e9, latency)
     node_size = node_size_of(args, config)
     return Cluster(node_size, card, node_size, mpi=bool(args.use_mpi))
 
 
-def node_size_of(args: Any, config: DGCConfig | None) -> int:
+def node_size_of(args: Namespace, config: DGCConfig | None) -> int:
     """Workers behind a card: of --workers-per-node, or the hosts if they have equally many; else node_size, or 1.
 
     Args:
@@ -138,22 +136,15 @@ def node_size_of(args: Any, config: DGCConfig | None) -> int:
     return next((size for size in (host, nodes) if size is not None), 1)
 
 
-def _workers_a_host(args: Any) -> int | None:
+def _workers_a_host(args: Namespace) -> int | None:
     if args.workers_per_node:
         if not re.fullmatch(r"0*[1-9]\d{0,8}", args.workers_per_node, re.ASCII):
-            raise ConfigError(
-                f"--workers-per-node must be a whole number >= 1, got {_shortened(args.workers_per_node)}"
-            )
+            raise ConfigError(f"--workers-per-node must be a whole number >= 1, got {shown(args.workers_per_node)}")
         return int(args.workers_per_node)
     slots = set(hosts.sizes_of(args.hosts or ""))
     if len(slots) > 1:
         raise ConfigError(f"the hosts {args.hosts} have different numbers of workers; give --workers-per-node instead")
     return slots.pop() if slots else None
-
-
-def _shortened(text: str) -> str:
-    """As a user gave it, but for what fills screens."""
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
 def _described(cluster: Cluster) -> str:

@@ -15,7 +15,7 @@ from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.exchange.in_process import carry
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
-from dgc_horovod.planning.machine import Machine
+from dgc_horovod.planning.cluster import Machine
 from dgc_horovod.wire.bucket import Bucket, Segment
 
 _MOST_ELEMENTS, _WARM_UP_STEPS, _STEPS, _DECODES, _DIFFERENT_PACKETS = 16 * 2**20, 10, 7, 5, 4

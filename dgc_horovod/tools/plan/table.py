@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from dgc_horovod.config import HIERARCHICAL, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.planning.cluster import Cluster
+from dgc_horovod.planning.cluster import Cluster, Machine
 from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, Cost, cost
-from dgc_horovod.planning.machine import Machine
 
 MOST_WORKERS = 1024
 _WORTH = 1.1  # times as fast as dense and fp16, or compression changes the training for little

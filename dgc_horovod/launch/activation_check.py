@@ -8,7 +8,6 @@ stall check names the missing ranks, and DGC_TIMEOUT ends the wait.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 import socket
@@ -19,12 +18,12 @@ from dgc_horovod import envvars
 from dgc_horovod.errors import NotActivated
 from dgc_horovod.launch.hosts import host_of_rank
 from dgc_horovod.launch.status_server import StatusBoard
+from dgc_horovod.stats import PROCESS
 
 _log = logging.getLogger("dgc_horovod")
 SECONDS = 30.0  # hvd.init() has just brought all ranks together, so they are all here or will never be
 _MOST_NAMED = 20
 _LOOK_EVERY, _LOOK_AT_LEAST_EVERY = 0.05, 1.0
-_numbers = itertools.count()  # of the activation checks of this process; the same on every rank
 
 
 def prepare() -> None:
@@ -43,7 +42,7 @@ def hold(rank: int, workers: int) -> None:
     Raises:
         NotActivated: names the missing ranks and their hosts.
     """
-    addresses, number = envvars.store_addresses(), next(_numbers)
+    addresses, number = envvars.store_addresses(), PROCESS.next_number("activation check")
     if not addresses:
         return
     board, seconds = StatusBoard(addresses), min(SECONDS, envvars.timeout_seconds())

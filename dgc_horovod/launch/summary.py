@@ -12,13 +12,13 @@ from typing import Any
 
 from dgc_horovod import at_end, envvars, leaving, recording
 from dgc_horovod.config import AUTO
-from dgc_horovod.launch.rank.reports import Reports
+from dgc_horovod.launch.reports import Reports
 from dgc_horovod.launch.settings import UNCOMPRESSED, Job
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
 from dgc_horovod.planning.trial import COMPRESSED
 from dgc_horovod.recording import Recording, rank_figures
-from dgc_horovod.stats import ExchangeStats, all_exchanges, total
+from dgc_horovod.stats import PROCESS, ExchangeStats, total
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
@@ -63,7 +63,7 @@ class Outcome:
         if self._reports is not None:
             self._reports.go_on_as(rank, workers)
         path = self.job.get(envvars.METRICS_FILE)
-        if rank == 0 and path and self._recording is None:
+        if rank == 0 and path and not PROCESS.is_recorded:
             ranks_of = None if self._reports is None else self._reports.of_all
             self._recording = recording.begin(path, self.job.method, self._run(), ranks_of)
 
@@ -78,7 +78,7 @@ class Outcome:
     def watch_exit(self) -> None:
         """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
         atexit.register(self._exit)
-        at_end.leave_to_summary()
+        PROCESS.tells_at_end = True  # the line at the end of the job does
 
     def dismiss(self) -> None:
         """There is nothing to sum up any more."""
@@ -119,17 +119,17 @@ class Outcome:
 
     def stats(self) -> dict[str, float]:
         """The counts of everything that this rank has exchanged."""
-        return total(list(all_exchanges))
+        return total(list(PROCESS.exchanges))
 
     def why_inactive(self) -> str:
         """Why this job was not compressed although it should have been; "" if it was."""
         if self.job.method == "none":
             return ""
-        if not self.wrapped and not all_exchanges:
+        if not self.wrapped and not PROCESS.exchanges:
             return NOTHING_WRAPPED
         if self.job.method in UNCOMPRESSED:
             return ""
-        if not all_exchanges:  # else rank 0 is in no process set, or stock Horovod's exchange was taken at wrapping
+        if not PROCESS.exchanges:  # else rank 0 is in no process set, or stock Horovod's exchange was taken at wrapping
             return NOTHING_EXCHANGED if self._exchanges_later else ""
         stats = self.stats()
         if not stats["steps"]:
@@ -150,10 +150,10 @@ class Outcome:
         stats = self.stats()
         if not stats["bytes_sent"]:
             return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
-        if self.job.method == AUTO and not any(counts.mode == COMPRESSED for counts in all_exchanges):
+        if self.job.method == AUTO and not any(counts.mode == COMPRESSED for counts in PROCESS.exchanges):
             return f"auto: stock Horovod's dense exchange was taken; {_steps(stats, 0)}"
-        alone = sum(counts.steps_alone for counts in all_exchanges)
-        text = _line(self.job.method, alone, _at_end(all_exchanges), stats, "fp16" in self.asked)
+        alone = sum(counts.steps_alone for counts in PROCESS.exchanges)
+        text = _line(self.job.method, alone, _at_end(PROCESS.exchanges), stats, "fp16" in self.asked)
         ranks = self._reports.of_all() if self._reports is not None else [rank_figures(self.rank or 0)]
         return "; ".join([text, *at_end.warnings(ranks)])
 

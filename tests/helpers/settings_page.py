@@ -1,4 +1,4 @@
-"""``python -m dgc_horovod.launch.environment_page > docs/environment.md`` writes the page from ``envvars.ALL``."""
+"""``python -m tests.helpers.settings_page > docs/environment.md`` writes the page from ``envvars.ALL``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dgc_horovod.settings import Setting
 _HEAD = """\
 # Settings
 
-<!-- Written by `python -m dgc_horovod.launch.environment_page`; a test compares. -->
+<!-- Written by `python -m tests.helpers.settings_page`; a test compares. -->
 
 Every setting has three names. A flag of `dgcrun` goes before the environment variable, that before the key in the
 `compression:` section of a config file (`--config-file`, then the file that `DGC_CONFIG_FILE` names), that before the

@@ -13,10 +13,9 @@ import functools
 import numpy as np
 
 from dgc_horovod.exchange.contract import ALL, ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
-from dgc_horovod.planning.cluster import Cluster
+from dgc_horovod.planning.cluster import Cluster, Machine
 from dgc_horovod.planning.collectives import CYCLES_WAITED, NEGOTIATION, SIZES, participants
 from dgc_horovod.planning.cost_model import Traffic
-from dgc_horovod.planning.machine import Machine
 
 Times = np.ndarray  # seconds, float64, one for each worker
 

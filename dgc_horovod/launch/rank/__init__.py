@@ -1,1 +1,0 @@
-"""What runs in the ranks of a job that `dgcrun` has started."""
