@@ -18,8 +18,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.testing.loopback import Board, Loopback
 from dgc_horovod.torch.gradients.dense_path import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.updates.base import States
-from dgc_horovod.torch.updates.choice import choose_update
+from dgc_horovod.torch.updates import States, update_of
 
 LossOf = Callable[[int], Tensor]  # rank -> loss of its next batch
 
@@ -107,7 +106,7 @@ class CompressedRanks(DenseRanks):
             self.clip_norm = dense_clip_norm
         self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
         self._node_size, senders = node_size, self.workers // node_size
-        self._updates = [choose_update(self.optimizer, config) for _ in range(senders)]
+        self._updates = [update_of(self.optimizer, config) for _ in range(senders)]
         self._group = self.optimizer.param_groups[0]
         self.exchanges = [
             _Exchange(
@@ -188,7 +187,7 @@ class CompressedRanks(DenseRanks):
 
     def _begin(self, sender: int) -> None:
         exchange, update = self.exchanges[sender], self._updates[sender]
-        update.dense = update.dense_is_stock and exchange.as_stock
+        update.dense = update.arithmetic.dense_is_stock and exchange.as_stock
         for p in exchange.sparse:
             update.adopt_state(p, self._group, self._states[sender], exchange)
         accumulations = {name: update.accumulation(p, self._group, exchange) for p, name in exchange.sparse.items()}

@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import numpy as np
 
-from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.residual_state import (
     FROZEN_SINCE,
@@ -23,27 +22,12 @@ from dgc_horovod.state.residual_state import (
 GRADIENTS, CHANGES, SGD_UPDATES, ADAM_UPDATES = "gradients", "changes of weights", "updates of SGD", "updates of Adam"
 
 
-def method_of(config: DGCConfig, is_split: bool, is_adam: bool) -> str:
-    """What the residuals of an optimizer hold, in words.
-
-    Args:
-        config: its compression settings.
-        is_split: whether momentum is accumulated before the exchange.
-        is_adam: whether the optimizer is Adam or AdamW.
-    """
-    if config.exchanges_weights:
-        return CHANGES
-    if not is_split:
-        return GRADIENTS
-    return ADAM_UPDATES if is_adam else SGD_UPDATES
-
-
 def check_kept(state: ResidualState, method: str) -> None:
     """Raise CheckpointError unless residuals of `state` are some that an optimizer can go on from.
 
     Args:
         state: record, without what is the optimizer's own.
-        method: `method_of` the optimizer now.
+        method: what those of the optimizer hold now.
     """
     local = CHANGES in (state.method, method)  # the optimizer's own moments would be taken for others
     if state.method not in ("", method) and state.tensors and (local or not is_flushed(state, local=False)):

@@ -46,7 +46,7 @@ class StateRegister:
 
     Args:
         waiting: what waits in its buckets.
-        method: what that is, see `method_of`.
+        method: what that is, in words, see `state.method`.
     """
 
     def __init__(self, waiting: Waiting, method: str) -> None:

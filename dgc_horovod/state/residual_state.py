@@ -74,7 +74,7 @@ class ResidualState:
             every rank.
         clips: what the script clips, see `torch.clipping.local.records_of`; the same on every rank. In a checkpoint it
             is in the manifest.
-        method: what the residuals hold, see `state.method.method_of`; "" in records of earlier versions.
+        method: what the residuals hold, see `state.method`; "" in records of earlier versions.
     """
 
     rank: int

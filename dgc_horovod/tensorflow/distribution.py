@@ -22,7 +22,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.topology import Topology
 from dgc_horovod.notices import SEVERAL, describe
 from dgc_horovod.recording import begin_as_environment_says
-from dgc_horovod.state.method import check_kept, method_of
+from dgc_horovod.state.method import check_kept
 from dgc_horovod.state.parts import StateRegister
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
@@ -33,7 +33,7 @@ from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls, behind
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.nodes import transports
-from dgc_horovod.tensorflow.updates.base import PlainUpdate
+from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
 from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
@@ -64,7 +64,7 @@ class Distribution:
         kind: name of the optimizer's class, where there is one.
     """
 
-    def __init__(self, settings: Settings, update: PlainUpdate, what: str, stride: int = 1, kind: str = "") -> None:
+    def __init__(self, settings: Settings, update: Update, what: str, stride: int = 1, kind: str = "") -> None:
         self.settings, self.update, self.what, self.kind = settings, update, what, kind
         config = settings.config
         grows = what == "optimizer" and config is not None and not config.exchanges_weights
@@ -234,7 +234,7 @@ class Distribution:
             self.ownership,
             number,
             calls,
-            keeps_fp32=self.update.is_split,
+            keeps_fp32=self.update.arithmetic.is_split,
         )
         for each in self.exchanges:  # what one has taken over, the other may need
             each.give_up(SEVERAL)
@@ -321,11 +321,10 @@ class Distribution:
         Before the first step nobody knows which variables have gradients, so that their sizes are compared then.
         """
         self._refuse_several("loaded")
-        config, update = self.settings.config, self.update
         if self._kept is not None:
             self._kept.check(state)
         else:
-            check_kept(state, "" if config is None else method_of(config, update.is_split, update.dense_is_stock))
+            check_kept(state, "" if self.settings.config is None else self.update.arithmetic.holds)
 
     def resume(self, state: ResidualState, iterations: int) -> None:
         """Go on from `state`, of this rank, at the optimizer's `iterations`; perhaps when there is an exchange."""

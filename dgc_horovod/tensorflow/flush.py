@@ -37,7 +37,7 @@ def flush(session: Session, own: Own) -> None:
         distribution.variable_set(trained, trained, session.local)  # of the kind of dense gradients
     if not any(exchange.keeps_state for exchange in distribution.exchanges):
         return
-    if distribution.update.flush_is_step and passes_of(optimizer) > 1:
+    if distribution.update.arithmetic.flush_is_step and passes_of(optimizer) > 1:
         raise UnsupportedUse("flush() with accumulated gradients has a form under momentum correction only")
     if distribution.settings.config is None:
         return
@@ -52,12 +52,12 @@ def flush(session: Session, own: Own) -> None:
         return exchange.steps.take_over_again()
     numbers = list(variables)
     given = [(variables[i], {part: x.reshape(variables[i].shape) for part, x in left[i].items()}) for i in numbers]
-    if distribution.update.flush_is_step:
+    if distribution.update.arithmetic.flush_is_step:
         kept, scale = [None] * len(given), optimizer.loss_scale_factor or 1  # by which Keras divides
         with session.during(WholeApplication()):
             own([scaled(tf.cast(x[RESIDUAL], v.dtype), scale) for v, x in given], [v for v, _ in given])
     else:
-        kept = distribution.update.flush(optimizer, given, distribution.compressed)
+        kept = distribution.update.flush(given, distribution.compressed)
     for variable in variables.values():
         if variable.constraint is not None:
             variable.assign(variable.constraint(variable))
@@ -86,7 +86,7 @@ def _left(exchange: GradientExchange, buckets: OptimizerExchange) -> dict[int, d
     left, _ = left_of_all(buckets, collectives, combined)
     found: dict[int, dict[str, np.ndarray]] = {}
     for run, parts in zip(steps.runs, left, strict=True):
-        if exchange.update.dense_is_stock and not run.engine.bucket.uncompressed:
+        if exchange.update.arithmetic.dense_is_stock and not run.engine.bucket.uncompressed:
             parts[SECOND] = steps.second_of(run)
         for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
             found[i] = {part: whole[segment.place] for part, whole in parts.items()}

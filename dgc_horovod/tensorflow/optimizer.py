@@ -23,13 +23,11 @@ from dgc_horovod.tensorflow import compiling
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.local.update import LocalUpdate
 from dgc_horovod.tensorflow.session.local import LocalSteps
 from dgc_horovod.tensorflow.session.overrides import AgreedScaling, LocalOverrides, Overrides
 from dgc_horovod.tensorflow.session.session import Session, session_of
 from dgc_horovod.tensorflow.session.strategy import EveryStep
-from dgc_horovod.tensorflow.updates.base import PlainUpdate
-from dgc_horovod.tensorflow.updates.choice import choose_update
+from dgc_horovod.tensorflow.updates import Update, update_of
 from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
 
@@ -164,7 +162,7 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
     steps = passes if passes > 1 else wrapped.gradient_accumulation_steps or 1
     described = " ".join([kind.__name__, *map(str, clipping_of(optimizer) or ())])  # ranks compare it
     if config is not None and rounds:  # clipping is the inner optimizer's own
-        distribution = Distribution(settings, LocalUpdate(weak, config.outer_rate), "optimizer", rounds, described)
+        distribution = Distribution(settings, update_of(weak, kind, config), "optimizer", rounds, described)
     else:
         of_this, update = _split(optimizer, weak, settings)
         distribution = Distribution(of_this, update, "optimizer", steps, described)
@@ -177,17 +175,17 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
     return wrapped
 
 
-def _split(optimizer: Any, wrapped: Any, settings: Settings) -> tuple[Settings, PlainUpdate]:
+def _split(optimizer: Any, wrapped: Any, settings: Settings) -> tuple[Settings, Update]:
     """What of `optimizer` is done before the exchange: clipping, by the settings, and how its arithmetic is split."""
     kind = type(optimizer)
     try:
-        return with_clipping(optimizer, settings), choose_update(wrapped, kind, settings.config)
+        return with_clipping(optimizer, settings), update_of(wrapped, kind, settings.config)
     except UnsupportedUse as refused:
         if settings.config is None or not settings.config.automatic:
             raise
         if hvd.rank() == 0:
             tell_stock(str(refused), STOCK)
-        return settings.as_stock(), choose_update(wrapped, kind, None)
+        return settings.as_stock(), update_of(wrapped, kind, None)
 
 
 def _distribute_scaler(scaler: Any, inner: Any) -> Any:

@@ -12,13 +12,14 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from dgc_horovod import envvars
+from dgc_horovod.arithmetic import Arithmetic
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow.clipping import of_tape
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
 from dgc_horovod.tensorflow.session.overrides import UsersClass, not_converted
-from dgc_horovod.tensorflow.updates.base import TapeUpdate
+from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, native, scaled, sources_of
@@ -112,7 +113,7 @@ def _distribution(settings: Settings) -> Distribution:
         fields["compression"] = None  # each call of Compression.dgc() makes another object, of one config
     key = tuple({**fields, "process_set": settings.process_set.process_set_id}.values())
     if key not in of_tapes:
-        of_tapes[key] = Distribution(settings, TapeUpdate(), "tape")
+        of_tapes[key] = Distribution(settings, Update(Arithmetic()), "tape")
     return of_tapes[key]
 
 

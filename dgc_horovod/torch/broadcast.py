@@ -12,6 +12,7 @@ import torch
 
 from dgc_horovod.names import replace_everywhere
 from dgc_horovod.session import base
+from dgc_horovod.state.residual_state import MOMENTUM
 from dgc_horovod.torch.session.session import Session, session_of
 
 
@@ -52,7 +53,7 @@ def _register_optimizer_state(stock: Any) -> None:
 def _is_stateless(session: Session) -> bool:
     """Whether there is nothing that stock would broadcast, nor the options then: SGD without momentum."""
     groups = session.optimizer.param_groups
-    return session.update.kind == "sgd" and not any(group["momentum"] for group in groups)
+    return MOMENTUM in session.update.stock.slots and not any(group["momentum"] for group in groups)
 
 
 @contextmanager

@@ -136,14 +136,13 @@ def _compressing(
         check_plain_models(optimizer, named)
         if config.automatic:
             check_automatic(named)
-        kind = kind_for(config, op == hvd.Average)
-        update = kind.update(optimizer, config)
+        kind = kind_for(optimizer, config, op == hvd.Average)
         if process_set.included() and hvd.rank() == 0:
             begin_as_environment_says(config)
         wrapped = _adopt(optimizer, named, kind.overrides if process_set.included() else OutsideOverrides, **settings)
     if process_set.included():
         carrier = ElasticCarrier(wrapped) if envvars.horovod_elastic() else HorovodCarrier(wrapped)
-        begin(wrapped, carrier, kind, update, grad_scaler)
+        begin(wrapped, carrier, kind, grad_scaler)
     return wrapped
 
 

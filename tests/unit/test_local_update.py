@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from dgc_horovod.arithmetic import Adam, Local
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.torch.local.update import LocalUpdate
+from dgc_horovod.torch.updates import Update
+
+LOCAL = Update(Adam(), Local(Adam(), 1.0))
 
 
 def adamw(steps, **options):
@@ -29,7 +32,7 @@ def adamw(steps, **options):
 def test_moments_come_back_in_the_memory_format_of_the_weights(options):
     """Contiguous ones had given a fused step each weight another weight's moments."""
     (saved, p), (loaded, other) = adamw(3, **options), adamw(1, **options)
-    update, state = LocalUpdate("adam", 1.0), ResidualState(0, 1, True, tensors={"w": {"v": np.zeros(p.numel())}})
+    update, state = LOCAL, ResidualState(0, 1, True, tensors={"w": {"v": np.zeros(p.numel())}})
     update.add_own(saved, SimpleNamespace(names={p: "w"}), state)
     rest, own = update.split_own(SimpleNamespace(names={other: "w"}), state)
     assert set(rest.tensors["w"]) == {"v"} and not rest.directions
@@ -48,5 +51,5 @@ def test_a_record_of_another_model_changes_nothing():
     before = copy.deepcopy(optimizer.state_dict()["state"])
     alien = ResidualState(0, 1, True, tensors={"w": {"first": np.zeros(5), "second": np.zeros(5)}})
     with pytest.raises(CheckpointError, match=r"'w' has \[5\] elements, the model's tensor has 108"):
-        LocalUpdate("adam", 1.0).split_own(SimpleNamespace(names={p: "w"}), alien)
+        LOCAL.split_own(SimpleNamespace(names={p: "w"}), alien)
     assert all(torch.equal(before[0][key], x) for key, x in optimizer.state[p].items())

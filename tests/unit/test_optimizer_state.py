@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad
 
 from dgc_horovod import DGCConfig
+from dgc_horovod.arithmetic import Adam, Arithmetic
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.names import replace_everywhere
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer
-from dgc_horovod.torch.updates.base import PlainUpdate, step_count
-from dgc_horovod.torch.updates.choice import choose_update
+from dgc_horovod.torch.optimizer_state import step_count
+from dgc_horovod.torch.updates import Update, update_of
 from tests.helpers.regression import UNROUNDED, batches, distance, smooth_model, weights
 
 WHOLE = {"density": 1.0, "factor_masking": False, "min_numel": 64, **UNROUNDED}
@@ -113,7 +114,7 @@ def test_moments_of_an_optimizer_of_another_kind_stay_what_they_are(alone, eager
 
 def test_of_adam_only_the_zeros_that_are_ours_follow_a_cast():
     p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-    optimizer, update = torch.optim.Adam([p, q]), PlainUpdate("adam")
+    optimizer, update = torch.optim.Adam([p, q]), Update(Adam(), Arithmetic())
     theirs = optimizer.state[q]["exp_avg"] = torch.zeros(3)
     update.prepare(optimizer, SimpleNamespace(names={p: "p", q: "q"}))
     p.data, q.data = p.data.double(), q.data.double()
@@ -256,8 +257,8 @@ def test_an_optimizer_that_finds_its_own_rate_is_warned_of_under_every_method():
     p = torch.nn.Parameter(torch.zeros(3))
     topk = DGCConfig(momentum_correction=False, factor_masking=False)
     for config in (DGCConfig(), topk):
-        (said,) = choose_update(Mine([p]), config).notices
+        (said,) = update_of(Mine([p]), config).notices
         assert said.startswith("Mine finds its learning rate") and "MAY NOT LEARN AT ALL" in said
-    assert choose_update(torch.optim.RMSprop([p]), topk).notices == []
-    (said,) = choose_update(torch.optim.RMSprop([p]), DGCConfig()).notices
+    assert update_of(torch.optim.RMSprop([p]), topk).notices == []
+    (said,) = update_of(torch.optim.RMSprop([p]), DGCConfig()).notices
     assert "RMSprop runs with plain error feedback" in said

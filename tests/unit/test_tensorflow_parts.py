@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
+from dgc_horovod.arithmetic import SGD, Adam, Arithmetic
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
@@ -19,10 +20,7 @@ from dgc_horovod.stats import ExchangeStats, Traffic
 from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, host_call
 from dgc_horovod.tensorflow.keras import callbacks
-from dgc_horovod.tensorflow.updates.adam import AdamUpdate
-from dgc_horovod.tensorflow.updates.base import PlainUpdate
-from dgc_horovod.tensorflow.updates.choice import choose_update
-from dgc_horovod.tensorflow.updates.sgd import SGDUpdate
+from dgc_horovod.tensorflow.updates import update_of
 from dgc_horovod.tensorflow.wrapping.settings import Settings, make_settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
 from dgc_horovod.tensorflow.wrapping.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
@@ -224,15 +222,15 @@ def test_which_optimizers_are_split():
 
     dgc, topk = Compression.dgc().config, Compression.topk().config
     for kind, config, expected in [
-        (keras.optimizers.SGD, dgc, SGDUpdate),
-        (keras.optimizers.Adam, dgc, AdamUpdate),
-        (keras.optimizers.AdamW, dgc, AdamUpdate),
-        (keras.optimizers.SGD, topk, PlainUpdate),
-        (keras.optimizers.SGD, None, PlainUpdate),
-        (keras.optimizers.Nadam, dgc, PlainUpdate),
-        (Own, dgc, PlainUpdate),
+        (keras.optimizers.SGD, dgc, SGD),
+        (keras.optimizers.Adam, dgc, Adam),
+        (keras.optimizers.AdamW, dgc, Adam),
+        (keras.optimizers.SGD, topk, Arithmetic),
+        (keras.optimizers.SGD, None, Arithmetic),
+        (keras.optimizers.Nadam, dgc, Arithmetic),
+        (Own, dgc, Arithmetic),
     ]:
-        assert type(choose_update(kind(), kind, config)) is expected, kind
+        assert type(update_of(kind(), kind, config).arithmetic) is expected, kind
 
 
 def test_settings():

@@ -86,7 +86,7 @@ class AutomaticExchange(GradientExchange):
             HANDED_BACK: handed_back,
         }
         *results, finite, dense = tf.switch_case(which, [branches[name] for name in BRANCHES])
-        return results, finite, dense if self.update.is_split else None
+        return results, finite, dense if self.update.arithmetic.is_split else None
 
     def _stock(
         self,

@@ -6,7 +6,6 @@ and v (`host_steps`); the graph holds no state, so it may be traced as often as 
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from dgc_horovod.arithmetic import without_own
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
-from dgc_horovod.state.method import method_of
 from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
@@ -29,10 +28,10 @@ from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.gradients.weights import WeightsWatch
-from dgc_horovod.tensorflow.updates.base import PlainUpdate
+from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native, numel_of
 
 _NARROW = (tf.float16, tf.bfloat16)
 _NOTHING = np.empty(0, np.float32)
@@ -65,7 +64,7 @@ class GradientExchange:
         sources: Sequence[Source],
         settings: Settings,
         transports: Mapping[str, Collectives],
-        update: PlainUpdate,
+        update: Update,
         ownership: SlotOwnership,
         number: int,
         calls: HeldCalls,
@@ -84,13 +83,12 @@ class GradientExchange:
         groups = dict(enumerate(settings.group_numbers(sources)))
         self._dense_path = DensePath(collectives, settings, compression, groups)
         self._replicas = None
-        if settings.config is not None and settings.config.check_every and update.is_optimizers:
+        if settings.config is not None and settings.config.check_every and not update.is_tapes:
             self._replicas = Replicas(sources, settings.config, self.steps)
         self._weights = WeightsWatch(sources, self.steps)
         self.kept: StateRegister | None = None  # without compression
         if settings.config is not None:
-            method = method_of(settings.config, update.is_split, update.dense_is_stock)
-            self.kept = StateRegister(self.steps, method)
+            self.kept = StateRegister(self.steps, update.arithmetic.holds)
             self.kept.register(OwnSlots(update, sources))
         weak: Any = weakref.proxy(self)  # or it would be a cycle
         self._function = tf.function(partial(type(self)._graph, weak), autograph=False, reduce_retracing=True)
@@ -194,7 +192,8 @@ class GradientExchange:
             (finite,) = self._call(self.steps.end, [second, *flags], [tf.bool], *dense_path)
         finite.set_shape([])
         dense.set_shape([])
-        return [results[i] for i in range(len(gradients))], finite, dense if self.update.dense_is_stock else None
+        own = dense if self.update.arithmetic.dense_is_stock else None
+        return [results[i] for i in range(len(gradients))], finite, own
 
     def _start(self, iterations: np.ndarray) -> list[Any]:
         """`HostSteps.start`; also which part of the weights is compared (-1: none), and whether they are looked at."""
@@ -260,7 +259,7 @@ class GradientExchange:
 
     def _second(self, started: tf.Tensor, messages: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         """The sum over the ranks of what they have seen of Adam's second moment, once all buckets are compressed."""
-        if not (self.update.dense_is_stock and self.compressed):
+        if not (self.update.arithmetic.dense_is_stock and self.compressed):
             return _NOTHING
         with tf.control_dependencies([part for message in messages for part in message]):
             (own,) = self._call(self.steps.second_message, [started], [tf.float32])
@@ -315,8 +314,9 @@ class OwnSlots(StatePart):
 
     in_optimizer = True
 
-    def __init__(self, update: PlainUpdate, sources: Sequence[Source]) -> None:
+    def __init__(self, update: Update, sources: Sequence[Source]) -> None:
         self._update, self._keys = update, {str(i): source.key for i, source in enumerate(sources)}
+        self._numel = {str(i): numel_of([source]) for i, source in enumerate(sources)}
 
     def put(self, state: ResidualState) -> None:
         """See `StatePart`."""
@@ -326,9 +326,7 @@ class OwnSlots(StatePart):
 
     def without(self, state: ResidualState) -> ResidualState:
         """See `StatePart`."""
-        keys, tensors = self._keys, state.tensors
-        rest = {n: self._update.without_own(keys[n], x) if n in keys else x for n, x in tensors.items()}
-        return dataclasses.replace(state, tensors={number: arrays for number, arrays in rest.items() if arrays})
+        return without_own(state, self._update.arithmetic.own, self._numel)[0]
 
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""

@@ -27,7 +27,7 @@ from dgc_horovod.stats import PROCESS, ExchangeStats
 from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, HeldCalls, kernels_on
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.updates.base import PlainUpdate
+from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
 from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
@@ -53,7 +53,7 @@ class HostSteps:
         sources: Sequence[Source],
         settings: Settings,
         transports: Mapping[str, Collectives],
-        update: PlainUpdate,
+        update: Update,
         ownership: SlotOwnership,
         number: int,
         calls: HeldCalls,
@@ -192,7 +192,7 @@ class HostSteps:
             if buckets.config.exchanges_weights:
                 buckets.decay(buckets.config.local_decay)  # weights are exchanged: what waits fades
             self._ownership.step_begins(self.holder, self._iterations)
-            self._dense = self.update.dense_is_stock and buckets.as_stock
+            self._dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
             if not self._dense:  # those that other workers of the node keep, too
                 buckets.accumulations = {name: self.update.accumulation(buckets, name) for name in buckets.compressed}
             fresh = self.holder.begins(self._dense)
@@ -343,7 +343,7 @@ class HostSteps:
         key, text = of_skipped(buckets)
         if key not in self._told and self.collectives.rank == 0:
             self._told.add(key)
-            _log.warning("dgc_horovod: %s%s", text, "" if self.update.is_optimizers else OF_A_TAPE)
+            _log.warning("dgc_horovod: %s%s", text, OF_A_TAPE if self.update.is_tapes else "")
 
 
 def _number_of(name: str) -> str:

@@ -106,7 +106,7 @@ class Replicas:
 
         def assigned(armed: tf.Tensor) -> Any:
             set_right = assign_from(everything, first, process_set, name)
-            if self._steps.update.dense_is_stock:
+            if self._steps.update.arithmetic.dense_is_stock:
                 (own,) = host_call(self._noting(self._second), [armed], [tf.float64])
                 theirs = self._collectives.broadcast(own, "replicas.second")
                 set_right += host_call(self._noting(self._take_second), [theirs], [tf.bool])

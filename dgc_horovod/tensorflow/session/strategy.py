@@ -88,7 +88,7 @@ class ExchangedApplication(Application):
 
         def either() -> Any:
             if self._dense is None:
-                return update(self._session.distribution.update.is_split)
+                return update(self._session.distribution.update.arithmetic.is_split)
             return tf.cond(self._dense, lambda: update(False), lambda: update(True))
 
         return tf.cond(self._finite, either, lambda: False)

@@ -37,7 +37,6 @@ from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.session.kinds import Kind, begin, kind_for
 from dgc_horovod.torch.session.overrides import made_class
 from dgc_horovod.torch.session.session import session_of
-from dgc_horovod.torch.updates.base import PlainUpdate
 from dgc_horovod.torch.wrapping.arguments import checked_names, choice_fields
 from dgc_horovod.torch.wrapping.refusals import (
     NoChoice,
@@ -126,11 +125,11 @@ def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config
         known = {p for _, p in named}
         frozen = [p for each in optimizer.param_groups for p in each["params"] if p not in known]
         named += [(f"frozen.{i}", p) for i, p in enumerate(frozen)]
-        kind, update = _checked(optimizer, named, config)
+        kind = _checked(optimizer, named, config)
     scaler = SeenScaler()
     watch_scalers()
     carrier = DataParallelCarrier(found, group, _names_of(named))
-    _take_over(optimizer, carrier, kind, update, scaler)
+    _take_over(optimizer, carrier, kind, scaler)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -174,10 +173,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
         named = checked_names(optimizer, named_parameters)
         check_plain_models(optimizer, named)
-        kind, update = _checked(optimizer, named, config, sparse_as_dense, average)
+        kind = _checked(optimizer, named, config, sparse_as_dense, average)
     settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
     carrier = GroupCarrier(group, _names_of(named), settings, backward_passes_per_step)
-    _take_over(optimizer, carrier, kind, update, grad_scaler)
+    _take_over(optimizer, carrier, kind, grad_scaler)
     return optimizer
 
 
@@ -206,19 +205,18 @@ def _checked(
     config: DGCConfig,
     sparse: bool = False,
     averages: bool = True,
-) -> tuple[Kind, PlainUpdate]:
+) -> Kind:
     """What its session is made of, or an error for what cannot be compressed, or recorded, here."""
     checked_names(optimizer, named)
     check_optimizer(optimizer, sparse)
     check_parameters(optimizer, named)
-    kind = kind_for(config, averages)
-    update = kind.update(optimizer, config)
+    kind = kind_for(optimizer, config, averages)
     if dist.get_rank() == 0:
         begin_as_environment_says(config)
-    return kind, update
+    return kind
 
 
-def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, update: PlainUpdate, scaler: Any) -> None:
+def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, scaler: Any) -> None:
     """Give `optimizer` a session, and the methods of a class one level over its own.
 
     Who has taken a method of it before comes to ours; a step that does not is an error.
@@ -228,7 +226,7 @@ def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, update: PlainU
         optimizer.__class__ = made_class(own, kind.overrides, {}, own.__module__)
         if isinstance(scaler, SeenScaler):
             scaler.belongs_to(optimizer)
-        begin(optimizer, carrier, kind, update, scaler)
+        begin(optimizer, carrier, kind, scaler)
     lead_to_ours(optimizer)
     optimizer.register_step_pre_hook(_only_ours)
 

@@ -10,12 +10,11 @@ import torch
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import of_skipped, stop_if_skipped
 from dgc_horovod.torch.clipping import calls as clip_calls
-from dgc_horovod.torch.gradients import moments
 from dgc_horovod.torch.gradients.dense_path import all_finite
 from dgc_horovod.torch.gradients.scaling import already_unscaled, scale_of
+from dgc_horovod.torch.optimizer_state import add_residual, drop_momentum
 from dgc_horovod.torch.session.passes import Result
 from dgc_horovod.torch.session.strategy import Strategy
-from dgc_horovod.torch.updates.base import drop_momentum
 from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.notices import (
     CHANGED_UPDATE,
@@ -70,7 +69,7 @@ class EveryStep(Strategy):
             return
         groups = {p: session.groups.of(p) for p in exchange.names}
         exchange.clipping.adds_decay |= any(map(update.decay_before, groups.values()))
-        update.dense = update.dense_is_stock and exchange.as_stock
+        update.dense = update.arithmetic.dense_is_stock and exchange.as_stock
         for p in exchange.sparse:
             update.adopt_state(p, groups[p], session.optimizer.state, exchange)
         accumulations = {name: update.accumulation(p, groups[p], exchange) for p, name in exchange.sparse.items()}
@@ -120,7 +119,7 @@ class EveryStep(Strategy):
         session, exchange = self.session, self.session.exchange
         for p, update in withheld.items():
             if p in exchange.sparse and not session.groups.stays_frozen(p) and all_finite([update]):
-                moments.add_residual(exchange, p, update.float() / exchange.loss_scale())
+                add_residual(exchange, p, update.float() / exchange.loss_scale())
 
     # -- the step
 

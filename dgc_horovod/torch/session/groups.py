@@ -9,7 +9,8 @@ import torch
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.updates.base import Group, PlainUpdate
+from dgc_horovod.torch.optimizer_state import Group
+from dgc_horovod.torch.updates import Update
 from dgc_horovod.torch.wrapping.notices import ADDED_LATER
 
 Parameter = torch.Tensor
@@ -70,7 +71,7 @@ class ParameterGroups:
                     "does now; wrap the optimizer while it does, and freeze it afterwards"
                 )
 
-    def note_frozen(self, p: Parameter, update: PlainUpdate, exchange: GradientExchange) -> None:
+    def note_frozen(self, p: Parameter, update: Update, exchange: GradientExchange) -> None:
         """Whether `p` is frozen in this step; of one that stays so, what waits is dropped.
 
         It would go on moving for hundreds of steps. Its momentum still pushes it, as with stock Horovod, and of that,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,6 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.planning.density import fitted
 from dgc_horovod.torch import epochs
 from dgc_horovod.torch.clipping import calls as clip_calls
-from dgc_horovod.torch.local.update import LocalUpdate
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.every_step import EveryStep
@@ -19,8 +17,7 @@ from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.overrides import LocalOverrides, Overrides
 from dgc_horovod.torch.session.session import Scaler, Session
 from dgc_horovod.torch.session.strategy import Strategy
-from dgc_horovod.torch.updates.base import PlainUpdate
-from dgc_horovod.torch.updates.choice import choose_update, kind_of
+from dgc_horovod.torch.updates import Update, update_of
 
 
 class Kind(NamedTuple):
@@ -29,35 +26,36 @@ class Kind(NamedTuple):
     Args:
         config: compression settings, with what follows from the strategy.
         strategy: class of the strategy.
-        update: function of the optimizer and the settings, of its split.
+        update: what the optimizer does with what was exchanged.
         overrides: class of the methods that the user's optimizer gets.
     """
 
     config: DGCConfig
     strategy: type[Strategy]
-    update: Callable[[torch.optim.Optimizer, DGCConfig], PlainUpdate]
+    update: Update
     overrides: type
 
 
-def kind_for(config: DGCConfig, averages: bool) -> Kind:
-    """The strategy that `config` asks for.
+def kind_for(optimizer: torch.optim.Optimizer, config: DGCConfig, averages: bool) -> Kind:
+    """What `config` asks for.
 
     Raises:
-        UnsupportedUse: gradients are to be summed, and local steps average weights.
+        UnsupportedUse: gradients are to be summed, and local steps average weights; the optimizer has an option that
+            momentum correction would get wrong.
     """
     config.check_reduction(averages)
     if config.exchanges_weights:
-        return Kind(config, LocalSteps, _local_update, LocalOverrides)
+        return Kind(config, LocalSteps, update_of(optimizer, config), LocalOverrides)
     if config.automatic:
-        return Kind(fitted(config), AutoTuned, choose_update, Overrides)
-    return Kind(config, EveryStep, choose_update, Overrides)
+        return Kind(fitted(config), AutoTuned, update_of(optimizer, config), Overrides)
+    return Kind(config, EveryStep, update_of(optimizer, config), Overrides)
 
 
-def begin(optimizer: Any, carrier: Carrier, kind: Kind, update: PlainUpdate, scaler: Scaler) -> None:
+def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
     """Give `optimizer`, which has the methods of `Kind.overrides`, its session.
 
     Args:
-        optimizer, carrier, update, scaler: see `Session`.
+        optimizer, carrier, scaler: see `Session`.
         kind: what the session is made of.
 
     Raises:
@@ -65,9 +63,5 @@ def begin(optimizer: Any, carrier: Carrier, kind: Kind, update: PlainUpdate, sca
     """
     clip_calls.watch()
     epochs.watch()
-    optimizer._dgc = Session(optimizer, carrier, kind.config, update, scaler, kind.strategy)
+    optimizer._dgc = Session(optimizer, carrier, kind.config, kind.update, scaler, kind.strategy)
     optimizer._dgc.start()
-
-
-def _local_update(optimizer: torch.optim.Optimizer, config: DGCConfig) -> PlainUpdate:
-    return LocalUpdate(kind_of(optimizer), config.outer_rate)

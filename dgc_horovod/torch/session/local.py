@@ -21,7 +21,7 @@ from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.gradients.dense_path import all_finite, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
-from dgc_horovod.torch.local.update import clean, copied, unscale
+from dgc_horovod.torch.optimizer_state import clean, copied, unscale
 from dgc_horovod.torch.session.passes import Result
 from dgc_horovod.torch.session.strategy import Strategy
 

@@ -16,7 +16,6 @@ from dgc_horovod.config_check import unique_tag
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import describe
 from dgc_horovod.session import base
-from dgc_horovod.state.method import method_of
 from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.gradients.dense_path import not_finite_of
@@ -28,7 +27,7 @@ from dgc_horovod.torch.gradients.scaling import SeenScaler, scale_of
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.groups import ParameterGroups
 from dgc_horovod.torch.session.passes import Passes
-from dgc_horovod.torch.updates.base import PlainUpdate, SplitUpdate
+from dgc_horovod.torch.updates import Update
 from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.notices import LATE_HOOK, LOADED_TWICE, SCALER_NOT_PASSED, SUPERSEDED
 
@@ -72,7 +71,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         optimizer: torch.optim.Optimizer,
         carrier: Carrier,
         config: DGCConfig,
-        update: PlainUpdate,
+        update: Update,
         scaler: Scaler,
         strategy: type[Strategy],
     ) -> None:
@@ -115,8 +114,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         if self.strategy.takes_gradients:  # else weights are what is exchanged
             self.exchange.ending.spoilt = partial(not_finite_of, self.exchange.names)
         self.replicas = Replicas(self.parameters, self.config, self.exchange.collectives)
-        is_split, is_adam = isinstance(self.update, SplitUpdate), self.update.kind == "adam"
-        self.kept = StateRegister(self.exchange, method_of(self.config, is_split, is_adam))
+        self.kept = StateRegister(self.exchange, self.update.arithmetic.holds)
         for part in (OwnState(self), self.exchange.clipping, self.strategy):
             self.kept.register(part)
         self.strategy.built()

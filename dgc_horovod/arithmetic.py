@@ -1,0 +1,326 @@
+"""How an optimizer's arithmetic is split, once for all frameworks: what enters the residual, and what is applied after.
+
+Error feedback alone: the gradient enters the residual, and the user's optimizer takes what the exchange brings as one.
+Where momentum is corrected the arithmetic is split. What concerns a rank's own gradient comes before selection; what
+comes back is applied by the plain step, beside what is the same on every rank::
+
+    SGD     u = m*u + g;  v += u    (Nesterov: v += g; v += m*u)    w -= lr*(b + mean(s)),  b = m*b + wd*w
+    Adam    v += g / den            (`SecondMoments`)               w -= lr*mean(s)
+    local   v += change of weights                                  w -= rate*mean(s)
+
+What stock keeps of a tensor, its slots, are parts of a record: velocity (u), first and second moment. They are taken
+over when compression begins, and given back by a flush: by linearity nothing is lost, and nothing applied twice. An
+adapter names the slots of its framework, reads and sets them, and applies a `Change` to weights and slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.errors import CheckpointError, UnsupportedUse
+from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, MomentumCorrection
+from dgc_horovod.notices import ADAM_AFTER, ADAM_DIRECTIONS, no_momentum, of_other, refusal
+from dgc_horovod.state.method import ADAM_UPDATES, CHANGES, GRADIENTS, SGD_UPDATES
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
+
+Left = Mapping[str, Array]  # of a tensor, what all ranks together have kept, by part
+_correction = functools.lru_cache(maxsize=16)(MomentumCorrection)  # one for all tensors of a group
+
+
+class Options(NamedTuple):
+    """What an optimizer's arithmetic depends on, as it stands for a tensor now; what it does not know does nothing.
+
+    Args:
+        momentum, nesterov, dampening: SGD's.
+        b1, b2, eps, amsgrad: Adam's.
+        decay: factor of weight decay.
+        decoupled: whether that is taken off the weights, and is no part of the gradient.
+        maximize: whether gradients are ascended; stock's slots are of what is descended.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    dampening: float = 0.0
+    b1: float = 0.0
+    b2: float = 0.0
+    eps: float = 0.0
+    amsgrad: bool = False
+    decay: float = 0.0
+    decoupled: bool = False
+    maximize: bool = False
+
+
+class Change(NamedTuple):
+    """What a flush does to a tensor.
+
+    Args:
+        step: what is applied as if it were an update; None: nothing.
+        ahead: factor of it.
+        rate: the rate by which it is applied; None: that of the optimizer.
+        momentum: what is added to the velocity, in units of gradients; None: nothing.
+        slots: what slots become, by part.
+        kept: what cannot be applied and goes on waiting, on every rank; None: nothing.
+    """
+
+    step: Array | None = None
+    ahead: float = 1.0
+    rate: float | None = None
+    momentum: Array | None = None
+    slots: Mapping[str, Array] = {}
+    kept: Array | None = None
+
+
+class Arithmetic:
+    """Error feedback alone; also an optimizer of whose arithmetic nothing is known.
+
+    Attributes:
+        slots: what stock keeps of a tensor, parts of a record in stock's order. The first is a sum of gradients.
+        parts: what a rank keeps of a compressed tensor, and a flush gives back.
+        own: slots that are each rank's own, in its record.
+        holds: what residuals hold, in words that are in checkpoints.
+        is_split: whether compressed tensors are stepped by what comes back alone.
+        is_linear: whether that is linear in all gradients, so that stock's slots may go on beside what is kept.
+        dense_is_stock: whether a step at which everything is sent is the user's optimizer's own.
+        flush_is_step: whether a flush is a step of the user's optimizer.
+        notices: what a user is told of it, once.
+        notices_unsplit: what a user is told where error feedback alone takes its place.
+    """
+
+    slots: tuple[str, ...] = ()
+    parts: tuple[str, ...] = (RESIDUAL,)
+    own: tuple[str, ...] = ()
+    holds = GRADIENTS
+    is_split, is_linear, dense_is_stock, flush_is_step = False, False, False, True
+    notices: tuple[str, ...] = ()
+    notices_unsplit: tuple[str, ...] = ()
+
+    def check(self, options: Options) -> None:
+        """Raise UnsupportedUse for options that the split would get wrong."""
+
+    def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
+        """How the gradient of the compressed tensor `name` enters the residual at this step."""
+        return ErrorFeedback()
+
+    def decay_before(self, options: Options) -> float:
+        """Weight decay that belongs to the gradient itself, added before everything else."""
+        return 0.0
+
+    def shared(self, weights: Array, velocity: Array | None, options: Options) -> Array | None:
+        """What stock would apply for a gradient of zero, the same on every rank; advances `velocity` in place."""
+        return None
+
+    # -- stock's slots
+
+    def owes(self, options: Options) -> float:
+        """How much of what stands in the first slot stock would still apply, in gradients."""
+        return 1.0
+
+    def take_over(self, buckets: OptimizerExchange, name: str, slots: Arrays, options: Options, steps: int) -> None:
+        """Put what stood in the slots of a tensor into `buckets`.
+
+        Args:
+            buckets: all that this rank keeps.
+            name: name of the tensor there.
+            slots: whole and flat, float32, by part; the first as this rank's part of the gradients that it owes.
+            options: of the tensor.
+            steps: number of steps that the optimizer has made, >= 1.
+        """
+
+    def give_back(self, buckets: OptimizerExchange, name: str, options: Options, steps: int) -> Arrays:
+        """The reverse: what `buckets` have of a tensor's slots, the first in gradients; {} where it is in the slots."""
+        return {}
+
+    def flushed(self, left: Left, options: Options, is_gradient: bool, ends: bool) -> Change:
+        """What becomes of all that the ranks have kept of a tensor.
+
+        Args:
+            left: that, by part; of Adam the second moment, too.
+            options: of the tensor.
+            is_gradient: whether the residual holds gradients, as that of a tensor that is sent whole, and no updates.
+            ends: whether there is no next step, whose gradient a gradient could join.
+        """
+        return Change(kept=left[RESIDUAL])
+
+
+class SGD(Arithmetic):
+    """SGD: u carries the local gradient.
+
+    Stock's velocity b may go on beside u, as it must where weight decay has a momentum of its own: by linearity both
+    together are the stock velocity, so that a stock checkpoint's may stand in either.
+    """
+
+    slots, parts, holds = (MOMENTUM,), (RESIDUAL, MOMENTUM), SGD_UPDATES
+    is_split, is_linear, flush_is_step = True, True, False
+
+    def check(self, options: Options) -> None:
+        if options.momentum and options.dampening:
+            raise UnsupportedUse(refusal("SGD's dampening", "dampening=0"))
+
+    def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
+        self.check(options)  # a script may have changed them
+        return _correction(options.momentum, options.nesterov)
+
+    def shared(self, weights: Array, velocity: Array | None, options: Options) -> Array | None:
+        pull = weights * options.decay if options.decay else None
+        if velocity is None:
+            return pull
+        velocity *= options.momentum
+        if pull is not None:
+            velocity += pull
+        if not options.nesterov:
+            return velocity
+        ahead = velocity * options.momentum
+        return ahead if pull is None else ahead + pull
+
+    def take_over(self, buckets: OptimizerExchange, name: str, slots: Arrays, options: Options, steps: int) -> None:
+        if name in buckets.place:
+            engine, i = buckets.place[name]
+            segment = engine.bucket.segments[i]
+            engine.state.add_momentum(i, slots[MOMENTUM][segment.offset :][: segment.numel])
+
+    def give_back(self, buckets: OptimizerExchange, name: str, options: Options, steps: int) -> Arrays:
+        if buckets.topology.node_size > 1:  # slices, and zeros in the place of the others would not be momentum
+            return {}
+        engine, i = buckets.place[name]
+        return {part: x for part, x in engine.state.read(i).items() if part == MOMENTUM}
+
+    def flushed(self, left: Left, options: Options, is_gradient: bool, ends: bool) -> Change:
+        """All of v is applied, and u joins the velocity. Of a gradient the momentum is still to come."""
+        v = left[RESIDUAL]
+        if is_gradient and not ends:
+            return Change(kept=v)
+        momentum = v if is_gradient else left.get(MOMENTUM)
+        ahead = 1 + options.momentum if is_gradient and options.nesterov else 1.0
+        return Change(v, ahead, momentum=momentum if options.momentum else None)
+
+
+class Adam(Arithmetic):
+    """Adam, AdamW: gradients enter over the root of a second moment that all ranks share, see `SecondMoments`.
+
+    The first moment is left out, beta1 = 0: what waits in v is delayed, and so has momentum. Where steps of stock's
+    come first, or its checkpoint, the shared second moment begins with theirs, and what their first moment still holds
+    of each gradient, ``b1/(1-b1) * m``, enters v.
+    """
+
+    slots, parts, holds = (FIRST, SECOND), (RESIDUAL, SECOND), ADAM_UPDATES
+    is_split, dense_is_stock, flush_is_step = True, True, False
+    notices, notices_unsplit = (ADAM_DIRECTIONS,), (ADAM_AFTER,)
+
+    def check(self, options: Options) -> None:
+        if options.amsgrad:
+            raise UnsupportedUse(refusal("Adam's amsgrad", "amsgrad=False"))
+        if options.maximize and self.decay_before(options):
+            raise UnsupportedUse(refusal("Adam's maximize together with coupled weight decay", "AdamW"))
+
+    def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
+        return buckets.adam.feed(name, options.b2, options.eps)
+
+    def decay_before(self, options: Options) -> float:
+        return 0.0 if options.decoupled else options.decay
+
+    def owes(self, options: Options) -> float:
+        return options.b1 / (1 - options.b1)
+
+    def take_over(self, buckets: OptimizerExchange, name: str, slots: Arrays, options: Options, steps: int) -> None:
+        square = slots[SECOND] / np.float32(1 - options.b2**steps)
+        buckets.adam.take(name, square, slots[FIRST], steps, options.b2, options.eps)
+
+    def give_back(self, buckets: OptimizerExchange, name: str, options: Options, steps: int) -> Arrays:
+        if not buckets.second[name].known:
+            return {}
+        square = buckets.second[name].square()
+        return {FIRST: np.zeros_like(square), SECOND: square * np.float32(1 - options.b2**steps)}
+
+    def flushed(self, left: Left, options: Options, is_gradient: bool, ends: bool) -> Change:
+        """All of v is applied, and stock Adam can go on with the second moment.
+
+        A gradient that waits, what coding has left of one that was sent whole, is not applied: Adam would take a full
+        step for it, however small it is.
+        """
+        if is_gradient:
+            return Change(kept=left[RESIDUAL])
+        return Change(left[RESIDUAL], slots={FIRST: 0 * left[SECOND], SECOND: left[SECOND]})
+
+
+class Local(Arithmetic):
+    """Local steps: the inner optimizer takes its own gradients, and what waits are changes of weights.
+
+    Args:
+        inner: the inner optimizer's own; its slots are kept of every rank, those of one that is not known of the first.
+        rate: outer learning rate, > 0.
+    """
+
+    holds, flush_is_step = CHANGES, False
+
+    def __init__(self, inner: Arithmetic, rate: float) -> None:
+        self.own, self._rate = inner.slots, rate
+
+    def flushed(self, left: Left, options: Options, is_gradient: bool, ends: bool) -> Change:
+        """A change of weights is applied, of which nothing is left."""
+        return Change(left[RESIDUAL], rate=self._rate)
+
+
+def choose(
+    stock: Arithmetic, user_class: type, options: Iterable[Options], config: DGCConfig
+) -> tuple[Arithmetic, list[str]]:
+    """The arithmetic of what is exchanged, and what the user is told of it.
+
+    Args:
+        stock: that of the user's optimizer.
+        user_class: class of it.
+        options: of each of its groups.
+        config: compression settings.
+
+    Raises:
+        UnsupportedUse: an option of the optimizer that the split would get wrong.
+    """
+    if config.exchanges_weights:
+        return Local(stock, config.outer_rate), []
+    splits = config.momentum_correction and stock.is_split
+    for each in options if splits else ():
+        stock.check(each)
+    told = list(stock.notices if splits else stock.notices_unsplit)
+    if MOMENTUM not in stock.slots and config.momentum_dtype != "fp32":
+        told.append(no_momentum(user_class))
+    if not stock.is_split:
+        told += of_other(user_class, config.momentum_correction)
+    return stock if splits else Arithmetic(), told
+
+
+def without_own(
+    state: ResidualState, own: Collection[str], numel: Mapping[str, int]
+) -> tuple[ResidualState, dict[str, Arrays]]:
+    """A record without the slots that are the rank's own, and these, by name of the tensor; nothing is changed.
+
+    Args:
+        state: record of this rank.
+        own: parts that they are there.
+        numel: number of elements of each tensor of the model.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    if not own:
+        return state, {}
+    tensors: dict[str, Arrays] = {}
+    found: dict[str, Arrays] = {}
+    for name, arrays in state.tensors.items():
+        slots = {part: x for part, x in arrays.items() if part in own}
+        if name in numel and slots:
+            sizes = sorted({x.size for x in slots.values()})
+            if sizes != [numel[name]]:
+                raise CheckpointError(
+                    f"the optimizer's state of {name!r} has {sizes} elements, the model's tensor has {numel[name]}; "
+                    "they must be of the same model"
+                )
+            found[name] = slots
+        if rest := {part: x for part, x in arrays.items() if part not in own}:
+            tensors[name] = rest
+    return dataclasses.replace(state, tensors=tensors), found

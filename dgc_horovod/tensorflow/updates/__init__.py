@@ -1,1 +1,0 @@
-"""How gradients enter the residual, optimizer by optimizer."""
