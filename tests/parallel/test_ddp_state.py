@@ -63,6 +63,7 @@ def test_what_was_changed_and_sealed_again_is_one_error_and_changes_nothing(tmp_
     check_sealed(run("DDP", "sealed", tmp_path))
 
 
+@pytest.mark.slow
 def test_resumed_with_another_number_of_ranks(checkpoints):
     found = run("DDP", "resumed", checkpoints[0]["DDP"], workers=3)
     assert found[0] == found[1] == found[2] and found[0]["epoch"] == 7
