@@ -354,7 +354,7 @@ def test_registry(monkeypatch):
     monkeypatch.setenv("DGC_BACKEND", "fast")
     with pytest.raises(ConfigError, match="must be one of auto, native, triton, torch_eager, reference, got 'fast'"):
         registry.choose("cpu")
-    assert ("auto", *registry.BACKENDS) == envvars.BACKEND.choices
+    assert ("auto", *registry.BACKENDS) == envvars.BACKEND.kind.choices
 
 
 def test_without_the_library_it_works_and_says_once_that_it_is_slower(monkeypatch, caplog):
