@@ -187,11 +187,7 @@ class CompressedRanks(DenseRanks):
 
     def _begin(self, sender: int) -> None:
         exchange, update = self.exchanges[sender], self._updates[sender]
-        update.dense = update.arithmetic.dense_is_stock and exchange.as_stock
-        for p in exchange.sparse:
-            update.adopt_state(p, self._group, self._states[sender], exchange)
-        accumulations = {name: update.accumulation(p, self._group, exchange) for p, name in exchange.sparse.items()}
-        exchange.begin_step(accumulations, dict.fromkeys(exchange.sparse, update.decay_before(self._group)))
+        exchange.begin_step(*update.entering(lambda p: self._group, self._states[sender], exchange))
 
 
 class Owners:

@@ -17,7 +17,7 @@ import torch
 from dgc_horovod.arithmetic import SGD, Adam, Arithmetic, Left, Options, choose, without_own
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite
-from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback
+from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
 from dgc_horovod.torch.gradients.dense_path import not_finite_of
@@ -107,11 +107,29 @@ class Update:
 
     # -- gradients in
 
-    def accumulation(self, p: Parameter, group: Group, exchange: GradientExchange) -> Accumulation:
-        """How this step's gradient of `p` enters the residual."""
-        if self.dense:
-            return ErrorFeedback()
-        return self.arithmetic.accumulation(self._options(group), exchange, exchange.names[p])
+    @torch.no_grad()
+    def entering(
+        self, group_of: Callable[[Parameter], Group], states: States, exchange: GradientExchange
+    ) -> tuple[dict[str, Accumulation], dict[Parameter, float]]:
+        """How gradients enter the residual in the step that begins; see `GradientExchange.begin_step`.
+
+        Args:
+            group_of: function that gives the group of a parameter.
+            states: the optimizer's state, which the engine takes over.
+            exchange: exchange of the optimizer.
+        """
+        self.dense = self.arithmetic.dense_is_stock and exchange.as_stock
+        accumulations: dict[str, Accumulation] = {}
+        decays: dict[Parameter, float] = {}
+        options: dict[int, Options] = {}  # of a group, made once for all of its tensors
+        for p, name in exchange.sparse.items() if not self.dense else ():
+            group = group_of(p)
+            known = options.get(id(group)) or options.setdefault(id(group), self._options(group))
+            self._adopt_state(p, group, states, exchange)
+            accumulations[name] = self.arithmetic.accumulation(known, exchange, name)
+            if decay := self.arithmetic.decay_before(known):
+                decays[p] = decay
+        return accumulations, decays
 
     def decay_before(self, group: Group) -> float:
         """Weight decay that belongs to the gradient itself, added before everything else."""
@@ -147,16 +165,17 @@ class Update:
         finally:
             for p, grad in held.items():
                 p.grad = grad
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                update = held.get(p)
-                if update is not None:
-                    self._apply(p, update, group, optimizer.state[p])
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                options, rate = self._options(group), float(group["lr"])
+                for p in group["params"]:
+                    update = held.get(p)
+                    if update is not None:
+                        self._apply(p, update, options, rate, optimizer.state[p])
         return None
 
-    @torch.no_grad()
-    def _apply(self, p: Parameter, update: torch.Tensor, group: Group, state: State) -> None:
-        options, rate, key = self._options(group), float(group["lr"]), SLOTS[MOMENTUM]
+    def _apply(self, p: Parameter, update: torch.Tensor, options: Options, rate: float, state: State) -> None:
+        key = SLOTS[MOMENTUM]
         velocity = state.get(key) if options.momentum else None
         if options.momentum and options.decay and velocity is None:
             velocity = state[key] = torch.zeros_like(p)
@@ -197,13 +216,12 @@ class Update:
         self._made += fill_state(optimizer, self.stock, exchange.names)
         self._taken = set()
 
-    @torch.no_grad()
-    def adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
+    def _adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
         """Let the engine take over what stands in the optimizer's state: that of a stock checkpoint, or dense steps.
 
         Of SGD that stays, but for the zeros of `prepare`, before u takes up memory: without decay b would stay zero.
         """
-        if not self.arithmetic.is_split or self.dense or not self._was_placeholder(p, states, exchange):
+        if not self.arithmetic.is_split or not self._was_placeholder(p, states, exchange):
             return
         state, buffer = states[p], SLOTS[MOMENTUM]
         if not self.arithmetic.is_linear:

@@ -198,7 +198,7 @@ class GradientExchange(OptimizerExchange):
             output, fits = self._output_for(run, i, grad)
             gradient = output if fits else self._gradient(p, grad).contiguous().to(output)
             gradient = self.clipping.clipped(p, gradient)
-            if decay := self._decays.get(p):
+            if self._decays and (decay := self._decays.get(p)):
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
             self.add_gradient(run.engine, i, handed(gradient, kernels))
             run.engine.outputs.put(i, handed(output, kernels))

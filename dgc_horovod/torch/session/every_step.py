@@ -67,13 +67,9 @@ class EveryStep(Strategy):
         session, exchange, update = self.session, self.session.exchange, self.session.update
         if exchange.under_way:  # by another thread
             return
-        groups = {p: session.groups.of(p) for p in exchange.names}
+        groups = {id(group): group for group in map(session.groups.of, exchange.names)}
         exchange.clipping.adds_decay |= any(map(update.decay_before, groups.values()))
-        update.dense = update.arithmetic.dense_is_stock and exchange.as_stock
-        for p in exchange.sparse:
-            update.adopt_state(p, groups[p], session.optimizer.state, exchange)
-        accumulations = {name: update.accumulation(p, groups[p], exchange) for p, name in exchange.sparse.items()}
-        exchange.begin_step(accumulations, {p: update.decay_before(groups[p]) for p in exchange.sparse})
+        exchange.begin_step(*update.entering(session.groups.of, session.optimizer.state, exchange))
 
     # -- updates out
 
