@@ -54,14 +54,14 @@ def made(**fields) -> list[OptimizerExchange]:
     return found
 
 
-def waiting(exchanges: list[OptimizerExchange], left: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What waits of each tensor, on average over nodes; `left`: what each rank has of those that are in no bucket."""
+def waiting(exchanges: list[OptimizerExchange]) -> dict[str, np.ndarray]:
+    """The residual of each tensor, on average over nodes; also of those that are in no bucket."""
     found = {spec.name: np.zeros(spec.numel) for spec in SPECS}
-    for each, dense in zip(exchanges, left, strict=True):
+    for each in exchanges:
         for name, (engine, i) in each.place.items():
             kept = engine.bucket.segments[i]
             found[name][kept.offset :][: kept.numel] += engine.state.read(i)[RESIDUAL] / NODES
-        for name, v in dense.items():
+        for name, v in each.dense_residuals.items():
             found[name] += v / WORKERS
     return found
 
@@ -75,12 +75,12 @@ def saved(folder, exchanges: list[OptimizerExchange]) -> None:
         list(ranks.map(save, exchanges))
 
 
-def loaded(folder, exchanges: list[OptimizerExchange]) -> list[dict[str, np.ndarray]]:
-    def load(each: OptimizerExchange) -> dict[str, np.ndarray]:
-        return each.load(checkpoint.load(folder, Meeting(each.rank), each.config, True, node_size=SIZE).state)
+def load_all(folder, exchanges: list[OptimizerExchange]) -> None:
+    def load(each: OptimizerExchange) -> None:
+        each.load(checkpoint.load(folder, Meeting(each.rank), each.config, True, node_size=SIZE).state)
 
     with ThreadPoolExecutor(WORKERS) as ranks:
-        return list(ranks.map(load, exchanges))
+        list(ranks.map(load, exchanges))
 
 
 OTHERS = ({"bucket_bytes": 2**14}, {"dense_values": "bf16"}, {"dense_values": "fp32"})
@@ -91,8 +91,8 @@ def test_the_same_nodes_go_on_with_other_buckets(tmp_path, changed):
     """Each worker took its own slice for that of the new bucket, and was refused or lost what it had of the others."""
     old, new = made(), made(**changed)
     saved(tmp_path, old)
-    left = loaded(tmp_path, new)
-    found, expected = waiting(new, left), waiting(old, [{}] * WORKERS)
+    load_all(tmp_path, new)
+    found, expected = waiting(new), waiting(old)
     for name, v in expected.items():
         assert np.count_nonzero(v) == v.size
         np.testing.assert_allclose(found[name], v, rtol=0, atol=1e-6)
@@ -102,7 +102,8 @@ def test_the_same_nodes_go_on_with_other_buckets(tmp_path, changed):
 def test_the_same_buckets_go_on_bit_for_bit(tmp_path):
     old, new = made(), made(density=0.02)
     saved(tmp_path, old)
-    assert loaded(tmp_path, new) == [{}] * WORKERS
+    load_all(tmp_path, new)
+    assert not any(each.dense_residuals for each in new)
     for one, other in zip(old, new, strict=True):
         for part in zip(one.engines, other.engines, strict=True):
             assert part[0].state.v.tobytes() == part[1].state.v.tobytes()
