@@ -96,7 +96,7 @@ def test_the_same_nodes_go_on_with_other_buckets(tmp_path, changed):
     for name, v in expected.items():
         assert np.count_nonzero(v) == v.size
         np.testing.assert_allclose(found[name], v, rtol=0, atol=1e-6)
-    assert all(("c" in each) == (changed.get("dense_values") == "fp32") for each in left)
+    assert all(("c" in each.dense_residuals) == (changed.get("dense_values") == "fp32") for each in new)
 
 
 def test_the_same_buckets_go_on_bit_for_bit(tmp_path):
