@@ -34,7 +34,7 @@ from dgc_horovod.wire.packet import (
     undrawn,
 )
 
-# Room of a slot, in k/N and in square roots of it: at most 3% of what is selected do not fit (docs/decisions/exchange.md, 43)
+# Room of a slot, in k/N and in square roots of it: at most 3% of what is selected do not fit (decision 43)
 _HEADROOM, _DEVIATIONS = 1.1, 1.0
 _REFUSED = 0xFF  # every byte of the head of what an owner sends in place of a shard, before its words
 _MISMATCH, _CORRUPT = b"m", b"c"

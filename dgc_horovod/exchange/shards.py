@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 # Elements dealt together. What is selected comes in rows and columns of a layer: with so few, and a number that no
-# layer's width is a multiple of, hardly any owner has more than its share (docs/decisions/exchange.md, 43).
+# layer's width is a multiple of, hardly any owner has more than its share (decision 43).
 CHUNK = 7
 
 
