@@ -110,9 +110,10 @@ class Update:
         index = self._optimizer._trainable_variables_indices if parts else {}
         return {part: native(variables[index[key[0]]]) for part, variables in lists.items() if variables}
 
-    def accumulation(self, buckets: OptimizerExchange, name: str) -> Accumulation:
-        """How the gradient of the compressed variable `name` enters the residual at this step."""
-        return self.arithmetic.accumulation(self._options, buckets, name)
+    def entering(self, buckets: OptimizerExchange) -> dict[str, Accumulation]:
+        """How the gradients of compressed variables enter the residual in the step that begins, by name."""
+        options = self._options  # made once for all of them
+        return {name: self.arithmetic.accumulation(options, buckets, name) for name in buckets.compressed}
 
     # -- the optimizer's slots
 

@@ -194,7 +194,7 @@ class HostSteps:
             self._ownership.step_begins(self.holder, self._iterations)
             self._dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
             if not self._dense:  # those that other workers of the node keep, too
-                buckets.accumulations = {name: self.update.accumulation(buckets, name) for name in buckets.compressed}
+                buckets.accumulations = self.update.entering(buckets)
             fresh = self.holder.begins(self._dense)
         steps = buckets.steps if buckets is not None else 0
         return [np.int64(self._iterations), np.bool_(fresh), np.int64(steps), np.bool_(self._dense)]
