@@ -27,7 +27,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, MomentumCorrection
 from dgc_horovod.notices import ADAM_AFTER, ADAM_DIRECTIONS, no_momentum, of_other, refusal
-from dgc_horovod.state.method import ADAM_UPDATES, CHANGES, GRADIENTS, SGD_UPDATES
+from dgc_horovod.state.parts import ADAM_UPDATES, CHANGES, GRADIENTS, SGD_UPDATES
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
 
 Left = Mapping[str, Array]  # of a tensor, what all ranks together have kept, by part

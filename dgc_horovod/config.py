@@ -10,11 +10,57 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse, nearest
-from dgc_horovod.kinds import FRACTION, POSITIVE, SIZE, SWITCH, Kind, choice, in_range, is_number, whole
-from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import WarmupSchedule
-from dgc_horovod.settings import RUNNING, WHAT, WHEN, WIRE, normalise, rows_of, setting
+from dgc_horovod.settings import (
+    FRACTION,
+    POSITIVE,
+    RUNNING,
+    SIZE,
+    SWITCH,
+    WHAT,
+    WHEN,
+    WIRE,
+    Kind,
+    choice,
+    in_range,
+    is_number,
+    normalise,
+    rows_of,
+    setting,
+    whole,
+)
 from dgc_horovod.wire.codecs import VALUE_CODECS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A selection rule (its function is in ``core/selection.py``) and its needs of the pass over the bucket.
+
+    Args:
+        wants_candidates: whether it sends the largest elements of a range, which the pass then collects for it.
+        needs_sums: whether it looks at mean and deviation.
+        on_device: whether the kernels of a device can make the whole selection.
+        sets_density: whether its density is that of the config, which a warm-up changes; else ``max_density``.
+        parameters: fields of DGCConfig that it needs, and that have no meaning for any other.
+        min_fraction: fraction of k that it sends at least, where so many elements are not zero, in [0, 1].
+    """
+
+    wants_candidates: bool = True
+    needs_sums: bool = False
+    on_device: bool = False
+    sets_density: bool = True
+    parameters: tuple[str, ...] = ()
+    min_fraction: float = 1.0
+
+
+RULES: dict[str, Rule] = {
+    "exact": Rule(on_device=True),
+    "sampled": Rule(min_fraction=0.8),
+    "gaussian": Rule(needs_sums=True, min_fraction=0.8),
+    "random": Rule(wants_candidates=False),
+    "threshold": Rule(sets_density=False, parameters=("threshold",), min_fraction=0.0),
+}
+
 
 SCOPES = ("bucket", "tensor")
 VALUES = tuple(VALUE_CODECS)

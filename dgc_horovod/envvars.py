@@ -14,9 +14,21 @@ from typing import Any
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import nearest
-from dgc_horovod.kinds import PATH, SECONDS, SWITCH, TEXT, check_whole, choice
 from dgc_horovod.schedule import WarmupSchedule
-from dgc_horovod.settings import BY_DGCRUN, EVERYWHERE, RUNNING, WHAT, Setting, rows_of
+from dgc_horovod.settings import (
+    BY_DGCRUN,
+    EVERYWHERE,
+    PATH,
+    RUNNING,
+    SECONDS,
+    SWITCH,
+    TEXT,
+    WHAT,
+    Setting,
+    check_whole,
+    choice,
+    rows_of,
+)
 
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)  # of ranks, as launchers write them
 METHODS = ("none", "fp16", *PRESETS)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.kinds import FRACTION, in_range, whole
-from dgc_horovod.settings import WHEN, normalise, setting
+from dgc_horovod.settings import FRACTION, WHEN, in_range, normalise, setting, whole
 
 
 def _no_warmup(name: str, value: Any) -> str:

@@ -1,18 +1,167 @@
-"""What a setting is: a row of the one table that `DGCConfig`, `WarmupSchedule` and ``envvars`` hold together.
-
-Fields of the records, variables, flags of `dgcrun`, keys of a ``compression:`` section, ``dgcrun --help`` and
-docs/environment.md are all made of these rows.
-"""
+"""Settings: one row for each, its kind of value, and how a value is read from text and checked."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+import numbers
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
-from dgc_horovod.errors import ConfigError
-from dgc_horovod.kinds import Kind, check
+from dgc_horovod.errors import ConfigError, nearest, shown
+
+CARRIED = "without NUL and without lone surrogates"
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?0*\d{1,3})?", re.ASCII | re.IGNORECASE)
+_MOST_WHOLE, _MOST_SECONDS = 2**63, 1e9  # torch.distributed's own timeout overflows not far above
+
+
+def number(text: str) -> float:
+    """A finite number in ASCII digits: ``12``, ``-0.5``, ``1e-3``. Raises ValueError for anything else."""
+    if not math.isfinite(value := float(_exactly(text))):
+        raise ValueError
+    return value
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number, and not NaN."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
+
+
+def can_carry(text: str) -> bool:
+    """Whether a variable of the environment, a command line or the name of a file can be `text`."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
+        return False
+
+
+def _exactly(text: str) -> Decimal:
+    if not _NUMBER.fullmatch(text.strip()):
+        raise ValueError
+    return Decimal(text.strip())
+
+
+def _no_hint(name: str, value: Any) -> str:
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of value.
+
+    Args:
+        metavar: what stands for a value behind its flag.
+        text: what a text must be, in words.
+        read: function that makes a value of a text; ValueError if it stands for none.
+        must: what a value must be that comes from code, in words.
+        allows: whether a value is that.
+        plain: type of plain Python that it becomes, so that equal settings of two ranks also look equal.
+        hint: function of name and value that says what may have been meant.
+        choices: the texts that are allowed, where there are few; a script may add one while it runs.
+    """
+
+    metavar: str
+    text: str
+    read: Callable[[str], Any]
+    must: str = ""
+    allows: Callable[[Any], bool] = lambda value: True
+    plain: Callable[[Any], Any] = str
+    hint: Callable[[str, Any], str] = _no_hint
+    choices: Collection[str] = ()
+
+
+def in_range(must: str, allows: Callable[[float], bool], hint: Callable[[str, Any], str] = _no_hint) -> Kind:
+    """A number; see `Kind`."""
+    return Kind("X", "a number", number, must, lambda value: is_number(value) and allows(value), float, hint)
+
+
+def whole(least: int, hint: Callable[[str, Any], str] = _no_hint) -> Kind:
+    """A whole number of at least `least`; see `Kind`."""
+    must = f"a whole number >= {least}"
+    return Kind("N", "a whole number below 2^63", _whole, must, lambda value: _is_whole(value, least), int, hint)
+
+
+def choice(allowed: Collection[str]) -> Kind:
+    """One of a few texts."""
+
+    def nearest_of(name: str, value: Any) -> str:
+        near = nearest(value, allowed) if isinstance(value, str) else ""
+        return f"; did you mean {near!r}?" if near else ""
+
+    return Kind("", "", str, "", lambda value: value in tuple(allowed), hint=nearest_of, choices=allowed)
+
+
+def _inverse(name: str, value: Any) -> str:
+    return f"; for {value:g}x compression pass {name}={1 / value:g}" if is_number(value) and 2 <= value < 1e9 else ""
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _whole(text: str, unit: int = 1) -> int:
+    value = _exactly(text) * unit
+    if not (abs(value) < _MOST_WHOLE and value == int(value)):
+        raise ValueError
+    return int(value)
+
+
+def _size(text: str) -> int:
+    amount = text.upper().removesuffix("B")
+    unit = amount[-1:] if amount[-1:] in _UNITS else ""
+    return _whole(amount.removesuffix(unit), _UNITS[unit])
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := number(text)) <= _MOST_SECONDS:
+        raise ValueError
+    return value
+
+
+def _text(text: str) -> str:
+    if not can_carry(text):
+        raise ValueError
+    return text
+
+
+FRACTION = in_range("in (0, 1]", lambda value: 0 < value <= 1, _inverse)
+POSITIVE = in_range("a positive finite number", lambda value: 0 < value <= sys.float_info.max)
+SIZE = replace(
+    whole(1), metavar="BYTES", text="a whole number of bytes below 2^63, such as 2MB or 500kB", read=_size,
+    must="a whole number of bytes >= 1",
+)  # fmt: skip
+SWITCH = Kind(
+    "on|off", "on or off (1/0, true/false, yes/no)", lambda text: _SWITCH[text.lower()],
+    "True or False", lambda value: isinstance(value, bool), bool,
+)  # fmt: skip
+SECONDS = Kind("S", "a positive number of seconds, at most 1e9", _seconds)
+TEXT, PATH = Kind("TEXT", f"a text {CARRIED}", _text), Kind("PATH", f"a path {CARRIED}", _text)
+
+
+def check(name: str, value: Any, kind: Kind, or_none: str = "") -> Any:
+    """`value` as plain Python. Raises ConfigError if it is not of that kind."""
+    if not kind.allows(value):
+        must = f"one of {', '.join(kind.choices)}" if kind.choices else kind.must
+        raise ConfigError(f"{name} must be {must}{or_none}, got {shown(value)}{kind.hint(name, value)}")
+    return kind.plain(value)
+
+
+def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
+    """Raise ConfigError, with the nearest of them, unless `value` is one of `allowed`."""
+    check(name, value, choice(allowed))
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise ConfigError unless `value` is a whole number of at least `least`."""
+    check(name, value, whole(least))
+
 
 WHAT, WHEN, WIRE = "what is sent", "over the run: density warm-up, local steps", "how it travels"
 RUNNING, BY_DGCRUN = "running", "set by dgcrun"

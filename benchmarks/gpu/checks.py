@@ -14,12 +14,12 @@ import torch
 
 from benchmarks.gpu.transcript import DATA, FEEDS, Size, bucket_of, transcript
 from dgc_horovod import DGCConfig
+from dgc_horovod.config import RULES
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.kernels.triton.kernels import TritonKernels
-from dgc_horovod.rules import RULES
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 INTERPRETED = Size("cpu", (1, 63, 2049, 333, 1500), steps=4, ranks=2, long_run=5)

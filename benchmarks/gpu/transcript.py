@@ -11,7 +11,7 @@ import numpy as np
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.exchange.in_process import carry
+from dgc_horovod.exchange.contract import carry
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, MomentumCorrection, SharedMoment
 from dgc_horovod.wire.bucket import Bucket, Segment
 

@@ -13,7 +13,7 @@ from benchmarks.scaling import specs
 from dgc_horovod import DGCConfig
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import EXCHANGES, METHODS, traffic_of
-from dgc_horovod.tools.plan.table import worker_counts
+from dgc_horovod.tools.plan.show import worker_counts
 
 MODEL, NODE_SIZES = "resnet50", (1, 4, 8)
 RATES, LATENCIES, DENSITIES = (1e8, 1e9, 1e10), (20e-6, 1e-3, 40e-3), (0.001, 0.01)

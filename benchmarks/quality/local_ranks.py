@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.quality.simulation import LossOf
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.testing.loopback import Board, Loopback
-from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.local import LocalRounds
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.testing.loopback import Board, Loopback
-from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates import States, update_of
 

@@ -12,8 +12,7 @@ from torch import nn
 from benchmarks.quality.tasks import Settings
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.planning.density import fitting
-from dgc_horovod.planning.trial import SETTLING, TIMED
+from dgc_horovod.planning.trial import SETTLING, TIMED, fitting
 from dgc_horovod.schedule import WarmupSchedule
 
 MOMENTUM, BETAS = 0.9, (0.9, 0.99)

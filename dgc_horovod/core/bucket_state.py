@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc_horovod.exchange.shards import Shards
+from dgc_horovod.exchange.sharded import Shards
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, State
 from dgc_horovod.state.residual_state import MOMENTUM, REMAINDER, RESIDUAL, Arrays
 from dgc_horovod.wire.bucket import Bucket

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import ROUND_DOWN, Decimal
 
-from dgc_horovod.config import AUTO, HIERARCHICAL, SHARDED, DGCConfig
+from dgc_horovod.config import AUTO, HIERARCHICAL, RULES, SHARDED, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, dense_values, plan
 from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
-from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.rules import RULES
+from dgc_horovod.exchange.hierarchical import Topology
 
 # How many times faster than their card workers of a node reach each other: host memory by way of a local connection
 # (a few Gbit/s a worker, where each has a core, beside 1 Gbit/s), or NCCL

@@ -13,15 +13,15 @@ from functools import partial
 
 import numpy as np
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import RULES, DGCConfig
 from dgc_horovod.core.bucket_state import BucketState
-from dgc_horovod.core.selection import ResidualView, SelectionContext, select
+from dgc_horovod.core.candidates import ResidualView
+from dgc_horovod.core.selection import SelectionContext, select
 from dgc_horovod.core.workspace import HostSentRecord, Message, MessageSpec, Workspace, message_spec, min_magnitude
 from dgc_horovod.errors import DGCError
 from dgc_horovod.exchange.contract import Exchange, Outcome, Round
-from dgc_horovod.exchange.hierarchical import SlicedOutputs
-from dgc_horovod.exchange.shards import Shards
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import SlicedOutputs, Topology
+from dgc_horovod.exchange.sharded import Shards
 from dgc_horovod.kernels.contract import (
     NO_ELEMENTS,
     AccumulateResult,
@@ -36,7 +36,6 @@ from dgc_horovod.kernels.contract import (
     SharedMoment,
     joined,
 )
-from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE
 

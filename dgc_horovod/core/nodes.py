@@ -16,8 +16,8 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import Gatherer
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import loss_by_nodes
-from dgc_horovod.exchange.topology import Topology, problem_of
-from dgc_horovod.kinds import check_whole
+from dgc_horovod.exchange.hierarchical import Topology, problem_of
+from dgc_horovod.settings import check_whole
 
 _UNDECLARED = (
     "its process sets were not declared; call hvd.init(process_sets=node_process_sets(G)) of dgc_horovod.torch or "

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import RULES, DGCConfig
 from dgc_horovod.core.adam import AdamStep
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.budget import card_bytes, within_budget
@@ -19,11 +19,10 @@ from dgc_horovod.core.meters import Meters
 from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, Kernels
-from dgc_horovod.rules import RULES
 from dgc_horovod.schedule import density_at
-from dgc_horovod.state.method import is_flushed, refuse_missing
+from dgc_horovod.state.parts import is_flushed, refuse_missing
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining, released
 from dgc_horovod.stats import PROCESS, ExchangeStats, Traffic
 from dgc_horovod.wire.bucket import PADDING

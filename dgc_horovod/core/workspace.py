@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import RULES, DGCConfig
 from dgc_horovod.core.bucketing import ranges
-from dgc_horovod.core.selection import ThresholdPredictor
+from dgc_horovod.core.candidates import ThresholdPredictor
 from dgc_horovod.exchange.choose import choose
 from dgc_horovod.exchange.contract import Exchange, FlatExchange, Round
-from dgc_horovod.exchange.hierarchical import HierarchicalExchange, rounds_of
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import HierarchicalExchange, Topology, rounds_of
 from dgc_horovod.kernels.contract import RANGE, Elements, Kernels, State
-from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, SelectionRange
 from dgc_horovod.wire.packet import PacketFormat
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dgc_horovod.exchange.allgather import AllgatherExchange
 from dgc_horovod.exchange.contract import INSIDE, FlatExchange
-from dgc_horovod.exchange.densified import DensifiedExchange
+from dgc_horovod.exchange.flat import AllgatherExchange, DensifiedExchange
 from dgc_horovod.exchange.hierarchical import rounds_of
 from dgc_horovod.exchange.sharded import ShardedExchange
 from dgc_horovod.wire.packet import PacketFormat

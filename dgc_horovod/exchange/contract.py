@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
 from dgc_horovod.stats import ring_received
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.codecs import Draw
 from dgc_horovod.wire.packet import PacketFormat, undrawn
 
 ALLGATHER, ALLREDUCE, ALLTOALL = "allgather", "allreduce", "alltoall"
@@ -224,3 +224,18 @@ class FlatExchange(Exchange, Protocol):
     @staticmethod
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
         """`rounds`, before any memory is made: the planner prices them, a graph is traced by them."""
+
+
+def carry(collective: Round, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What each rank receives when rank i hands over ``buffers[i]``; sums are taken in rank order.
+
+    Args:
+        collective: round that is carried.
+        buffers: buffers of all N ranks, in rank order, each of the size and dtype of the round.
+    """
+    if collective.kind == ALLGATHER:
+        return [np.concatenate(buffers)] * len(buffers)
+    if collective.kind == ALLREDUCE:
+        return [sum(buffers[1:], buffers[0].copy())] * len(buffers)
+    parts = [np.split(buffer, len(buffers)) for buffer in buffers]
+    return [np.concatenate([mine[rank] for mine in parts]) for rank in range(len(buffers))]

@@ -1,26 +1,80 @@
-"""Dense inside a node, sparse between nodes: every worker exchanges the slice of the bucket that it keeps.
-
-The gradients that enter have been averaged inside the node already. Workers of equal local rank make any exchange of
-their slice; what its last round brings goes round inside the node as it came, and everybody reads all of it. So a
-network card receives ``M-1`` packets of the bucket's k elements, whatever the number of workers of a node (DGC's
-authors, TODO of their code; HiTopKComm, MLSys 2021).
-"""
+"""Dense inside a node, sparse between nodes: every worker exchanges the slice of the bucket that it keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dgc_horovod.errors import DGCError, RankMismatch
-from dgc_horovod.exchange.base import different_sizes
 from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchange, Outcome, Round, Sending
+from dgc_horovod.exchange.flat import different_sizes
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import PADDING, Bucket
-from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.codecs import Draw
 from dgc_horovod.wire.packet import HEADER, PacketFormat, undrawn
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One worker's place among M nodes of G workers each; ranks count node by node.
+
+    Args:
+        rank: index of this worker, 0 <= rank < workers.
+        workers: N = M*G >= 1.
+        node_size: G >= 1, a divisor of N; 1: every worker exchanges packets with every other.
+    """
+
+    rank: int
+    workers: int
+    node_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """M, the number of senders of each element."""
+        return self.workers // self.node_size
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this worker on its node, and of the slice of every bucket that it keeps."""
+        return self.rank % self.node_size
+
+    @property
+    def node(self) -> int:
+        """Index of its node."""
+        return self.rank // self.node_size
+
+    @property
+    def inside(self) -> list[int]:
+        """Ranks of the workers of its node."""
+        return list(range(self.node * self.node_size, (self.node + 1) * self.node_size))
+
+    @property
+    def between(self) -> list[int]:
+        """Ranks of the workers of equal local rank, one of each node."""
+        return list(range(self.local_rank, self.workers, self.node_size))
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Ranks of the groups of all workers that collectives are made in: every node, then every local rank."""
+        heads = [Topology(node * self.node_size, self.workers, self.node_size) for node in range(self.nodes)]
+        return [head.inside for head in heads] + [
+            Topology(local, self.workers, self.node_size).between for local in range(self.node_size)
+        ]
+
+
+def problem_of(topology: Topology) -> str:
+    """Why there is nothing to gain from nodes, in words; "" if there is."""
+    if topology.node_size == 1:
+        return "each node has one worker"
+    if topology.node_size >= topology.workers:
+        return "all workers are on one node"
+    if topology.workers % topology.node_size:
+        return f"{topology.workers} workers do not fill nodes of {topology.node_size}"
+    return ""
+
 
 _HEAD = HEADER.itemsize  # bytes that no sound message begins with
 _UNREADABLE = 0xFF  # every byte of what goes round in place of a message of another size

@@ -1,31 +1,21 @@
-"""Every element has an owner, who adds what all send and sends the largest sums on: bytes that do not grow with N.
-
-The data flow of DoubleSqueeze (Tang et al., arXiv 1905.05957) and of Ok-Topk (arXiv 2201.07598), with DGC's residual::
-
-    round 1, alltoall     worker i sends owner j those of its k elements that j owns
-    owner j               r += sum over i;  s = the k/N largest of r;  r -= decoded(s)
-    round 2, allgather    everybody gets every s
-
-A slot of round 1 has room for what an owner's share may be beyond k/N; what does not fit stays in the sender's
-residual. What an owner does not send on stays in r, its remainder: ``applied + sum of v + sum of r`` is what was
-accumulated. Received: about ``(N-1)/N * 2.2 k`` elements, at any N.
-"""
+"""Every element has an owner, who adds what all send and sends the largest sums on: bytes that do not grow with N."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange.base import PacketWriter, different_sizes, outcome_of
 from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, Outcome, Round, Sending
-from dgc_horovod.exchange.owner import Owner
-from dgc_horovod.exchange.shards import Shards
+from dgc_horovod.exchange.flat import PacketWriter, different_sizes, outcome_of
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements, Kernels, Sender, State
-from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.bucket import Bucket, Segment
+from dgc_horovod.wire.codecs import Draw
 from dgc_horovod.wire.packet import (
     FLAG_OVERFLOW,
     HEADER,
@@ -33,6 +23,115 @@ from dgc_horovod.wire.packet import (
     PacketFormat,
     undrawn,
 )
+
+# Elements dealt together. What is selected comes in rows and columns of a layer: with so few, and a number that no
+# layer's width is a multiple of, hardly any owner has more than its share (decision 43).
+CHUNK = 7
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A bucket's elements among N owners. All shards have the same size; what is beyond the bucket is never used.
+
+    Args:
+        numel: number of elements in the bucket, >= 1.
+        workers: N >= 1.
+    """
+
+    numel: int
+    workers: int
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements of a shard, those beyond the bucket's end included."""
+        chunks = -(-self.numel // CHUNK)
+        return -(-chunks // self.workers) * CHUNK
+
+    def dealt(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Owner of each element, and its position in the shard: ascending within a shard where `positions` are.
+
+        Args:
+            positions: positions in the bucket, int32.
+        """
+        numbers, within = np.divmod(positions, np.int32(CHUNK))
+        rows, owners = np.divmod(numbers, np.int32(self.workers))
+        return owners, rows * np.int32(CHUNK) + within
+
+    def in_bucket(self, owner: int, positions: np.ndarray) -> np.ndarray:
+        """Positions in the bucket, int64, of those in the shard of `owner`; beyond its end where there is no element.
+
+        Args:
+            owner: index of the owner, 0 <= owner < workers.
+            positions: positions in its shard, int32.
+        """
+        rows, within = np.divmod(positions.astype(np.int64), CHUNK)
+        return (rows * self.workers + owner) * CHUNK + within
+
+
+_LOWER = 0.9  # of the last step's smallest sum: above it the next step's largest are looked for
+
+
+class Owner:
+    """The remainder of one rank, and what a step has changed of it.
+
+    Args:
+        rank: index of this worker, 0 <= rank < N.
+        state: state of the bucket; `State.remainder` is made at first use.
+        shards: which worker owns which elements.
+        kernels: backend on the device that holds the remainder.
+    """
+
+    def __init__(self, rank: int, state: State, shards: Shards, kernels: Kernels) -> None:
+        self.rank, self._state, self._kernels = rank, state, kernels
+        self._numel = shards.size
+        self._sums = kernels.outputs(Bucket(0, (Segment("shard", 0, shards.size),)))
+        self._before: list[Elements] = []  # in the order in which they were overwritten
+        self._guess = 0.0
+
+    @property
+    def _remainder(self) -> Any:
+        if self._state.remainder is None:
+            self._state.remainder = self._kernels.new(self._numel)
+        return self._state.remainder
+
+    def add(self, parts: Sequence[Elements]) -> bool:
+        """``r += parts``, in rank order. False if r has left the range of fp32: then it starts again from nothing."""
+        self.rollback()
+        r, positions = self._remainder, np.concatenate([part.positions for part in parts])
+        self._before.append(Elements(positions, self._kernels.take(r, positions)))
+        self._sums.put(0, r)
+        finite = self._kernels.aggregate_into(self._sums, parts, 1.0, fresh=False)
+        self._sums.clear()
+        if not finite:
+            self._kernels.fill_zero(r)
+            self.commit()
+        return finite
+
+    def largest(self, k: int) -> Elements:
+        """The k largest sums exactly. Cost: a read of r, where the last step's smallest is a good guess."""
+        if self._guess:
+            found = self._kernels.at_least(self._remainder, self._guess)
+            if found.values.size >= k:
+                return self._kernels.keep_largest(found, k)
+        return self._kernels.top_k(self._remainder, k)
+
+    def send(self, elements: Elements, decoded: np.ndarray) -> None:
+        """``r -= decoded``: these are sent on."""
+        self._guess = _LOWER * float(np.abs(elements.values).min()) if elements.values.size else 0.0
+        self._before.append(elements)
+        kept = State(self._remainder)
+        self._kernels.update_residual(kept, elements, decoded, None)
+        kept.settle()
+
+    def commit(self) -> None:
+        """Nothing is to be taken back any more."""
+        self._before.clear()
+
+    def rollback(self) -> None:
+        """Let r be as before `add`."""
+        while self._before:
+            self._kernels.put(self._remainder, self._before.pop())
+
 
 # Room of a slot, in k/N and in square roots of it: at most 3% of what is selected do not fit (decision 43)
 _HEADROOM, _DEVIATIONS = 1.1, 1.0

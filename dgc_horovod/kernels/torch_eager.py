@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc_horovod.kernels.composed import ComposedKernels
+from dgc_horovod.kernels.composed import ComposedKernels, first_sign
 from dgc_horovod.kernels.contract import CHUNK, LANES, Elements
-from dgc_horovod.kernels.places import first_sign
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SUM_BLOCK = 256 * CHUNK  # elements widened to float64 at a time: bounds the temporary at 8 MiB

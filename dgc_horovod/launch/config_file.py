@@ -11,7 +11,7 @@ from horovod.runner.common.util.config_parser import LOG_LEVELS
 
 from dgc_horovod import envvars, files
 from dgc_horovod.errors import ConfigError, nearest, shown
-from dgc_horovod.kinds import CARRIED, SWITCH, Kind, can_carry, check, choice, is_number, number
+from dgc_horovod.settings import CARRIED, SWITCH, Kind, can_carry, check, choice, is_number, number
 
 SECTION = "compression"
 _MOST_CHARACTERS, _MOST_WHOLE = 2**20, 2**63

@@ -22,7 +22,7 @@ from horovod.runner.util.lsf import LSFUtils
 
 from dgc_horovod import envvars, files
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.kinds import CARRIED, can_carry
+from dgc_horovod.settings import CARRIED, can_carry
 
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _MOST_SLOTS = 2**16  # Horovod counts them one by one

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dgc_horovod import at_end, envvars, leaving, recording
+from dgc_horovod import envvars, leaving, recording
 from dgc_horovod.config import AUTO
 from dgc_horovod.launch.reports import Reports
 from dgc_horovod.launch.settings import UNCOMPRESSED, Job
@@ -133,7 +133,7 @@ class Outcome:
             return NOTHING_EXCHANGED if self._exchanges_later else ""
         stats = self.stats()
         if not stats["steps"]:
-            if pending := at_end.pending():
+            if pending := leaving.pending():
                 return f"its optimizer has made {pending} local steps, fewer than come before an exchange (local_steps)"
             return "its optimizer has made no step"
         if not stats["elements"] and self.job.method != AUTO:
@@ -143,7 +143,7 @@ class Outcome:
 
     def line(self) -> str:
         """The summary, for people."""
-        at_end.pending()
+        leaving.pending()
         reason = self.why_inactive()
         if reason:
             return not_active(self.job, reason)
@@ -155,7 +155,7 @@ class Outcome:
         alone = sum(counts.steps_alone for counts in PROCESS.exchanges)
         text = _line(self.job.method, alone, _at_end(PROCESS.exchanges), stats, "fp16" in self.asked)
         ranks = self._reports.of_all() if self._reports is not None else [rank_figures(self.rank or 0)]
-        return "; ".join([text, *at_end.warnings(ranks)])
+        return "; ".join([text, *leaving.warnings(ranks)])
 
     def end(self) -> int:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
@@ -168,7 +168,7 @@ class Outcome:
             self._reports.end()
         if self.rank != 0:
             return 0
-        at_end.pending()  # which the record that ends the file counts, too
+        leaving.pending()  # which the record that ends the file counts, too
         if self._recording is not None:
             self._recording.end()
         # an error of its own ended the script, or is why it has ended
@@ -213,7 +213,7 @@ def _steps(stats: dict[str, Any], alone: int) -> str:
     steps = (
         f"{stats['steps']:,} exchanges in {stats['steps'] + alone:,} steps" if alone else f"{stats['steps']:,} steps"
     )
-    return ", ".join(filter(None, (steps, at_end.skipped(stats))))
+    return ", ".join(filter(None, (steps, leaving.skipped(stats))))
 
 
 def _density(final: float, last: float, stats: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from dgc_horovod.core.budget import rounds_of, through_card, within_budget
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, INSIDE, Round
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.planning import collectives
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
 from dgc_horovod.stats import ring_received

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.notices import JOINED, SPARSE, tell_choice, tell_given_up, tell_too_short
 from dgc_horovod.planning.cost_model import Observed, predicted
-from dgc_horovod.planning.density import is_too_short
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, SETTLING, TIMED, Trial
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, SETTLING, TIMED, Trial, is_too_short
 from dgc_horovod.state.residual_state import EARLIER_FP16, UNDECIDED
 
 PROBED, REPEATS = 2**20, 3  # elements, at most, of an allreduce that is timed, and how often

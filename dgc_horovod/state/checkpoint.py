@@ -24,11 +24,11 @@ from dgc_horovod import files
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import Gatherer, shared_from, together
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.kinds import check_choice
+from dgc_horovod.exchange.hierarchical import Topology
+from dgc_horovod.settings import check_choice
 from dgc_horovod.state.handing_on import handed_on, needed
 from dgc_horovod.state.manifest import MANIFEST, OF_ALL, File, Manifest, digest
-from dgc_horovod.state.method import left_of
+from dgc_horovod.state.parts import left_of
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining
 
 _log = logging.getLogger("dgc_horovod")

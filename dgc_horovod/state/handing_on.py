@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state.residual_state import FIRST, SECOND, ResidualState, is_linear
 
 _log = logging.getLogger("dgc_horovod")

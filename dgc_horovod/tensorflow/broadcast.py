@@ -16,8 +16,7 @@ from dgc_horovod import envvars
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.session import base
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.gradients.watchdog import watched
+from dgc_horovod.tensorflow.gradients.transport import Collectives, watched
 from dgc_horovod.tensorflow.wrapping.variables import native
 
 # What Horovod's broadcast does not know travels as something of the same width: bits are all that matters.

@@ -19,20 +19,17 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import HOST_SPEED
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.notices import SEVERAL, describe
 from dgc_horovod.recording import begin_as_environment_says
-from dgc_horovod.state.method import check_kept
-from dgc_horovod.state.parts import StateRegister
+from dgc_horovod.state.parts import StateRegister, check_kept
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
-from dgc_horovod.tensorflow.auto.choice import for_a_choice
-from dgc_horovod.tensorflow.auto.exchange import AutomaticExchange
+from dgc_horovod.tensorflow.auto import AutomaticExchange, for_a_choice
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls, behind
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.nodes import transports
+from dgc_horovod.tensorflow.gradients.transport import Collectives, transports
 from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership

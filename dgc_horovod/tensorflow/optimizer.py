@@ -6,6 +6,7 @@ stock one. It takes the user's optimizer over as it is: variables, slots, iterat
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,20 +17,33 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
+from keras.src.trainers.trainer import Trainer
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
-from dgc_horovod.tensorflow import compiling
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
-from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.session.local import LocalSteps
 from dgc_horovod.tensorflow.session.overrides import AgreedScaling, LocalOverrides, Overrides
-from dgc_horovod.tensorflow.session.session import Session, session_of
-from dgc_horovod.tensorflow.session.strategy import EveryStep
+from dgc_horovod.tensorflow.session.session import EveryStep, Session, session_of
 from dgc_horovod.tensorflow.updates import Update, update_of
-from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
-from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
+from dgc_horovod.tensorflow.wrapping.settings import STOCK, Compression, Settings, make_settings, refuse_own_methods
+
+
+def install(set_right: Callable[[Any, bool], None]) -> None:
+    """Wrap ``Trainer.compile``, so that ``set_right(model, explicit)`` follows it.
+
+    Args:
+        set_right: function of the compiled model, and of whether the user asked for XLA.
+    """
+    stock = Trainer.compile
+
+    @functools.wraps(stock)
+    def compile(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        set_right(self, kwargs.get("jit_compile") is True)
+
+    Trainer.compile = compile
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -239,4 +253,4 @@ def _accumulate(optimizer: Any, passes: int) -> None:
 
 
 # before any script asks for `model.compile`, which it may do before it makes the optimizer in its arguments
-compiling.install(set_right)
+install(set_right)

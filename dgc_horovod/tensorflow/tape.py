@@ -16,12 +16,10 @@ from dgc_horovod.arithmetic import Arithmetic
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow.clipping import of_tape
-from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
 from dgc_horovod.tensorflow.session.overrides import UsersClass, not_converted
 from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.wrapping.refusals import refuse_own_methods
-from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings, make_settings
+from dgc_horovod.tensorflow.wrapping.settings import STOCK, Compression, Settings, make_settings, refuse_own_methods
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, native, scaled, sources_of
 
 _log = logging.getLogger("dgc_horovod")

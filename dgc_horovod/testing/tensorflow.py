@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.auto.choice import GraphChoice
+from dgc_horovod.tensorflow.auto import GraphChoice
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.session.local import LocalRounds

@@ -23,8 +23,8 @@ if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, n
 from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
 from dgc_horovod.torch.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
 from dgc_horovod.torch.compression import Compression  # noqa: E402
+from dgc_horovod.torch.horovod_carrier import node_process_sets  # noqa: E402
 from dgc_horovod.torch.joining import join  # noqa: E402
-from dgc_horovod.torch.nodes import node_process_sets  # noqa: E402
 from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
 
 __all__ = [

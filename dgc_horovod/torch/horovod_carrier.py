@@ -1,26 +1,123 @@
-"""Horovod as the carrier of a session: its collectives, its names, its own exchange where nothing is compressed."""
+"""Horovod as the carrier of a session: its arguments, collectives and process sets, and its own exchange."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common.util import split_list
 from horovod.torch.optimizer import _DistributedOptimizer
 
-from dgc_horovod.config_check import check_agreement
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending
-from dgc_horovod.torch.gradients.dense_path import ReduceSettings
-from dgc_horovod.torch.nodes import transports
+from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig, check_predivide
+from dgc_horovod.config_check import check_agreement, refused_alike
+from dgc_horovod.core import budget
+from dgc_horovod.core.nodes import LAST_STEP_SECONDS, Launched, declare, declared, meet_at_exit
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.contract import BETWEEN, INSIDE
+from dgc_horovod.exchange.hierarchical import Topology
+from dgc_horovod.settings import check_whole
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings
+from dgc_horovod.torch.gradients.node_exchange import agreed_transports
 from dgc_horovod.torch.session.carrier import Carrier, Stock
-from dgc_horovod.torch.session.passes import Result
+from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
-from dgc_horovod.torch.wrapping.horovod_arguments import agreed_arguments, boundaries
+from dgc_horovod.torch.wrapping.checks import agreed_fields, choice_fields
+
+
+def check_arguments(op: int, predivide: float, passes: int) -> None:
+    """Raise ConfigError or UnsupportedUse for what compression cannot do."""
+    if op not in (hvd.Average, hvd.Sum):
+        raise UnsupportedUse(
+            "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
+            "compression=Compression.none, under dgcrun --compression none"
+        )
+    check_predivide(predivide, op == hvd.Average)
+    check_whole("backward_passes_per_step", passes, 1)
+
+
+def check_same_choice(compression: Any, process_set: hvd.ProcessSet, refused: str = "nothing") -> None:
+    """Stop every rank if some compress and others do not, or refuse to: their collectives would never meet.
+
+    Not under Elastic, where a newcomer makes its optimizer while the others wait for its state.
+    """
+    if process_set.included() and not envvars.horovod_elastic():
+        check_agreement(HorovodCollectives(process_set, "choice"), choice_fields(compression, refused))
+
+
+def alike(process_set: hvd.ProcessSet) -> AbstractContextManager[None]:
+    """`refused_alike`, between the ranks of a process set that compress."""
+    return refused_alike(lambda refused: check_same_choice("dgc", process_set, refused))
+
+
+def agreed_arguments(session: Session, op: int) -> dict[str, str]:
+    """`agreed_fields`, and Horovod's arguments."""
+    settings, places = session.carrier.settings, session.boundaries
+    return {
+        **agreed_fields(session),
+        "op": str(op),
+        "backward_passes_per_step": str(session.passes.per_step),
+        "gradient_predivide_factor": str(float(settings.gradient_predivide_factor)),
+        "sparse_as_dense": str(settings.sparse_as_dense),
+        "bucket boundaries": "\n".join(f"{name} {places[p]}" for name, p in session.parameters.items()),
+    }
+
+
+def boundaries(groups: Any, parameters: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, int]:
+    """A number per parameter; those of one of Horovod's `groups` and one device share it."""
+    if isinstance(groups, int):
+        groups = split_list(list(parameters.values()), groups)
+    group_of = {p: i for i, group in enumerate(groups or []) for p in group}
+    keys: dict[Any, int] = {}
+    return {p: keys.setdefault((group_of.get(p, -1), p.device), len(keys)) for p in parameters.values()}
+
+
+def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
+    """The process sets that a hierarchical exchange needs, for ``hvd.init(process_sets=node_process_sets(G))``.
+
+    Args:
+        node_size: number of workers of a node, >= 1, the same on every rank; None: DGC_NODE_SIZE, which `dgcrun` sets.
+
+    Returns:
+        The sets, for `hvd.init`; none where there is one node, one worker a node, or workers do not fill nodes.
+    """
+    return declare(hvd.ProcessSet, node_size)
+
+
+def transports(
+    collectives: HorovodCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
+) -> Mapping[str, Collectives]:
+    """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
+
+    Args:
+        collectives: transport of all workers.
+        config: compression settings; `exchange` and `node_size` are used.
+        averages: whether gradients are averaged or summed.
+        parameters: parameters by name, in the model's order.
+    """
+    on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
+    speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
+
+    def make(topology: Topology) -> Mapping[str, Collectives]:
+        meet_at_exit(_meet)
+        return {
+            BETWEEN: HorovodCollectives(declared(topology.between), f"{collectives.tag}.between{topology.local_rank}"),
+            INSIDE: HorovodCollectives(declared(topology.inside), f"{collectives.tag}.inside{topology.node}"),
+        }
+
+    return agreed_transports(collectives, config, Launched.of(hvd), averages, parameters, speed, make)
+
+
+def _meet() -> None:
+    HorovodCollectives(hvd.global_process_set, "end", LAST_STEP_SECONDS).gather_bytes(b"here", "meeting")
+
 
 STOCK = "stock Horovod"
 _log = logging.getLogger("dgc_horovod")

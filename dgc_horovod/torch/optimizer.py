@@ -20,23 +20,21 @@ from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.kinds import check_whole
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
+from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.norms import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
-from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier
-from dgc_horovod.torch.session.kinds import begin, kind_for
-from dgc_horovod.torch.session.overrides import OutsideOverrides, made_class
+from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier, alike, check_arguments, check_same_choice
+from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class
 from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import WITHOUT_CUDA, needs_host
-from dgc_horovod.torch.wrapping.arguments import checked_names
-from dgc_horovod.torch.wrapping.horovod_arguments import alike, check_arguments, check_same_choice
-from dgc_horovod.torch.wrapping.refusals import (
+from dgc_horovod.torch.wrapping.checks import (
     NoChoice,
     check_optimizer,
     check_parameters,
     check_plain_models,
+    checked_names,
     without_a_choice,
 )
 

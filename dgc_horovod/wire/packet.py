@@ -14,9 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
-from dgc_horovod.wire.codecs.indices import EliasFanoIndices
-from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, Draw, EliasFanoIndices
 
 MAGIC = int.from_bytes(b"DGCp", "little")
 VERSION = 2

@@ -7,7 +7,7 @@ import numpy as np
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.exchange.in_process import carry
+from dgc_horovod.exchange.contract import carry
 from dgc_horovod.kernels.contract import ErrorFeedback
 from tests.helpers.data import as_array, as_numpy
 

@@ -16,8 +16,19 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.kernels import registry
 from dgc_horovod.planning.cost_model import Observed, predicted
-from dgc_horovod.planning.density import LEAST, SENT, fitted, fitting
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, MOST_TIMED, SETTLING, TIMED, Trial
+from dgc_horovod.planning.trial import (
+    COMPRESSED,
+    DENSE,
+    GAIN,
+    LEAST,
+    MOST_TIMED,
+    SENT,
+    SETTLING,
+    TIMED,
+    Trial,
+    fitted,
+    fitting,
+)
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.session.auto import Choice
 from dgc_horovod.state.residual_state import UNDECIDED

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.gpu.transcript import FEEDS, Size, transcript
 from dgc_horovod import DGCConfig
+from dgc_horovod.config import RULES
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels.contract import ErrorFeedback
-from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, EACH

@@ -10,7 +10,7 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import HOST_SPEED, LEAST_DENSITY, NCCL_SPEED, card_bytes, loss_by_nodes, within_budget
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.launch.settings import resolve
 
 SPECS = [TensorSpec("weight", (1000, 2000)), TensorSpec("other", (300, 500)), TensorSpec("bias", (2000,))]

@@ -11,8 +11,7 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import _ENCODING, BucketEngine
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.wire.bucket import Bucket, Segment
-from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
-from dgc_horovod.wire.codecs.values import BlockValues
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, BlockValues
 from dgc_horovod.wire.packet import NumpyCoder, undrawn
 from tests.helpers.data import DATA, EACH, as_array, as_numpy
 

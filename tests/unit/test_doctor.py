@@ -26,7 +26,7 @@ from dgc_horovod.tools.doctor.diagnoses import BAD, NOTE, OK, Facts
 from dgc_horovod.tools.doctor.estimate import Estimate
 from dgc_horovod.tools.doctor.link import Link
 from dgc_horovod.tools.plan.shapes import parse_size, tensors
-from dgc_horovod.tools.plan.table import table
+from dgc_horovod.tools.plan.show import table
 
 GIGABIT, RESNET50, VGG16 = 1e9, 25_600_000, 138_400_000
 

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc_horovod.config import MOMENTUM_DTYPES
+from dgc_horovod.config import MOMENTUM_DTYPES, RULES
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection, SharedMoment
-from dgc_horovod.rules import RULES
 from tests.helpers import hand_table
 from tests.helpers.data import BACKENDS, DATA, EACH, as_array, as_numpy, each_backend
 from tests.helpers.engines import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dgc_horovod.config import RULES
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.exchange.in_process import carry
+from dgc_horovod.exchange.contract import carry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
-from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, EACH, as_numpy, each_backend
 from tests.helpers.engines import (

@@ -15,8 +15,7 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
 from dgc_horovod.exchange.choose import EXCHANGES
-from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
-from dgc_horovod.exchange.in_process import carry
+from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, carry
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS

@@ -20,7 +20,7 @@ from dgc_horovod.launch import config_file, hosts, inputs
 from dgc_horovod.recording import JsonLines
 from dgc_horovod.state import checkpoint
 from dgc_horovod.tools.plan import show
-from dgc_horovod.tools.report import command, records
+from dgc_horovod.tools.report import command, figures
 
 SECONDS = 20  # in which each must have ended
 
@@ -71,7 +71,7 @@ def save(path):
 USES = {
     "metrics": lambda path: recording.Recording(path, "dgc", {}, list).end(),
     "lines": lambda path: JsonLines(path).write({"steps": 1}),
-    "report of": records.read,
+    "report of": figures.read,
     "page": lambda path: (command.check(path, ""), files.write(path, b"x" * 200_000)),
     "page unchecked": lambda path: files.write(path, b"x"),
     "config file": config_file.read,

@@ -77,8 +77,8 @@ def test_imports_go_one_way(file):
 
 # of the torch adapter, what is Horovod's own; everything else does without it
 OF_HOROVOD = {
-    "adapter.py", "broadcast.py", "checkpoints.py", "compression.py", "elastic.py", "horovod_carrier.py",
-    "joining.py", "nodes.py", "optimizer.py", "transport.py", "wrapping/horovod_arguments.py",
+    "adapter.py", "broadcast.py", "checkpoints.py", "compression.py", "elastic.py", "horovod_carrier.py", "joining.py",
+    "optimizer.py", "transport.py",
 }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ except ImportError as error:
     print(error)
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert len(names) > 30 and "needs Horovod built for this PyTorch" in out.stdout
+    assert len(names) > 20 and "needs Horovod built for this PyTorch" in out.stdout
 
 
 def test_importing_the_package_imports_no_framework():

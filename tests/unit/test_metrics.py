@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dgc_horovod import at_end, recording, stats
+from dgc_horovod import leaving, recording, stats
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.meters import Diagnostics
@@ -325,14 +325,14 @@ def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch,
     for i in range(1000):
         counts.end_step((i, "rank 1, among 'w'") if i < 8 else None)
     assert ": 1,000 steps, skipped 8 of 1,000 (applied on no rank); " in outcome.line()
-    at_end._at_exit(os.getpid())
+    leaving._at_exit(os.getpid())
     assert not caplog.records, "a loss scaler looks for the largest scale"
     counts.end_step((1000, "rank 1, among 'w'"))
     counts.end_step((1001, "rank 1, among 'w'"))
     assert counts.skipped_in_a_row == 2
     counts.skipped, counts.left_out = 800, 3
     checks.count(True), checks.count(False)
-    at_end._at_exit(os.getpid())
+    leaving._at_exit(os.getpid())
     told = "; ".join(record.getMessage() for record in caplog.records)
     for text in ("skipped 800 of 1,002", "the ranks' weights differed at 1 of 2 comparisons"):
         assert text in outcome.line() and text in told

@@ -9,8 +9,8 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import MomentumCorrection
-from dgc_horovod.wire.bfloat16 import rounded, widened
 from dgc_horovod.wire.bucket import Bucket, Segment
+from dgc_horovod.wire.codecs import rounded, widened
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy, each_backend
 
 

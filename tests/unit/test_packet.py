@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.exchange.base import PacketWriter
-from dgc_horovod.exchange.densified import DensifiedExchange
+from dgc_horovod.exchange.flat import DensifiedExchange, PacketWriter
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.wire.bucket import Bucket, Segment

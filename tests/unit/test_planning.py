@@ -19,7 +19,7 @@ from dgc_horovod.core.budget import card_bytes
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Round
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.planning import collectives
@@ -37,7 +37,7 @@ from dgc_horovod.planning.cost_model import (
 from dgc_horovod.stats import Traffic
 from dgc_horovod.tools.plan.measure import measured
 from dgc_horovod.tools.plan.shapes import shapes_of, tensors
-from dgc_horovod.tools.plan.table import best, ranges, table
+from dgc_horovod.tools.plan.show import best, ranges, table
 
 RATES, LATENCIES, DENSITIES = (1e8, 1e9, 1e10), (20e-6, 1e-3, 40e-3), (0.001, 0.01)
 SPECS = tensors(25_600_000, DGCConfig())

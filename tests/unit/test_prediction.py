@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from dgc_horovod import DGCConfig
+from dgc_horovod.config import RULES
+from dgc_horovod.core.candidates import ResidualView, ThresholdPredictor
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.selection import ResidualView, SelectionContext, ThresholdPredictor, select
-from dgc_horovod.core.selection.base import accepted_counts
+from dgc_horovod.core.selection import SelectionContext, accepted_counts, select
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.native.kernels import NativeKernels
-from dgc_horovod.rules import RULES
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import DATA, as_array, each_backend
 

@@ -18,9 +18,8 @@ from dgc_horovod.advice import MOST_LOST, Straggler, on_ranks
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.settings import Job, resolve
 from dgc_horovod.tools.report import command, figures, plots
-from dgc_horovod.tools.report.glance import GOOD, LOOK, tiles
-from dgc_horovod.tools.report.page import page
-from dgc_horovod.tools.report.records import Run, read
+from dgc_horovod.tools.report.figures import Run, read
+from dgc_horovod.tools.report.page import GOOD, LOOK, page, tiles
 from tests.helpers.records import STEPS_A_RECORD, rank, records, write
 from tests.helpers.sealed import JUNK, places, replaced
 

@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 
+from dgc_horovod.tools.report.figures import Run
 from dgc_horovod.tools.report.page import page
-from dgc_horovod.tools.report.records import Run
 from tests.helpers.records import records
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

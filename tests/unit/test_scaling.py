@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dgc_horovod.torch.gradients.scaling import SeenScaler, stop_watching, watch_scalers
-from dgc_horovod.torch.session.passes import Passes
+from dgc_horovod.torch.session.records import Passes
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.planning import trial
 from dgc_horovod.state import manifest
 from dgc_horovod.state.handing_on import handed_on
@@ -201,7 +201,7 @@ def _step(torch: Any, model: Any, optimizer: Any) -> None:
 @given(data=st.data(), junk=st.sampled_from([*JUNK, "tensor", "matrix"]))
 def test_the_file_of_a_torch_model(data, junk):
     torch = pytest.importorskip("torch")
-    from dgc_horovod.torch import model_file
+    from dgc_horovod.torch import state
 
     junk = {"tensor": torch.ones(7), "matrix": torch.ones(2, 9)}.get(junk, junk) if isinstance(junk, str) else junk
     model, optimizer = _trained(torch)
@@ -211,10 +211,10 @@ def test_the_file_of_a_torch_model(data, junk):
     torch.save(replaced(sound, path, junk), out)
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     try:
-        with model_file.put_back_on_error(model):
-            saved = model_file.read("model.bin", out.getvalue())
-            model_file.load_model("model.bin", saved, model)
-            model_file.check_fits("model.bin", saved, optimizer)
+        with state.put_back_on_error(model):
+            saved = state.read("model.bin", out.getvalue())
+            state.load_model("model.bin", saved, model)
+            state.check_fits("model.bin", saved, optimizer)
     except CheckpointError as error:
         assert "model.bin" in str(error) and (str(path[0]) in str(error) or path[0] == "extra"), (path, error)
         assert str([model.state_dict(), optimizer.state_dict()]) == str(before), "something was changed"
@@ -228,7 +228,7 @@ def test_the_file_of_a_torch_model(data, junk):
 def test_a_model_with_names_of_before_is_loaded_by_its_own_hook():
     """What torch would load fits: a key that a hook renames, a step that is a number, a flag that was not known."""
     torch = pytest.importorskip("torch")
-    from dgc_horovod.torch import model_file
+    from dgc_horovod.torch import state
 
     model, optimizer = _trained(torch)
     saved = {"model": dict(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict()), "extra": {}}
@@ -239,12 +239,12 @@ def test_a_model_with_names_of_before_is_loaded_by_its_own_hook():
         del group["fused"]
         group["foreach"], group["initial_lr"] = True, 0.1
     with pytest.raises(CheckpointError, match=r"0\.weight"):
-        model_file.load_model("model.bin", copy.deepcopy(saved), model)
+        state.load_model("model.bin", copy.deepcopy(saved), model)
     model.register_load_state_dict_pre_hook(
         lambda module, found, *more: found.update({"0.weight": found.pop("first.weight")})
     )
-    model_file.load_model("model.bin", saved, model)
-    model_file.check_fits("model.bin", saved, optimizer)
+    state.load_model("model.bin", saved, model)
+    state.check_fits("model.bin", saved, optimizer)
 
 
 @MANY

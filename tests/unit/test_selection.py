@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.selection import ResidualView, SelectionContext, select
-from dgc_horovod.core.selection.base import accepted_counts
+from dgc_horovod.config import RULES, Rule
+from dgc_horovod.core import selection
+from dgc_horovod.core.candidates import ResidualView
+from dgc_horovod.core.selection import SelectionContext, accepted_counts, select
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.rules import RULES, Rule
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, EACH, as_array
 
@@ -120,9 +121,10 @@ def test_no_positional_bias(rule, kernels):
     assert abs(counts[:32].sum() / counts.sum() - 0.5) < 4 * 0.5 / math.sqrt(counts.sum())
 
 
-def test_a_rule_is_a_line_and_a_file(monkeypatch):
-    """What is registered, config, engine and launcher know; here a rule that is another's file."""
-    monkeypatch.setitem(RULES, "largest", Rule("exact"))
+def test_a_rule_is_a_row_and_a_function(monkeypatch):
+    """What is registered, config, engine and launcher know."""
+    monkeypatch.setitem(RULES, "largest", Rule())
+    monkeypatch.setitem(selection._SELECT, "largest", selection.exact)
     kernels = BACKENDS[0]
     x = DATA["normal"](1000, 0)
     config = DGCConfig(rule="largest", density=0.05)
@@ -132,8 +134,8 @@ def test_a_rule_is_a_line_and_a_file(monkeypatch):
         DGCConfig(rule="smallest")
 
 
-def test_every_file_of_a_rule_is_there():
-    assert all(callable(rule.select) for rule in RULES.values()) and set(VALUE_CODECS) >= {"fp32", "2bit"}
+def test_every_rule_has_its_function():
+    assert set(selection._SELECT) == set(RULES) and set(VALUE_CODECS) >= {"fp32", "2bit"}
 
 
 def test_random_draws_anew_each_time_and_is_reproducible(kernels):

@@ -13,9 +13,8 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.exchange.choose import EXCHANGES
-from dgc_horovod.exchange.sharded import ShardedExchange
-from dgc_horovod.exchange.shards import CHUNK, Shards
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
+from dgc_horovod.exchange.sharded import CHUNK, ShardedExchange, Shards
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, as_array, as_numpy, each_backend

@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import RULES, DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CheckpointError, DGCError
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
-from dgc_horovod.rules import RULES
 from dgc_horovod.state import checkpoint, manifest
 from dgc_horovod.state.handing_on import handed_on, needed, shares
-from dgc_horovod.state.method import ADAM_UPDATES
+from dgc_horovod.state.parts import ADAM_UPDATES
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import as_array, each_backend

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.state.method import ADAM_UPDATES, check_kept
+from dgc_horovod.state.parts import ADAM_UPDATES, check_kept
 from dgc_horovod.state.residual_state import ResidualState
 
 

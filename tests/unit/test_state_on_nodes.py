@@ -12,7 +12,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.topology import Topology
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.handing_on import handed_on, needed
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState

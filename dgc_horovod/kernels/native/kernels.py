@@ -17,9 +17,7 @@ from dgc_horovod.kernels.contract import (
     Elements,
     State,
 )
-from dgc_horovod.kernels.native.library import load
-from dgc_horovod.kernels.native.memory import zeros
-from dgc_horovod.kernels.native.tables import (
+from dgc_horovod.kernels.native.library import (
     CONTRIBUTION,
     LAYOUT,
     NO_SEGMENTS,
@@ -27,11 +25,12 @@ from dgc_horovod.kernels.native.tables import (
     NativeOutputs,
     Scratch,
     address,
+    load,
+    zeros,
 )
-from dgc_horovod.kernels.numpy_arrays import DTYPES, NumpyArrays, is_narrow
+from dgc_horovod.kernels.reference import DTYPES, NumpyArrays, is_narrow
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
-from dgc_horovod.wire.codecs.values import Draw
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, Draw
 from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Coder, PacketFormat
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2

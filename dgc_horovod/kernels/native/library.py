@@ -1,18 +1,24 @@
-"""The native library (csrc/): found, loaded, its functions declared, its threads those of torch.
-
-The library is built with the package where there is a C++ compiler. It picks the widest instruction set of the
-processor; the results are the same bits for each of them, and for any number of threads.
-"""
+"""The native library (csrc/): found and loaded, its memory, and the tables that it reads and writes."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dgc_horovod.errors import BackendUnavailable
+import numpy as np
+
+from dgc_horovod.errors import BackendUnavailable, UnsupportedUse
+from dgc_horovod.kernels.contract import CHUNK, Accumulation, Elements, MomentumCorrection, SharedMoment
+from dgc_horovod.wire.bucket import Bucket
+
+if TYPE_CHECKING:
+    from dgc_horovod.kernels.native.kernels import NativeKernels
+
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _INTERFACE = 9  # of dispatch.cpp
@@ -112,3 +118,182 @@ def openmp_of_the_process() -> int | None:
             except (OSError, AttributeError):
                 continue
     return None
+
+
+_PAGE = 4096  # bytes
+_HUGE_PAGE = 2 << 20
+
+
+def zeros(numel: int, dtype: type = np.float32) -> np.ndarray:
+    """A vector of zeros that begins with a page; a large one lies in huge pages, where Linux lets it.
+
+    A pass reads a gradient and writes u and v at the same pace. Gradients begin up to a cache line behind a page
+    (malloc's header). A vector that began behind them would be written just ahead of where they are read, modulo the
+    size of a page; processors take that for the same place and wait (4K aliasing). Small pages cost time too, most on a
+    virtual machine, if the allocator has not been told (GLIBC_TUNABLES) to ask for huge ones.
+
+    Args:
+        numel: elements, >= 0.
+        dtype: of them.
+
+    Returns:
+        A vector, written nowhere yet.
+
+    Raises:
+        MemoryError: there is not so much.
+
+    Cost: up to 4 KiB more, of a large one up to 2 MiB, and 4 MiB of addresses.
+    """
+    nbytes = np.dtype(dtype).itemsize * numel
+    if nbytes < _HUGE_PAGE:
+        return _aligned(np.zeros(nbytes + _PAGE, np.uint8), nbytes, _PAGE).view(dtype)
+    try:
+        room = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {nbytes:,} bytes of residual or momentum: {error}") from error
+    with contextlib.suppress(AttributeError, OSError):  # another system, a kernel without them
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return _aligned(np.frombuffer(room, np.uint8), nbytes, _HUGE_PAGE).view(dtype)
+
+
+def _aligned(room: np.ndarray, nbytes: int, multiple: int) -> np.ndarray:
+    first = -room.ctypes.data % multiple
+    return room[first : first + nbytes]
+
+
+_RESIDUAL, _MOMENTUM, _NESTEROV, _SHARED = 1, 2, 3, 4  # enum Kind
+
+# Structures of csrc/dgc.h, as records, so that a whole table is one array.
+SEGMENT = np.dtype(
+    [("gradient", np.uintp), ("start", np.int64), ("numel", np.int64), ("kind", np.int32), ("momentum", np.float32)]
+    + [("rows", np.uintp), ("columns", np.uintp), ("width", np.int64), ("offset", np.int64), ("bound", np.float32)]
+    + [("unused", np.int32)]
+)
+FOUND = np.dtype(
+    [(name, np.uintp) for name in ("positions", "values", "loose_positions", "loose_values")]
+    + [("capacity", np.int64)]
+    + [(name, np.uintp) for name in ("chunk_at", "chunk_count", "chunk_sums")]
+    + [("count", np.int64)]
+)
+TARGET = np.dtype([("out", np.uintp), ("start", np.int64), ("numel", np.int64)])
+CONTRIBUTION = np.dtype([("positions", np.uintp), ("values", np.uintp), ("count", np.int64)])
+LAYOUT = np.dtype(
+    [(name, np.int64) for name in ("numel", "capacity", "values_at")]
+    + [(name, np.int32) for name in ("index_codec", "value_codec", "low_bits", "unused")]
+)
+NO_SEGMENTS = np.empty(0, SEGMENT)
+
+
+def address(array: Any) -> int | None:
+    """Where a contiguous array or tensor begins, for a call; the caller keeps it alive."""
+    if array is None:
+        return None
+    return array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
+
+
+class Scratch:
+    """Memory for what passes over vectors of up to `numel` elements find; grows and is used again."""
+
+    def __init__(self, numel: int, ranges: int) -> None:
+        chunks = numel // CHUNK + 1 + ranges
+        self._chunks: list[np.ndarray] = [np.empty(chunks, np.int64), np.empty(chunks, np.int32)]
+        self._chunks.append(np.empty(2 * chunks, np.float64))
+        self.found = np.zeros(1, FOUND)
+        self.positions, self.values = np.empty(0, np.int32), np.empty(0, np.float32)
+        for name, array in zip(("chunk_at", "chunk_count", "chunk_sums"), self._chunks, strict=True):
+            self.found[name] = address(array)
+
+    @property
+    def count(self) -> int:
+        """How many elements were found."""
+        return int(self.found["count"][0])
+
+    def elements(self) -> Elements | None:
+        """What was found, or None if it is more than there is room for."""
+        count = self.count
+        return Elements(self.positions[:count], self.values[:count]) if count <= self.positions.size else None
+
+    def make_room(self, capacity: int) -> None:
+        if capacity == self.positions.size:
+            return
+        self.positions, self.values = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
+        self._loose = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
+        arrays = (self.positions, self.values, *self._loose)
+        for name, array in zip(("positions", "values", "loose_positions", "loose_values"), arrays, strict=True):
+            self.found[name] = address(array)
+        self.found["capacity"] = capacity
+
+
+def _table(bucket: Bucket, record: np.dtype) -> np.ndarray:
+    """One record a segment, with its place in the bucket."""
+    table = np.zeros(len(bucket.segments), record)
+    table["start"] = [segment.start for segment in bucket.segments]
+    table["numel"] = [segment.numel for segment in bucket.segments]
+    return table
+
+
+class NativeGradients:
+    """`contract.Gradients` as the table that the library reads."""
+
+    def __init__(self, bucket: Bucket, kernels: NativeKernels) -> None:
+        self.bucket, self._kernels = bucket, kernels
+        self.table = _table(bucket, SEGMENT)
+        self._addresses = self.table["gradient"]
+        self._nbytes = [4 * segment.numel for segment in bucket.segments]
+        self._dtype: Any = None  # the object that was seen to be float32: NumPy's, torch's
+        self.arrays: list[Any] = [None] * len(bucket.segments)
+        self._feeds: list[Accumulation | None] = [None] * len(bucket.segments)
+        self.scratch: Scratch | None = None
+
+    def put(self, i: int, gradient: Any, accumulation: Accumulation) -> None:
+        if gradient.dtype is not self._dtype or gradient.nbytes != self._nbytes[i]:
+            self._check(i, gradient)
+        self.arrays[i] = gradient
+        self._addresses[i] = address(gradient)
+        if accumulation is not self._feeds[i] and accumulation != self._feeds[i]:  # it seldom changes, except Adam's
+            self._feeds[i] = accumulation
+            self._describe(self.table[i], accumulation)
+
+    def _check(self, i: int, gradient: Any) -> None:
+        """Raise UnsupportedUse unless the library, which sees an address alone, would read what is there."""
+        dtype, segment = gradient.dtype, self.bucket.segments[i]
+        if str(dtype).removeprefix("torch.") != "float32" or gradient.nbytes != self._nbytes[i]:
+            raise UnsupportedUse(
+                f"the gradient of {segment.name!r} has {gradient.nbytes} bytes of {dtype}; {segment.numel} numbers of "
+                "float32 are needed"
+            )
+        self._dtype = dtype
+
+    @staticmethod
+    def _describe(row: Any, accumulation: Accumulation) -> None:
+        row["kind"], row["rows"], row["columns"] = _RESIDUAL, 0, 0
+        if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
+            row["kind"], row["momentum"] = (_NESTEROV if accumulation.nesterov else _MOMENTUM), accumulation.momentum
+        elif isinstance(accumulation, SharedMoment):  # which is kept with the feeds, and its arrays with it
+            row["kind"], row["offset"], row["width"] = _SHARED, accumulation.offset, len(accumulation.columns)
+            row["rows"], row["columns"] = address(accumulation.rows), address(accumulation.columns)
+            row["bound"] = accumulation.bound
+
+    def squared_norm(self) -> float:
+        return sum(
+            self._kernels.sums_at(address(gradient), segment.numel)[1]
+            for gradient, segment in zip(self.arrays, self.bucket.segments, strict=True)
+            if gradient is not None
+        )
+
+
+class NativeOutputs:
+    """`contract.Outputs` as the table that the library reads."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.table = _table(bucket, TARGET)
+        self._addresses = self.table["out"]
+        self._arrays: list[Any] = [None] * len(bucket.segments)
+
+    def put(self, i: int, output: Any) -> None:
+        self._arrays[i] = output
+        self._addresses[i] = address(output)
+
+    def clear(self) -> None:
+        self._arrays = [None] * len(self._arrays)
+        self._addresses[:] = 0

@@ -1,14 +1,11 @@
-"""Triton device code: the pass over a bucket that adds its gradients to u and v and collects the candidates.
-
-A program has one block of the flat bucket. Gradients lie anywhere: a table has the address of each segment's.
-Candidates go to one list for the whole bucket; a program takes its place there by one atomic addition, and writes down
-which place that is, so that later kernels find the blocks' candidates in the order of their positions.
-"""
+"""Triton device code: the pass over a bucket that updates u and v and collects the candidates; sums."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from dgc_horovod.kernels.contract import CHUNK, LANES
 
 BLOCK = tl.constexpr(512)  # elements of a program, of all kernels that look at the bucket
 # Few threads, so that many programs share a multiprocessor: each waits for memory, for its place in the list, and again
@@ -163,3 +160,37 @@ def accumulate(
         tl.atomic_add(histogram + height, 1, mask=num_candidates != 0, sem="relaxed")
     tl.store(bases + block, base)
     tl.store(counts + block, count)
+
+
+_CHUNK, _LANES = tl.constexpr(CHUNK), tl.constexpr(LANES)
+
+
+@triton.jit
+def _tree(x):
+    """Sum of a chunk: neighbouring rows pairwise until one is left, then the upper half of the lanes to the lower."""
+    rows: tl.constexpr = _CHUNK // _LANES
+    x = tl.reshape(x, [rows, _LANES])
+    for level in tl.static_range(0, 8):
+        x = tl.sum(tl.reshape(x, [rows >> (level + 1), 2, _LANES]), axis=1)
+    x = tl.reshape(x, [_LANES])
+    for level in tl.static_range(0, 4):
+        x = tl.sum(tl.reshape(x, [2, _LANES >> (level + 1)]), axis=0)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
+def chunk_sums(vectors, table, sums):
+    """Sum and sum of squares of each chunk, in float64; what is not finite counts as zero.
+
+    Args:
+        vectors: address of each vector, int64.
+        table: vector of each program, place where it begins there, and number of elements of the vector, int32.
+        sums: sum and sum of squares of each program, float64.
+    """
+    number = tl.program_id(0)
+    vector = tl.load(vectors + tl.load(table + 3 * number)).to(tl.pointer_type(tl.float32))
+    at = tl.load(table + 3 * number + 1) + tl.arange(0, _CHUNK)
+    x = tl.load(vector + at, mask=at < tl.load(table + 3 * number + 2), other=0.0)
+    wide = tl.where(is_finite(x), x, 0.0).to(tl.float64)
+    tl.store(sums + 2 * number, _tree(wide))
+    tl.store(sums + 2 * number + 1, _tree(wide * wide))

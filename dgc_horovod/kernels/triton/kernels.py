@@ -12,15 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs
+from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs, sum_stride
 from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
-from dgc_horovod.kernels.places import sum_stride
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
-from dgc_horovod.kernels.triton.bucket_pass import HISTOGRAM, REPORT, BucketPass, alike, seen, thresholds_of
+from dgc_horovod.kernels.triton.accumulate import chunk_sums
 from dgc_horovod.kernels.triton.memory import EXACT, addresses, check_that_it_runs, using
 from dgc_horovod.kernels.triton.receiver import Filler, TritonReceiver
-from dgc_horovod.kernels.triton.sender import TritonSender
-from dgc_horovod.kernels.triton.sums import chunk_sums
+from dgc_horovod.kernels.triton.sender import HISTOGRAM, REPORT, BucketPass, TritonSender, alike, seen, thresholds_of
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, PacketFormat
 

@@ -21,13 +21,11 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.gradients.bucket_run import TRIPLE, BucketRun
-from dgc_horovod.tensorflow.gradients.dense_path import DensePath
 from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls, behind, host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
-from dgc_horovod.tensorflow.gradients.replica_check import Replicas
+from dgc_horovod.tensorflow.gradients.paths import TRIPLE, BucketRun, DensePath
+from dgc_horovod.tensorflow.gradients.replica_check import Replicas, WeightsWatch
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.gradients.weights import WeightsWatch
 from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import SlotOwnership

@@ -24,8 +24,8 @@ from dgc_horovod.kernels import registry
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import MOMENTUM, Arrays, ResidualState
 from dgc_horovod.stats import PROCESS, ExchangeStats
-from dgc_horovod.tensorflow.gradients.bucket_run import BucketRun
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks, HeldCalls, kernels_on
+from dgc_horovod.tensorflow.gradients.paths import BucketRun
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.settings import Settings

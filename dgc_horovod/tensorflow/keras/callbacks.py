@@ -17,8 +17,7 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.tensorflow import joining
 from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.gradients.watchdog import watched
+from dgc_horovod.tensorflow.gradients.transport import Collectives, watched
 from dgc_horovod.tensorflow.session.session import session_of
 from dgc_horovod.tensorflow.wrapping.variables import key_of, keys_of
 

@@ -22,10 +22,9 @@ from dgc_horovod.errors import CollectiveTimeout, ConfigError, DGCError
 from dgc_horovod.notices import going_back
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, own_variables, shared_variables, values_of
-from dgc_horovod.tensorflow.flush import passes_of
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.gradients.watchdog import wait_for_shutdown
+from dgc_horovod.tensorflow.gradients.transport import Collectives, wait_for_shutdown
 from dgc_horovod.tensorflow.session.session import session_of
+from dgc_horovod.tensorflow.state import passes_of
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.optimizer import DistributedOptimizer, is_distributed, set_right
+from dgc_horovod.tensorflow.wrapping.settings import Compression
 
 
 def load_model(

@@ -11,18 +11,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod import at_end
+from dgc_horovod import leaving
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import clips_alone, leave_out
 from dgc_horovod.stats import ExchangeStats
 from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, shared_variables, values_of
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
-from dgc_horovod.tensorflow.flush import passes_of
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
-from dgc_horovod.tensorflow.session.session import Own
-from dgc_horovod.tensorflow.session.strategy import Strategy
+from dgc_horovod.tensorflow.session.session import Own, Strategy
+from dgc_horovod.tensorflow.state import passes_of
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, all_finite, is_frozen, key_of, mapped, native
 
 
@@ -65,7 +64,7 @@ class LocalSteps(Strategy):
             assert agreed is not None
             self._exchange, counts, clips = agreed, agreed.steps.counts, clipping_of(optimizer)
             self.rounds.tell_of_pending(counts, passes_of(optimizer))
-            at_end.watch(hvd.rank())
+            leaving.watch(hvd.rank())
             if clips is not None:
                 self.session.tell_once("clipping", clips_alone("the optimizer", clips[1], counts.workers))
         return self._exchange

@@ -12,8 +12,8 @@ import tensorflow as tf
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.clipping.of_optimizer import KINDS, check_change
-from dgc_horovod.tensorflow.flush import flush
 from dgc_horovod.tensorflow.session.session import Session
+from dgc_horovod.tensorflow.state import flush
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, keys_of, native
 
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.

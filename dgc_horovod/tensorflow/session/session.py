@@ -1,20 +1,21 @@
-"""What is ours about one Keras optimizer: its exchanges, what stays with each rank, and the step under way."""
+"""The owner of a Keras optimizer's steps, and the strategy that exchanges at every step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.session import base
+from dgc_horovod.tensorflow.broadcast import shared_variables
+from dgc_horovod.tensorflow.clipping.of_optimizer import clipped
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, native
-
-if TYPE_CHECKING:
-    from dgc_horovod.tensorflow.session.strategy import Strategy
+from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, is_frozen, key_of, native, scaled
 
 Own = Callable[..., Any]  # a method of the optimizer, as the user's class has it
 
@@ -132,3 +133,129 @@ def session_of(optimizer: object) -> Session | None:
     """The session of an optimizer, of a LossScaleOptimizer that of the one inside; None where it has none."""
     found = getattr(optimizer, "_dgc", None)
     return found if isinstance(found, Session) else None
+
+
+OWN_APPLY = (
+    "{name} steps in an apply() of its own, in which nothing is exchanged: the ranks would train apart. Use a "
+    "DistributedGradientTape, and give what it returns to {name}"
+)
+
+
+class ExchangedApplication(Application):
+    """One with the gradients of all ranks.
+
+    Args:
+        session: session of the optimizer.
+        variables: agreed set of the variables.
+        known: the variables.
+    """
+
+    def __init__(self, session: Session, variables: VariableSet, known: Sequence[Any]) -> None:
+        self._session, self._variables, self._known = session, variables, known
+        self.exchanged = False  # whether Keras' ``apply`` has come to the exchange
+        self._finite: tf.Tensor | None = None
+        self._dense: tf.Tensor | None = None
+        self._split = False  # whether compressed variables are stepped by what comes back alone
+        self._decayed: Sequence[Any] = ()
+
+    def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
+        """Exchange them, before anything clips them."""
+        self.exchanged = True
+        session, variables = self._session, self._variables
+        optimizer, settings = session.optimizer, session.distribution.settings
+        automatic = settings.config is not None and settings.config.automatic
+        # Keras has left out those without a gradient, and averaged over the passes
+        passes = 1 if session.averaged else session.passes
+        gradients = {i: scaled(g, passes) for i, g in zip(variables.given, grads, strict=True)}
+        for i in gradients:
+            if variables.local[i]:
+                gradients[i] = scaled(gradients[i], settings.local_scale)
+            if not automatic or variables.local[i]:  # else it depends on what the step takes, see `AutomaticExchange`
+                gradients[i] = clipped(gradients[i], optimizer, settings, variables.local[i])
+        if variables.exchange is not None:
+            active = [gradients[i] for i in variables.active]
+            weights = [native(self._known[i]) for i in variables.active]
+            # with local weights, of the optimizer's variables only its iterations are the same on every rank
+            shared = [optimizer.iterations] if any(variables.local) else shared_variables(optimizer)
+            rate, everything = optimizer._get_current_learning_rate(), [*weights, *map(native, shared)]
+            exchanged = variables.exchange(active, optimizer.iterations, rate, weights, everything)
+            self._finite, self._dense = exchanged.finite, exchanged.dense
+            gradients.update(zip(variables.active, exchanged.gradients, strict=True))
+        results = list(gradients.values())
+        if settings.config is not None:
+            return results
+        limit = settings.clip_norm  # of a choice that has ended in no compression
+        return own(results if limit is None else list(tf.clip_by_global_norm(results, limit)[0]))
+
+    def decay(self, variables: Sequence[Any], own: Own) -> None:
+        """Under the condition of `update`."""
+        if self._finite is None:
+            own(variables)
+        else:
+            self._decayed = variables
+
+    def update(self, step: Callable[[], None], decay: Own) -> None:
+        """Step if what has come back is finite, on every rank or on none."""
+        if self._finite is None:
+            return step()
+
+        def update(split: bool) -> bool:
+            self._split = split
+            decay(self._decayed)
+            step()
+            return True
+
+        def either() -> Any:
+            if self._dense is None:
+                return update(self._session.distribution.update.arithmetic.is_split)
+            return tf.cond(self._dense, lambda: update(False), lambda: update(True))
+
+        return tf.cond(self._finite, either, lambda: False)
+
+    def is_split(self, variable: keras.Variable) -> bool:
+        """See `Application`."""
+        return self._split and key_of(variable) in self._variables.compressed
+
+
+class Strategy(base.Strategy[Session, tf.Variable]):
+    """What a step of one session is.
+
+    Args:
+        session: session that has it.
+    """
+
+    no_scaler: str  # what is wrong with a LossScaleOptimizer around the optimizer
+
+    def apply(self, grads: list[Gradient], variables: list[Any], own: Own) -> None:
+        """One step. `own`: the optimizer's ``apply``."""
+        raise NotImplementedError
+
+    def begin_anew(self) -> None:
+        """All ranks have the weights of a checkpoint of ours, or of a script."""
+
+    def check_not_begun(self) -> None:
+        """Raise UnsupportedUse where which variables are exchanged is fixed."""
+
+
+class EveryStep(Strategy):
+    """The optimizer steps with the gradients of all ranks."""
+
+    no_scaler = (
+        "a LossScaleOptimizer was put around this DistributedOptimizer (or its loss_scale_factor was taken "
+        "away): a rank whose gradient overflows would leave the others waiting. Put it inside: "
+        "DistributedOptimizer(LossScaleOptimizer(optimizer)). A MultiOptimizer does so too: use a "
+        "DistributedGradientTape with it"
+    )
+
+    def apply(self, grads: list[Gradient], variables: list[Any], own: Own) -> None:
+        """See `Strategy`; what Keras would leave out is not exchanged either."""
+        session = self.session
+        here = [i for i, variable in enumerate(variables) if grads[i] is not None or not is_frozen(variable)]
+        if here:
+            variables, grads = [variables[i] for i in here], [grads[i] for i in here]
+        agreed = session.distribution.variable_set(variables, grads, session.local)
+        application = ExchangedApplication(session, agreed, variables)
+        with session.during(application):
+            own(agreed.completed(grads), variables)
+        if not (application.exchanged or session.optimizer.gradient_accumulation_steps):
+            raise UnsupportedUse(OWN_APPLY.format(name=type(session.optimizer).__name__))

@@ -1,4 +1,4 @@
-"""Horovod's arguments, checked once and kept together."""
+"""Arguments of the TensorFlow adapter: its ``Compression``, what is checked, what is refused."""
 
 from __future__ import annotations
 
@@ -11,14 +11,55 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from horovod.common.util import split_list
+from horovod.tensorflow.compression import Compression as HorovodCompression
+from horovod.tensorflow.compression import Compressor
 
 from dgc_horovod import __version__, envvars
-from dgc_horovod.compression import config_of
+from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
-from dgc_horovod.tensorflow.compression import Compression
 from dgc_horovod.tensorflow.wrapping.variables import Key, Source, key_of
+
+
+class DGCCompressor(ConfiguredCompressor, Compressor):
+    """See `ConfiguredCompressor`."""
+
+    framework = "tensorflow"
+
+
+class Compression(Presets):
+    """What to send. ``none`` and ``fp16`` are Horovod's; each other takes any field of DGCConfig as keyword."""
+
+    compressor = DGCCompressor
+    none = HorovodCompression.none
+    fp16 = HorovodCompression.fp16
+
+
+_LIBRARIES = ("keras", "tensorflow")
+_HARMLESS = ("get_config",)  # it tells of what was wrapped, and changes nothing
+
+
+def refuse_own_methods(given: Any, factory: str) -> None:
+    """Raise UnsupportedUse for an object with a method that a script has put on it in place of its class's.
+
+    Such a function goes on calling `given`, or stands in the way of ours: what is wrapped would exchange nothing, or
+    step in another way than the exchange is made for. Other functions on it, which no library calls, stay.
+
+    Args:
+        given: optimizer or tape that is to be wrapped.
+        factory: name of the function that wraps it.
+    """
+    bases = [base for base in type(given).__mro__ if base.__module__.split(".")[0] in _LIBRARIES]
+    held = [name for name, value in vars(given).items() if callable(value) and name not in _HARMLESS]
+    own = [name for name in held if any(callable(getattr(base, name, None)) for base in bases)]
+    if own:
+        raise UnsupportedUse(
+            f"the {type(given).__name__} that is to be wrapped has {' and '.join(own)} of its own, put on the object: "
+            f"it would go on calling the object from before {factory}, and gradients would not be exchanged as they "
+            f"should. Put it on what {factory} returns, around the method there; or define it in a class"
+        )
+
 
 STOCK = "stock Horovod"
 Groups = int | tuple[tuple[Key, ...], ...] | None

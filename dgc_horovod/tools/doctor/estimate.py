@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dgc_horovod.config import AUTO, FLAT, HIERARCHICAL, DGCConfig
 from dgc_horovod.core.budget import HOST_SPEED, loss_by_nodes, within_budget
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.exchange.topology import Topology, problem_of
+from dgc_horovod.exchange.hierarchical import Topology, problem_of
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning import cost_model
 from dgc_horovod.planning.cluster import Cluster, Link, Machine

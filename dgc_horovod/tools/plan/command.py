@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from dgc_horovod import envvars, kinds
+from dgc_horovod import envvars, settings
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
@@ -17,11 +17,11 @@ from dgc_horovod.errors import ConfigError, shown
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
-from dgc_horovod.planning.density import fitted, is_too_short
+from dgc_horovod.planning.trial import fitted, is_too_short
 from dgc_horovod.tools.plan import show
 from dgc_horovod.tools.plan.measure import measured
 from dgc_horovod.tools.plan.shapes import parse_size, shapes_of, tensors
-from dgc_horovod.tools.plan.table import MOST_WORKERS, table
+from dgc_horovod.tools.plan.show import MOST_WORKERS, table
 
 _EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
 _LEAST, _MOST = 1e-9, 1e9
@@ -95,7 +95,7 @@ def number(flag: str, text: str, least: float = _LEAST) -> float:
         ConfigError: it is no such number.
     """
     try:
-        value = kinds.number(text)
+        value = settings.number(text)
     except ValueError:
         value = math.nan
     if not least <= value <= _MOST:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dgc_horovod.config import FLAT, DGCConfig
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.exchange.in_process import carry
+from dgc_horovod.exchange.contract import carry
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.planning.cluster import Machine

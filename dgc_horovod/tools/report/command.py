@@ -17,8 +17,8 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.flags import REPORT
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.recording import is_json_lines
+from dgc_horovod.tools.report.figures import Run, number, read
 from dgc_horovod.tools.report.page import page
-from dgc_horovod.tools.report.records import Run, number, read
 
 _LINES, _PAGES = ".jsonl", (".html", ".htm")
 _EXAMPLE = "name a file, such as report.html"

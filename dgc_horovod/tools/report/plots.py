@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from dgc_horovod.tools.report import figures
+from dgc_horovod.tools.report.figures import Run, number
 from dgc_horovod.tools.report.html import tag
-from dgc_horovod.tools.report.records import Run, number
 
 MISSING = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
 _INCHES = 4.6, 2.7

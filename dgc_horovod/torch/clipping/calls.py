@@ -19,7 +19,7 @@ from dgc_horovod.names import replace_everywhere
 from dgc_horovod.torch.clipping.local import ELEMENTS, Clip
 from dgc_horovod.torch.clipping.norms import total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
-from dgc_horovod.torch.wrapping.notices import clipping_learned, clipping_left_out
+from dgc_horovod.torch.wrapping.steps import clipping_learned, clipping_left_out
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 

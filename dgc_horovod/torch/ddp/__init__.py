@@ -10,8 +10,7 @@ if not torch.distributed.is_available():
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.torch.ddp.checkpoints import load_checkpoint, save_checkpoint
-from dgc_horovod.torch.ddp.compression import Compression
-from dgc_horovod.torch.ddp.optimizer import DistributedOptimizer, register
+from dgc_horovod.torch.ddp.optimizer import Compression, DistributedOptimizer, register
 
 __all__ = [
     "Compression",

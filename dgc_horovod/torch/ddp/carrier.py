@@ -1,8 +1,9 @@
-"""torch.distributed as the carrier of a session: of plain models, and of DistributedDataParallel."""
+"""torch.distributed as the carrier of a session: of plain models, of DistributedDataParallel, and between nodes."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping
@@ -12,19 +13,109 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc_horovod import envvars
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement
-from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.torch.ddp.densities import SameDensity
+from dgc_horovod.core import budget
+from dgc_horovod.core.nodes import Launched
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.errors import RankMismatch, UnsupportedUse
+from dgc_horovod.exchange.contract import BETWEEN, INSIDE
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.torch.ddp.hook import OwnExchange, after_ddp, as_it_is, install
-from dgc_horovod.torch.ddp.nodes import transports
-from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives
-from dgc_horovod.torch.gradients.collectives import Collectives
-from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
+from dgc_horovod.torch.gradients.collectives import Collectives, ReduceSettings
+from dgc_horovod.torch.gradients.node_exchange import agreed_transports
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier, Stock
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
-from dgc_horovod.torch.wrapping.arguments import agreed_fields
+from dgc_horovod.torch.wrapping.checks import agreed_fields
+
+
+class SameDensity:
+    """For a warm-up whose epoch comes from outside, so that it may be another one on each rank.
+
+    Packets of other densities have other sizes. Gloo does not bear with those: the process that gets the longer one is
+    ended, and no Python of it hears why. Once all ranks are at the final density nobody asks any more.
+
+    Args:
+        exchange: that of the optimizer.
+        collectives: transport of all workers.
+
+    Cost: 16 bytes to each worker and from it, waited for, in each step of the warm-up.
+    """
+
+    def __init__(self, exchange: OptimizerExchange, collectives: Collectives) -> None:
+        self._exchange, self._collectives = exchange, collectives
+        self._looked_at, self._all_are_through = -1, False
+        self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
+
+    def check(self) -> None:
+        """Compare, once a step.
+
+        Raises:
+            RankMismatch: on every rank, if the densities differ.
+        """
+        with self._lock:
+            if self._exchange.steps == self._looked_at:
+                return
+            density = self._exchange.density()
+            is_final = density == self._exchange.config.final_density
+            if not (self._all_are_through and is_final):
+                densities = self._told(density)
+                if len(set(densities.values())) > 1:
+                    raise RankMismatch(_different(self._exchange.steps, densities))
+            self._looked_at, self._all_are_through = self._exchange.steps, is_final
+
+    def _told(self, density: float) -> dict[tuple[int, int], float]:
+        """Density by rank and epoch.
+
+        An alltoall has one trip, where an allgather of Gloo goes round all ranks. Nor does it meet the allgather of a
+        rank that asks no more: Gloo tells collectives of two kinds apart, and both wait.
+        """
+        workers, epoch = self._collectives.workers, self._exchange.epoch
+        own = torch.tensor([density, -1 if epoch is None else epoch], dtype=torch.float64)
+        self._collectives.traffic.count(own.nbytes, (workers - 1) * own.nbytes)
+        told = self._collectives.wait(self._collectives.alltoall(own.repeat(workers), "density"))
+        return {(rank, int(epoch)): density for rank, (density, epoch) in enumerate(told.view(-1, 2).tolist())}
+
+
+def _different(step: int, densities: dict[tuple[int, int], float]) -> str:
+    firsts: dict[float, str] = {}  # few, however many ranks there are
+    for (rank, epoch), density in densities.items():
+        firsts.setdefault(density, f"rank {rank} has {density:g} in epoch {epoch}")
+    return (
+        f"step {step}: the ranks are at different densities: is the epoch the same everywhere? "
+        f"{', '.join(firsts.values())}. Call set_epoch with the same epoch on every rank, before its first step, and "
+        "give every rank as many batches (unequal shards?)"
+    )
+
+
+def transports(
+    collectives: ProcessGroupCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
+) -> Mapping[str, Collectives]:
+    """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
+
+    Args:
+        collectives: transport of all workers.
+        config: compression settings; `exchange` and `node_size` are used.
+        averages: whether gradients are averaged or summed.
+        parameters: parameters by name, in the model's order.
+    """
+    place = dist.get_rank(), dist.get_world_size(), *envvars.torchrun_place()
+    launched = Launched(*place, has_group=lambda ranks: True)
+
+    def make(topology: Topology) -> Mapping[str, Collectives]:
+        found = {}
+        for ranks in topology.groups:  # in one order on every rank, so that none waits for one that waits for it
+            if topology.rank in ranks:
+                name = INSIDE if ranks == topology.inside else BETWEEN
+                found[name] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), collectives.tag)
+        return found
+
+    return agreed_transports(collectives, config, launched, averages, parameters, budget.HOST_SPEED, make)
+
 
 Parameter = torch.Tensor
 STOCK = "DDP"

@@ -70,7 +70,7 @@ def load_checkpoint(
 
 
 @dataclass
-class Uncompressed:
+class UncompressedOptimizer:
     """What a checkpoint needs of an optimizer whose gradients DDP exchanges, in place of a session.
 
     Args:
@@ -88,13 +88,13 @@ def _member(optimizer: Optimizer) -> state.Member:
     """Of an optimizer that was registered."""
     session = session_of(optimizer)
     found = getattr(optimizer, "_dgc", None) if session is None else session.carrier
-    if not isinstance(found, (GroupCarrier, Uncompressed)):
+    if not isinstance(found, (GroupCarrier, UncompressedOptimizer)):
         raise UnsupportedUse("pass the optimizer that was given to register() or DistributedOptimizer()")
     ranks, seconds = found.group.ranks, envvars.checkpoint_seconds()
     if found.patient_group is None:
         found.patient_group = new_group(ranks, seconds)
     patient = ProcessGroupCollectives(found.patient_group, checkpoint.CALLS, seconds)
-    averages = isinstance(found, Uncompressed) or found.settings.averages
+    averages = isinstance(found, UncompressedOptimizer) or found.settings.averages
     # 0 for all ranks, as Horovod numbers its process sets; else the first rank of a part, which is its own
     number = 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
     return state.Member(patient, found.names, averages, number)

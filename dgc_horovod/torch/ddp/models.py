@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.ddp.hook import has_another
-from dgc_horovod.torch.wrapping.refusals import data_parallel_around
+from dgc_horovod.torch.wrapping.checks import data_parallel_around
 
 COMPILED = "_orig_mod"  # what torch.compile puts before the name of what it has compiled
 _WRAPPED = (COMPILED, "_forward_module")  # the module that is called, of torch.compile and of Lightning's Fabric

@@ -11,17 +11,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod import envvars
-from dgc_horovod.compression import config_of
+from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.kinds import check_whole
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
+from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.norms import limit_averages
 from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
-from dgc_horovod.torch.ddp.checkpoints import Uncompressed
-from dgc_horovod.torch.ddp.compression import Compression
+from dgc_horovod.torch.ddp.checkpoints import UncompressedOptimizer
 from dgc_horovod.torch.ddp.hook import leave_to_ddp
 from dgc_horovod.torch.ddp.models import (
     bare_optimizer,
@@ -32,20 +31,57 @@ from dgc_horovod.torch.ddp.models import (
     unwrapped,
 )
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
-from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
-from dgc_horovod.torch.session.kinds import Kind, begin, kind_for
-from dgc_horovod.torch.session.overrides import made_class
+from dgc_horovod.torch.session.overrides import Kind, begin, kind_for, made_class
 from dgc_horovod.torch.session.session import session_of
-from dgc_horovod.torch.wrapping.arguments import checked_names, choice_fields
-from dgc_horovod.torch.wrapping.refusals import (
+from dgc_horovod.torch.wrapping.checks import (
     NoChoice,
     check_optimizer,
     check_parameters,
     check_plain_models,
+    checked_names,
+    choice_fields,
     without_a_choice,
 )
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
+
+
+class Uncompressed:
+    """DDP's own exchange of gradients.
+
+    Args:
+        name: "none", or "fp16": gradients travel as half precision.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __repr__(self) -> str:
+        return f"Compression.{self.__name__}"
+
+    def compress(self, tensor: Any) -> Any:
+        """Raises UnsupportedUse: DDP compresses no tensor alone."""
+        raise UnsupportedUse(f"{self!r} is for register() and DistributedOptimizer of dgc_horovod.torch.ddp alone")
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Raises UnsupportedUse: see `compress`."""
+        return self.compress(tensor)
+
+
+class DGCCompressor(ConfiguredCompressor):
+    """See `ConfiguredCompressor`."""
+
+    framework = "torch"
+
+
+class Compression(Presets):
+    """What to send. ``none`` and ``fp16`` leave the exchange to DDP; each other takes any field of DGCConfig."""
+
+    compressor = DGCCompressor
+    none = Uncompressed("none")
+    fp16 = Uncompressed("fp16")
+
 
 ANOTHERS_STEP = (
     "this step() was taken from the optimizer before register() or DistributedOptimizer(), and knows nothing of the "
@@ -111,7 +147,7 @@ def register(
 def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
     """Leave `optimizer` as it is, with what a checkpoint needs; DDP exchanges its gradients."""
     leave_to_ddp(model, halves)
-    optimizer._dgc = Uncompressed(group, _names_of(named_parameters(model)))
+    optimizer._dgc = UncompressedOptimizer(group, _names_of(named_parameters(model)))
 
 
 def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: Group) -> None:

@@ -20,8 +20,14 @@ from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
 from dgc_horovod.torch.clipping.local import LocalClipping
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending
-from dgc_horovod.torch.gradients.dense_path import DensePath, ReduceSettings, all_finite, laid_out_as
+from dgc_horovod.torch.gradients.collectives import (
+    Collectives,
+    DensePath,
+    Pending,
+    ReduceSettings,
+    all_finite,
+    laid_out_as,
+)
 from dgc_horovod.torch.gradients.memory import (
     TakenMemory,
     given,

@@ -12,9 +12,8 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.exchange.contract import ALL, INSIDE
-from dgc_horovod.exchange.topology import Topology
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending
-from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.exchange.hierarchical import Topology
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings
 from dgc_horovod.torch.gradients.exchange import BucketRun, GradientExchange, Parameter
 from dgc_horovod.torch.gradients.memory import handed, squares_of, wait_for_streams
 from dgc_horovod.wire.bucket import PADDING

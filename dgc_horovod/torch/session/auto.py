@@ -16,12 +16,11 @@ from dgc_horovod.torch import state as kept
 from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.clipping.norms import clip_all
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.session.carrier import Stock
-from dgc_horovod.torch.session.every_step import EveryStep
-from dgc_horovod.torch.session.passes import Result
+from dgc_horovod.torch.session.records import GradientWatch, Result
 from dgc_horovod.torch.session.session import Session
-from dgc_horovod.torch.wrapping.notices import SYNCHRONIZED_TWICE
+from dgc_horovod.torch.session.strategies import EveryStep
+from dgc_horovod.torch.wrapping.steps import SYNCHRONIZED_TWICE
 
 Parameter = torch.Tensor
 

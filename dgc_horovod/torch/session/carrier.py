@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dgc_horovod.torch.gradients.collectives import Collectives
-from dgc_horovod.torch.gradients.dense_path import ReduceSettings
+from dgc_horovod.torch.gradients.collectives import Collectives, ReduceSettings
 
 if TYPE_CHECKING:
-    from dgc_horovod.torch.session.passes import Result
+    from dgc_horovod.torch.session.records import Result
     from dgc_horovod.torch.session.session import Session
 
 Parameter = torch.Tensor

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from dgc_horovod import at_end
+from dgc_horovod import leaving
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
 from dgc_horovod.errors import UnsupportedUse, shown
 from dgc_horovod.notices import WEIGHTS_SET, clips_alone, leave_out, of_skipped, stop_if_skipped
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.clipping.local import Clip
-from dgc_horovod.torch.gradients.dense_path import all_finite, not_finite_of
+from dgc_horovod.torch.gradients.collectives import all_finite, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
 from dgc_horovod.torch.optimizer_state import clean, copied, unscale
-from dgc_horovod.torch.session.passes import Result
-from dgc_horovod.torch.session.strategy import Strategy
+from dgc_horovod.torch.session.records import Result
+from dgc_horovod.torch.session.strategies import Strategy
 
 _OUTER = "outer_momentum"  # in a state
 
@@ -219,7 +219,7 @@ class LocalSteps(Strategy):
         if not hasattr(self, "rounds"):
             self.rounds = LocalRounds(session.exchange, session.config)
         self.rounds.go_on_in(session.exchange)
-        at_end.watch(session.exchange.collectives.rank)
+        leaving.watch(session.exchange.collectives.rank)
 
     def hand_over(self, p: torch.Tensor) -> Result:
         """No gradient is exchanged."""

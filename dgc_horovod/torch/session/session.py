@@ -18,21 +18,19 @@ from dgc_horovod.notices import describe
 from dgc_horovod.session import base
 from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.torch.gradients.dense_path import not_finite_of
+from dgc_horovod.torch.gradients.collectives import not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.gradients.grad_guard import GradientWatch
 from dgc_horovod.torch.gradients.node_exchange import exchange_of
 from dgc_horovod.torch.gradients.replica_check import Replicas
 from dgc_horovod.torch.gradients.scaling import SeenScaler, scale_of
 from dgc_horovod.torch.session.carrier import Carrier
-from dgc_horovod.torch.session.groups import ParameterGroups
-from dgc_horovod.torch.session.passes import Passes
+from dgc_horovod.torch.session.records import GradientWatch, ParameterGroups, Passes
 from dgc_horovod.torch.updates import Update
 from dgc_horovod.torch.wrapping import steps
-from dgc_horovod.torch.wrapping.notices import LATE_HOOK, LOADED_TWICE, SCALER_NOT_PASSED, SUPERSEDED
+from dgc_horovod.torch.wrapping.steps import LATE_HOOK, LOADED_TWICE, SCALER_NOT_PASSED, SUPERSEDED
 
 if TYPE_CHECKING:
-    from dgc_horovod.torch.session.strategy import Strategy
+    from dgc_horovod.torch.session.strategies import Strategy
 
 Parameter = torch.Tensor
 Scaler = torch.amp.GradScaler | SeenScaler | None

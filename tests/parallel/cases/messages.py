@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
-from dgc_horovod.torch.wrapping import arguments
+from dgc_horovod.torch.wrapping import checks
 from tests.helpers.errors import error_of
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
@@ -177,12 +177,12 @@ def disagreements() -> dict[str, str]:
         DistributedOptimizer(kind(model.parameters()), model.named_parameters(), Compression.topk(0.01))
 
     def other_version() -> None:
-        was = arguments.__version__
-        arguments.__version__ = "0.0" if last else was
+        was = checks.__version__
+        checks.__version__ = "0.0" if last else was
         try:
             wrap(smooth_model(), Compression.dgc(0.01))
         finally:
-            arguments.__version__ = was
+            checks.__version__ = was
 
     return {
         "density": error_of(lambda: wrap(smooth_model(), Compression.dgc(0.02 if last else 0.01))),

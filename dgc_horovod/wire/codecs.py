@@ -1,8 +1,4 @@
-"""Value codecs: float32 values as fewer bits. What rounding drops stays in the sender's residual.
-
-Every codec decodes to finite float32 (larger values saturate) and never enlarges the residual: the error of a block
-is smaller than the block. Operations are exact or correctly rounded, so that native coders give the same bytes.
-"""
+"""How positions and values are written in a packet: the NumPy reference, which other coders match byte for byte."""
 
 from __future__ import annotations
 
@@ -12,8 +8,112 @@ from typing import Protocol
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket
-from dgc_horovod.wire import bfloat16
-from dgc_horovod.wire.codecs.indices import word_bytes
+
+_HALF = np.uint32(16)  # bits
+_NAN = np.uint16(0x7FC0)
+_LARGEST = np.uint32(0x7F7F0000)  # finite one
+_UPPER, _EXPONENT_AND_DIGITS = np.uint32(0xFFFF0000), np.uint32(0x7FFF0000)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Float32 values as the bits of bfloat16 ones, uint16; to nearest, halves to even, finite ones to finite ones."""
+    values = np.ascontiguousarray(values, np.float32)
+    bits = values.view(np.uint32)
+    bits = np.where((bits & _EXPONENT_AND_DIGITS) == _LARGEST, bits & _UPPER, bits)  # none is rounded to infinity
+    nearest = ((bits + np.uint32(0x7FFF) + ((bits >> _HALF) & np.uint32(1))) >> _HALF).astype(np.uint16)
+    return np.where(np.isnan(values), _NAN, nearest)
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """Bits of bfloat16 values as float32, exactly."""
+    return (bits.astype(np.uint32) << _HALF).view(np.float32)
+
+
+class IndexCodec(Protocol):
+    """One way to write positions in [0, numel), at most `capacity` of them. All sizes are whole 32-bit words."""
+
+    code: int
+    name: str
+
+    def nbytes(self, numel: int, capacity: int) -> int:
+        """Size, whatever is written."""
+
+    def encode(self, positions: np.ndarray, numel: int, capacity: int, out: np.ndarray) -> None:
+        """Write ascending unique positions into `out`, `nbytes` zero bytes."""
+
+    def decode(self, data: np.ndarray, count: int, numel: int, capacity: int) -> np.ndarray:
+        """`count` int32 positions, ascending and within [0, numel); anything else raises CorruptPacket."""
+
+
+def word_bytes(bits: int) -> int:
+    """Bytes of the whole 32-bit words that hold `bits`."""
+    return -(-bits // 32) * 4
+
+
+def _checked(positions: np.ndarray, numel: int) -> np.ndarray:
+    if positions.size and (positions[0] < 0 or positions[-1] >= numel or (np.diff(positions) <= 0).any()):
+        raise CorruptPacket(f"positions are not ascending within [0, {numel})")
+    return positions.astype(np.int32)
+
+
+class EliasFanoIndices:
+    """Elias-Fano: the low bits of each position as they are, the high parts as a unary bitmap.
+
+    Position i sets bit ``(position >> low) + i`` of the bitmap, so the bitmap has ``capacity + numel / 2**low`` bits
+    and all of it ``low + 1 + numel / (capacity * 2**low)`` bits a position.
+    """
+
+    code, name = 2, "elias-fano"
+
+    @staticmethod
+    def low_bits(numel: int, capacity: int) -> int:
+        """The number of low bits that makes the whole smallest."""
+        return min(range(32), key=lambda low: capacity * low + ((numel - 1) >> low))
+
+    def nbytes(self, numel: int, capacity: int) -> int:
+        low = self.low_bits(numel, capacity)
+        return word_bytes(capacity * low) + word_bytes(capacity + ((numel - 1) >> low))
+
+    def encode(self, positions: np.ndarray, numel: int, capacity: int, out: np.ndarray) -> None:
+        low, count = self.low_bits(numel, capacity), positions.size
+        wide = positions.astype(np.int64)
+        low_parts = (wide[:, None] >> np.arange(low)) & 1
+        packed = np.packbits(low_parts.astype(np.uint8), bitorder="little")
+        out[: packed.size] = packed
+        unary = np.zeros(8 * (out.size - word_bytes(capacity * low)), np.uint8)
+        unary[(wide >> low) + np.arange(count)] = 1
+        out[word_bytes(capacity * low) :] = np.packbits(unary, bitorder="little")
+
+    def decode(self, data: np.ndarray, count: int, numel: int, capacity: int) -> np.ndarray:
+        low = self.low_bits(numel, capacity)
+        split = word_bytes(capacity * low)
+        ones = np.flatnonzero(np.unpackbits(data[split:], bitorder="little"))
+        if ones.size != count:
+            raise CorruptPacket(f"the bitmap of positions has {ones.size} entries, the header says {count}")
+        bits = np.unpackbits(data[:split], bitorder="little")[: count * low].reshape(count, low)
+        low_parts = bits.astype(np.int64) @ (1 << np.arange(low, dtype=np.int64))
+        return _checked(((ones - np.arange(count)) << low) | low_parts, numel)
+
+
+class EveryIndex:
+    """No positions: all elements are sent, or none."""
+
+    code, name = 3, "every"
+
+    def nbytes(self, numel: int, capacity: int) -> int:
+        return 0
+
+    def encode(self, positions: np.ndarray, numel: int, capacity: int, out: np.ndarray) -> None:
+        assert positions.size in (0, numel)
+
+    def decode(self, data: np.ndarray, count: int, numel: int, capacity: int) -> np.ndarray:
+        if count not in (0, numel):
+            raise CorruptPacket(f"{count} elements in a packet that carries all {numel} or none")
+        return np.arange(count, dtype=np.int32)
+
+
+INDEX_CODECS: dict[str, IndexCodec] = {c.name: c for c in (EliasFanoIndices(), EveryIndex())}
+
 
 BLOCK = 256  # values that share scales
 _SIZE = np.uint32(0x7FFFFFFF)
@@ -81,10 +181,10 @@ class BFloat16Values:
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
         bits = _bits(values)
         within = np.minimum(bits & _SIZE, self._LARGEST) | (bits & ~_SIZE)
-        out[: 2 * values.size].view("<u2")[:] = bfloat16.rounded(within.view(np.float32))
+        out[: 2 * values.size].view("<u2")[:] = rounded(within.view(np.float32))
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
-        return _finite(bfloat16.widened(data[: 2 * count].view("<u2")))
+        return _finite(widened(data[: 2 * count].view("<u2")))
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

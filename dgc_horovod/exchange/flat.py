@@ -1,0 +1,243 @@
+"""Exchanges without nodes: every packet to every worker (allgather), or the selection as a dense vector (allreduce)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dgc_horovod.errors import CorruptPacket, RankMismatch
+from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Outcome, Round, Sending
+from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
+from dgc_horovod.wire.bucket import Bucket
+from dgc_horovod.wire.codecs import Draw
+from dgc_horovod.wire.packet import (
+    FLAG_CLIPS,
+    FLAG_JOINED,
+    FLAG_NONFINITE,
+    FLAG_OVERFLOW,
+    Coder,
+    PacketFormat,
+    coder_for,
+    undrawn,
+)
+
+
+def different_sizes(bucket: int, what: str) -> RankMismatch:
+    """The error where what came back has another size than expected, as `what` says."""
+    return RankMismatch(
+        f"bucket {bucket}: {what}; the ranks are at different densities: is the epoch the same everywhere?"
+    )
+
+
+def outcome_of(flags: np.ndarray) -> Outcome:
+    """What the flags in the headers of all ranks' packets say, in rank order."""
+    flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
+    in_join, that_clip = (int(np.count_nonzero(flags & flag)) for flag in (FLAG_JOINED, FLAG_CLIPS))
+    return Outcome(not flagged, flagged, in_join, that_clip, bool((flags & FLAG_OVERFLOW).any()))
+
+
+class PacketWriter:
+    """Writes packets of one form.
+
+    Args:
+        wire: packet format.
+        coder: coder that is preferred.
+        keeps_zeros: whether values that are rounded to zero count as sent.
+
+    Memory: 4 bytes for each element of a packet.
+    """
+
+    def __init__(self, wire: PacketFormat, coder: Coder, keeps_zeros: bool) -> None:
+        self.wire, self.coder = wire, coder_for(wire, coder)
+        self._keeps_zeros = keeps_zeros
+        self._values = np.empty(wire.capacity, np.float32)
+
+    def write(
+        self, elements: Elements, flags: int, step: int, draw: Draw, packet: np.ndarray
+    ) -> tuple[Elements, np.ndarray]:
+        """Fill `packet`; what it sends, as it stood in the residual, and the values as receivers read them.
+
+        What was rounded to zero is not sent, so it is not masked either. Its codes stay in the packet, where they add
+        nothing: encoded without them, blocks would be others, in which more elements are rounded to zero.
+        """
+        decoded = self._values[: elements.values.size]
+        zeros = self.wire.encode(self.coder, *elements, step, flags, packet, decoded, draw)
+        if not zeros or self._keeps_zeros:
+            return elements, decoded
+        kept = decoded != 0
+        return Elements(elements.positions[kept], elements.values[kept]), decoded[kept]
+
+
+class CodedExchange:
+    """The parts of `contract.Exchange` that exchanges of one packet share; see there.
+
+    Memory: the packet, and 4 bytes for each of its elements.
+    """
+
+    keeps_remainder = False
+
+    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
+        self.rounds = self.rounds_of(wire, workers)
+        self.outcome = Outcome()
+        self._bucket, self._wire, self._kernels, self._workers = bucket, wire, kernels, workers
+        self._writer = PacketWriter(wire, kernels.coder, bucket.uncompressed)  # there all elements are sent, or none
+        self._coder = self._writer.coder
+        self._packet = np.zeros(wire.nbytes, np.uint8)
+
+    @staticmethod
+    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
+        raise NotImplementedError
+
+    def adopt(self, rank: int, state: State) -> None:
+        pass
+
+    def sender(self, max_candidates: int) -> Sender | None:
+        return None
+
+    def _encode(self, elements: Elements, flags: int, step: int, draw: Draw) -> tuple[Elements, np.ndarray]:
+        """`PacketWriter.write` into `_packet`."""
+        return self._writer.write(elements, flags, step, draw, self._packet)
+
+    @property
+    def contributions(self) -> list[Elements]:
+        return []
+
+    def commit(self) -> None:
+        pass
+
+    def rollback(self) -> None:
+        pass
+
+
+class AllgatherExchange(CodedExchange):
+    """Received per rank: ``(N-1)`` packets. The sum is the same to the last bit on every rank. See `contract.Exchange`.
+
+    Memory: the packet, its values decoded, and 8 bytes for each element received, of as many ranks at a time as take a
+    byte for each element of the bucket.
+    """
+
+    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
+        super().__init__(bucket, wire, kernels, workers)
+        self._held = min(workers, max(1, bucket.numel // (8 * wire.capacity)))  # ranks that are held decoded at once
+        together = not bucket.uncompressed and self._held == workers
+        self._receiver = kernels.receiver(bucket, wire, workers) if together else None
+        held = 0 if self._receiver is not None else self._held
+        self._decoded = [
+            Elements(np.empty(wire.capacity, np.int32), np.empty(wire.capacity, np.float32)) for _ in range(held)
+        ]
+        self._packets = np.empty((0, wire.nbytes), np.uint8)
+        self._counts = np.empty(0, np.int64)
+
+    @staticmethod
+    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
+        return (Round("packets", ALLGATHER, "uint8", wire.nbytes),)
+
+    def sender(self, max_candidates: int) -> Sender | None:
+        return self._kernels.sender(self._bucket, self._wire, max_candidates)
+
+    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
+        return Sending(self._packet, *self._encode(elements, flags, step, draw))
+
+    def proceed(self, number: int, received: np.ndarray, step: int) -> None:
+        wire = self._wire
+        if received.size != self._workers * wire.nbytes:
+            what = f"{received.size} bytes came back, expected {self._workers} packets of {wire.nbytes}"
+            raise different_sizes(wire.bucket, what)
+        self._packets = received.reshape(self._workers, wire.nbytes)
+        self._counts, flags = wire.read_headers(self._coder, self._packets, step)
+        self.outcome = outcome_of(flags)
+        if self._receiver is not None:  # what it finds wrong is known after `aggregate_into`, which changes no state
+            self._receiver.read(self._packets, self._counts)
+        else:
+            for _ in self._groups(decoded=False):  # every packet is read before anything is changed
+                pass
+
+    def aggregate_into(self, outputs: Any, scale: float) -> bool:
+        if self._receiver is not None:
+            finite = self._receiver.aggregate_into(outputs, scale)
+            self._check()
+            return finite
+        finite = True
+        for number, group in enumerate(self._groups(decoded=self._held == self._workers)):
+            finite = self._kernels.aggregate_into(outputs, group, scale, fresh=number == 0) and finite
+        return finite
+
+    def _groups(self, decoded: bool) -> Iterator[list[Elements]]:
+        """What the ranks sent, in rank order, as many ranks at a time as are held decoded.
+
+        Args:
+            decoded: whether the first group is decoded already; it is, if it is the only one, after `proceed`.
+        """
+        for first in range(0, self._workers, self._held):
+            group = []
+            ranks = range(first, min(first + self._held, self._workers))
+            for memory, rank in zip(self._decoded, ranks, strict=False):
+                count = int(self._counts[rank])
+                elements = Elements(memory.positions[:count], memory.values[:count])
+                if not decoded:
+                    self._wire.decode(self._coder, self._packets[rank], count, rank, *elements)
+                group.append(elements)
+            yield group
+
+    @property
+    def contributions(self) -> list[Elements]:
+        if self._receiver is not None:
+            self._check()
+            return self._receiver.contributions
+        return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]
+
+    def _check(self) -> None:
+        assert self._receiver is not None
+        for rank, problem in self._receiver.problems.items():
+            raise self._wire.corrupt(rank, f"impossible: {problem}")
+
+
+_STEP_MARK, _MARKS = 64, 3
+
+
+class DensifiedExchange(CodedExchange):
+    """Received per rank: ``2*(N-1)/N * 4n`` bytes, as of dense gradients. See `contract.Exchange`.
+
+    Values are rounded as in a packet, so the residual is that of any other exchange.
+    """
+
+    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
+        super().__init__(bucket, wire, kernels, workers)
+        self._summed = np.empty(0, np.float32)
+
+    @staticmethod
+    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
+        return (Round("densified", ALLREDUCE, "float32", wire.numel + _MARKS),)
+
+    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
+        elements, decoded = self._encode(elements, flags, step, draw)
+        dense = np.zeros(self._bucket.numel + _MARKS, np.float32)
+        dense[elements.positions] = decoded
+        mark = step % _STEP_MARK
+        flag = bool(flags & FLAG_NONFINITE) + (self._workers + 1) * bool(flags & FLAG_JOINED)
+        dense[-_MARKS:] = flag, mark, mark * mark
+        return Sending(dense, elements, decoded)
+
+    def proceed(self, number: int, received: np.ndarray, step: int) -> None:
+        index, numel = self._bucket.index, self._bucket.numel
+        if received.size != numel + _MARKS:
+            raise RankMismatch(f"bucket {index}: {received.size} values came back, expected {numel + _MARKS}")
+        flags, marks, squares = received[-_MARKS:]
+        mark = step % _STEP_MARK
+        if marks != self._workers * mark or squares != self._workers * mark * mark:
+            raise RankMismatch(
+                f"bucket {index}: the ranks are at different steps (here {step}); "
+                "all ranks must run the same number of steps"
+            )
+        most = self._workers * (self._workers + 2)
+        if not 0 <= flags <= most or flags != int(flags):  # NaN is in no range
+            raise CorruptPacket(
+                f"bucket {index}: the sum of the flags is {flags}, a whole number up to {most} is possible"
+            )
+        in_join, not_finite = divmod(int(flags), self._workers + 1)
+        self._summed, self.outcome = received[:-_MARKS], Outcome(not_finite == 0, ranks_in_join=in_join)
+
+    def aggregate_into(self, outputs: Any, scale: float) -> bool:
+        return self._kernels.aggregate_dense(outputs, self._kernels.from_host(self._summed), scale)

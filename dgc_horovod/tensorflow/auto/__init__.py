@@ -1,1 +1,0 @@
-"""The exchange that a Keras job takes by its own clock."""
