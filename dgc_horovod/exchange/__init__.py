@@ -1,1 +1,1 @@
-"""How a selection travels: every worker's selected elements of a bucket become one sum on all of them."""
+"""Exchanges: algorithms that turn every worker's selected elements of a bucket into one sum on all workers."""

@@ -1,4 +1,4 @@
-"""The two contracts of an exchange: `Exchange`, its algorithm, and `Transport`, which carries its rounds."""
+"""The two contracts of an exchange: `Exchange`, its algorithm, and `Transport`, which runs its rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dgc_horovod.wire.codecs import Draw
 from dgc_horovod.wire.packet import PacketFormat, undrawn
 
 ALLGATHER, ALLREDUCE, ALLTOALL = "allgather", "allreduce", "alltoall"
-# Groups of workers: all; those of equal local rank, one of each node; those of one node
+# Groups of workers: all workers; the workers of equal local rank, one from each node; the workers of one node
 ALL, BETWEEN, INSIDE = "all", "between nodes", "inside a node"
 
 
@@ -24,11 +24,11 @@ class Round:
     """One collective of an exchange. It is the same on every rank, and at every step of one density.
 
     Args:
-        name: name of the collective, behind that of the bucket.
+        name: name of the collective, appended to the bucket's name.
         kind: kind of collective: `ALLGATHER` of equal buffers, `ALLREDUCE` (a sum), or `ALLTOALL` of N equal parts.
-        dtype: dtype of the buffer, "uint8" or "float32"; of tensors that are not compressed also "float16".
+        dtype: dtype of the buffer, "uint8" or "float32"; for dense tensors also "float16".
         size: number of elements in the buffer of one rank.
-        group: group of workers among which it is made: `ALL`, `BETWEEN` or `INSIDE`.
+        group: group of workers that take part: `ALL`, `BETWEEN` or `INSIDE`.
     """
 
     name: str
@@ -39,22 +39,22 @@ class Round:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a rank hands to the collective."""
+        """Bytes that a rank passes to the collective."""
         return np.dtype(self.dtype).itemsize * self.size
 
     def brought(self, workers: int) -> int:
-        """Number of elements that a rank has after it.
+        """Number of elements in the result of one rank.
 
         Args:
-            workers: number of workers of its group, >= 1.
+            workers: number of workers of the group, >= 1.
         """
         return self.size * workers if self.kind == ALLGATHER else self.size
 
     def received(self, workers: int) -> int:
-        """Bytes that a rank receives, as in ring algorithms.
+        """Bytes that a rank receives in a ring algorithm.
 
         Args:
-            workers: number of workers of its group, >= 1.
+            workers: number of workers of the group, >= 1.
         """
         if self.kind == ALLREDUCE:
             return ring_received(self.nbytes, workers)
@@ -62,37 +62,41 @@ class Round:
         return others if self.kind == ALLGATHER else others // workers
 
 
-class Transport(Protocol):
-    """Who carries bytes between the workers of one group. Collectives are asynchronous and have names.
+Buffer = Any  # a flat tensor of the adapter's framework
+Handle = Any  # a collective under way, as the transport keeps it
 
-    Buffers are the framework's flat tensors. `wait` ends after DGC_TIMEOUT seconds at the latest, with an error.
+
+class Transport(Protocol):
+    """Runs collectives between the workers of one group. Collectives are asynchronous and have names.
+
+    `wait` returns within DGC_TIMEOUT seconds or raises an error.
     """
 
     rank: int
     workers: int
 
-    def allgather(self, packet: Any, name: str) -> Any:
-        """Start an allgather of equal buffers; the result holds them in rank order."""
+    def allgather(self, packet: Buffer, name: str) -> Handle:
+        """Start an allgather of equal buffers; the result has them in rank order."""
 
-    def allreduce(self, tensor: Any, name: str) -> Any:
+    def allreduce(self, tensor: Buffer, name: str) -> Handle:
         """Start a sum over ranks."""
 
-    def alltoall(self, tensor: Any, name: str) -> Any:
-        """Start an exchange of N equal parts: part i goes to rank i; the result holds what came, in rank order."""
+    def alltoall(self, tensor: Buffer, name: str) -> Handle:
+        """Start an exchange of N equal parts: part i goes to rank i; the result has received parts in rank order."""
 
-    def broadcast(self, tensor: Any, name: str, root: int = 0) -> Any:
+    def broadcast(self, tensor: Buffer, name: str, root: int = 0) -> Handle:
         """Start a broadcast from rank `root` of the group."""
 
-    def wait(self, pending: Any) -> Any:
-        """The result of a collective that was started."""
+    def wait(self, pending: Handle) -> Buffer:
+        """Wait for a collective; return its result."""
 
 
-def start(transports: Mapping[str, Transport], collective: Round, buffer: Any, bucket: str) -> Any:
-    """Start a round of the exchange of `bucket`; for `Transport.wait`.
+def start(transports: Mapping[str, Transport], collective: Round, buffer: Buffer, bucket: str) -> Handle:
+    """Start a round of the exchange of `bucket`; return the handle for `Transport.wait`.
 
     Args:
         transports: transport of each group of workers.
-        collective: round that is started.
+        collective: round to start.
         buffer: buffer of this rank, see `Round`.
         bucket: name of the bucket.
     """
@@ -100,12 +104,12 @@ def start(transports: Mapping[str, Transport], collective: Round, buffer: Any, b
 
 
 class Sending(NamedTuple):
-    """What an exchange begins with.
+    """The first message of an exchange.
 
     Args:
-        buffer: buffer of the first round; may be used again at the next step.
-        elements: elements sent, as they stood in the residual: values that a codec rounds to zero stay behind.
-        decoded: values of `elements` as every rank will read them, float32.
+        buffer: buffer of the first round; may be reused at the next step.
+        elements: elements sent, with their values in the residual; without those that a codec rounds to zero.
+        decoded: values of `elements` as every rank decodes them, float32.
     """
 
     buffer: np.ndarray
@@ -115,14 +119,14 @@ class Sending(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the flags of all ranks say once all rounds are through; the same on every rank.
+    """The flags of all ranks' messages, known after the last round; the same on every rank.
 
     Args:
         finite: whether every rank's gradient was finite.
         flagged: ranks whose gradient was not finite, where the exchange knows.
         ranks_in_join: number of ranks in join.
         ranks_that_clip: number of ranks whose script clips updates, where the exchange knows; else 0.
-        overflowed: whether an owner's sums of what the ranks sent have left the range of fp32.
+        overflowed: whether a shard owner's sums overflowed fp32.
     """
 
     finite: bool = True
@@ -133,15 +137,15 @@ class Outcome:
 
 
 class Exchange(Protocol):
-    """One bucket's exchange at one density: message layout, marks, flags, bytes, and what comes of it.
+    """One bucket's exchange at one density: message layout, flags, bytes and aggregation.
 
-    ``begin``, then ``proceed`` with what each of `rounds` has brought, then ``aggregate_into``, which may be repeated;
-    ``commit`` or ``rollback`` ends the step, ``rollback`` after an error too.
+    Call ``begin``, then ``proceed`` with the result of each of `rounds`, then ``aggregate_into``, once or more;
+    ``commit`` or ``rollback`` ends the step. After an error call ``rollback``.
 
     Attributes:
         rounds: collectives of the exchange, in order.
-        outcome: outcome of the last step whose rounds are all through.
-        keeps_remainder: whether ranks keep something of what others have sent, in `State.remainder`.
+        outcome: outcome of the last step that has completed all rounds.
+        keeps_remainder: whether a rank keeps a part of the elements it receives, in `State.remainder`.
     """
 
     rounds: tuple[Round, ...]
@@ -149,70 +153,70 @@ class Exchange(Protocol):
     keeps_remainder: bool
 
     def adopt(self, rank: int, state: State) -> None:
-        """Take up what this rank keeps from step to step; before the first `begin`.
+        """Set this rank's state of the bucket, before the first `begin`.
 
         Args:
             rank: index of this worker among those that exchange the bucket, 0 <= rank < workers.
-            state: state of the bucket, or slice; an exchange may change nothing of it but `remainder`.
+            state: state of the bucket, or slice; an exchange changes only its `remainder`.
         """
 
     def sender(self, max_candidates: int) -> Sender | None:
-        """What writes the first buffer on a device, from at most `max_candidates` candidates; None: the host does."""
+        """Return the device code that writes the first buffer from at most `max_candidates` candidates, or None."""
 
     def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
-        """What this rank hands to the first round.
+        """Encode the message of the first round.
 
         Args:
-            elements: selected elements, ascending; at most the capacity of the wire format. What it sends may be less.
-            flags: sum of flags of `packet`; FLAG_NONFINITE and FLAG_JOINED are handed on by every round.
+            elements: selected elements, ascending; at most the capacity of the wire format. Fewer may be sent.
+            flags: sum of flags of `packet`; every round passes FLAG_NONFINITE and FLAG_JOINED on.
             step: schedule step, >= 0, equal on all ranks.
             draw: function that makes this rank's random source of bucket and step, for a codec that rounds at random.
         """
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
-        """Check what round `number` has brought; what the next one sends, None after the last.
+        """Check the result of round `number`; return the buffer of the next round, None after the last.
 
         Args:
             number: index of the round, from 0.
-            received: buffer that the round has brought, flat; kept until the next call.
+            received: result of the round, flat; kept until the next call.
             step: schedule step, see `begin`.
 
         Raises:
-            CorruptPacket, RankMismatch: on every rank alike. After an alltoall, or a round of a group, not all see the
-                same bytes: what one rank finds wrong it hands on, and all raise in a later round. Only what is damaged
-                in the last round of a node is seen there alone; the others wait for the next step until DGC_TIMEOUT.
+            CorruptPacket, RankMismatch: on every rank. After an alltoall, or a round of a group, ranks have different
+                bytes: a rank that finds an error passes it on, and all ranks raise it in a later round. Damage in the
+                last round inside a node is seen on that node only; other nodes time out after DGC_TIMEOUT.
         """
 
     def aggregate_into(self, outputs: Any, scale: float) -> bool:
-        """``update = scale * sum over ranks``, in one order on every rank; returns whether every element is finite.
+        """``update = scale * sum over ranks``, in one order on every rank; return whether every element is finite.
 
         Args:
             outputs: outputs of the kernels, one for each segment.
             scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.
 
         Raises:
-            CorruptPacket: on every rank alike, where packets are decoded on a device.
+            CorruptPacket: on every rank, where packets are decoded on a device.
         """
 
     @property
     def contributions(self) -> list[Elements]:
-        """What each rank sent, as far as the exchange knows; copies."""
+        """Copies of the elements that each rank sent; empty if the exchange does not know them."""
 
     def commit(self) -> None:
-        """The step is applied on every rank."""
+        """End a step that every rank applies."""
 
     def rollback(self) -> None:
-        """The step is taken back on every rank: the state of the exchange is as before `begin`."""
+        """Undo the step on every rank: restore the state of the exchange from before `begin`."""
 
 
 class FlatExchange(Exchange, Protocol):
-    """An exchange of a whole bucket, or slice of one, among equal workers.
+    """An exchange of a whole bucket, or of a slice of one, among equal workers.
 
-    One that no rank has adopted can read the last round alone: workers of a node do so with the slices of the others.
+    Without `adopt` it can read the last round only: workers of a node do so for the slices of the other workers.
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
-        """Make the memory that a step needs.
+        """Allocate the memory of a step.
 
         Args:
             bucket: layout of the bucket that is exchanged.
@@ -223,14 +227,14 @@ class FlatExchange(Exchange, Protocol):
 
     @staticmethod
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
-        """`rounds`, before any memory is made: the planner prices them, a graph is traced by them."""
+        """Return `rounds` without allocating memory, for the planner and for graphs that trace the rounds."""
 
 
 def carry(collective: Round, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What each rank receives when rank i hands over ``buffers[i]``; sums are taken in rank order.
+    """Return the result of each rank when rank i passes ``buffers[i]``; sums are taken in rank order.
 
     Args:
-        collective: round that is carried.
+        collective: round to run.
         buffers: buffers of all N ranks, in rank order, each of the size and dtype of the round.
     """
     if collective.kind == ALLGATHER:

@@ -1,15 +1,14 @@
-"""Exchanges without nodes: every packet to every worker (allgather), or the selection as a dense vector (allreduce)."""
+"""Exchanges without nodes: an allgather of packets, or an allreduce of the selection as a dense vector."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, RankMismatch
 from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Outcome, Round, Sending
-from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
+from dgc_horovod.kernels.contract import Elements, Kernels, Outputs, Sender, State
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import Draw
 from dgc_horovod.wire.packet import (
@@ -25,25 +24,25 @@ from dgc_horovod.wire.packet import (
 
 
 def different_sizes(bucket: int, what: str) -> RankMismatch:
-    """The error where what came back has another size than expected, as `what` says."""
+    """Return the error for a received buffer of an unexpected size, which `what` describes."""
     return RankMismatch(
-        f"bucket {bucket}: {what}; the ranks are at different densities: is the epoch the same everywhere?"
+        f"bucket {bucket}: {what}; the ranks are at different densities: check that every rank sets the same epoch"
     )
 
 
 def outcome_of(flags: np.ndarray) -> Outcome:
-    """What the flags in the headers of all ranks' packets say, in rank order."""
+    """Return the outcome from the flags of all ranks' packets, in rank order."""
     flagged = np.flatnonzero(flags & FLAG_NONFINITE).tolist()
     in_join, that_clip = (int(np.count_nonzero(flags & flag)) for flag in (FLAG_JOINED, FLAG_CLIPS))
     return Outcome(not flagged, flagged, in_join, that_clip, bool((flags & FLAG_OVERFLOW).any()))
 
 
 class PacketWriter:
-    """Writes packets of one form.
+    """Writes packets of one format.
 
     Args:
         wire: packet format.
-        coder: coder that is preferred.
+        coder: preferred coder.
         keeps_zeros: whether values that are rounded to zero count as sent.
 
     Memory: 4 bytes for each element of a packet.
@@ -57,10 +56,10 @@ class PacketWriter:
     def write(
         self, elements: Elements, flags: int, step: int, draw: Draw, packet: np.ndarray
     ) -> tuple[Elements, np.ndarray]:
-        """Fill `packet`; what it sends, as it stood in the residual, and the values as receivers read them.
+        """Write `packet`; return the elements sent, with their values in the residual, and the decoded values.
 
-        What was rounded to zero is not sent, so it is not masked either. Its codes stay in the packet, where they add
-        nothing: encoded without them, blocks would be others, in which more elements are rounded to zero.
+        An element that is rounded to zero does not count as sent, so it is not masked. Its code stays in the packet,
+        where it adds nothing: without it the blocks would shift, and more elements would be rounded to zero.
         """
         decoded = self._values[: elements.values.size]
         zeros = self.wire.encode(self.coder, *elements, step, flags, packet, decoded, draw)
@@ -71,7 +70,7 @@ class PacketWriter:
 
 
 class CodedExchange:
-    """The parts of `contract.Exchange` that exchanges of one packet share; see there.
+    """The common part of exchanges of one packet; see `contract.Exchange`.
 
     Memory: the packet, and 4 bytes for each of its elements.
     """
@@ -82,7 +81,7 @@ class CodedExchange:
         self.rounds = self.rounds_of(wire, workers)
         self.outcome = Outcome()
         self._bucket, self._wire, self._kernels, self._workers = bucket, wire, kernels, workers
-        self._writer = PacketWriter(wire, kernels.coder, bucket.uncompressed)  # there all elements are sent, or none
+        self._writer = PacketWriter(wire, kernels.coder, bucket.uncompressed)  # it sends all elements or none
         self._coder = self._writer.coder
         self._packet = np.zeros(wire.nbytes, np.uint8)
 
@@ -112,15 +111,15 @@ class CodedExchange:
 
 
 class AllgatherExchange(CodedExchange):
-    """Received per rank: ``(N-1)`` packets. The sum is the same to the last bit on every rank. See `contract.Exchange`.
+    """Received per rank: ``(N-1)`` packets. The sum has the same bits on every rank. See `contract.Exchange`.
 
-    Memory: the packet, its values decoded, and 8 bytes for each element received, of as many ranks at a time as take a
-    byte for each element of the bucket.
+    Memory: the packet, its decoded values, and 8 bytes for each received element of the ranks that are decoded at
+    once: as many as fit into one byte for each element of the bucket.
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         super().__init__(bucket, wire, kernels, workers)
-        self._held = min(workers, max(1, bucket.numel // (8 * wire.capacity)))  # ranks that are held decoded at once
+        self._held = min(workers, max(1, bucket.numel // (8 * wire.capacity)))  # ranks that are decoded at once
         together = not bucket.uncompressed and self._held == workers
         self._receiver = kernels.receiver(bucket, wire, workers) if together else None
         held = 0 if self._receiver is not None else self._held
@@ -143,18 +142,18 @@ class AllgatherExchange(CodedExchange):
     def proceed(self, number: int, received: np.ndarray, step: int) -> None:
         wire = self._wire
         if received.size != self._workers * wire.nbytes:
-            what = f"{received.size} bytes came back, expected {self._workers} packets of {wire.nbytes}"
+            what = f"received {received.size} bytes, expected {self._workers} packets of {wire.nbytes}"
             raise different_sizes(wire.bucket, what)
         self._packets = received.reshape(self._workers, wire.nbytes)
         self._counts, flags = wire.read_headers(self._coder, self._packets, step)
         self.outcome = outcome_of(flags)
-        if self._receiver is not None:  # what it finds wrong is known after `aggregate_into`, which changes no state
+        if self._receiver is not None:  # it reports errors after `aggregate_into`, which changes no state
             self._receiver.read(self._packets, self._counts)
         else:
-            for _ in self._groups(decoded=False):  # every packet is read before anything is changed
+            for _ in self._groups(decoded=False):  # decode every packet before anything is changed
                 pass
 
-    def aggregate_into(self, outputs: Any, scale: float) -> bool:
+    def aggregate_into(self, outputs: Outputs, scale: float) -> bool:
         if self._receiver is not None:
             finite = self._receiver.aggregate_into(outputs, scale)
             self._check()
@@ -165,10 +164,10 @@ class AllgatherExchange(CodedExchange):
         return finite
 
     def _groups(self, decoded: bool) -> Iterator[list[Elements]]:
-        """What the ranks sent, in rank order, as many ranks at a time as are held decoded.
+        """Yield the elements of all ranks in rank order, `_held` ranks at a time.
 
         Args:
-            decoded: whether the first group is decoded already; it is, if it is the only one, after `proceed`.
+            decoded: whether the first group is decoded already, as after `proceed` if there is one group.
         """
         for first in range(0, self._workers, self._held):
             group = []
@@ -191,16 +190,16 @@ class AllgatherExchange(CodedExchange):
     def _check(self) -> None:
         assert self._receiver is not None
         for rank, problem in self._receiver.problems.items():
-            raise self._wire.corrupt(rank, f"impossible: {problem}")
+            raise self._wire.corrupt(rank, f"invalid: {problem}")
 
 
 _STEP_MARK, _MARKS = 64, 3
 
 
 class DensifiedExchange(CodedExchange):
-    """Received per rank: ``2*(N-1)/N * 4n`` bytes, as of dense gradients. See `contract.Exchange`.
+    """Received per rank: ``2*(N-1)/N * 4n`` bytes, as for dense gradients. See `contract.Exchange`.
 
-    Values are rounded as in a packet, so the residual is that of any other exchange.
+    Values are rounded as in a packet, so the residual equals that of the other exchanges.
     """
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
@@ -223,7 +222,7 @@ class DensifiedExchange(CodedExchange):
     def proceed(self, number: int, received: np.ndarray, step: int) -> None:
         index, numel = self._bucket.index, self._bucket.numel
         if received.size != numel + _MARKS:
-            raise RankMismatch(f"bucket {index}: {received.size} values came back, expected {numel + _MARKS}")
+            raise RankMismatch(f"bucket {index}: received {received.size} values, expected {numel + _MARKS}")
         flags, marks, squares = received[-_MARKS:]
         mark = step % _STEP_MARK
         if marks != self._workers * mark or squares != self._workers * mark * mark:
@@ -234,10 +233,10 @@ class DensifiedExchange(CodedExchange):
         most = self._workers * (self._workers + 2)
         if not 0 <= flags <= most or flags != int(flags):  # NaN is in no range
             raise CorruptPacket(
-                f"bucket {index}: the sum of the flags is {flags}, a whole number up to {most} is possible"
+                f"bucket {index}: the sum of the flags is {flags}; it must be a whole number from 0 to {most}"
             )
         in_join, not_finite = divmod(int(flags), self._workers + 1)
         self._summed, self.outcome = received[:-_MARKS], Outcome(not_finite == 0, ranks_in_join=in_join)
 
-    def aggregate_into(self, outputs: Any, scale: float) -> bool:
+    def aggregate_into(self, outputs: Outputs, scale: float) -> bool:
         return self._kernels.aggregate_dense(outputs, self._kernels.from_host(self._summed), scale)

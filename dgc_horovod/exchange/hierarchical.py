@@ -1,4 +1,4 @@
-"""Dense inside a node, sparse between nodes: every worker exchanges the slice of the bucket that it keeps."""
+"""Exchange with nodes: dense inside a node, sparse between nodes; every worker exchanges its slice of the bucket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Topology:
     Args:
         rank: index of this worker, 0 <= rank < workers.
         workers: N = M*G >= 1.
-        node_size: G >= 1, a divisor of N; 1: every worker exchanges packets with every other.
+        node_size: G >= 1, a divisor of N; 1: every worker exchanges packets with every other worker.
     """
 
     rank: int
@@ -38,27 +38,27 @@ class Topology:
 
     @property
     def local_rank(self) -> int:
-        """Index of this worker on its node, and of the slice of every bucket that it keeps."""
+        """Index of this worker on its node, and of its slice of every bucket."""
         return self.rank % self.node_size
 
     @property
     def node(self) -> int:
-        """Index of its node."""
+        """Index of this worker's node."""
         return self.rank // self.node_size
 
     @property
     def inside(self) -> list[int]:
-        """Ranks of the workers of its node."""
+        """Ranks of the workers of this node."""
         return list(range(self.node * self.node_size, (self.node + 1) * self.node_size))
 
     @property
     def between(self) -> list[int]:
-        """Ranks of the workers of equal local rank, one of each node."""
+        """Ranks of the workers of equal local rank, one from each node."""
         return list(range(self.local_rank, self.workers, self.node_size))
 
     @property
     def groups(self) -> list[list[int]]:
-        """Ranks of the groups of all workers that collectives are made in: every node, then every local rank."""
+        """Ranks of every group of workers with collectives of its own: every node, then every local rank."""
         heads = [Topology(node * self.node_size, self.workers, self.node_size) for node in range(self.nodes)]
         return [head.inside for head in heads] + [
             Topology(local, self.workers, self.node_size).between for local in range(self.node_size)
@@ -66,7 +66,7 @@ class Topology:
 
 
 def problem_of(topology: Topology) -> str:
-    """Why there is nothing to gain from nodes, in words; "" if there is."""
+    """Return why nodes gain nothing, in words; "" if they gain."""
     if topology.node_size == 1:
         return "each node has one worker"
     if topology.node_size >= topology.workers:
@@ -76,17 +76,17 @@ def problem_of(topology: Topology) -> str:
     return ""
 
 
-_HEAD = HEADER.itemsize  # bytes that no sound message begins with
-_UNREADABLE = 0xFF  # every byte of what goes round in place of a message of another size
+_HEAD = HEADER.itemsize  # number of bytes that mark a replaced message: no valid message begins with so many 0xFF
+_UNREADABLE = 0xFF  # every byte of the buffer that replaces a message of an unexpected size
 
 
 def rounds_of(between: Sequence[Round], nodes: int, node_size: int) -> tuple[Round, ...]:
-    """The rounds between nodes, then the one inside.
+    """Return the rounds between nodes, followed by the round inside a node.
 
     Args:
         between: rounds of the exchange between nodes.
         nodes: M >= 1.
-        node_size: G >= 1; of nodes of one worker the rounds are those between them.
+        node_size: G >= 1; with 1 the rounds are those of `between`.
     """
     if node_size == 1:
         return tuple(between)
@@ -95,11 +95,11 @@ def rounds_of(between: Sequence[Round], nodes: int, node_size: int) -> tuple[Rou
 
 
 class HierarchicalExchange:
-    """An exchange for each slice of a bucket, of which this worker makes one and reads all. See `contract.Exchange`.
+    """One exchange for each slice of a bucket: this worker runs one and reads all. See `contract.Exchange`.
 
     Args:
         slices: slices of the bucket, one for each worker of the node.
-        own: index of the slice that this worker keeps.
+        own: index of this worker's slice.
         wire: packet format of one worker's selection, the same for every slice.
         kernels: backend on the device that holds the outputs.
         nodes: M >= 1.
@@ -135,7 +135,7 @@ class HierarchicalExchange:
     def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
         if number < len(self.rounds) - 2:
             return self._own.proceed(number, received, step)
-        if number == len(self.rounds) - 2:  # only the workers of one local rank see it: all see it after the next
+        if number == len(self.rounds) - 2:  # only workers of this local rank have it; the next round passes it on
             if received.size == self._round.size:
                 return received
             self._round.view(np.uint8).fill(_UNREADABLE)
@@ -147,18 +147,18 @@ class HierarchicalExchange:
         slices = len(self._exchanges)
         expected = slices * self._round.size
         if received.size != expected:
-            raise self._mismatch(f"{received.size} elements went round inside this node, expected {expected}")
+            raise self._mismatch(f"received {received.size} values inside this node, expected {expected}")
         parts = received.reshape(slices, -1)
         for local_rank, part in enumerate(parts):
             data = part.view(np.uint8)
             if (data[:_HEAD] == _UNREADABLE).all() and (data == _UNREADABLE).all():
-                raise self._mismatch(f"the workers of local rank {local_rank} have sent messages of different sizes")
+                raise self._mismatch(f"the workers of local rank {local_rank} sent messages of different sizes")
         last = len(self.rounds) - 2
         for local_rank, (exchange, part) in enumerate(zip(self._exchanges, parts, strict=True)):
             try:
                 exchange.proceed(last, part, step)
             except DGCError as error:
-                raise type(error)(f"{error} (ranks counted among those of local rank {local_rank})") from None
+                raise type(error)(f"{error} (rank numbers are node numbers, of local rank {local_rank})") from None
         found = [exchange.outcome for exchange in self._exchanges]
         self.outcome = Outcome(
             all(each.finite for each in found),
@@ -191,11 +191,11 @@ class HierarchicalExchange:
 
 
 class SlicedOutputs:
-    """`kernels.contract.Outputs` of a bucket, for exchanges that each write a slice of it.
+    """`kernels.contract.Outputs` of a bucket whose slices are written by one exchange each.
 
     Args:
         bucket: layout of the whole bucket.
-        slices: its slices.
+        slices: slices of the bucket.
         kernels: backend on the device that holds the outputs.
     """
 

@@ -1,4 +1,4 @@
-"""Every element has an owner, who adds what all send and sends the largest sums on: bytes that do not grow with N."""
+"""Exchange with shard owners: each owner sums its elements and sends the largest sums on; bytes do not grow with N."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
 from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, Outcome, Round, Sending
 from dgc_horovod.exchange.flat import PacketWriter, different_sizes, outcome_of
-from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements, Kernels, Sender, State
+from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels, Outputs, Sender, State
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import Draw
 from dgc_horovod.wire.packet import (
@@ -24,14 +24,14 @@ from dgc_horovod.wire.packet import (
     undrawn,
 )
 
-# Elements dealt together. What is selected comes in rows and columns of a layer: with so few, and a number that no
-# layer's width is a multiple of, hardly any owner has more than its share (decision 43).
+# Adjacent elements with one owner. Selected elements cluster in rows and columns of a layer: chunks this small, whose
+# size divides no common layer width, give hardly any owner more than its share (decision 43).
 CHUNK = 7
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A bucket's elements among N owners. All shards have the same size; what is beyond the bucket is never used.
+    """The assignment of a bucket's elements to N owners. All shards have the same size; the last are padded.
 
     Args:
         numel: number of elements in the bucket, >= 1.
@@ -43,12 +43,12 @@ class Shards:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements of a shard, those beyond the bucket's end included."""
+        """Number of elements of a shard, padding included."""
         chunks = -(-self.numel // CHUNK)
         return -(-chunks // self.workers) * CHUNK
 
     def dealt(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Owner of each element, and its position in the shard: ascending within a shard where `positions` are.
+        """Return each element's owner and its position in the shard, which ascends within a shard if `positions` do.
 
         Args:
             positions: positions in the bucket, int32.
@@ -58,7 +58,7 @@ class Shards:
         return owners, rows * np.int32(CHUNK) + within
 
     def in_bucket(self, owner: int, positions: np.ndarray) -> np.ndarray:
-        """Positions in the bucket, int64, of those in the shard of `owner`; beyond its end where there is no element.
+        """Convert positions in the shard of `owner` to positions in the bucket, int64; padding lies beyond its end.
 
         Args:
             owner: index of the owner, 0 <= owner < workers.
@@ -68,16 +68,16 @@ class Shards:
         return (rows * self.workers + owner) * CHUNK + within
 
 
-_LOWER = 0.9  # of the last step's smallest sum: above it the next step's largest are looked for
+_LOWER = 0.9  # factor of the last step's smallest sum: the threshold for the next step's largest sums
 
 
 class Owner:
-    """The remainder of one rank, and what a step has changed of it.
+    """The remainder r of one shard owner, and the values that the present step has overwritten.
 
     Args:
         rank: index of this worker, 0 <= rank < N.
         state: state of the bucket; `State.remainder` is made at first use.
-        shards: which worker owns which elements.
+        shards: assignment of elements to owners.
         kernels: backend on the device that holds the remainder.
     """
 
@@ -89,13 +89,13 @@ class Owner:
         self._guess = 0.0
 
     @property
-    def _remainder(self) -> Any:
+    def _remainder(self) -> Array:
         if self._state.remainder is None:
             self._state.remainder = self._kernels.new(self._numel)
         return self._state.remainder
 
     def add(self, parts: Sequence[Elements]) -> bool:
-        """``r += parts``, in rank order. False if r has left the range of fp32: then it starts again from nothing."""
+        """``r += parts``, in rank order. Return False if r overflows fp32; r is zero then."""
         self.rollback()
         r, positions = self._remainder, np.concatenate([part.positions for part in parts])
         self._before.append(Elements(positions, self._kernels.take(r, positions)))
@@ -108,7 +108,7 @@ class Owner:
         return finite
 
     def largest(self, k: int) -> Elements:
-        """The k largest sums exactly. Cost: a read of r, where the last step's smallest is a good guess."""
+        """Return the k largest sums, exactly. Cost: one read of r if the last step's smallest sum is a good guess."""
         if self._guess:
             found = self._kernels.at_least(self._remainder, self._guess)
             if found.values.size >= k:
@@ -116,7 +116,7 @@ class Owner:
         return self._kernels.top_k(self._remainder, k)
 
     def send(self, elements: Elements, decoded: np.ndarray) -> None:
-        """``r -= decoded``: these are sent on."""
+        """``r -= decoded`` at the elements that are sent on."""
         self._guess = _LOWER * float(np.abs(elements.values).min()) if elements.values.size else 0.0
         self._before.append(elements)
         kept = State(self._remainder)
@@ -124,24 +124,25 @@ class Owner:
         kept.settle()
 
     def commit(self) -> None:
-        """Nothing is to be taken back any more."""
+        """Discard the overwritten values."""
         self._before.clear()
 
     def rollback(self) -> None:
-        """Let r be as before `add`."""
+        """Restore r from before `add`."""
         while self._before:
             self._kernels.put(self._remainder, self._before.pop())
 
 
-# Room of a slot, in k/N and in square roots of it: at most 3% of what is selected do not fit (decision 43)
+# Capacity of a slot, as factors of k/N and of its square root: at most 3% of the selected elements do not fit
+# (decision 43)
 _HEADROOM, _DEVIATIONS = 1.1, 1.0
-_REFUSED = 0xFF  # every byte of the head of what an owner sends in place of a shard, before its words
+_REFUSED = 0xFF  # every header byte of a message with an error text in place of a shard
 _MISMATCH, _CORRUPT = b"m", b"c"
-_LEAST = 96  # bytes of a message of round 2: words have room there
+_LEAST = 96  # least bytes of a message of round 2: room for an error text
 
 
 class _Form(NamedTuple):
-    """The shards of a bucket, and the packets of both rounds."""
+    """The shards of a bucket, and the packet formats of both rounds."""
 
     shards: Shards
     slot: PacketFormat
@@ -149,7 +150,7 @@ class _Form(NamedTuple):
 
 
 def slot_room(share: float) -> int:
-    """Number of elements that a slot has room for, where an owner's share of what is selected is k/N."""
+    """Capacity of a slot in elements, for an owner's share of k/N of the selected elements."""
     return math.ceil(_HEADROOM * share + _DEVIATIONS * share**0.5)
 
 
@@ -168,7 +169,8 @@ def _form(wire: PacketFormat, workers: int) -> _Form:
 class ShardedExchange:
     """Received per rank: (N-1) slots and (N-1) packets of k/N elements. See `contract.Exchange`.
 
-    Flags travel in both rounds. What an owner cannot read it tells all in the second, so all raise the same.
+    Both rounds carry the flags. An owner that cannot read a packet sends an error text in round 2, so all ranks raise
+    the same error.
 
     Memory: the remainder, 4 bytes for each of n/N elements; both rounds' packets; 16 bytes for each element received.
     """
@@ -206,7 +208,7 @@ class ShardedExchange:
     def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
         self._flags, self._draw = flags, draw
         owners, positions = self._shards.dealt(elements.positions)
-        narrow = np.uint16 if self._workers <= 2**16 else np.int32  # a sort in linear time, where it can be
+        narrow = np.uint16 if self._workers <= 2**16 else np.int32  # 16-bit numbers are sorted in linear time
         order = np.argsort(owners.astype(narrow), kind="stable")  # by owner, ascending in each
         ends = np.cumsum(np.bincount(owners, minlength=self._workers))
         sent, decoded = np.zeros(elements.values.size, bool), self._values[: elements.values.size]
@@ -233,7 +235,7 @@ class ShardedExchange:
         return None
 
     def _send_on(self, received: np.ndarray, step: int) -> None:
-        """Add what was sent to this owner, and fill `_message` with the largest sums, or with what is wrong."""
+        """Add the received elements, and fill `_message` with the largest sums or with an error text."""
         owner, wire = self._owner, self._slot.wire
         assert owner is not None
         try:
@@ -256,7 +258,7 @@ class ShardedExchange:
         owner.send(*self._shard.write(largest, self._flags, step, self._draw, self._packet))
 
     def _read(self, received: np.ndarray, step: int) -> None:
-        """Decode the sums that all owners have sent on; positions are the bucket's."""
+        """Decode the sums of all owners; positions are those in the bucket."""
         wire = self._shard.wire
         if received.size != self._workers * self._message.size:
             raise _other_size(wire, received.size, self._workers * self._message.size)
@@ -274,7 +276,7 @@ class ShardedExchange:
         self._received = found
         self.outcome = outcome_of(flags)
 
-    def aggregate_into(self, outputs: Any, scale: float) -> bool:
+    def aggregate_into(self, outputs: Outputs, scale: float) -> bool:
         return self._kernels.aggregate_into(outputs, self._received, scale, fresh=True) and not self.outcome.overflowed
 
     @property
@@ -293,20 +295,20 @@ class ShardedExchange:
 def _decoded(
     wire: PacketFormat, coder: Coder, packet: np.ndarray, count: int, rank: int, shards: Shards, owner: int
 ) -> Elements:
-    """The elements of a packet whose header has been checked; positions are those in the shard of `owner`."""
+    """Decode a packet whose header has been checked; positions are those in the shard of `owner`."""
     part = Elements(np.empty(count, np.int32), np.empty(count, np.float32))
     wire.decode(coder, packet, count, rank, *part)
     if count and shards.in_bucket(owner, part.positions[-1:])[0] >= shards.numel:
-        raise wire.corrupt(rank, "impossible: it has elements beyond the end of the bucket")
+        raise wire.corrupt(rank, "invalid: it has elements beyond the end of the bucket")
     return part
 
 
 def _other_size(wire: PacketFormat, found: int, expected: int) -> RankMismatch:
-    return different_sizes(wire.bucket, f"{found} bytes came back, expected {expected}")
+    return different_sizes(wire.bucket, f"received {found} bytes, expected {expected}")
 
 
 def _refuse(message: np.ndarray, error: DGCError) -> None:
-    """Fill a message with words in place of elements, as many as it has room for."""
+    """Fill a message with the text of `error`, cut to its size."""
     kind = _MISMATCH if isinstance(error, RankMismatch) else _CORRUPT
     words = (kind + str(error).encode())[: message.size - HEADER.itemsize]
     message.fill(0)
@@ -315,7 +317,7 @@ def _refuse(message: np.ndarray, error: DGCError) -> None:
 
 
 def _refusal(message: np.ndarray) -> DGCError | None:
-    """The error that an owner has sent in place of a shard, if it has."""
+    """Return the error that an owner has sent in place of a shard, or None."""
     if not (message[: HEADER.itemsize] == _REFUSED).all():
         return None
     data = message[HEADER.itemsize :].tobytes().rstrip(b"\0")

@@ -1,7 +1,7 @@
-"""N ranks of one process that take turns: the collectives of a torch exchange, without a network.
+"""Collectives of a torch exchange between N ranks of one process that take turns, without a network.
 
-Each rank has a `Loopback`, and they share a `Board`. In one step every rank first posts, in rank order, all that it
-starts; then each may wait for what comes out. ``board.clear()`` ends the step, as names are those of the step before.
+Each rank has a `Loopback`, and all share a `Board`. In one step every rank first starts its collectives, in rank
+order; then each rank may wait for results. ``board.clear()`` ends the step, since names are reused in the next one.
 
     board = Board()
     ranks = [Loopback(rank, workers, board) for rank in range(workers)]
@@ -21,7 +21,7 @@ from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 
 class Message:
-    """One collective of a step: what each rank has put in, and what comes out."""
+    """One collective of a step: each rank's part, and the result."""
 
     def __init__(self, combine: Callable[[list[Tensor]], Tensor]) -> None:
         self.parts: list[Tensor] = []
@@ -29,22 +29,22 @@ class Message:
         self._result: Tensor | None = None
 
     def result(self) -> Tensor:
-        """What comes out, the same object for every rank."""
+        """Return the result, the same object for every rank."""
         if self._result is None:
             self._result = self._combine(self.parts)
         return self._result
 
 
-Board = dict[str, Message]  # of one step, by name
+Board = dict[str, Message]  # the messages of one step, by name
 
 
 class Loopback(Collectives):
-    """The collectives of one of N ranks of this process, which post in rank order and wait when all have posted.
+    """The collectives of one of N ranks of this process; ranks start them in rank order and wait after all started.
 
     Args:
         rank: index of this rank, 0 <= rank < workers.
         workers: N >= 1.
-        board: the messages of the present step, which all N share.
+        board: messages of the present step, shared by all N ranks.
     """
 
     def __init__(self, rank: int, workers: int, board: Board) -> None:
@@ -52,33 +52,35 @@ class Loopback(Collectives):
         self._board = board
 
     def allgather(self, packet: Tensor, name: str) -> Pending:
-        """Post a part of what is put together in rank order."""
+        """Start an allgather; the result has the parts in rank order."""
         return self._post(packet, name, torch.cat)
 
     def allreduce(
         self, tensor: Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
     ) -> Pending:
-        """Post a term of what is summed in rank order."""
+        """Start a sum, taken in rank order."""
         factor = postscale / self.workers if averages else postscale
         return self._post(tensor * prescale, name, lambda parts: sum(parts[1:], parts[0]) * factor)
 
     def alltoall(self, tensor: Tensor, name: str) -> Pending:
-        """Post N equal parts, of which each rank gets its own from everybody."""
+        """Start an exchange of N equal parts; each rank gets its part from every rank."""
         return self._post(tensor, name, lambda parts: torch.stack([p.view(self.workers, -1) for p in parts], 1))
 
     def broadcast(self, tensor: Tensor, name: str, root: int = 0) -> Pending:
-        """Post what only that of rank `root` counts of."""
+        """Start a broadcast from rank `root`; parts of other ranks are ignored."""
         return self._post(tensor, name, lambda parts: parts[root])
 
     def _is_done(self, handle: Message) -> bool:
         if len(handle.parts) != self.workers:
-            raise UnsupportedUse(f"{len(handle.parts)} of {self.workers} ranks have posted: all must, before one waits")
+            raise UnsupportedUse(
+                f"{len(handle.parts)} of {self.workers} ranks have started this collective; start it on all, then wait"
+            )
         return True
 
     def _result(self, handle: Message) -> Tensor:
-        """What comes out; a rank may write to it."""
+        """Return a copy of the result, which a rank may write to."""
         result = handle.result()
-        return (result[self.rank].reshape(-1) if result.dim() == 3 else result).clone()  # of an alltoall: one's own
+        return (result[self.rank].reshape(-1) if result.dim() == 3 else result).clone()  # alltoall: this rank's part
 
     def _post(self, part: Tensor, name: str, combine: Callable[[list[Tensor]], Tensor]) -> Pending:
         message = self._board.setdefault(name, Message(combine))

@@ -19,24 +19,24 @@ from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 @dataclass(frozen=True)
 class SessionView:
-    """The parts of an optimizer, or of all tapes with the same settings; `session` makes it."""
+    """The parts of an optimizer, or of all tapes with the same settings; made by `session`."""
 
     _distribution: Distribution
-    _strategy: Any  # an optimizer's; a tape is not kept alive
+    _strategy: Any  # the optimizer's strategy; None for a tape
 
     @property
     def settings(self) -> Settings:
-        """What it was wrapped with; ``config`` is None where nothing is compressed."""
+        """Settings of the wrapping; ``config`` is None if nothing is compressed."""
         return self._distribution.settings
 
     @property
     def exchanges(self) -> list[GradientExchange]:
-        """Its exchanges, one for each set of variables that was trained; none before the first step."""
+        """Exchanges, one for each set of variables that was trained; empty before the first step."""
         return self._distribution.exchanges
 
     @property
     def exchange(self) -> GradientExchange:
-        """The exchange, where there is one."""
+        """The only exchange."""
         (exchange,) = self.exchanges
         return exchange
 
@@ -60,12 +60,12 @@ class SessionView:
         return rounds
 
     def residuals(self) -> ResidualState | None:
-        """What is owed to the model: within a round of local steps too, without the inner optimizer's variables."""
+        """Copy the residuals, also within a round of local steps, without the inner optimizer's variables."""
         return self._distribution.residuals(own=False)
 
 
 def session(wrapped: Any) -> SessionView:
-    """The parts of `wrapped`, an optimizer or a tape."""
+    """Return the parts of `wrapped`, an optimizer or a tape."""
     return SessionView(wrapped._dgc.distribution, getattr(wrapped._dgc, "strategy", None))
 
 

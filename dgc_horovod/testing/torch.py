@@ -1,9 +1,8 @@
-"""The parts of a torch optimizer that ``DistributedOptimizer`` or ``register`` has wrapped, with Horovod or without."""
+"""The parts of a torch optimizer wrapped by ``DistributedOptimizer`` or ``register``, with or without Horovod."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from dgc_horovod.session.auto import Choice
 from dgc_horovod.state.residual_state import ResidualState
@@ -16,14 +15,14 @@ from dgc_horovod.torch.session.session import Session, session_of
 
 @dataclass(frozen=True)
 class SessionView:
-    """The parts of an optimizer as they are now; after the ranks have changed, or a step, look again.
+    """The parts of an optimizer at one time; take a new view after a step or a change of ranks.
 
     Args:
-        exchange: its exchange: parameters by name, collectives, clipping, engines, counters and config.
-        rounds: the rounds of local steps; None without.
-        choice: the choice of ``Compression.auto``; None without.
-        told: keys of the notices that rank 0 has given once.
-        under_way: number of parameters whose gradient of the present step has come.
+        exchange: exchange: parameters by name, collectives, clipping, engines, counters and config.
+        rounds: rounds of local steps; None without local steps.
+        choice: choice of ``Compression.auto``; None without auto.
+        told: keys of the notices that rank 0 has given.
+        under_way: number of parameters whose gradient of the present step is there.
     """
 
     exchange: GradientExchange
@@ -33,27 +32,27 @@ class SessionView:
     under_way: int
 
 
-def session(optimizer: Any) -> SessionView:
-    """The parts of `optimizer`, which compresses on this rank."""
+def session(optimizer: object) -> SessionView:
+    """Return the parts of `optimizer`, which compresses on this rank."""
     found = _session(optimizer)
     rounds = found.strategy.rounds if isinstance(found.strategy, LocalSteps) else None
     choice = found.strategy.choice if isinstance(found.strategy, AutoTuned) else None
     return SessionView(found.exchange, rounds, choice, frozenset(found.told), len(found.passes.results))
 
 
-def _session(optimizer: Any) -> Session:
+def _session(optimizer: object) -> Session:
     found = session_of(optimizer)
     assert found is not None
     return found
 
 
-def take(optimizer: Any, mode: str, on_trial: bool = False) -> None:
-    """Let ``Compression.auto`` go on with `mode`, whatever the clock says; on every rank, between two steps.
+def take(optimizer: object, mode: str, on_trial: bool = False) -> None:
+    """Make ``Compression.auto`` use `mode` without measuring; call it on every rank, between two steps.
 
     Args:
-        optimizer: one that chooses.
+        optimizer: optimizer with ``Compression.auto``.
         mode: DENSE or COMPRESSED of ``planning.trial``.
-        on_trial: whether compression is measured now, and the choice still to be made.
+        on_trial: whether compression is on trial, and the choice is still to be made.
     """
     found = _session(optimizer)
     assert isinstance(found.strategy, AutoTuned)
@@ -65,11 +64,11 @@ def take(optimizer: Any, mode: str, on_trial: bool = False) -> None:
     found.strategy.switch(mode)
 
 
-def kept_by(optimizer: Any) -> ResidualState:
-    """The record of what this rank has kept, between two steps."""
+def kept_by(optimizer: object) -> ResidualState:
+    """Copy the state of this rank, between two steps."""
     return state.kept_by(_session(optimizer))
 
 
-def copied(optimizer: Any) -> ResidualState:
-    """The same without what stands in the optimizer's state, whatever is under way."""
+def copied(optimizer: object) -> ResidualState:
+    """Copy the state of this rank without the optimizer's own; possible within a step."""
     return _session(optimizer).kept.record(own=False)

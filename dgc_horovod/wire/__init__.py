@@ -1,1 +1,1 @@
-"""The bytes that travel: what is in a bucket, packets, codecs."""
+"""The wire format: buckets and their segments, packets, codecs."""

@@ -1,4 +1,4 @@
-"""A bucket: a flat run of parameters that are exchanged together; and runs in it that elements are selected from."""
+"""A bucket, a flat run of parameters that are exchanged together, and the ranges that elements are selected from."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PADDING = ""
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter inside a bucket, or a run of one: elements ``start`` to ``start + numel``.
+    """One parameter inside a bucket, or a part of one: elements ``start`` to ``start + numel``.
 
     Args:
         name: name of the parameter; `PADDING` for zeros that belong to none.
         start: index of its first element in the bucket.
         numel: number of its elements in the bucket.
-        offset: index of the first of them in the parameter.
+        offset: index in the parameter of the segment's first element.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Segment:
 
     @property
     def place(self) -> slice:
-        """Its elements among those of the bucket."""
+        """The segment's elements, as a slice of the bucket."""
         return slice(self.start, self.start + self.numel)
 
 
@@ -36,7 +36,7 @@ class Bucket:
     Args:
         index: index of the bucket among all, from 0.
         segments: parameters of the bucket, one after another.
-        uncompressed: whether every element is sent, none selected: small tensors whose values are coded.
+        uncompressed: whether every element is sent, without selection: a bucket of small tensors with coded values.
         values: value codec of an uncompressed bucket; "" otherwise.
     """
 
@@ -47,7 +47,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """Name of its collective."""
+        """Name of the bucket's collective."""
         return f"bucket{self.index}"
 
     @property
@@ -56,10 +56,10 @@ class Bucket:
         return last.start + last.numel
 
     def slices(self, count: int) -> tuple[Bucket, ...]:
-        """The bucket cut into `count` equal runs, buckets of ``ceil(numel / count)`` elements; the last are padded.
+        """Cut the bucket into `count` buckets of ``ceil(numel / count)`` elements each; the last ones are padded.
 
         Args:
-            count: G >= 1, the workers of a node, each of which keeps one.
+            count: G >= 1, number of workers of a node; each keeps one slice.
         """
         if count == 1:
             return (self,)
@@ -80,7 +80,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SelectionRange:
-    """A run of a bucket from which `k` elements are selected together."""
+    """A range of a bucket from which `k` elements are selected."""
 
     start: int
     numel: int
@@ -88,5 +88,5 @@ class SelectionRange:
 
     @property
     def place(self) -> slice:
-        """Its elements among those of the bucket."""
+        """The range's elements, as a slice of the bucket."""
         return slice(self.start, self.start + self.numel)

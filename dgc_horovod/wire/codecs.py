@@ -1,4 +1,4 @@
-"""How positions and values are written in a packet: the NumPy reference, which other coders match byte for byte."""
+"""Codecs of a packet's positions and values: the NumPy reference, which other coders match byte for byte."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from dgc_horovod.errors import CorruptPacket
 
 _HALF = np.uint32(16)  # bits
 _NAN = np.uint16(0x7FC0)
-_LARGEST = np.uint32(0x7F7F0000)  # finite one
+_LARGEST = np.uint32(0x7F7F0000)  # largest finite bfloat16, as float32 bits
 _UPPER, _EXPONENT_AND_DIGITS = np.uint32(0xFFFF0000), np.uint32(0x7FFF0000)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """Float32 values as the bits of bfloat16 ones, uint16; to nearest, halves to even, finite ones to finite ones."""
+    """Round float32 values to bfloat16, as uint16 bits: to nearest, ties to even; finite values stay finite."""
     values = np.ascontiguousarray(values, np.float32)
     bits = values.view(np.uint32)
-    bits = np.where((bits & _EXPONENT_AND_DIGITS) == _LARGEST, bits & _UPPER, bits)  # none is rounded to infinity
+    bits = np.where((bits & _EXPONENT_AND_DIGITS) == _LARGEST, bits & _UPPER, bits)  # else it is rounded to infinity
     nearest = ((bits + np.uint32(0x7FFF) + ((bits >> _HALF) & np.uint32(1))) >> _HALF).astype(np.uint16)
     return np.where(np.isnan(values), _NAN, nearest)
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """Bits of bfloat16 values as float32, exactly."""
+    """Convert the bits of bfloat16 values to float32, exactly."""
     return (bits.astype(np.uint32) << _HALF).view(np.float32)
 
 
 class IndexCodec(Protocol):
-    """One way to write positions in [0, numel), at most `capacity` of them. All sizes are whole 32-bit words."""
+    """Encodes positions in [0, numel), at most `capacity` of them. All sizes are whole 32-bit words."""
 
     code: int
     name: str
 
     def nbytes(self, numel: int, capacity: int) -> int:
-        """Size, whatever is written."""
+        """Encoded size in bytes, independent of the positions."""
 
     def encode(self, positions: np.ndarray, numel: int, capacity: int, out: np.ndarray) -> None:
-        """Write ascending unique positions into `out`, `nbytes` zero bytes."""
+        """Write ascending unique positions into `out`, which holds `nbytes` zero bytes."""
 
     def decode(self, data: np.ndarray, count: int, numel: int, capacity: int) -> np.ndarray:
-        """`count` int32 positions, ascending and within [0, numel); anything else raises CorruptPacket."""
+        """Return `count` int32 positions; raise CorruptPacket unless they ascend within [0, numel)."""
 
 
 def word_bytes(bits: int) -> int:
-    """Bytes of the whole 32-bit words that hold `bits`."""
+    """Number of bytes of the 32-bit words that hold `bits` bits."""
     return -(-bits // 32) * 4
 
 
@@ -59,15 +59,15 @@ def _checked(positions: np.ndarray, numel: int) -> np.ndarray:
 class EliasFanoIndices:
     """Elias-Fano: the low bits of each position as they are, the high parts as a unary bitmap.
 
-    Position i sets bit ``(position >> low) + i`` of the bitmap, so the bitmap has ``capacity + numel / 2**low`` bits
-    and all of it ``low + 1 + numel / (capacity * 2**low)`` bits a position.
+    Position i sets bit ``(position >> low) + i`` of the bitmap. The bitmap has ``capacity + numel / 2**low`` bits; low
+    bits and bitmap together take ``low + 1 + numel / (capacity * 2**low)`` bits a position.
     """
 
     code, name = 2, "elias-fano"
 
     @staticmethod
     def low_bits(numel: int, capacity: int) -> int:
-        """The number of low bits that makes the whole smallest."""
+        """Number of low bits that minimizes the encoded size."""
         return min(range(32), key=lambda low: capacity * low + ((numel - 1) >> low))
 
     def nbytes(self, numel: int, capacity: int) -> int:
@@ -96,7 +96,7 @@ class EliasFanoIndices:
 
 
 class EveryIndex:
-    """No positions: all elements are sent, or none."""
+    """Writes no positions: a packet has all elements or none."""
 
     code, name = 3, "every"
 
@@ -108,36 +108,36 @@ class EveryIndex:
 
     def decode(self, data: np.ndarray, count: int, numel: int, capacity: int) -> np.ndarray:
         if count not in (0, numel):
-            raise CorruptPacket(f"{count} elements in a packet that carries all {numel} or none")
+            raise CorruptPacket(f"the packet has {count} elements; it must have all {numel} or none")
         return np.arange(count, dtype=np.int32)
 
 
 INDEX_CODECS: dict[str, IndexCodec] = {c.name: c for c in (EliasFanoIndices(), EveryIndex())}
 
 
-BLOCK = 256  # values that share scales
+BLOCK = 256  # values with common scales
 _SIZE = np.uint32(0x7FFFFFFF)
 _INFINITY = 0x7F800000
-Draw = Callable[[], np.random.Generator]  # of this rank, bucket and step: the same at every call
+Draw = Callable[[], np.random.Generator]  # depends on rank, bucket and step alone: the same at every call
 
 
 class ValueCodec(Protocol):
-    """One way to write float32 values, at most `capacity` of them. All sizes are whole 32-bit words."""
+    """Encodes float32 values, at most `capacity` of them. All sizes are whole 32-bit words."""
 
     code: int
     name: str
 
     def nbytes(self, capacity: int) -> int:
-        """Size, whatever is written."""
+        """Encoded size in bytes, independent of the values."""
 
     def scales_at(self, capacity: int) -> int:
-        """Where the blocks' scales begin, behind the values' codes."""
+        """Byte offset of the blocks' scales, which follow the values' codes."""
 
     def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
-        """Write finite values into `out`, `nbytes` zero bytes; ``draw()`` gives the random source of this step."""
+        """Write finite values into `out`, `nbytes` zero bytes; ``draw()`` returns the random source of this step."""
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
-        """The float32 values as receivers read them; CorruptPacket if they cannot have been written."""
+        """Return `count` float32 values; raise CorruptPacket if no encoder writes such data."""
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
@@ -147,7 +147,7 @@ def _finite(values: np.ndarray) -> np.ndarray:
 
 
 class FloatValues:
-    """IEEE fp32, or fp16, which saturates at +-65504."""
+    """IEEE fp32, or fp16 that saturates at +-65504."""
 
     def __init__(self, code: int, name: str, dtype: str) -> None:
         self.code, self.name, self.dtype = code, name, np.dtype(dtype)
@@ -167,7 +167,7 @@ class FloatValues:
 
 
 class BFloat16Values:
-    """bfloat16, rounded to nearest even, saturating at its largest finite number."""
+    """bfloat16, rounded to nearest even; it saturates at its largest finite number."""
 
     code, name = 3, "bf16"
     _LARGEST = np.uint32(0x7F7F0000)
@@ -192,10 +192,10 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 class BlockValues:
-    """Codes of a few bits each, then float32 scales for every block of 256 values.
+    """A code of a few bits for each value, then float32 scales for every block of 256 values.
 
-    A codec of this kind turns rows of a block into codes and scales, and back; short rows are filled with zeros, which
-    `inside` marks.
+    A subclass turns rows of one block each into codes and scales, and back. A short row is filled with zeros; `inside`
+    is False there.
     """
 
     code: int
@@ -234,16 +234,16 @@ class BlockValues:
             return self.decode_rows(rows, scales).reshape(-1)[:count].astype(np.float32)
 
     def encode_rows(self, x: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales of (blocks, 256) values."""
+        """Return the codes and scales of (blocks, 256) values."""
         raise NotImplementedError
 
     def decode_rows(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Values of (blocks, 256) codes."""
+        """Return the values of (blocks, 256) codes."""
         raise NotImplementedError
 
 
 def _rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`x` as rows of one block each, and which entries are of x."""
+    """Return `x` as rows of one block each, and a mask of the entries that come from x."""
     blocks = -(-x.size // BLOCK)
     rows = np.zeros(blocks * BLOCK, x.dtype)
     rows[: x.size] = x
@@ -251,7 +251,7 @@ def _rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class EightBitValues(BlockValues):
-    """8 bits: whole multiples, -127 to 127, of a 127th of the block's largest. 8.125 bits a value."""
+    """8 bits: an integer from -127 to 127, times a 127th of the block's largest magnitude. 8.125 bits a value."""
 
     code, name, bits, scales = 4, "8bit", 8, 1
 
@@ -266,10 +266,10 @@ class EightBitValues(BlockValues):
 
 
 class FourBitValues(BlockValues):
-    """4 bits: sign and one of eight magnitudes between the block's least and largest. 4.25 bits a value.
+    """4 bits: sign and one of eight magnitudes from the block's least to its largest. 4.25 bits a value.
 
-    They are evenly spaced on the scale of the float's bit pattern, which is logarithmic by octaves and linear within
-    one; at most seven octaves below the largest, and what is smaller counts as that.
+    The magnitudes are evenly spaced on the scale of the float's bit pattern, which is logarithmic by octaves and
+    linear within one. They span at most seven octaves below the largest; smaller values take the smallest magnitude.
     """
 
     code, name, bits, scales = 5, "4bit", 4, 2
@@ -290,13 +290,13 @@ class FourBitValues(BlockValues):
         ends = scales.view(np.uint32).astype(np.int64)
         least, most = ends[:, :1], ends[:, 1:]
         if (least > most).any() or (most - least > self._RANGE).any():
-            raise CorruptPacket("magnitudes whose ends are not in order, or too far apart")
+            raise CorruptPacket("the least and largest magnitudes are out of order or too far apart")
         size = least + ((most - least) * (codes & 7) + 3) // 7
         return (size | (codes & 8) << 28).astype(np.uint32).view(np.float32)
 
 
 class TwoBitValues(BlockValues):
-    """2 bits: sign, and one of two magnitudes: the means below and above the block's mean. 2.25 bits a value."""
+    """2 bits: sign, and the mean of the magnitudes below or above the block's mean. 2.25 bits a value."""
 
     code, name, bits, scales = 6, "2bit", 2, 2
 
@@ -317,7 +317,7 @@ class TwoBitValues(BlockValues):
 
 
 def _in_order(rows: np.ndarray) -> np.ndarray:
-    """Sum of each row, one after another: the order that a plain loop has."""
+    """Sum each row in the order of its elements, as a plain loop does."""
     return np.cumsum(rows, axis=1)[:, -1:]
 
 

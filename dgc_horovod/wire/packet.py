@@ -1,8 +1,8 @@
 """The wire format: one rank's selected elements of one bucket as one fixed-size byte string.
 
 ``header (36 bytes) | indices | values``, little-endian, each part padded to whole 32-bit words. The size
-is a pure function of (numel, capacity, codecs), so that Horovod's response cache always hits; the count
-of elements that are in it, those rounded to zero too, stands in the header and the rest of the payload is zero.
+is a pure function of (numel, capacity, codecs), so Horovod's response cache always hits. The header has the
+number of elements, including those rounded to zero; the unused rest of the payload is zero.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ HEADER = np.dtype(
 )
 CHECKSUM_FACTOR = 0x9E3779B97F4A7C15
 CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
-# What device coders find in a packet
+# Problems that device coders report
 BAD_POSITIONS = "positions do not ascend within the bucket"
 BAD_VALUES = "values or scales that no sender writes"
 
 
 def undrawn() -> np.random.Generator:
-    """For whoever has no source that every try of a step draws alike from."""
-    raise AssertionError("this codec rounds at random, and nobody has given it a random source")
+    """The default `draw`, for codecs that do not round at random."""
+    raise AssertionError("a codec that rounds at random needs a random source; pass draw")
 
 
 @dataclass(frozen=True)
 class PacketFormat:
-    """What the ranks must agree on to read each other's packets of one bucket.
+    """The format of one bucket's packets, equal on all ranks.
 
     Args:
         bucket: index of the bucket, from 0.
@@ -68,22 +68,22 @@ class PacketFormat:
 
     @cached_property
     def values_at(self) -> int:
-        """Where the values begin in the body, which is what follows the header."""
+        """Byte offset of the values in the body. The body is the packet without its header."""
         return INDEX_CODECS[self.indices].nbytes(self.numel, self.capacity)
 
     @cached_property
     def scales_at(self) -> int:
-        """Where in the body the scales of the values' blocks begin."""
+        """Byte offset in the body of the scales of the values' blocks."""
         return self.values_at + VALUE_CODECS[self.values].scales_at(self.capacity)
 
     @cached_property
     def body_bytes(self) -> int:
-        """Size of a packet without its header."""
+        """Bytes of a packet without its header."""
         return self.values_at + VALUE_CODECS[self.values].nbytes(self.capacity)
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of a packet, whatever it carries."""
+        """Bytes of a packet, independent of its content."""
         return HEADER.itemsize + self.body_bytes
 
     @cached_property
@@ -93,7 +93,7 @@ class PacketFormat:
 
     @cached_property
     def constants(self) -> np.ndarray:
-        """The header of every packet, but for step, flags, count and checksum."""
+        """A header with the fields that all packets share: all but step, flags, count and checksum."""
         header = np.zeros(1, HEADER)
         for name, value in self.expected(0).items():
             header[name] = value
@@ -101,7 +101,7 @@ class PacketFormat:
 
     @cached_property
     def _agreed(self) -> np.ndarray:
-        """Which bytes of a header are those of `constants`."""
+        """Mask of the header bytes that `constants` defines."""
         agreed = np.zeros(HEADER.itemsize, bool)
         for name in self.expected(0).keys() - {"step"}:
             dtype, start = HEADER.fields[name][:2]  # type: ignore[index]
@@ -109,7 +109,7 @@ class PacketFormat:
         return agreed
 
     def expected(self, step: int) -> dict[str, int]:
-        """The header fields in which all packets of one step must agree."""
+        """Header fields that are equal in all packets of one step."""
         return {
             "magic": MAGIC,
             "version": VERSION,
@@ -133,15 +133,15 @@ class PacketFormat:
         decoded: np.ndarray,
         draw: Draw = undrawn,
     ) -> int:
-        """Write a packet into `out`, and into `decoded` the values as the receivers will read them.
+        """Write a packet into `out`, and the values as receivers decode them into `decoded`.
 
         Args:
             coder: coder that writes the body.
             positions: positions of the elements, int32, ascending and unique, at most `capacity`.
             values: values at them, float32, finite.
             step: schedule step of the sender, >= 0.
-            flags: a sum of FLAG_NONFINITE where a gradient was not finite, FLAG_JOINED where the sender is in join,
-                FLAG_CLIPS where its script clips updates, FLAG_OVERFLOW where an owner's sums have left fp32's range.
+            flags: a sum of FLAG_NONFINITE (a gradient is not finite), FLAG_JOINED (the sender is in join), FLAG_CLIPS
+                (the sender's script clips updates), FLAG_OVERFLOW (a shard owner's sums overflow fp32).
             out: buffer of the packet, `nbytes` uint8, overwritten.
             decoded: buffer for the values, float32, of their size.
             draw: function that makes the random source, for a codec that rounds at random.
@@ -158,11 +158,11 @@ class PacketFormat:
         return zeros
 
     def read_headers(self, coder: Coder, packets: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Check the headers of all ranks' packets, (ranks, nbytes) uint8; returns counts and flags.
+        """Check the headers of all ranks' packets, (ranks, nbytes) uint8; return their counts and flags.
 
         Raises:
-            CorruptPacket: magic, checksum, count or flags are impossible.
-            RankMismatch: the packet is sound, but of another version, bucket, step, size or codec.
+            CorruptPacket: magic, checksum, count or flags are invalid.
+            RankMismatch: a packet is valid, but of another version, bucket, step, size or codec.
         """
         headers = np.ascontiguousarray(packets[:, : HEADER.itemsize]).view(HEADER)[:, 0]
         sums = np.array([coder.checksum(packet) for packet in packets], np.uint32)
@@ -172,23 +172,23 @@ class PacketFormat:
         different = ((packets[:, : HEADER.itemsize] != self.constants.view(np.uint8)) & self._agreed).any(axis=1)
         for rank in np.flatnonzero(different | (headers["step"] != step % 2**32)).tolist():
             raise self._mismatch(rank, headers[rank], step)
-        impossible = (headers["count"] > self.capacity) | ((headers["flags"] & ~_FLAGS) != 0)
-        for rank in np.flatnonzero(impossible).tolist():
+        invalid = (headers["count"] > self.capacity) | ((headers["flags"] & ~_FLAGS) != 0)
+        for rank in np.flatnonzero(invalid).tolist():
             count, flags = headers["count"][rank], headers["flags"][rank]
-            raise self.corrupt(rank, f"impossible: count {count} (at most {self.capacity}), flags {flags}")
+            raise self.corrupt(rank, f"invalid: count {count} (at most {self.capacity}), flags {flags}")
         return headers["count"].astype(np.int64), headers["flags"]
 
     def _mismatch(self, rank: int, header: np.ndarray, step: int) -> RankMismatch:
         name, ours = next((name, ours) for name, ours in self.expected(step).items() if header[name] != ours)
         return RankMismatch(
-            f"bucket {self.bucket}: rank {rank} sent a packet with {name} {header[name]}, here it is {ours}; all ranks "
+            f"bucket {self.bucket}: rank {rank} sent a packet with {name} {header[name]}, expected {ours}; all ranks "
             "must run the same version, config, model and number of steps"
         )
 
     def decode(
         self, coder: Coder, packet: np.ndarray, count: int, rank: int, positions: np.ndarray, values: np.ndarray
     ) -> None:
-        """Read the elements of one packet whose header has been checked.
+        """Decode the elements of one packet whose header has been checked.
 
         Args:
             coder: coder that reads the body.
@@ -201,10 +201,10 @@ class PacketFormat:
             CorruptPacket: the positions are not ascending within the bucket, or a value is not finite.
         """
         if problem := coder.decode(self, packet[HEADER.itemsize :], count, positions, values):
-            raise self.corrupt(rank, f"impossible: {problem}")
+            raise self.corrupt(rank, f"invalid: {problem}")
 
     def corrupt(self, rank: int, what: str) -> CorruptPacket:
-        """The error for a packet of `rank`."""
+        """Return the error for a packet of `rank`; `what` is the predicate of its sentence."""
         return CorruptPacket(f"bucket {self.bucket}: the packet of rank {rank} is {what}")
 
 
@@ -212,7 +212,7 @@ class Coder(Protocol):
     """Writes and reads packets' bodies, byte for byte as `NumpyCoder` does."""
 
     def supports(self, wire: PacketFormat) -> bool:
-        """Whether it knows both codecs; what it does not know `NumpyCoder` writes and reads."""
+        """Whether this coder has both codecs of `wire`; `coder_for` falls back to `NumpyCoder`."""
 
     def encode(
         self,
@@ -223,18 +223,18 @@ class Coder(Protocol):
         decoded: np.ndarray,
         draw: Draw,
     ) -> int:
-        """Write the elements into a body of zeros; `decoded` gets the values as read back. Returns their zeros."""
+        """Write the elements into a body of zeros and the decoded values into `decoded`; return how many are zero."""
 
     def decode(
         self, wire: PacketFormat, body: np.ndarray, count: int, positions: np.ndarray, values: np.ndarray
     ) -> str:
-        """Read `count` elements of a body; returns what is wrong with them, or ""."""
+        """Decode `count` elements of a body; return a description of the problem, or ""."""
 
     def checksum(self, packet: np.ndarray) -> int:
-        """The upper half of ``F * (sum of w_i * word_i)`` modulo 2^64, without the checksum's own word.
+        """Return the upper half of ``F * (sum of w_i * word_i)`` modulo 2^64, without the checksum's own word.
 
-        The weights are ``2*i + 1``, F is an odd constant that spreads every bit upwards. A sum can be taken in any
-        order; a change goes unseen once in 2^32 times.
+        The weights are ``2*i + 1``; F is an odd constant that spreads every bit upwards. The order of the sum does not
+        matter. A change goes undetected once in 2^32 times.
         """
 
 
@@ -280,5 +280,5 @@ _NUMPY = NumpyCoder()
 
 
 def coder_for(wire: PacketFormat, preferred: Coder) -> Coder:
-    """`preferred` where it knows both codecs of `wire`, else the one in NumPy."""
+    """Return `preferred` if it has both codecs of `wire`, else the NumPy coder."""
     return preferred if preferred.supports(wire) else _NUMPY
