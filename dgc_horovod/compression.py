@@ -55,7 +55,7 @@ class ConfiguredCompressor:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"
 
-    def compress(self, tensor: Any) -> Any:
+    def compress(self, tensor: object) -> Any:
         """Raises UnsupportedUse: see the class."""
         raise UnsupportedUse(
             f"this compression was given to horovod.{self.framework}'s own optimizer or function, which cannot run it; "
@@ -63,7 +63,7 @@ class ConfiguredCompressor:
             "unchanged script with dgcrun"
         )
 
-    def decompress(self, tensor: Any, ctx: Any) -> Any:
+    def decompress(self, tensor: object, ctx: object) -> Any:
         """Raises UnsupportedUse: see the class."""
         return self.compress(tensor)
 
@@ -74,7 +74,7 @@ class Presets:
     compressor: type[ConfiguredCompressor]
 
     @classmethod
-    def dgc(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
+    def dgc(cls, density: float = DGCConfig.density, **fields: object) -> Any:
         """Deep Gradient Compression: top-k of locally accumulated momentum (arXiv 1712.01887, sections 3.1 and 3.2).
 
         ``u = m*u + g;  v = v + u;  s = top_k(v);  v = v - s;  u = 0 where s;  w = w - lr * mean(s)``
@@ -91,7 +91,7 @@ class Presets:
         return cls._preset("dgc", density=density, **fields)
 
     @classmethod
-    def auto(cls, total_steps: int | None = None, **fields: Any) -> Any:
+    def auto(cls, total_steps: int | None = None, **fields: object) -> Any:
         """Whatever is faster here: stock Horovod's exchange, or `dgc` at a density that fits the run.
 
         The job begins with stock Horovod's exchange, and times it. Where the cost model says that compression is
@@ -106,7 +106,7 @@ class Presets:
         return cls._preset("auto", total_steps=total_steps, **fields)
 
     @classmethod
-    def topk(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
+    def topk(cls, density: float = DGCConfig.density, **fields: object) -> Any:
         """TopK-SGD: top-k with error feedback (arXiv 1911.08772, section 2); the optimizer keeps its own momentum.
 
         ``v = v + g;  s = top_k(v);  v = v - s;`` the optimizer's step then takes ``mean(s)`` for the gradient.
@@ -119,7 +119,7 @@ class Presets:
         return cls._preset("topk", density=density, **fields)
 
     @classmethod
-    def sampled(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
+    def sampled(cls, density: float = DGCConfig.density, **fields: object) -> Any:
         """`topk` with the threshold of a sample of the elements, 1% of them (arXiv 1712.01887, section 5).
 
         Args:
@@ -128,7 +128,7 @@ class Presets:
         return cls._preset("sampled", density=density, **fields)
 
     @classmethod
-    def gaussian(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
+    def gaussian(cls, density: float = DGCConfig.density, **fields: object) -> Any:
         """GaussianK-SGD: `topk` with the threshold of a normal distribution (arXiv 1911.08772, section 3).
 
         ``threshold = mean + std * ppf(1 - density/2)``, then a bracketed search until the count is near k.
@@ -139,7 +139,7 @@ class Presets:
         return cls._preset("gaussian", density=density, **fields)
 
     @classmethod
-    def local(cls, steps: int = _LOCAL["local_steps"], density: float = _LOCAL["density"], **fields: Any) -> Any:
+    def local(cls, steps: int = _LOCAL["local_steps"], density: float = _LOCAL["density"], **fields: object) -> Any:
         """Local steps: H steps of the optimizer on each rank, then an exchange of the weights' change (SparseLoCo).
 
         ``delta = anchor - w;  e = 0.95*e + delta;  s = top_k(e);  e = e - s;  b = m*b + mean(s);
@@ -158,7 +158,7 @@ class Presets:
         return cls._preset("local", local_steps=steps, density=density, **fields)
 
     @classmethod
-    def random(cls, density: float = DGCConfig.density, **fields: Any) -> Any:
+    def random(cls, density: float = DGCConfig.density, **fields: object) -> Any:
         """Random-k with error feedback: the baseline, much worse than top-k at the same density.
 
         Args:
@@ -167,7 +167,7 @@ class Presets:
         return cls._preset("random", density=density, **fields)
 
     @classmethod
-    def threshold(cls, value: float, *, max_density: float = DGCConfig.max_density, **fields: Any) -> Any:
+    def threshold(cls, value: float, *, max_density: float = DGCConfig.max_density, **fields: object) -> Any:
         """Fixed threshold with error feedback: every element of magnitude `value` or more.
 
         Args:
@@ -178,9 +178,10 @@ class Presets:
         return cls._preset("threshold", threshold=value, max_density=max_density, **fields)
 
     @classmethod
-    def _preset(cls, name: str, **fields: Any) -> Any:
+    def _preset(cls, name: str, **fields: object) -> Any:
         check_field_names(fields)
-        return cls.compressor(DGCConfig(**{**PRESETS[name], **fields}))
+        given: dict[str, Any] = {**PRESETS[name], **fields}
+        return cls.compressor(DGCConfig(**given))
 
 
 def method_of(config: DGCConfig) -> str:
@@ -194,7 +195,7 @@ def method_of(config: DGCConfig) -> str:
     return config.rule if config.rule in PRESETS else "topk"
 
 
-def config_of(compression: Any) -> DGCConfig | None:
+def config_of(compression: object) -> DGCConfig | None:
     """The config of one of our compressions or of a DGCConfig; None for Horovod's own compressors.
 
     Raises:

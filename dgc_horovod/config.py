@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,7 +296,7 @@ class DGCConfig:
 FIELD_NAMES = tuple(field.name for field in dataclasses.fields(DGCConfig))
 
 
-def check_field_names(names: Any) -> None:
+def check_field_names(names: Iterable[str]) -> None:
     """Raise ConfigError for the first of `names` that is no field of DGCConfig."""
     for name in names:
         if name not in FIELD_NAMES:
@@ -305,7 +305,7 @@ def check_field_names(names: Any) -> None:
             raise ConfigError(f"unknown setting {name!r}; {hint}allowed: {', '.join(FIELD_NAMES)}")
 
 
-def check_predivide(factor: Any, averages: bool) -> None:
+def check_predivide(factor: object, averages: bool) -> None:
     """Raise ConfigError unless Horovod's gradient_predivide_factor can be applied, in fp32 and to an average."""
     if not is_number(factor) or not 2.0**-126 <= factor <= 2.0**126:
         raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
-from typing import Any
 
 
 class DGCError(Exception):
@@ -62,7 +61,7 @@ def nearest(word: object, allowed: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(str(word), list(allowed), n=1)), "")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A few words of a value that may be long, or hold itself."""
     try:
         return reprlib.repr(value)

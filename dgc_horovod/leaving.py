@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from dgc_horovod.stats import PROCESS, total
@@ -19,7 +20,7 @@ _HANDLERS_SECONDS = 4.0
 has_given_up = threading.Event()  # set once this process has waited in vain
 
 
-def without_others(horovod: Any) -> None:
+def without_others(horovod: ModuleType) -> None:
     """From now on neither Horovod's shutdown nor the end of this process waits for other ranks.
 
     Both need an answer of every rank, also at exit and then in a destructor of Horovod's library. One that is frozen

@@ -6,10 +6,9 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 
-def replace_everywhere(old: Any, new: Any) -> None:
+def replace_everywhere(old: object, new: object) -> None:
     """Let every module that has `old`, under whatever name, have `new` instead.
 
     What is held elsewhere (in a closure, as an attribute of a class) stays.

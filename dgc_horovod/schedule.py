@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.settings import FRACTION, WHEN, in_range, normalise, setting, whole
 
 
-def _no_warmup(name: str, value: Any) -> str:
+def _no_warmup(name: str, value: object) -> str:
     return "; for no warm-up pass warmup=None (dgcrun: --dgc-warmup-steps none)"
 
 

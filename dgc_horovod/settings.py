@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from dgc_horovod.errors import ConfigError, nearest, shown
 
@@ -29,7 +29,7 @@ def number(text: str) -> float:
     return value
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a real number, and not NaN."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
 
@@ -48,7 +48,7 @@ def _exactly(text: str) -> Decimal:
     return Decimal(text.strip())
 
 
-def _no_hint(name: str, value: Any) -> str:
+def _no_hint(name: str, value: object) -> str:
     return ""
 
 
@@ -91,18 +91,18 @@ def whole(least: int, hint: Callable[[str, Any], str] = _no_hint) -> Kind:
 def choice(allowed: Collection[str]) -> Kind:
     """One of a few texts."""
 
-    def nearest_of(name: str, value: Any) -> str:
+    def nearest_of(name: str, value: object) -> str:
         near = nearest(value, allowed) if isinstance(value, str) else ""
         return f"; did you mean {near!r}?" if near else ""
 
     return Kind("", "", str, "", lambda value: value in tuple(allowed), hint=nearest_of, choices=allowed)
 
 
-def _inverse(name: str, value: Any) -> str:
+def _inverse(name: str, value: object) -> str:
     return f"; for {value:g}x compression pass {name}={1 / value:g}" if is_number(value) and 2 <= value < 1e9 else ""
 
 
-def _is_whole(value: Any, least: int) -> bool:
+def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
@@ -145,7 +145,7 @@ SECONDS = Kind("S", "a positive number of seconds, at most 1e9", _seconds)
 TEXT, PATH = Kind("TEXT", f"a text {CARRIED}", _text), Kind("PATH", f"a path {CARRIED}", _text)
 
 
-def check(name: str, value: Any, kind: Kind, or_none: str = "") -> Any:
+def check(name: str, value: object, kind: Kind, or_none: str = "") -> Any:
     """`value` as plain Python. Raises ConfigError if it is not of that kind."""
     if not kind.allows(value):
         must = f"one of {', '.join(kind.choices)}" if kind.choices else kind.must
@@ -153,12 +153,12 @@ def check(name: str, value: Any, kind: Kind, or_none: str = "") -> Any:
     return kind.plain(value)
 
 
-def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ConfigError, with the nearest of them, unless `value` is one of `allowed`."""
     check(name, value, choice(allowed))
 
 
-def check_whole(name: str, value: Any, least: int) -> None:
+def check_whole(name: str, value: object, least: int) -> None:
     """Raise ConfigError unless `value` is a whole number of at least `least`."""
     check(name, value, whole(least))
 
@@ -235,12 +235,12 @@ class Setting:
             raise ConfigError(f"{name} must be {self.kind.text}, got {text!r}") from None
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """A value as a user would write it."""
     return {None: "", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def setting(default: Any, meaning: str, kind: Kind, group: str = "", **more: Any) -> Any:
+def setting(default: object, meaning: str, kind: Kind, group: str = "", **more: Any) -> Any:
     """A field of a record, with its row; `more`: see `Setting`."""
     row = Setting("", default, meaning, kind, group, **more)
     return dataclasses.field(default=default, metadata={"row": row})

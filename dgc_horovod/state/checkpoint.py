@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dgc_horovod import files
 from dgc_horovod.config import DGCConfig
@@ -84,7 +83,7 @@ def save(given: str | os.PathLike[str], collectives: Gatherer, make: Callable[[]
         _remove(directory, lambda found: found != token)  # earlier saves, and what was left of interrupted ones
 
 
-def _directory(given: Any) -> Path:
+def _directory(given: object) -> Path:
     """Raises CheckpointError for what names none: "" would be the current folder, which nobody has meant."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise CheckpointError(f'the directory must be a path, got {given!r}; for the current folder pass "."')

@@ -49,7 +49,7 @@ def list_of(kind: Kind, distinct: bool = False) -> Kind:
 def tuple_of(*kinds: Kind) -> Kind:
     """Lists of one entry of each of `kinds`."""
 
-    def holds(x: Any) -> bool:
+    def holds(x: object) -> bool:
         return (
             isinstance(x, (list, tuple))
             and len(x) == len(kinds)
@@ -67,11 +67,11 @@ def mapping_of(kind: Kind) -> Kind:
     )
 
 
-def _all(x: Any, kind: Kind) -> bool:
+def _all(x: object, kind: Kind) -> bool:
     return isinstance(x, Sequence) and not isinstance(x, (str, bytes)) and all(map(kind.holds, x))
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         return False
     return not math.isnan(x) if isinstance(x, float) else abs(x) < _MOST
@@ -85,7 +85,7 @@ NAMED = Kind("a mapping from texts to values", lambda x: isinstance(x, Mapping) 
 
 
 def checked(
-    what: str, record: Any, kinds: Mapping[str, Kind], missing: Collection[str] = (), within: str = ""
+    what: str, record: object, kinds: Mapping[str, Kind], missing: Collection[str] = (), within: str = ""
 ) -> dict[str, Any]:
     """The fields of `record` that `kinds` names.
 

@@ -291,7 +291,7 @@ class AutomaticExchange(GradientExchange):
 
     def _graph(
         self, gradients: list[Gradient], iterations: tf.Tensor, rate: Any, weights: list[Any], everything: list[Any]
-    ) -> tuple[list[Gradient], Any, Any]:
+    ) -> tuple[list[Gradient], tf.Tensor | None, tf.Tensor | None]:
         which, probes = self.auto(iterations)
         # an error that every rank has comes before anything is sent
         iterations = behind(which, iterations)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
@@ -29,12 +30,12 @@ _CARRIERS = {
 }
 
 
-def own_variables(optimizer: Any) -> list[Any]:
+def own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables of a Keras optimizer that each rank has for itself: its gradient accumulators."""
     return list(getattr(getattr(optimizer, "inner_optimizer", optimizer), "_accumulated_gradients", ()))
 
 
-def shared_variables(optimizer: Any) -> list[Any]:
+def shared_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables of a Keras optimizer that are the same on every rank: all others."""
     own = {id(native(variable)) for variable in own_variables(optimizer)}
     return [variable for variable in optimizer.variables if id(native(variable)) not in own]

@@ -46,6 +46,7 @@ from dgc_horovod.tensorflow.wrapping.variables import (
 )
 
 _log = logging.getLogger("dgc_horovod")
+_SetKey = tuple[int, tuple[Source, ...], tuple[bool, ...]]  # number, variables, and which of them are local
 # Those of tapes, by their settings. A script makes a new tape at every step: what belongs to its variables outlives it.
 of_tapes: dict[Any, Distribution] = {}
 
@@ -73,7 +74,7 @@ class Distribution:
         self.run_steps: int | None = None  # of the whole run, where Keras' fit knows it
         self.unapplied: set[Key] = set()  # variables of which a tape has returned something that is not applied yet
         self._takes_part: bool | None = None
-        self._sets: dict[Any, VariableSet] = {}
+        self._sets: dict[_SetKey, VariableSet] = {}
         self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets
         self._frozen: set[Key] = set()
         self._agreeing: Collectives | None = None
@@ -179,7 +180,7 @@ class Distribution:
             self.ownership.empty(key)
         self._frozen = frozen
 
-    def _forget(self, key: Any) -> None:
+    def _forget(self, key: _SetKey) -> None:
         gone = self._sets.pop(key, None)
         if gone is not None and gone.exchange is not None and gone.exchange.steps.holder is not None:
             self.ownership.forget(gone.exchange.steps.holder)

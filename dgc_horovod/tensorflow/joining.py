@@ -40,7 +40,7 @@ def install() -> None:
     mpi_ops.MPI_LIB.horovod_join = _join
 
 
-def _join(*args: Any, **kwargs: Any) -> Any:
+def _join(*args: object, **kwargs: object) -> Any:
     every = [*_of_optimizers(), *of_tapes.values()]
     if any(each.takes_part and each.compresses for each in every):
         _meet()

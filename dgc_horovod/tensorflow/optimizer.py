@@ -16,6 +16,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import Optimizer
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.trainers.trainer import Trainer
 
@@ -30,7 +31,7 @@ from dgc_horovod.tensorflow.updates import Update, update_of
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Compression, Settings, make_settings, refuse_own_methods
 
 
-def install(set_right: Callable[[Any, bool], None]) -> None:
+def install(set_right: Callable[[keras.Model, bool], None]) -> None:
     """Wrap ``Trainer.compile``, so that ``set_right(model, explicit)`` follows it.
 
     Args:
@@ -39,7 +40,7 @@ def install(set_right: Callable[[Any, bool], None]) -> None:
     stock = Trainer.compile
 
     @functools.wraps(stock)
-    def compile(self: Trainer, *args: Any, **kwargs: Any) -> None:
+    def compile(self: Trainer, *args: object, **kwargs: object) -> None:
         stock(self, *args, **kwargs)
         set_right(self, kwargs.get("jit_compile") is True)
 
@@ -47,19 +48,19 @@ def install(set_right: Callable[[Any, bool], None]) -> None:
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: object = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: int = hvd.Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | list[list[tf.Variable]] | None = None,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
@@ -92,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ConfigError: an argument is out of range.
         UnsupportedUse: a combination that would train wrongly; an optimizer of TensorFlow 1 or Keras 2.
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise UnsupportedUse(
             f"optimizer must be a Keras 3 optimizer (keras.optimizers), got {type(optimizer).__module__}."
             f"{type(optimizer).__name__}; optimizers of TensorFlow 1 and of Keras 2 (tf_keras) are not supported"
@@ -121,12 +122,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
 
 
-def is_distributed(optimizer: Any) -> bool:
+def is_distributed(optimizer: object) -> bool:
     """Whether it is one of ours."""
     return session_of(optimizer) is not None
 
 
-def set_right(model: Any, explicit: bool = False) -> None:
+def set_right(model: keras.Model, explicit: bool = False) -> None:
     """Make a compiled `model` fit for a distributed optimizer, if it has one; see `compiling`.
 
     Args:
@@ -146,7 +147,7 @@ def set_right(model: Any, explicit: bool = False) -> None:
         model.jit_compile = False
 
 
-def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool) -> Any:
+def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged: bool) -> Any:
     """`optimizer` as one of ours; of a LossScaleOptimizer, the one inside too."""
     refuse_own_methods(optimizer, "DistributedOptimizer")
     if optimizer.__dict__.get("_dgc_taken"):  # another one has its variables: a new one like it, as Horovod makes
@@ -168,7 +169,7 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
         )
     kind: Any = type(optimizer)
 
-    def again(plain: Any) -> Any:
+    def again(plain: Optimizer) -> Any:
         return _distribute(plain, settings, passes, averaged)
 
     wrapped = _adopt(optimizer, LocalOverrides if rounds else Overrides, again)
@@ -189,7 +190,7 @@ def _distribute(optimizer: Any, settings: Settings, passes: int, averaged: bool)
     return wrapped
 
 
-def _split(optimizer: Any, wrapped: Any, settings: Settings) -> tuple[Settings, Update]:
+def _split(optimizer: Optimizer, wrapped: Optimizer, settings: Settings) -> tuple[Settings, Update]:
     """What of `optimizer` is done before the exchange: clipping, by the settings, and how its arithmetic is split."""
     kind = type(optimizer)
     try:
@@ -202,7 +203,7 @@ def _split(optimizer: Any, wrapped: Any, settings: Settings) -> tuple[Settings, 
         return settings.as_stock(), update_of(wrapped, kind, None)
 
 
-def _distribute_scaler(scaler: Any, inner: Any) -> Any:
+def _distribute_scaler(scaler: keras.optimizers.LossScaleOptimizer, inner: Optimizer) -> Any:
     """A LossScaleOptimizer around `inner`, one of ours."""
     session: Session = inner._dgc
     if isinstance(session.strategy, LocalSteps):
@@ -217,7 +218,7 @@ def _distribute_scaler(scaler: Any, inner: Any) -> Any:
     return wrapped
 
 
-def _adopt(optimizer: Any, overrides: type, again: Callable[[Any], Any]) -> Any:
+def _adopt(optimizer: Optimizer, overrides: type, again: Callable[[Any], Any]) -> Any:
     """`optimizer`'s state in an object of a class made for it: `overrides` over the user's class, under its name.
 
     Args:
@@ -225,7 +226,7 @@ def _adopt(optimizer: Any, overrides: type, again: Callable[[Any], Any]) -> Any:
     """
     user_class: Any = type(optimizer)
 
-    def from_config(cls: Any, config: dict[str, Any], custom_objects: Any = None) -> Any:
+    def from_config(cls: type, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
         return again(user_class.from_config(config, *([custom_objects] if custom_objects else [])))
 
     attributes = {name: getattr(user_class, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -238,7 +239,7 @@ def _adopt(optimizer: Any, overrides: type, again: Callable[[Any], Any]) -> Any:
     return wrapped
 
 
-def _accumulate(optimizer: Any, passes: int) -> None:
+def _accumulate(optimizer: Optimizer, passes: int) -> None:
     """Let Keras accumulate over `passes`, also if its variables exist already."""
     optimizer.gradient_accumulation_steps = passes
     if optimizer.built:

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import logging
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -16,11 +15,14 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from keras import Model
+from keras.optimizers import Optimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.config_check import together
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
+from dgc_horovod.files import AnyPath
 from dgc_horovod.session.base import left_of_all
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.kinds import NAMED, TEXT, checked, list_of, optional, tuple_of, whole
@@ -83,7 +85,7 @@ def flush(session: Session, own: Own) -> None:
     exchange.steps.take_over_again()
 
 
-def passes_of(optimizer: Any) -> int:
+def passes_of(optimizer: Optimizer) -> int:
     """How many backward passes a Keras optimizer of ours adds up for a step; 1: none."""
     return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
 
@@ -115,7 +117,7 @@ _HEAD_KINDS = {
 }  # fmt: skip
 
 
-def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: Any = None, **extra: Any) -> None:
+def save_checkpoint(directory: AnyPath, model: Model, optimizer: Optimizer | None = None, **extra: object) -> None:
     """Save a model, its optimizer's variables and every rank's residuals; called on every rank, between two steps.
 
     Args:
@@ -153,7 +155,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Any, optimizer: An
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: Any, optimizer: Any = None, residuals: str = checkpoint.REQUIRED
+    directory: AnyPath, model: Model, optimizer: Optimizer | None = None, residuals: str = checkpoint.REQUIRED
 ) -> dict[str, Any]:
     """Go on from ``save_checkpoint``; called on every rank, whatever their number is now.
 
@@ -195,19 +197,19 @@ def load_checkpoint(
     return dict(saved.head["extra"])
 
 
-def _parts(model: Any, optimizer: Any) -> tuple[Session, Collectives, list[Any], list[Any]]:
+def _parts(model: Model, optimizer: Optimizer | None) -> tuple[Session, Collectives, list[Any], list[Any]]:
     """Session, transport, variables that every method has, and the outer momenta of local steps."""
-    optimizer = optimizer or getattr(model, "optimizer", None)
-    session = session_of(optimizer)
+    used: Any = optimizer or getattr(model, "optimizer", None)
+    session = session_of(used)
     if session is None:
         raise UnsupportedUse("compile the model with the optimizer that DistributedOptimizer has returned, or pass it")
     if not session.takes_part:
         raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
     if not model.built:
         raise UnsupportedUse("the model must be built: call model.build(input_shape)")
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    variables = [native(variable) for variable in (*model.weights, *shared_variables(optimizer))]
+    if not used.built:
+        used.build(model.trainable_variables)
+    variables = [native(variable) for variable in (*model.weights, *shared_variables(used))]
     outer = [native(variable) for variable in session.strategy.outer()]
     patient = Collectives(session.distribution.settings.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
     return session, patient, variables, outer
@@ -226,7 +228,7 @@ def _dumped(variables: list[Any], outer: list[Any], trained: dict[str, Any], ext
     return out.getvalue()
 
 
-def _described(variable: Any) -> list[Any]:
+def _described(variable: tf.Variable) -> list[Any]:
     return [list(map(int, variable.shape)), variable.dtype.name]
 
 
@@ -259,11 +261,11 @@ class _Saved:
             raise CheckpointError(f"{what}: {_OUTER} is {head[_OUTER]}, and there are {len(numbers)} variables")
         return cls(name, head, [arrays[number] for number in numbers])
 
-    def _others(self, outer: list[Any]) -> int:
+    def _others(self, outer: list[tf.Variable]) -> int:
         """How many of the variables are no outer momenta; files of earlier versions do not count them."""
         return len(self.values) - int(self.head.get(_OUTER, len(outer)))
 
-    def check(self, variables: list[Any], outer: list[Any]) -> None:
+    def check(self, variables: list[tf.Variable], outer: list[tf.Variable]) -> None:
         """Raise CheckpointError unless they can be set; outer momenta may be there now or then alone."""
         others, given = self._others(outer), self.head["variables"]
         ours, momenta = ([_described(variable) for variable in each] for each in (variables, outer))
@@ -281,7 +283,7 @@ class _Saved:
                     f"{value.dtype}, shape {value.shape}"
                 )
 
-    def assign(self, variables: list[Any], outer: list[Any], rank: int) -> None:
+    def assign(self, variables: list[tf.Variable], outer: list[tf.Variable], rank: int) -> None:
         """Set the variables; outer momenta that were not saved begin with zero."""
         others = self._others(outer)
         for variable, value in zip((*variables, *outer), self.values, strict=False):
@@ -298,7 +300,7 @@ class _Saved:
 # -- which variables a record is of
 
 
-def _trained_in(model: Any, session: Session) -> dict[str, list[int] | None]:
+def _trained_in(model: Model, session: Session) -> dict[str, list[int] | None]:
     """Which of the model's weights are trained, and which are exchanged where that is known: residuals have numbers.
 
     Args:

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import logging
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 from dgc_horovod import envvars
@@ -29,12 +31,12 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: object = Compression.none,
     sparse_as_dense: bool = False,
     op: int = hvd.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | list[list[tf.Variable]] | None = None,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
@@ -175,7 +177,7 @@ class _DistributedTape(UsersClass):
         self,
         target: Any,
         sources: Any,
-        output_gradients: Any = None,
+        output_gradients: tf.Tensor | Sequence[tf.Tensor] | None = None,
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
@@ -187,7 +189,7 @@ class _DistributedTape(UsersClass):
         self._dgc.exchange(tf.nest.flatten(sources), own)
         return tf.nest.pack_sequence_as(sources, own)
 
-    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
+    def jacobian(self, *args: object, **kwargs: object) -> Any:
         """Raises UnsupportedUse: each of its rows would be an exchange of its own."""
         raise UnsupportedUse("a DistributedGradientTape has no jacobian; ask the tape that it was made of")
 
@@ -202,7 +204,7 @@ class _DistributedTape(UsersClass):
         self._dgc.calls.clear()
         super().reset()
 
-    def register_local_source(self, source: Any) -> None:
+    def register_local_source(self, source: keras.Variable | Iterable[keras.Variable]) -> None:
         """Leave `source` to each rank: its gradient is not exchanged."""
         self._dgc.local |= keys_of(source, "source")
 
@@ -211,7 +213,7 @@ class _DistributedTape(UsersClass):
         return self._dgc.distribution.stats()
 
     def get_local_and_global_gradients(
-        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+        self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
         """(source, gradient) pairs of the sources that are local, and of those that are not, as Horovod's."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))

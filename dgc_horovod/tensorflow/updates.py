@@ -163,7 +163,7 @@ class Update:
     # -- nothing left behind
 
     def hand_back(
-        self, key: Key, variable: tf.Variable, left: Left, rate: Any, compressed: bool, ends: bool = False
+        self, key: Key, variable: tf.Variable, left: Left, rate: tf.Tensor | float, compressed: bool, ends: bool = False
     ) -> Any:
         """Apply what all ranks together had kept of a variable, before a step of the user's own optimizer.
 
@@ -196,7 +196,7 @@ class Update:
         known = tf.reduce_any(tf.not_equal(left[SECOND], 0.0))  # else the slots have everything
         return tf.cond(known, apply, lambda: tf.identity(left[RESIDUAL]))
 
-    def _apply(self, change: Change, key: Key, variable: tf.Variable, rate: Any) -> Any:
+    def _apply(self, change: Change, key: Key, variable: tf.Variable, rate: tf.Tensor | float) -> Any:
         slots, rate = self._slots(key, self.arithmetic.slots), rate if change.rate is None else change.rate
         if change.momentum is not None and MOMENTUM in slots:
             slots[MOMENTUM].assign_add(tf.cast(-rate * change.momentum, slots[MOMENTUM].dtype))

@@ -122,5 +122,5 @@ def _numbers(record: Record) -> Iterator[tuple[str, str, str, float]]:
                     yield name, part, number, float(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -140,7 +140,7 @@ _inside = [False]  # whether an optimizer applies for another one
 
 
 def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: BaseOptimizer, grads: Iterable[Gradient], trainable_variables: Any = None) -> Any:
+    def apply(self: BaseOptimizer, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> Any:
         grads, given = list(grads), None if trainable_variables is None else list(trainable_variables)
         if _inside[0]:
             return stock(self, grads, given)

@@ -117,8 +117,8 @@ class GradientExchange:
     def __call__(
         self,
         gradients: Sequence[Gradient],
-        iterations: Any = 0,
-        learning_rate: Any = 1.0,
+        iterations: tf.Tensor | int = 0,
+        learning_rate: tf.Tensor | float = 1.0,
         weights: Sequence[Any] = (),
         everything: Sequence[Any] = (),
     ) -> Exchanged:
@@ -154,12 +154,12 @@ class GradientExchange:
             self.collectives.watch.disarm()
             raise self.steps.error or self.collectives.watch.error or error from None
 
-    def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any], *first: Any) -> Any:
+    def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any], *first: object) -> Any:
         return host_call(self.steps.noting(function, *first), inputs, dtypes)
 
     def _graph(
-        self, gradients: list[Gradient], iterations: Any, rate: Any, weights: list[Any], everything: list[Any]
-    ) -> tuple[list[Gradient], Any, Any]:
+        self, gradients: list[Gradient], iterations: tf.Tensor, rate: Any, weights: list[Any], everything: list[Any]
+    ) -> tuple[list[Gradient], tf.Tensor | None, tf.Tensor | None]:
         dtypes = [tf.int64, tf.bool, tf.int64, tf.bool, tf.int32, tf.bool]
         started, fresh, step, dense, part, look = self._call(self._start, [iterations], dtypes)
         if self.settings.config is None:

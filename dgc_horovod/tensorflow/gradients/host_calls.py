@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dgc_horovod.errors import BackendUnavailable, UnsupportedUse
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import Kernels
+from dgc_horovod.kernels.contract import Array, Kernels
 
 _log = logging.getLogger("dgc_horovod")
 _ALIGNMENT = 64  # bytes; TensorFlow copies what is not aligned so
@@ -40,7 +40,7 @@ def kernels_on(device: str | None) -> Kernels:
 
 
 def host_call(
-    function: Callable[..., Sequence[Any]], inputs: Sequence[Any], dtypes: Sequence[Any], kernels: Any = None
+    function: Callable[..., Sequence[Any]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], kernels: Any = None
 ) -> list[tf.Tensor]:
     """The tensors that ``function(*inputs)`` returns, when the graph gets there.
 
@@ -53,7 +53,7 @@ def host_call(
     if kernels is None or kernels.array_kind == "numpy":
         return _as_list(tf.numpy_function(lambda *arrays: list(function(*arrays)), list(inputs), list(dtypes)))
 
-    def through_dlpack(*tensors: Any) -> list[tf.Tensor]:
+    def through_dlpack(*tensors: tf.Tensor) -> list[tf.Tensor]:
         arrays = [kernels.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor)) for tensor in tensors]
         return [_as_tensor(result, kernels) for result in function(*arrays)]
 
@@ -75,7 +75,7 @@ class HeldCalls:
         self._functions.append(function)
         known = weakref.ref(function)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Array) -> Any:
             alive = known()
             if alive is None:
                 raise UnsupportedUse(_OUTLIVES)
@@ -87,7 +87,7 @@ class HeldCalls:
         return call
 
 
-def behind(gate: tf.Tensor, tensor: Any) -> Any:
+def behind(gate: tf.Tensor, tensor: tf.Tensor | tf.IndexedSlices) -> Any:
     """`tensor`, once `gate` is there: what a collective inside a graph is given, so that it runs at every step.
 
     To TensorFlow a collective has no effect beside its result. One on a constant it would run once, while it optimizes
@@ -111,12 +111,12 @@ def behind(gate: tf.Tensor, tensor: Any) -> Any:
     return same(tensor)
 
 
-def _as_list(results: Any) -> list[tf.Tensor]:
+def _as_list(results: tf.Tensor | Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """In eager mode TensorFlow returns a single result as it is."""
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
-def _as_tensor(result: Any, kernels: Any) -> tf.Tensor:
+def _as_tensor(result: Array, kernels: Any) -> tf.Tensor:
     if isinstance(result, (np.ndarray, np.generic)):
         return tf.convert_to_tensor(result)
     return tf.experimental.dlpack.from_dlpack(kernels.to_dlpack(result))

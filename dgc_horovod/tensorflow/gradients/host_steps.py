@@ -21,6 +21,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import DGCError, UnsupportedUse
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import Array
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import MOMENTUM, Arrays, ResidualState
 from dgc_horovod.stats import PROCESS, ExchangeStats
@@ -118,10 +119,10 @@ class HostSteps:
             )
         return buckets
 
-    def noting(self, function: Callable[..., Sequence[Any]], *first: Any) -> Callable[..., Sequence[Any]]:
+    def noting(self, function: Callable[..., Sequence[Array]], *first: object) -> Callable[..., Sequence[Array]]:
         """``function(*first, ...)``, remembering its error, which TensorFlow turns into one of its own."""
 
-        def noting(*arguments: Any) -> Sequence[Any]:
+        def noting(*arguments: Array) -> Sequence[Array]:
             try:
                 return function(*first, *arguments)
             except DGCError as error:
@@ -215,7 +216,7 @@ class HostSteps:
                 "elastic.run of dgc_horovod.tensorflow.keras"
             )
 
-    def take_over(self, counts: Sequence[tuple[int, int]], rate: np.ndarray, *slots: Any) -> list[Any]:
+    def take_over(self, counts: Sequence[tuple[int, int]], rate: np.ndarray, *slots: np.ndarray) -> list[Any]:
         """Put what stood in the optimizer's slots into the engines.
 
         Args:
@@ -232,12 +233,12 @@ class HostSteps:
                 self.update.take_over(self.buckets, self._names[i], mine, float(rate) * factor, self._iterations)
         return [np.bool_(True)]
 
-    def compress(self, run: BucketRun, _: Any, *gradients: Any) -> list[Any]:
+    def compress(self, run: BucketRun, _: Array, *gradients: Array) -> list[Array]:
         """Take in a bucket's gradients; what its first round sends, as `BucketRun.triple`."""
         self._add_gradients(run, gradients)
         return self._message(run, 1.0)
 
-    def compress_clipped(self, _: Any, *gradients: Any) -> list[Any]:
+    def compress_clipped(self, _: Array, *gradients: Array) -> list[Array]:
         """The same for all buckets at once, and the factor by which the other gradients are to be clipped."""
         assert self.buckets is not None
         rest = list(gradients)
@@ -248,7 +249,7 @@ class HostSteps:
         clip = self.buckets.clip_factor(sum(kernels.sums(gradient)[1] for gradient in whole))
         return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
 
-    def _add_gradients(self, run: BucketRun, gradients: Sequence[Any], whole: bool = False) -> None:
+    def _add_gradients(self, run: BucketRun, gradients: Sequence[Array], whole: bool = False) -> None:
         assert self.buckets is not None
         if self.node_size > 1:
             gradients = run.of_slice(gradients, whole)
@@ -261,7 +262,7 @@ class HostSteps:
         """The name of variable `i` in `buckets`."""
         return self._names[i]
 
-    def second_message(self, _: Any) -> list[Any]:
+    def second_message(self, _: np.ndarray) -> list[Any]:
         """What the ranks add up of Adam's second moment at this step, of as many numbers on every rank."""
         message = None if self.buckets is None else self.buckets.adam.message()
         return [np.empty(0, np.float32) if message is None else message]
@@ -276,7 +277,7 @@ class HostSteps:
         assert self.buckets is not None
         self.buckets.keep(self._names[i], arrays)
 
-    def arm(self, started: Any) -> list[Any]:
+    def arm(self, started: np.ndarray | int) -> list[Any]:
         """From now on the others are waited for, no longer than DGC_TIMEOUT; returns `started`."""
         self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
         return [np.int64(started)]
@@ -288,11 +289,11 @@ class HostSteps:
         self._idle_since = time.perf_counter()
         return run.triple(0, message.payload)
 
-    def next_round(self, run: BucketRun, number: int, data: Any, floats: Any) -> list[Any]:
+    def next_round(self, run: BucketRun, number: int, data: Array, floats: Array) -> list[Array]:
         """What round `number` of a bucket's exchange sends, given what the one before has brought."""
         return run.triple(number, self._receive(run, data, floats))
 
-    def decode(self, run: BucketRun, data: Any, floats: Any) -> list[Any]:
+    def decode(self, run: BucketRun, data: Array, floats: Array) -> list[Array]:
         """The updates of a bucket from what the last round has brought, and whether they are finite."""
         assert self.buckets is not None
         self._receive(run, data, floats)
@@ -304,7 +305,7 @@ class HostSteps:
         self._idle_since = time.perf_counter()
         return [*updates, np.bool_(finite)]
 
-    def _receive(self, run: BucketRun, data: Any, floats: Any) -> np.ndarray | None:
+    def _receive(self, run: BucketRun, data: Array, floats: Array) -> np.ndarray | None:
         assert self.buckets is not None
         data, floats = run.kernels.to_host(data), run.kernels.to_host(floats)
         if not (data.size or floats.size):  # at this density there is no such round

@@ -10,6 +10,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.tensorflow.compression import Compressor
 
 from dgc_horovod import envvars
 from dgc_horovod.config import AUTO
@@ -38,7 +39,7 @@ class DensePath:
     """
 
     def __init__(
-        self, collectives: Collectives, settings: Settings, compression: Any, groups: Mapping[int, int]
+        self, collectives: Collectives, settings: Settings, compression: type[Compressor], groups: Mapping[int, int]
     ) -> None:
         self._collectives, self._settings = collectives, settings
         self._compression, self._groups = compression, groups

@@ -173,7 +173,7 @@ class Collectives:
         """The name under which Horovod knows the collective `name`."""
         return f"dgc.{self.tag}.{name}"
 
-    def size(self, dtype: Any) -> tf.Tensor:
+    def size(self, dtype: tf.DType) -> tf.Tensor:
         """N as a tensor; in an elastic job it is asked when the graph runs."""
         if envvars.horovod_elastic():
             return tf.cast(hvd.size_op(process_set_id=self.process_set.process_set_id), dtype)
@@ -232,7 +232,7 @@ class Collectives:
             self.watch.arm(self.full_name(name))
             return [np.int32(0)]
 
-        def disarm(_: Any) -> list[Any]:
+        def disarm(_: np.ndarray) -> list[Any]:
             self.watch.disarm()
             return [np.bool_(True)]
 

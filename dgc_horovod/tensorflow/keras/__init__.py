@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.schedule import WarmupSchedule
@@ -30,18 +31,18 @@ __all__ = [
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: Any,
+    optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: object = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = hvd.Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | list[list[keras.Variable]] | None = None,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:

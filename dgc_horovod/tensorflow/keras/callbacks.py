@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -39,16 +39,16 @@ class _EpochTeller(keras.callbacks.Callback):
         session = session_of(self.model.optimizer)
         return None if session is None else session.distribution
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         epochs, steps = (self.params or {}).get("epochs"), (self.params or {}).get("steps")
         if self._distribution is not None and epochs and steps:
             self._distribution.run_steps = epochs * steps // self._distribution.ownership.stride
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._distribution is not None:
             self._distribution.epoch_begins(epoch)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         distribution = self._distribution
         if distribution is None or not distribution.takes_part or not self.model.trainable_variables:
             return
@@ -71,17 +71,17 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
         local_variables: variable, or several, that are not sent; None: all are.
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+    def __init__(self, root_rank: int, device: str = "", local_variables: object = None) -> None:
         super().__init__()
         self.root_rank, self.device = root_rank, device
         self._done = False
         self._local = keys_of(local_variables, "local_variables")
 
-    def register_local_var(self, var: Any) -> None:
+    def register_local_var(self, var: keras.Variable | Iterable[keras.Variable]) -> None:
         """Do not send `var`."""
         self._local |= keys_of(var, "var")
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._done = False
         own = _INSIDE if self._is_inside() else _BUILT if self.model.built else b""
@@ -117,7 +117,7 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
             )
         return False
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_train_batch_end(batch, logs)
         if not self._done:
             self._broadcast()
@@ -190,7 +190,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         )
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not isinstance(self._optimizer._learning_rate, keras.Variable):
             raise UnsupportedUse(
                 f"the optimizer's learning rate is a schedule; {type(self).__name__} needs one that can be set: give "
@@ -206,10 +206,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """The one that has the learning rate: inside a LossScaleOptimizer."""
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.current_epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return

@@ -15,6 +15,7 @@ from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.keras.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
+from keras import Model
 
 from dgc_horovod import envvars
 from dgc_horovod.config_check import check_agreement
@@ -49,7 +50,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(func)
-    def telling(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def telling(state: ObjectState, *args: Any, **kwargs: Any) -> Any:
         with _lost_ranks():
             return func(state, *args, **kwargs)
 
@@ -90,7 +91,7 @@ class KerasState(ObjectState):
         kwargs: more values to keep in step, attributes of this object.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, flush_on_commit: bool = False, **kwargs: Any) -> None:
+    def __init__(self, model: Model, optimizer: Any = None, flush_on_commit: bool = False, **kwargs: object) -> None:
         if not model.built:
             raise ConfigError("the model must be built before its state can be kept: call model.build(input_shape)")
         self.model, self.optimizer, self._flushes = model, optimizer or model.optimizer, flush_on_commit

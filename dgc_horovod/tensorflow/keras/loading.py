@@ -7,15 +7,16 @@ from typing import Any
 
 import keras
 
+from dgc_horovod.files import AnyPath
 from dgc_horovod.tensorflow.optimizer import DistributedOptimizer, is_distributed, set_right
 from dgc_horovod.tensorflow.wrapping.settings import Compression
 
 
 def load_model(
-    filepath: Any,
+    filepath: AnyPath,
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
-    compression: Any = Compression.none,
+    compression: object = Compression.none,
     legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:

@@ -313,7 +313,7 @@ def _finite_or_zero(grads: list[Gradient], variables: list[Any], counts: Exchang
         sound = tf.stack([all_finite([native(variable)]) for variable in variables])
         return host_call(partial(_left_out, counts, names), [finite, sound], [tf.bool])[0]
 
-    def or_zeros(elements: Any) -> tf.Tensor:
+    def or_zeros(elements: tf.Tensor) -> tf.Tensor:
         elements = tf.convert_to_tensor(elements)
         return tf.where(finite, elements, tf.zeros_like(elements))
 

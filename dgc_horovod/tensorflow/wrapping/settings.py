@@ -40,7 +40,7 @@ _LIBRARIES = ("keras", "tensorflow")
 _HARMLESS = ("get_config",)  # it tells of what was wrapped, and changes nothing
 
 
-def refuse_own_methods(given: Any, factory: str) -> None:
+def refuse_own_methods(given: object, factory: str) -> None:
     """Raise UnsupportedUse for an object with a method that a script has put on it in place of its class's.
 
     Such a function goes on calling `given`, or stands in the way of ours: what is wrapped would exchange nothing, or
@@ -128,7 +128,7 @@ class Settings:
         return [number.get(source.key, -1) for source in sources]
 
 
-def make_settings(compression: Any, num_groups: int, groups: Any, **fields: Any) -> Settings:
+def make_settings(compression: object, num_groups: int, groups: object, **fields: Any) -> Settings:
     """Check Horovod's arguments.
 
     Raises:

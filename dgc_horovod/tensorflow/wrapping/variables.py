@@ -15,18 +15,18 @@ Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
 Key = tuple[Any, ...]
 
 
-def native(variable: Any) -> Any:
+def native(variable: object) -> Any:
     """The tf.Variable inside a Keras variable; anything else as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def key_of(variable: Any) -> Key:
+def key_of(variable: object) -> Key:
     """What tells one variable from another; () for a tensor that is none."""
     unique = getattr(native(variable), "_unique_id", None)
     return () if unique is None else (unique,)
 
 
-def keys_of(given: Any, argument: str) -> set[Key]:
+def keys_of(given: object, argument: str) -> set[Key]:
     """The keys of one variable, or of several, or of none (None).
 
     Args:
@@ -46,7 +46,7 @@ def keys_of(given: Any, argument: str) -> set[Key]:
     return {key_of(each) for each in several}
 
 
-def weights_of(layers: Any) -> list[Any]:
+def weights_of(layers: keras.Layer | Iterable[keras.Layer] | None) -> list[keras.Variable]:
     """All weights of one layer, of several, or of none (None); frozen ones too, which may be trained later.
 
     Raises:
@@ -87,7 +87,7 @@ def sources_of(variables: Iterable[Any]) -> tuple[Source, ...]:
     return tuple(_source(i, variable) for i, variable in enumerate(variables))
 
 
-def _source(i: int, variable: Any) -> Source:
+def _source(i: int, variable: keras.Variable) -> Source:
     inner = native(variable)
     name = getattr(variable, "path", None) or getattr(inner, "name", None) or type(variable).__name__
     shape = tuple(None if n is None else int(n) for n in variable.shape)
@@ -103,7 +103,7 @@ def kind_of(gradient: Gradient) -> str:
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
-def is_frozen(variable: Any) -> bool:
+def is_frozen(variable: object) -> bool:
     """Whether its layer is not to be trained now (``trainable = False``)."""
     return not getattr(variable, "trainable", True)
 
@@ -116,7 +116,7 @@ def zeros_for(source: Source, kind: str) -> Gradient:
     return tf.zeros(source.shape, source.dtype)
 
 
-def scaled(gradient: Gradient, factor: Any) -> Gradient:
+def scaled(gradient: Gradient, factor: tf.Tensor | float) -> Gradient:
     """``factor * gradient``, a sparse one too; `factor` a number or a scalar tensor."""
     if not tf.is_tensor(factor) and factor == 1:
         return gradient

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from dgc_horovod.tools.report import figures
 from dgc_horovod.tools.report.figures import Run, number
 from dgc_horovod.tools.report.html import tag
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MISSING = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
 _INCHES = 4.6, 2.7
@@ -19,7 +22,7 @@ _COLOURS = {"compute": "#4c8dd6", "compress": "#d98a2b", "decode": "#9a78d6", "w
 _RED, _GREEN = "#dc4b57", "#2f9e6e"
 _MOST_POINTS = 300  # of a curve
 _FEW_RANKS = 12  # whose names fit beside their bars
-Plot = Callable[[Any, Run], bool]  # draws into axes; whether there was anything to draw
+Plot = Callable[["Axes", Run], bool]  # draws into axes; whether there was anything to draw
 
 
 def of_run(run: Run) -> list[Element]:
@@ -89,7 +92,7 @@ def _references(element: Element) -> Iterator[str]:
             yield value[len("url(#") : -1]
 
 
-def _steps_in_time(axes: Any, run: Run) -> bool:
+def _steps_in_time(axes: Axes, run: Run) -> bool:
     """The mean over ranks: a rank that has told less often is left out."""
     of_ranks = list(figures.series(run).values())
     longest = max(map(len, of_ranks), default=0)
@@ -109,7 +112,7 @@ def _steps_in_time(axes: Any, run: Run) -> bool:
     return _over_steps(axes)
 
 
-def _mark_skips(axes: Any, run: Run) -> None:
+def _mark_skips(axes: Axes, run: Run) -> None:
     skips = figures.skips(run)
     for step, _ in skips:
         axes.axvline(step, color=_RED, linewidth=1.6)
@@ -121,7 +124,7 @@ def _mark_skips(axes: Any, run: Run) -> None:
         )  # fmt: skip
 
 
-def _ranks(axes: Any, run: Run) -> bool:
+def _ranks(axes: Axes, run: Run) -> bool:
     told = [(rank, times) for rank in run.ranks if (times := figures.times(rank)) is not None]
     slowest = figures.straggler(run)
     if not told or slowest is None:
@@ -145,13 +148,15 @@ def _ranks(axes: Any, run: Run) -> bool:
     return True
 
 
-def _waits(axes: Any, run: Run) -> bool:
+def _waits(axes: Axes, run: Run) -> bool:
     slowest, every = figures.straggler(run), figures.series(run)
     if slowest is None or max(map(len, every.values()), default=0) < 2:
         return False
     for rank, points in every.items():
         slow = rank == slowest.figures["rank"]
-        style = {"color": _RED, "linewidth": 2, "zorder": 3} if slow else {"color": _COLOURS["wait"], "linewidth": 1}
+        style: dict[str, Any] = (
+            {"color": _RED, "linewidth": 2, "zorder": 3} if slow else {"color": _COLOURS["wait"], "linewidth": 1}
+        )
         label = f"rank {rank}, waits least" if slow else None
         axes.plot(*_thinned([(step, 1000 * times.wait) for step, times in points]), label=label, **style)
     axes.set_ylabel("ms waiting a step")
@@ -163,7 +168,7 @@ def _waits(axes: Any, run: Run) -> bool:
 def _curves(names: dict[str, str], label: str, logarithmic: bool) -> Plot:
     """A plot of some figures of rank 0: name in the records -> name in the legend."""
 
-    def draw(axes: Any, run: Run) -> bool:
+    def draw(axes: Axes, run: Run) -> bool:
         drawn = False
         for (name, shown), colour in zip(names.items(), (_COLOURS["compute"], _COLOURS["compress"]), strict=False):
             points = [(number(r, "steps"), number(r, name)) for r in run.records if number(r, name) > 0]
@@ -178,7 +183,7 @@ def _curves(names: dict[str, str], label: str, logarithmic: bool) -> Plot:
     return draw
 
 
-def _bytes(axes: Any, run: Run) -> bool:
+def _bytes(axes: Axes, run: Run) -> bool:
     for name, colour, shown in (("bytes_sent", _GREEN, "sent"), ("bytes_dense", _COLOURS["wait"], "fp32 would be")):
         points = [(step, rate / 1e6) for step, rate in figures.rates(run, name, "steps") if rate > 0]
         if not points:
@@ -190,7 +195,7 @@ def _bytes(axes: Any, run: Run) -> bool:
     return _over_steps(axes)
 
 
-def _density(axes: Any, run: Run) -> bool:
+def _density(axes: Axes, run: Run) -> bool:
     points = [(step, rate) for step, rate in figures.rates(run, "selected", "elements") if rate > 0]
     if not points:
         return False
@@ -200,7 +205,7 @@ def _density(axes: Any, run: Run) -> bool:
     return _over_steps(axes)
 
 
-def _draw_steps(axes: Any, points: list[tuple[float, float]], **style: Any) -> None:
+def _draw_steps(axes: Axes, points: list[tuple[float, float]], **style: Any) -> None:
     """Means, each of which is drawn over all the steps that it is of."""
     axes.plot(*_thinned([(0, points[0][1]), *points]), drawstyle="steps-pre", **style)
 
@@ -211,12 +216,12 @@ def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float
     return [x for x, _ in kept], [y for _, y in kept]
 
 
-def _over_steps(axes: Any) -> bool:
+def _over_steps(axes: Axes) -> bool:
     axes.set_xlabel("step")
     return True
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         axes.figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1, columnspacing=1)
