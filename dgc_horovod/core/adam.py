@@ -1,4 +1,4 @@
-"""What an exchange does for Adam beside compressing: ranks tell each other what they see of its gradients."""
+"""Adam's part of an exchange: the ranks add up measurements of their gradients for the shared second moments."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dgc_horovod.stats import Traffic
 
 
 class AdamStep:
-    """The step under way, as far as the second moments are concerned that all ranks share.
+    """The second moments' part of one step.
 
     Args:
-        moments: what is known of them.
-        place: engine and index of the segment of each tensor that this rank keeps something of.
+        moments: second moments that all ranks share.
+        place: engine and segment index of each tensor that this rank keeps elements of.
         workers: N >= 1.
-        senders: M >= 1, how many gradients are put together, of ranks or of nodes.
+        senders: M >= 1, number of gradients that are combined, of ranks or of nodes.
         traffic: counter of the messages.
     """
 
@@ -33,31 +33,31 @@ class AdamStep:
     ) -> None:
         self.moments, self._place, self._workers, self._senders = moments, place, workers, senders
         self._traffic = traffic
-        self.step, self.scale = 0, 1.0  # under way, and factor of its gradients (clipping, loss scale)
+        self.step, self.scale = 0, 1.0  # the present step, and the factor of its gradients (clipping, loss scale)
         self._learns = False
-        self._summed: np.ndarray | None = None  # of all ranks' messages
+        self._summed: np.ndarray | None = None  # sum of all ranks' messages
 
     def feed(self, name: str, b2: float, eps: float) -> Accumulation:
-        """How the gradient of a compressed tensor enters the residual at this step, by Adam's b2 and eps."""
+        """Return how the gradient of a compressed tensor enters the residual at this step, for Adam's b2 and eps."""
         self._learns = True
         self.moments.begin(name, b2, eps)
-        if name not in self._place:  # another worker of the node has it
+        if name not in self._place:  # another worker of the node keeps it
             return ErrorFeedback()
         engine, i = self._place[name]
         return self.moments.feed(name, engine.kernels, engine.bucket.segments[i].offset)
 
     def measure(self, name: str, gradient: Array, accumulation: Accumulation) -> None:
-        """Look at a gradient that is about to enter the residual so, where that is due."""
+        """Measure a gradient before it enters the residual, if its tensor is due."""
         if isinstance(accumulation, SharedMoment) and self.moments.is_due(name, self.step):
             self.moments.measure(name, gradient, self.step)
 
     def take(self, name: str, square: np.ndarray, rest: np.ndarray, steps: int, b2: float, eps: float) -> None:
-        """Begin with the second moment of stock Adam; the residual, so far of gradients, becomes one of directions.
+        """Start from stock Adam's second moment; convert the residual from gradients to directions.
 
         Args:
             name, square, steps, b2: see `Moment.take`.
-            rest: gradient that is still to be applied, beside the residual, of the whole tensor, flat.
-            eps: Adam's.
+            rest: gradient of the whole tensor, flat, that is still to be applied in addition to the residual.
+            eps: Adam's eps.
         """
         moment = self.moments[name]
         moment.take(square, steps, b2)
@@ -67,26 +67,26 @@ class AdamStep:
             segment, (rows, columns) = engine.bucket.segments[i], moment.factors(eps)
             row, column = np.divmod(np.arange(segment.offset, segment.offset + segment.numel), moment.b)
             v = engine.kernels.to_host(engine.state.v[segment.place]) + rest[segment.offset :][: segment.numel]
-            v = v * rows[row] * columns[column] / GAIN  # it is of steps that had none
+            v = v * rows[row] * columns[column] / GAIN  # its steps were without the gain
             engine.kernels.write(engine.state.v[segment.place], v.astype(np.float32))
 
     def message(self) -> np.ndarray | None:
-        """What the ranks are to add up, once all buckets are compressed; None: nothing is learnt at this step."""
+        """Return the vector that the ranks add up after all buckets are compressed; None if nothing is due."""
         if not self._learns:
             return None
         message = self.moments.message(self.step, self.scale)
-        if not message.size:  # fewer tensors than steps between two measurements
+        if not message.size:  # no tensor is due: there are fewer of them than steps between two measurements
             self._summed = message
             return None
         self._traffic.count_allreduce(message.nbytes, self._workers)
         return message
 
     def receive(self, summed: np.ndarray) -> None:
-        """The sum of all ranks' messages is there."""
+        """Take the sum of all ranks' messages."""
         self._summed = summed
 
     def close(self, applied: bool, ranks_in_join: int = 0) -> None:
-        """End the step, and learn from it if it is applied; ranks in join had no gradient."""
+        """End the step; learn from it if it is applied. Ranks in join have no gradient."""
         if applied and self._summed is not None:
             self.moments.learn(self.step, self._summed, self._senders * (1 - ranks_in_join / self._workers))
         self._learns, self._summed = False, None

@@ -1,4 +1,4 @@
-"""What one rank keeps of one bucket from step to step, read and written tensor by tensor."""
+"""The state of one bucket on one rank (u, v, remainder), read and written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dgc_horovod.wire.bucket import Bucket
 
 
 class BucketState(State):
-    """The residual v, and the momentum u from its first use on.
+    """The residual v, the momentum u from its first use on, and the remainder of a shard owner.
 
-    What the rank keeps as an owner of elements has waited longer than its residual; but it is as much of what has not
-    been applied. Where it cannot stay what it is, it becomes residual.
+    Like the residual, the remainder has not been applied yet. If this rank no longer owns its elements, the remainder
+    is added to the residual.
 
     Args:
         bucket: layout of the bucket.
         kernels: backend on the device that holds the gradients.
         rank: index of this worker among those that exchange the bucket.
-        shards: which of them owns which elements; None where nobody does.
-        momentum_dtype: of u, "fp32" or "bf16"; it is read and written as float32.
+        shards: assignment of elements to shard owners; None without owners.
+        momentum_dtype: dtype of u, "fp32" or "bf16"; u is read and written as float32.
 
-    Memory: v, 4 bytes an element; with momentum 4 more, or 2; 4 for each of a shard.
+    Memory: v, 4 bytes an element; with momentum 4 more, or 2; 4 for each element of a shard.
     """
 
     def __init__(
@@ -39,22 +39,22 @@ class BucketState(State):
         self._momentum_dtype = momentum_dtype
 
     def clear(self) -> None:
-        """Empty the residual, the momentum and the remainder."""
+        """Set the residual, the momentum and the remainder to zero."""
         self._kernels.fill_zero(self.v)
         self.u = self.remainder = None
 
     def drop_residual(self) -> None:
-        """Empty the residual alone."""
+        """Set the residual to zero."""
         self._kernels.fill_zero(self.v)
 
     def release_remainder(self) -> None:
-        """Make the remainder residual."""
+        """Add the remainder to the residual."""
         if self.remainder is not None:
             self.v[:] += self._kernels.from_host(self._owed(slice(0, self._bucket.numel)))
             self.remainder = None
 
     def _owed(self, place: slice) -> np.ndarray:
-        """The remainder of the elements of `place`, on the host; zeros where others own."""
+        """Return the remainder of the elements of `place`, on the host; zeros where another rank is the owner."""
         found = np.zeros(place.stop - place.start, np.float32)
         if self.remainder is not None:
             mine, positions = self._owned(place)
@@ -62,7 +62,7 @@ class BucketState(State):
         return found
 
     def _owe(self, place: slice, owed: np.ndarray) -> None:
-        """Let the remainder of the elements of `place` be `owed`; what others own of them becomes residual."""
+        """Set the remainder of the elements of `place` to `owed`; add those of other owners to the residual."""
         mine, positions = self._owned(place)
         if self._shards is not None:
             if self.remainder is None:
@@ -71,7 +71,7 @@ class BucketState(State):
         self.v[place] += self._kernels.from_host(np.where(mine, np.float32(0), owed))
 
     def _owned(self, place: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Which elements of `place` this rank owns, and their positions in its shard."""
+        """Return a mask of the elements of `place` that this rank owns, and their positions in its shard."""
         if self._shards is None:
             return np.zeros(place.stop - place.start, bool), np.empty(0, np.int32)
         owners, positions = self._shards.dealt(np.arange(place.start, place.stop, dtype=np.int32))
@@ -79,18 +79,18 @@ class BucketState(State):
         return mine, positions[mine]
 
     def momentum(self) -> Array:
-        """The momentum u of the whole bucket, made at first use."""
+        """Return the momentum u of the bucket; it is allocated at first use."""
         if self.u is None:
             self.u = self._kernels.new(self._bucket.numel, self._momentum_dtype)
         return self.u
 
     @property
     def _is_narrow(self) -> bool:
-        """Whether there is a momentum that arithmetic of the backend's arrays does not know."""
+        """Whether u is bfloat16, for which the backend's arrays have no arithmetic."""
         return self.u is not None and self._momentum_dtype != "fp32"
 
     def add_momentum(self, i: int, values: np.ndarray) -> None:
-        """Add to the momentum of segment i, float32 of its size on the host."""
+        """Add `values` to the momentum of segment i, float32 of its size on the host."""
         u = self.momentum()[self._bucket.segments[i].place]
         if self._is_narrow:
             self._kernels.write(u, self._kernels.to_host(u) + values)
@@ -98,12 +98,12 @@ class BucketState(State):
             u += self._kernels.from_host(values)
 
     def move_in(self, i: int, other: BucketState, j: int) -> None:
-        """Take over the residual and momentum of segment j of `other` for segment i; there they end."""
+        """Move the state of segment j of `other` to segment i."""
         self.write(i, other.read(j))
         other.write(j, {})
 
     def read(self, i: int) -> Arrays:
-        """Copies, on the host, of what is kept of segment i: "v", and "u", "remainder" if it is."""
+        """Copy the state of segment i to the host: "v", and "u" and "remainder" if they exist."""
         place, parts = self._bucket.segments[i].place, self._arrays()
         found = {name: self._kernels.to_host(x[place]).copy() for name, x in parts.items() if x is not None}
         if self.remainder is not None:
@@ -111,7 +111,7 @@ class BucketState(State):
         return found
 
     def write(self, i: int, arrays: Arrays) -> None:
-        """Keep of segment i what `read` gave; what it did not give is zero."""
+        """Set the state of segment i to the result of `read`; parts that are missing become zero."""
         if MOMENTUM in arrays:
             self.momentum()
         place = self._bucket.segments[i].place
@@ -127,7 +127,7 @@ class BucketState(State):
             self._owe(place, np.zeros(place.stop - place.start, np.float32))
 
     def rescale(self, factor: float) -> None:
-        """Make u and v what they would be, had the first gradient been `factor` times as large."""
+        """Multiply u, v and the remainder by `factor`."""
         for x in (self.v, self.u, self.remainder):
             if x is self.u and self._is_narrow:
                 self._kernels.write(x, self._kernels.to_host(x) * np.float32(factor))
@@ -135,14 +135,14 @@ class BucketState(State):
                 x *= factor
 
     def fade(self, i: int, factor: float) -> None:
-        """Multiply the residual of segment i by `factor`, in [0, 1]: what is faded out is never sent."""
+        """Multiply the residual of segment i by `factor`, in [0, 1]; the rest is never sent."""
         place = self._bucket.segments[i].place
         self.v[place] *= factor
         if self.remainder is not None:
             self._owe(place, self._owed(place) * np.float32(factor))
 
     def full_vector(self, part: str) -> np.ndarray:
-        """A copy on the host of one part over the bucket, the remainder in the residual; zeros where it is not kept."""
+        """Copy one part of the bucket to the host, zeros if there is none; the residual includes the remainder."""
         kept = self._arrays()[part]
         if kept is None:
             return np.zeros(self._bucket.numel, np.float32)
@@ -151,7 +151,7 @@ class BucketState(State):
 
     @property
     def parts(self) -> list[str]:
-        """What is kept: names of `full_vector`."""
+        """Names of the parts that exist, for `full_vector`."""
         return [name for name, x in self._arrays().items() if x is not None]
 
     def _arrays(self) -> dict[str, Array | None]:

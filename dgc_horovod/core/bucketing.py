@@ -1,4 +1,4 @@
-"""Which tensor goes into which bucket, which stay dense, and how many elements are selected where."""
+"""The layout of a model: assignment of tensors to buckets or to the dense path, and the number of selected elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE_BUCKET_VALUES = ("bf16", "8bit")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the layout needs to know of a parameter. `boundary` keeps tensors of different values apart."""
+    """Name, shape and boundary of a parameter. Tensors of different `boundary` never share a bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,22 +30,22 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The buckets of a model, and the names of those tensors that are exchanged by allreduce."""
+    """The buckets of a model, and the names of the tensors that are exchanged by allreduce."""
 
     buckets: tuple[Bucket, ...]
     dense: tuple[str, ...]
 
 
 def stays_dense(spec: TensorSpec, config: DGCConfig) -> bool:
-    """Whether all of a tensor is sent at every step: 1-D (bias, norm) or smaller than ``min_numel``."""
+    """Return whether a tensor is sent dense at every step: 1-D (bias, norm) or smaller than ``min_numel``."""
     return spec.numel < config.min_numel or (len(spec.shape) < 2 and not config.compress_1d)
 
 
 def dense_values(config: DGCConfig, workers: int) -> str:
-    """How the dense path travels: "fp32" and "fp16" by allreduce, "bf16" and "8bit" as a whole bucket by allgather.
+    """Return the format of the dense path: "fp32" and "fp16" by allreduce, "bf16" and "8bit" as a bucket by allgather.
 
-    "auto" is 8bit up to four workers, where an allgather of bytes brings less than a ring allreduce even of fp16
-    (``N-1`` bytes an element against ``4*(N-1)/N``), and fp32 beyond.
+    "auto" is 8bit up to four workers, where an allgather of bytes takes fewer bytes than a ring allreduce even of fp16
+    (``N-1`` bytes an element against ``4*(N-1)/N``), and fp32 above.
     """
     if config.dense_values != "auto":
         return config.dense_values
@@ -55,8 +55,8 @@ def dense_values(config: DGCConfig, workers: int) -> str:
 def plan(specs: Sequence[TensorSpec], config: DGCConfig, workers: int = 1) -> BucketLayout:
     """Cut a model into buckets of at most ``bucket_bytes`` of fp32 gradient.
 
-    The last parameter comes first: backward reaches it first, so the first bucket is the first to be
-    ready. A tensor larger than a bucket has one of its own. A pure function: every rank gets the same.
+    Parameters are taken from the last to the first, as backward reaches them, so the first bucket is complete first. A
+    tensor larger than a bucket has a bucket of its own. A pure function: the result is the same on every rank.
 
     Args:
         specs: name, shape and boundary of each parameter, in the model's order.
@@ -69,7 +69,7 @@ def plan(specs: Sequence[TensorSpec], config: DGCConfig, workers: int = 1) -> Bu
     for spec in specs:
         if spec.numel >= _MOST_ELEMENTS:
             raise UnsupportedUse(
-                f"{spec.name!r} has {spec.numel} elements; at most {_MOST_ELEMENTS - 1} fit into a bucket, whose "
+                f"{spec.name!r} has {spec.numel} elements; a compressed parameter has at most {_MOST_ELEMENTS - 1}, as "
                 "positions are 32-bit. Split the parameter, or use Compression.none"
             )
     groups = _groups([s for s in specs if not stays_dense(s, config)], config.bucket_bytes)
@@ -105,12 +105,12 @@ def _bucket(index: int, specs: Sequence[TensorSpec]) -> Bucket:
 
 
 def count_for(numel: int, density: float) -> int:
-    """``k = max(1, ceil(density * numel))``, with the density taken as it is written in decimal."""
+    """``k = max(1, ceil(density * numel))``, with the exact decimal value of the density as written."""
     return min(numel, max(1, math.ceil(Decimal(repr(float(density))) * numel)))
 
 
 def ranges(bucket: Bucket, scope: str, density: float) -> tuple[SelectionRange, ...]:
-    """The runs from which elements are selected together: the whole bucket, or each of its tensors."""
+    """Return the ranges that elements are selected from: the whole bucket, or each of its tensors."""
     if scope == "bucket" or bucket.uncompressed:
         return (SelectionRange(0, bucket.numel, count_for(bucket.numel, density)),)
     return tuple(SelectionRange(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)

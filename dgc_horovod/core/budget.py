@@ -1,4 +1,4 @@
-"""Bytes through a network card at a step, before anything is sent: what nodes save, and what fits into a budget."""
+"""Predicted bytes through a network card at a step: the bytes that nodes save, and the density for a byte budget."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
 from dgc_horovod.exchange.hierarchical import Topology
 
-# How many times faster than their card workers of a node reach each other: host memory by way of a local connection
-# (a few Gbit/s a worker, where each has a core, beside 1 Gbit/s), or NCCL
+# Speed between workers of a node, as a multiple of the speed of their network card: a local connection through host
+# memory (a few Gbit/s a worker that has a core, against 1 Gbit/s), or NCCL
 HOST_SPEED, NCCL_SPEED = 10.0, 1000.0
-# So many that exchange packets lose less with owners than at the lower density of as many bytes (docs/quality.md)
+# From this number of senders, shard owners lose less quality than a density that sends the same bytes (docs/quality.md)
 OWNERS_FROM = 32
-LEAST_DENSITY = 1e-4  # below it a coordinate is sent less than once in ten thousand steps
+LEAST_DENSITY = 1e-4  # below it an element is sent less than once in ten thousand steps
 _HALVINGS, _DIGITS = 30, 3
 
 
@@ -29,14 +29,14 @@ def card_bytes(
         specs: name and shape of every tensor, in the model's order.
         config: compression settings.
         topology: workers and nodes; the rank does not matter.
-        workers_a_card: number of workers behind one card; None: those of a node of `topology`.
+        workers_a_card: number of workers behind one card; None: the workers of a node of `topology`.
     """
     card = topology.workers, workers_a_card or topology.node_size
     return sum(through_card(each, *card) for bucket in rounds_of(specs, config, topology) for each in bucket)
 
 
 def rounds_of(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> list[tuple[Round, ...]]:
-    """The rounds of every bucket after the warm-up, and last the allreduce of what is not compressed, if there is any.
+    """Return the rounds of every bucket after the warm-up, and last the allreduce of the dense tensors, if any.
 
     Args:
         specs, config, topology: see `card_bytes`.
@@ -50,10 +50,10 @@ def rounds_of(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology
 
 
 def through_card(collective: Round, workers: int, workers_a_card: int) -> int:
-    """Bytes that a card receives in a collective.
+    """Bytes that a network card receives in a collective.
 
-    A ring of all workers in host order crosses each card once, however many are behind it; an alltoall of all brings
-    each of them what it gets from those that are not. What goes round inside a node crosses no card.
+    A ring of all workers in host order crosses each card once, for any number of workers behind it. In an alltoall a
+    card passes the parts that its workers receive from other nodes. A round inside a node uses no card.
 
     Args:
         collective: round, see `Round`.
@@ -70,31 +70,30 @@ def through_card(collective: Round, workers: int, workers_a_card: int) -> int:
 
 
 def loss_by_nodes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology, speed: float) -> str:
-    """Why averaging inside nodes would take longer than it saves on their cards, in words; "" if it would not.
+    """Return why averaging inside nodes costs more time than it saves on network cards, in words; "" if it saves.
 
     A worker receives ``4n*(G-1)/G`` bytes inside its node at each step, in fp32.
 
     Args:
         specs, config: see `card_bytes`.
         topology: workers and nodes.
-        speed: how many times faster than a card workers of a node reach each other, > 0.
+        speed: speed between workers of a node as a multiple of the card's, > 0.
     """
     inside = 4 * sum(s.numel for s in specs) * (topology.node_size - 1) // topology.node_size
     flat, nodes = (card_bytes(specs, config, each) for each in (Topology(0, topology.workers), topology))
     if inside <= speed * (flat - nodes):
         return ""
     return (
-        f"at density {config.final_density:g} it would save a card {(flat - nodes) / 1e6:.3g} MB a step, and move "
-        f"{inside / 1e6:.3g} MB to each worker inside its node"
+        f"at density {config.final_density:g} it would save {(flat - nodes) / 1e6:.3g} MB a step on a network card, "
+        f"and move {inside / 1e6:.3g} MB to each worker inside its node"
     )
 
 
 def within_budget(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> DGCConfig:
-    """`config` at the largest density, up to its own, at which `card_bytes` keeps to ``max_bytes_per_step``.
+    """Return `config` with the largest density, up to its own, at which `card_bytes` is within ``max_bytes_per_step``.
 
-    Small tensors are sent whole, whatever the budget is; and no density is below `LEAST_DENSITY`, unless that of
-    `config` is. Where the density would have to fall, and `OWNERS_FROM` or more exchange packets, "auto" gives elements
-    owners.
+    Small tensors are always sent dense. The density is not lowered below `LEAST_DENSITY`. If it would have to be
+    lowered, and `OWNERS_FROM` or more workers or nodes exchange packets, exchange "auto" becomes one with shard owners.
 
     Args:
         specs, config, topology: see `card_bytes`.
@@ -115,7 +114,7 @@ def within_budget(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topo
 
 
 def _rounded_down(density: float) -> float:
-    """To a few digits, so that it can be read and written."""
+    """Round `density` down to a few decimal digits."""
     exact = Decimal(repr(density))
     return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - _DIGITS + 1), ROUND_DOWN))
 

@@ -1,4 +1,4 @@
-"""Candidates of a bucket: the threshold that is predicted a step ahead, the residual as a rule sees it."""
+"""Candidates of a bucket: the prediction of the next step's threshold, and a rule's view of the residual."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from dgc_horovod.kernels.composed import summed_numel
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels
 
-_WORTHWHILE = 1 / 8  # of a range: where more is sent, candidates save nothing
+_WORTHWHILE = 1 / 8  # share of a range: if more is sent, candidates save nothing
 _AIM, _MOST_AIM = 1.35, 3.0  # candidates per selected element
 _TINY = float(np.finfo(np.float32).tiny)
 _MOST_GROWTH = 1.1
@@ -18,15 +18,15 @@ _FIRST_STEEPNESS, _LEAST_STEEPNESS, _MOST_STEEPNESS = 8.0, 1.0, 60.0
 
 
 class ThresholdPredictor:
-    """Of each range, a magnitude that somewhat more than k elements will reach at the next step.
+    """Predicts, for each range, a magnitude that somewhat more than k elements reach at the next step.
 
-    The smallest magnitude that is sent moves slowly, and mostly one way, since what is not sent stays in the residual.
-    Around it the count falls as a power of the threshold; its exponent, which is learnt, tells how far below to look
-    for a third more candidates than are needed, or for more still after there have been too few. A threshold that is
-    too high costs one more read, one that is too low a longer list; what is selected is the same for every one.
+    The smallest sent magnitude changes slowly, and mostly in one direction, since unsent elements stay in the residual.
+    Near it the count falls as a power of the threshold. The exponent is learnt; it gives the threshold for a third more
+    candidates than needed, or for more after there were too few. A threshold that is too high costs one more read, one
+    that is too low a longer list; the selection does not depend on it.
 
     Args:
-        numels, ks: number of elements of each range, and of those selected of it at most, both >= 1.
+        numels, ks: number of elements of each range, and largest number selected from it, both >= 1.
         threshold: magnitude of rule "threshold", > 0, below which nothing is sent; None for other rules.
     """
 
@@ -39,7 +39,7 @@ class ThresholdPredictor:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew: the residual has been emptied."""
+        """Start again, after the residual was emptied."""
         ranges = len(self._ks)
         self._steepness, self._aim, self._trend = [_FIRST_STEEPNESS] * ranges, [_AIM] * ranges, [1.0] * ranges
         self._last = [0.0] * ranges
@@ -47,12 +47,12 @@ class ThresholdPredictor:
 
     @property
     def min_magnitude(self) -> float:
-        """The smallest magnitude that was selected at the last step, of all ranges; 0 where it is not known."""
+        """The smallest magnitude selected at the last step, over all ranges; 0 if it is not known."""
         return min((value for value in self._last if value), default=0.0)
 
     @property
     def memory(self) -> np.ndarray:
-        """All that is learnt, as one vector."""
+        """All learnt values as one vector."""
         return np.concatenate([self._steepness, self._aim, self._trend, self._last, self.thresholds])
 
     @memory.setter
@@ -60,12 +60,12 @@ class ThresholdPredictor:
         self._steepness, self._aim, self._trend, self._last, self.thresholds = values.reshape(5, -1).tolist()
 
     def learn(self, number: int, count: int, min_magnitude: float, num_candidates: float) -> None:
-        """Learn from what was selected from one range.
+        """Learn from the selection from one range.
 
         Args:
             number: index of the range, from 0.
             count: number of elements selected; `min_magnitude` is the smallest magnitude among them.
-            num_candidates: number of elements that reached its threshold; an estimate where they had no room.
+            num_candidates: number of elements that reached the threshold; an estimate if they had no room.
         """
         if not self._useful[number]:
             return
@@ -83,11 +83,11 @@ class ThresholdPredictor:
         self.thresholds[number] = max(guess, self._threshold or _TINY)
 
     def _unknown(self, number: int) -> float:
-        """The threshold while there is nothing to guess from: none, or the threshold below which nothing is sent."""
+        """The threshold without history: that of rule "threshold", else infinity."""
         return self._threshold if self._threshold is not None and self._useful[number] else math.inf
 
     def _adapt(self, number: int, above: float, ratio: float) -> None:
-        """The threshold was `above` times too low and brought `ratio` candidates per selected element."""
+        """Adapt to a threshold that was `above` times too low and gave `ratio` candidates per selected element."""
         if ratio < 1:
             self._aim[number] = min(1.3 * self._aim[number], _MOST_AIM)
         else:
@@ -103,18 +103,18 @@ _SAMPLE = 1 << 14
 
 
 class ResidualView:
-    """Answers about the magnitudes of one range, the same with candidates as without.
+    """Answers questions about the magnitudes of one range, with the same result with and without candidates.
 
-    The pass over the bucket has collected every element of at least `candidate_threshold`, so whatever concerns larger
-    magnitudes is answered from those few; anything else reads the range once more.
+    The pass over the bucket has collected every element of at least `candidate_threshold`. Questions about larger
+    magnitudes are answered from these; others read the range once more.
 
     Args:
         kernels: backend that holds the range.
         x: residual of the range, a flat float32 Array.
-        start: position of its first element in the bucket, >= 0; all positions that are returned are the bucket's.
-        candidates: every non-zero element with ``|x| >= candidate_threshold``; None: they have not been collected.
+        start: position of its first element in the bucket, >= 0; returned positions are those in the bucket.
+        candidates: every non-zero element with ``|x| >= candidate_threshold``; None: not collected.
         candidate_threshold: smallest magnitude of a candidate; infinity: none.
-        sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` looks at; None: the pass took none.
+        sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` reads; None: not computed by the pass.
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class ResidualView:
 
     @property
     def candidates(self) -> int:
-        """How many candidates the pass has collected in the range."""
+        """Number of candidates that the pass has collected in the range."""
         return self._candidates.values.size
 
     def largest(self, k: int) -> Elements:
-        """The k largest exactly; of equal ones the first; zeros never. Ends the view: its memory is used.
+        """Return exactly the k largest; of equal ones the first; zeros never. Ends the view: its memory is reused.
 
-        Without candidates, a threshold guessed from a sample, a little too low, leaves few, and the exact top-k runs
-        on those. Cost: nothing, else one read and a top-k of about 1.5 k, seldom a top-k of everything.
+        Without enough candidates, the exact top-k runs on the elements above a threshold guessed from a sample, a
+        little too low. Cost: nothing, else one read and a top-k of about 1.5 k, seldom a top-k of the range.
         """
         if self._candidates.values.size >= k:
             return self._kernels.keep_largest(self._candidates, k)
@@ -154,12 +154,11 @@ class ResidualView:
         return self._placed(self._kernels.top_k(self._x, k))
 
     def at_least(self, threshold: float, most: int) -> Elements:
-        """The non-zero elements with ``|x| >= threshold``, the `most` largest if they are more. Ends the view.
+        """Return the non-zero elements with ``|x| >= threshold``, the `most` largest if there are more. Ends the view.
 
-        The overflow is chosen by size, never by position. Cost: nothing from the candidate threshold up, or where
-        `most` reach the threshold; else one read.
+        Cost: nothing for thresholds from the candidate threshold up, or if there are `most` candidates; else one read.
         """
-        if self._candidates.values.size >= most:  # those that are larger than any other
+        if self._candidates.values.size >= most:  # candidates are larger than all other elements
             return self._kernels.keep_at_least(self._kernels.keep_largest(self._candidates, most), threshold)
         if self._is_known(threshold):
             found = self._kernels.keep_at_least(self._candidates, threshold)
@@ -168,17 +167,17 @@ class ResidualView:
         return self._kernels.keep_largest(found, most) if found.values.size > most else found
 
     def count_at_least(self, threshold: float) -> int:
-        """How many elements have ``|x| >= threshold``. Cost: nothing from the candidate threshold up, else one read."""
+        """Count elements with ``|x| >= threshold``. Cost: nothing from the candidate threshold up, else one read."""
         among = self._kernels.from_host(self._candidates.values) if self._is_known(threshold) else self._x
         return self._kernels.count_at_least(among, threshold)
 
     def known_low(self, k: int) -> tuple[float, int]:
-        """A threshold that at least k elements reach, and how many do, for nothing: that of candidates, or 0."""
+        """Return a threshold that at least k elements reach, and their number, without a read: the candidates' or 0."""
         count = self._candidates.values.size
         return (self._floor, count) if count >= k else (0.0, self.numel)
 
     def kth_of_sample(self, start: int, stride: int, k: int) -> float:
-        """The k-th largest magnitude of ``x[start::stride]``, found among the candidates if k of them are in it."""
+        """Return the k-th largest magnitude of ``x[start::stride]``, from the candidates if k of them are in it."""
         offsets = self._candidates.positions - np.int32(self.start + start)
         hits = self._candidates.values[(offsets >= 0) & (offsets % np.int32(stride) == 0)]
         if hits.size >= k:
@@ -186,19 +185,19 @@ class ResidualView:
         return self._kernels.kth_largest(self._kernels.sample(self._x, start, stride), k)
 
     def mean_and_deviation(self) -> tuple[float, float]:
-        """Mean and standard deviation, of a sixteenth of a long range. Cost: nothing if the pass took them."""
+        """Return mean and standard deviation, of a sixteenth of a long range. Cost: nothing if the pass took sums."""
         total, squares = self._sums if self._sums is not None else self._kernels.sampled_sums(self._x)
         seen = summed_numel(self.numel)
         mean = total / seen
         return mean, math.sqrt(max(squares / seen - mean * mean, 0.0))
 
     def at(self, positions: np.ndarray) -> Elements:
-        """The elements at ascending positions of the range."""
+        """Return the elements at ascending positions of the range."""
         positions = positions.astype(np.int32)
         return self._placed(Elements(positions, self._kernels.take(self._x, positions)))
 
     def _is_known(self, threshold: float) -> bool:
-        """Whether every element of at least `threshold`, which kernels round to float32, is a candidate."""
+        """Return whether every element of at least `threshold`, rounded to float32, is a candidate."""
         return float(np.float32(threshold)) >= self._floor
 
     def _found(self, threshold: float) -> Elements:
@@ -209,7 +208,7 @@ class ResidualView:
 
 
 def _low_guess(sample: np.ndarray, density: float) -> float:
-    """A magnitude that somewhat more than `density` of the sampled elements reach."""
+    """Return a magnitude that somewhat more than `density` of the sampled elements reach."""
     expected = density * sample.size
     rank = int(expected + 3 * expected**0.5 + 3)  # three standard deviations of the sample's count
     if rank >= sample.size:

@@ -1,4 +1,4 @@
-"""How a step ends that is not applied: where the reason lay, and what becomes of what was sent in it."""
+"""The end of a step that is not applied: its cause, and whether the sent elements are rolled back or dropped."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable, Sequence
 
 from dgc_horovod.core.engine import BucketEngine
 
-# In place of the ranks whose gradient was not finite
+# Reported in place of the ranks whose gradient was not finite
 LEFT_OUT, TRIED_AGAIN = "no rank: an update was too large", "no rank: an update times the loss scale was too large"
-WEIGHTS = "the weights of "  # and a name, where they are why no gradient is finite
-IN_A_ROW = 3  # steps with an update that is too large, after which all that waits is left out
+WEIGHTS = "the weights of "  # followed by a name: weights that are not finite, and make all gradients not finite
+IN_A_ROW = 3  # steps in a row with an update that is too large, after which the residual is emptied
 
 
 def unscaled() -> float:
-    """The loss scale where there is none."""
+    """The loss scale without a GradScaler."""
     return 1.0
 
 
 class Ending:
-    """Tells a gradient that is not finite from an update that is too large for its dtype.
+    """Distinguishes a gradient that is not finite from an update that is too large for its dtype.
 
-    Of the first, what was sent is taken back. Taken back, the second would be sent again at the next step, be too large
-    again, and so for ever: it is left out. Only a loss scale that falls may let it fit, so it is tried again while the
-    scale does. If it is too large in several steps in a row, so is too much of what waits: all of that is left out.
+    After a gradient that is not finite the sent elements are rolled back. An update that is too large is dropped:
+    rolled back, it would be sent and be too large again at every step. It is rolled back only while the loss scale
+    falls, which may make it fit. If updates are too large in `IN_A_ROW` steps, u and v are emptied.
 
     Args:
         engines: engines of the optimizer.
 
     Attributes:
-        spoilt: function that an adapter sets: the name of a variable whose weights are not finite, "" if there is none.
-            It is called where a gradient was not finite, and nowhere else.
+        spoilt: function that an adapter sets; it returns the name of a variable whose weights are not finite, or "". It
+            is called only if a gradient was not finite.
     """
 
     def __init__(self, engines: Sequence[BucketEngine]) -> None:
@@ -40,16 +40,16 @@ class Ending:
         self.spoilt: Callable[[], str] = str
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._too_large = self._spoilt = ""
 
     def judge(self, updates: bool, others: bool = True, loss_scale: Callable[[], float] = unscaled) -> bool:
-        """Whether the step may be applied: the same on every rank, as updates and flags are.
+        """Return whether the step may be applied; the same on every rank, as updates and flags are.
 
         Args:
-            updates: whether what was put together of every bucket is finite, in its own dtype.
-            others: whether what came of the gradients that are in no bucket is finite.
-            loss_scale: function that gives the factor of the gradients, > 0, by which updates are multiplied.
+            updates: whether the update of every bucket is finite, in its own dtype.
+            others: whether the results of the dense path are finite.
+            loss_scale: function that returns the factor of the gradients and updates, > 0.
         """
         found = [engine.outcome for engine in self._engines]
         if updates or not others or not all(outcome.finite for outcome in found):
@@ -65,16 +65,16 @@ class Ending:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether what was sent in this step is left out, and not taken back."""
+        """Whether the sent elements of this step are dropped, not rolled back."""
         return self._too_large == LEFT_OUT
 
     @property
     def empties(self) -> bool:
-        """Whether all that waits is."""
+        """Whether u and v are emptied as well."""
         return self.leaves_out and self._in_a_row >= IN_A_ROW
 
     def where(self) -> str:
-        """In words, where a gradient of the last step was not finite; the same on ranks that have the same weights."""
+        """Describe where a gradient of the last step was not finite; the same on ranks with the same weights."""
         if self._too_large or self._spoilt:
             return self._too_large or f"{WEIGHTS}{self._spoilt!r}"
         found = [engine for engine in self._engines if engine.outcome.flagged]
@@ -86,5 +86,5 @@ class Ending:
         size = self._engines[0].topology.node_size
         if size == 1:
             return f"rank {', '.join(map(str, ranks))}, among {among}"
-        nodes = sorted({rank // size for rank in ranks})  # whose workers have averaged
+        nodes = sorted({rank // size for rank in ranks})  # workers of a node have averaged their gradients
         return "; ".join(f"one of ranks {n * size} to {(n + 1) * size - 1}" for n in nodes) + f", among {among}"

@@ -1,9 +1,9 @@
 """One bucket's step: accumulate, select, encode | decode, aggregate. No framework, no communication.
 
-The engine holds what belongs to this rank alone: the residual v and the momentum u.
-`BucketEngine.compress` turns a bucket's gradients into one message; whoever owns the communication brings
-back what the ranks sent and hands it to `BucketEngine.receive`, after which `BucketEngine.aggregate_into` gives
-the aggregated update and `BucketEngine.rollback` takes the step back. How it travels is in `exchange`.
+The engine holds the state of this rank: the residual v and the momentum u. `BucketEngine.compress` turns a bucket's
+gradients into one message. The adapter runs the collectives and passes their results to `BucketEngine.receive`.
+`BucketEngine.aggregate_into` then computes the update, or `BucketEngine.rollback` undoes the step. The collectives of
+a message are defined in `exchange`.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from dgc_horovod.kernels.contract import (
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE
 
-_ENCODING = 2**31  # in place of the number of a range, for codecs that draw
+_ENCODING = 2**31  # stands for the index of a range, for codecs that round at random
 
 
 class BucketEngine:
     """State and arithmetic of one bucket on one rank.
 
-    On a node of several workers each keeps a slice of the bucket: gradients, selection and state are of that slice,
-    `outputs` of the whole bucket.
+    On a node of several workers each worker keeps a slice of the bucket: gradients, selection and state belong to the
+    slice, `outputs` to the whole bucket.
 
     Args:
         bucket: layout of the whole bucket.
         config: compression settings, equal on all ranks.
         kernels: backend on the device that holds the gradients.
-        rank: index of this worker, 0 <= rank < workers; seeds the rules that draw.
+        rank: index of this worker, 0 <= rank < workers; seeds random rules.
         workers: N >= 1.
-        node_size: G >= 1, the workers of a node whose gradients are averaged before they are added here.
+        node_size: G >= 1, number of workers of a node, which average their gradients before they are added here.
 
     Attributes:
-        bucket: layout of the slice that this worker keeps; the whole bucket where G is 1.
+        bucket: layout of this worker's slice; the whole bucket if G is 1.
         whole: layout of the whole bucket.
 
-    Memory, of the slice: v, 4 bytes an element; u from the first step with momentum, 4 or 2 more; with owners 4 for
-    each element of a shard; for the candidates and packets of a step about 90 bytes for each of the k elements
-    selected, and 8 for each received.
+    Memory, for the slice: v, 4 bytes an element; u from the first step with momentum, 4 or 2 more; with shard owners 4
+    for each element of a shard; about 90 bytes for each of the k selected elements (candidates, packets), and 8 for
+    each received element.
     """
 
     def __init__(
@@ -84,22 +84,22 @@ class BucketEngine:
         self._sent: SentRecord | None = None
         self._step = self._round = 0
         self._has_momentum = self.adds_directions = False  # this step: momentum; directions in place of gradients
-        self.in_join = self.clips = False  # whether this rank is, and whether its script clips updates: messages say so
-        self.outcome = Outcome()  # of the last exchange that is through
+        self.in_join = self.clips = False  # flags of messages: this rank is in join; its script clips updates
+        self.outcome = Outcome()  # of the last completed exchange
 
     # -- sending
 
     def add_gradient(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
-        """Segment i's gradient is ready.
+        """Add the gradient of segment i.
 
         Args:
             i: index of the segment in the bucket, from 0.
-            gradient: flat float32 Array, or what `Kernels.takes_tensors` allows; read by `compress`, and must not
-                change before.
+            gradient: flat float32 Array, or a tensor if `Kernels.takes_tensors`; must not change before `compress`
+                has read it.
             accumulation: form in which the gradient enters the residual.
 
         Raises:
-            UnsupportedUse: a momentum that bfloat16 has no digits for.
+            UnsupportedUse: the momentum is too close to 1 for bfloat16.
         """
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             self.config.check_momentum(accumulation.momentum)
@@ -109,11 +109,10 @@ class BucketEngine:
         self.gradients.put(i, gradient, accumulation)
 
     def compress(self, scale: float, step: int, density: float) -> Message:
-        """Accumulate the gradients that were added, then select, encode and subtract what is sent.
+        """Accumulate the added gradients, select elements, encode them, and subtract them from v.
 
-        Elements of a gradient that are not finite enter as 0. If there are any, or v leaves the range of fp32 (then u
-        and v start again from nothing), nothing is sent, and the message carries a flag on which every rank takes the
-        step back.
+        Elements of a gradient that are not finite enter as 0. If there are any, or v overflows fp32 (u and v are then
+        emptied), nothing is sent, and the message has a flag, so that every rank rolls the step back.
 
         Args:
             scale: factor of the gradients (clipping, loss scale), > 0.
@@ -123,7 +122,7 @@ class BucketEngine:
         Returns:
             The message. Its payload is reused by the next call.
 
-        Cost: one pass over the bucket (`Kernels.accumulate`) while the selection moves slowly, else one read more.
+        Cost: one pass over the bucket (`Kernels.accumulate`), and one more read if the predicted threshold is too high.
         """
         workspace = self._workspace_for(1.0 if self.bucket.uncompressed else density)
         rule = RULES[self.config.rule]
@@ -132,9 +131,9 @@ class BucketEngine:
         want_sums = rule.needs_sums and not self.bucket.uncompressed
         self._step, self._round = step, 0
         if self._has_momentum:
-            self.state.momentum()  # anew, where `clear` came after the gradients
+            self.state.momentum()  # `clear` may have come after the gradients
             self._has_momentum = False
-        sender = None if self.in_join or self.clips else workspace.sender  # what a device writes has no flag
+        sender = None if self.in_join or self.clips else workspace.sender  # packets written by a device have no flags
         if sender is not None and workspace.predictor.thresholds[0] < math.inf and sender.takes(self.gradients):
             seen, sent = self._send_from_device(workspace, sender, scale)
             if sent is not None:
@@ -144,7 +143,7 @@ class BucketEngine:
             seen = self.kernels.accumulate(
                 self.gradients, self.state, scale, workspace.records, max_candidates, want_sums
             )
-        if not seen.residual_finite:  # sums of finite gradients can leave fp32's range
+        if not seen.residual_finite:  # sums of finite gradients can overflow fp32
             self.clear()
         if not (seen.gradients_finite and seen.residual_finite):
             return self._send(workspace, NO_ELEMENTS, FLAG_NONFINITE)
@@ -164,7 +163,7 @@ class BucketEngine:
 
     @property
     def _masks(self) -> bool:
-        """Whether u is emptied where something is sent."""
+        """Whether u is set to zero at sent elements."""
         return self.state.u is not None and self.config.factor_masking
 
     def _workspace_for(self, density: float) -> Workspace:
@@ -196,7 +195,7 @@ class BucketEngine:
         return ResidualView(self.kernels, x, part.start, candidates, float(record["threshold"]), sums)
 
     def _generator(self, number: int) -> np.random.Generator:
-        """Random source that depends on rank, bucket, range and step alone, not on what was drawn before."""
+        """Return a random source that depends on rank, bucket, range and step only."""
         key = (self.config.seed, self.rank, self.bucket.index, number, self._step)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
@@ -213,16 +212,16 @@ class BucketEngine:
     # -- state
 
     def clear(self) -> None:
-        """Empty the residual and the momentum."""
+        """Set u, v and the remainder to zero."""
         self.state.clear()
         self._sent = None
         if self._workspace is not None:
-            self._workspace.exchange.commit()  # nothing of it is to be taken back
+            self._workspace.exchange.commit()  # there is nothing left to roll back
             self._workspace.predictor.forget()
 
     @property
     def sent(self) -> Elements:
-        """What the last `compress` sent, as it stood in v, until the step ends."""
+        """Elements that the last `compress` sent, with their values in v, until the step ends."""
         return self._sent.elements if self._sent is not None else NO_ELEMENTS
 
     @property
@@ -232,12 +231,12 @@ class BucketEngine:
 
     @property
     def threshold(self) -> float:
-        """The least magnitude sent at the last step; 0 where it is not known."""
+        """The smallest magnitude sent at the last step; 0 if it is not known."""
         return self._workspace.predictor.min_magnitude if self._workspace is not None else 0.0
 
     @property
     def thresholds(self) -> np.ndarray:
-        """What the next step's thresholds are guessed from; empty before the first."""
+        """The memory of the threshold predictor as one vector; empty before the first step."""
         if self._workspace is None:
             return np.empty(0)
         return np.concatenate([[self._workspace.density], self._workspace.predictor.memory])
@@ -251,9 +250,9 @@ class BucketEngine:
                 predictor.memory = memory[1:]
 
     def as_one_of_all(self, part: str) -> np.ndarray:
-        """A copy on the host of one part over the whole bucket, whose mean over all ranks is the mean over nodes.
+        """Copy one part of the whole bucket to the host, scaled so that its mean over ranks is the mean over nodes.
 
-        A residual has what this rank keeps as an owner in it.
+        The residual includes the remainder of a shard owner.
         """
         kept, place = self.state.full_vector(part), self.topology
         if place.node_size == 1:
@@ -263,13 +262,13 @@ class BucketEngine:
         return whole.reshape(-1)[: self.whole.numel]
 
     def commit(self) -> None:
-        """The step is applied everywhere: what it sent is not to be taken back any more."""
+        """End a step that is applied on every rank; it cannot be rolled back any more."""
         self._sent = None
         if self._workspace is not None:
             self._workspace.exchange.commit()
 
     def rollback(self) -> None:
-        """Take back what the last `compress` sent: v and u are, bit for bit, as after accumulation."""
+        """Undo the sending of the last `compress`: v and u have the bits they had after accumulation."""
         if self._sent is None:
             return
         self._sent.rollback(self.state)
@@ -280,35 +279,35 @@ class BucketEngine:
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange of the step under way."""
+        """The exchange of the present step."""
         assert self._workspace is not None, "compress comes first"
         return self._workspace.exchange
 
     @property
     def round(self) -> Round:
-        """The collective that is next."""
+        """The next collective."""
         return self.exchange.rounds[min(self._round, len(self.exchange.rounds) - 1)]
 
     @property
     def has_more_rounds(self) -> bool:
-        """Whether another one follows it."""
+        """Whether another round follows the next collective."""
         return self._round + 1 < len(self.exchange.rounds)
 
     def spec(self, density: float) -> MessageSpec:
-        """How the bucket travels at that density."""
+        """Return ranges, packet format and rounds of the bucket at a density."""
         return message_spec(self.whole, self.config, density, self.topology)
 
     def receive(self, received: np.ndarray) -> np.ndarray | None:
-        """Check what the round under way has brought. Nothing is changed, so an error leaves the state as it was.
+        """Check the result of the present round. An error leaves u and v unchanged.
 
         Args:
-            received: buffer that the round has brought, flat, of the round's dtype; kept until the next call.
+            received: result of the round, flat, of the round's dtype; kept until the next call.
 
         Returns:
-            The buffer of the next round; None after the last: then `outcome` is known.
+            The buffer of the next round; None after the last, when `outcome` is set.
 
         Raises:
-            CorruptPacket, RankMismatch: on every rank alike, see `Exchange.proceed`.
+            CorruptPacket, RankMismatch: on every rank, see `Exchange.proceed`.
         """
         exchange = self.exchange
         try:
@@ -322,9 +321,9 @@ class BucketEngine:
         return buffer
 
     def aggregate_into(self, scale: float) -> bool:
-        """``update = scale * sum over ranks of what they sent``: the same bits on every rank.
+        """``update = scale * sum over ranks of the sent elements``, with the same bits on every rank.
 
-        It goes into `outputs`, of which one must have been put for each segment.
+        The update is written to `outputs`, which must have an array for each segment.
 
         Args:
             scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.
@@ -333,6 +332,6 @@ class BucketEngine:
             Whether every element is finite.
 
         Raises:
-            CorruptPacket: on every rank alike, where packets are decoded on a device.
+            CorruptPacket: on every rank, where packets are decoded on a device.
         """
         return self.exchange.aggregate_into(self.outputs, scale)

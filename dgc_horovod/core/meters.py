@@ -1,4 +1,4 @@
-"""What is counted and measured of one exchange: bytes and seconds of every step, and a closer look at a few."""
+"""Measurements of one exchange: bytes and seconds of every step, norms and overlap of sampled steps."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dgc_horovod.core.workspace import Message
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, Round
 from dgc_horovod.stats import ExchangeStats
 
-_SECONDS = 1.0  # between two steps that are looked at, at least
-_SHARE = 1 / 200  # of the time that may go into it
-_MOST_SENT = 1 / 8  # of a bucket, by all ranks together, for their selections to be compared
-_SAMPLED = 4096  # elements whose last sending is remembered
+_SECONDS = 1.0  # least time between two sampled steps
+_SHARE = 1 / 200  # largest share of the time that sampling may take
+_MOST_SENT = 1 / 8  # largest share of a bucket, sent by all ranks together, for a comparison of their selections
+_SAMPLED = 4096  # number of elements whose last step of sending is recorded
 
 
 class Meters:
-    """Those of one exchange.
+    """The measurements of one exchange.
 
     Args:
-        engines: its engines.
-        counts: its counters.
+        engines: engines of the exchange.
+        counts: counters of the exchange.
     """
 
     def __init__(self, engines: Sequence[BucketEngine], counts: ExchangeStats) -> None:
@@ -38,12 +38,12 @@ class Meters:
         counts.buckets = weakref.WeakMethod(self.bucket_stats)
 
     def compressing(self, engine: BucketEngine, scale: float) -> None:
-        """The gradients of a bucket, times `scale`, are about to be taken in."""
+        """Record that the gradients of a bucket, times `scale`, are about to be accumulated."""
         self.diagnostics.before(engine, scale)
         self.of[engine].begins()
 
     def compressed(self, engine: BucketEngine, message: Message) -> None:
-        """`message` is about to be sent."""
+        """Record that `message` is about to be sent."""
         self.of[engine].compressed(message)
         self.diagnostics.compressed(engine)
         with self._lock:
@@ -53,17 +53,17 @@ class Meters:
         self._count(engine, message.round)
 
     def decoding(self, engine: BucketEngine) -> None:
-        """What has come back is about to be read."""
+        """Record that a received buffer is about to be decoded."""
         self.of[engine].begins()
 
     def received(self, engine: BucketEngine, sends: bool) -> None:
-        """It is read; `sends`: another round follows."""
+        """Record that a received buffer is decoded; `sends`: another round follows."""
         if sends:
             self._count(engine, engine.round)
         self.of[engine].decoded()
 
     def aggregated(self, engine: BucketEngine) -> None:
-        """What all ranks have sent is put together."""
+        """Record that the elements of all ranks are summed."""
         self.of[engine].decoded()
         self.diagnostics.aggregated(engine)
 
@@ -77,11 +77,11 @@ class Meters:
             traffic.count(collective.nbytes, received)
 
     def close(self, finite: bool, advises: bool) -> None:
-        """End the step. Of one that was looked at, figures are kept, with how long waited what was sent.
+        """End the step. After a sampled step, store its figures and the staleness of the sent elements.
 
         Args:
-            finite: whether it is applied.
-            advises: whether figures may lead to advice.
+            finite: whether the step is applied.
+            advises: whether the figures may lead to advice.
         """
         figures = self.diagnostics.close(finite)
         if figures:
@@ -100,25 +100,25 @@ class Meters:
 class Diagnostics:
     """Norms and overlap of sampled steps.
 
-    A rank decides by its own clock which steps it looks at: nothing is exchanged, so nobody has to agree. What a step
-    costs is measured, and the next one waits until that is a 200th of the time: the rule bounds the cost for any model.
+    Each rank chooses the sampled steps by its own clock, since nothing is exchanged. The cost of a sample is measured;
+    the next sample is delayed until the cost is a 200th of the time, for any model.
 
     Args:
-        seconds: time between two steps that are looked at, at least, >= 0.
+        seconds: least time between two sampled steps, >= 0.
 
     Attributes:
-        next_look: time from which on the next step is looked at, on the clock of ``time.perf_counter``.
+        next_look: earliest time of the next sampled step, on the clock of ``time.perf_counter``.
     """
 
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds, self.next_look, self._cost = seconds, 0.0, 0.0
-        self._looks: bool | None = None  # at the step under way; None: it has not begun
-        self._gradient = self._residual = self._entered = 0.0  # sums of squares; of what enters the residual
-        self._pairs = self._all_pairs = 0  # of ranks that send the same element; those if all sent the same elements
+        self._looks: bool | None = None  # whether the present step is sampled; None: it has not begun
+        self._gradient = self._residual = self._entered = 0.0  # sums of squares; _entered: of residual increments
+        self._pairs = self._all_pairs = 0  # pairs of ranks with a common element; their number at full overlap
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
     def before(self, engine: BucketEngine, scale: float) -> None:
-        """The gradients of `engine`, times `scale`, are about to be taken in. Costs a read of them in such a step."""
+        """Sample the gradients of `engine`, times `scale`, before accumulation. Cost: one read in a sampled step."""
         with self._lock:
             if self._looks is None:
                 self._looks = time.perf_counter() >= self.next_look
@@ -129,20 +129,20 @@ class Diagnostics:
                 self._entered += engine.bucket.numel if engine.adds_directions else square  # each about 1
 
     def compressed(self, engine: BucketEngine) -> None:
-        """What `engine` sends is taken out of v. Costs a read of v in such a step."""
+        """Sample the residual of `engine` after compression. Cost: one read of v in a sampled step."""
         if self._looks and not engine.bucket.uncompressed:
             with self._looking():
                 self._residual += engine.kernels.sums(engine.state.v)[1]
 
     def aggregated(self, engine: BucketEngine) -> None:
-        """All ranks' messages are read. Costs another decoding of them, and a sort of their positions."""
+        """Sample the overlap of all ranks' messages. Cost: another decoding and a sort of positions."""
         senders, sent = engine.topology.nodes, engine.sent_positions.size
         if not self._looks or engine.bucket.uncompressed or engine.exchange.keeps_remainder or senders == 1:
-            return  # an owner does not see who has sent what
+            return  # a shard owner's sums do not show the senders
         if senders * sent > _MOST_SENT * engine.bucket.numel:
             return
         with self._looking():
-            contributions = engine.exchange.contributions  # zeros in them are what was not sent
+            contributions = engine.exchange.contributions  # zeros in them were not sent
             selections = [elements.positions[elements.values != 0] for elements in contributions]
             if selections:
                 _, senders_of = np.unique(np.concatenate(selections), return_counts=True)
@@ -153,12 +153,11 @@ class Diagnostics:
         """End the step.
 
         Returns:
-            Nothing unless the step was looked at and is `finite`. ``gradient_norm`` and ``residual_norm``: L2 norms of
-            this rank's gradient (clipped, of the compressed tensors) and of v after what was sent is taken out;
-            ``residual_ratio``: the second in that of what enters at a step, the gradient or Adam's direction, where
-            that is not 0.
-            ``overlap``, in [0, 1]: of the elements that a rank sends, the share that another rank sends as well, on
-            average over all pairs of ranks; not there where the exchange does not show who sends what.
+            Empty unless the step was sampled and is `finite`. ``gradient_norm`` and ``residual_norm``: L2 norms of
+            this rank's gradient (clipped, of the compressed tensors) and of v after sending; ``residual_ratio``: the
+            norm of v over the norm that enters at a step (gradient or Adam's direction), if that is not 0;
+            ``overlap``, in [0, 1]: share of a rank's sent elements that another rank sends too, averaged over all
+            pairs of ranks; missing if the exchange does not show the senders.
         """
         figures: dict[str, float] = {}
         if self._looks and finite:
@@ -177,19 +176,19 @@ class Diagnostics:
     @contextmanager
     def _looking(self) -> Iterator[None]:
         with self._lock:
-            start = time.thread_time()  # what a machine with too few cores takes away is no cost of ours
+            start = time.thread_time()  # time of this thread only: waiting for a core is not a cost of sampling
             yield
             self._cost += time.thread_time() - start
 
 
 class _Recent:
-    """The last `_SAMPLED` of some numbers."""
+    """A ring buffer of the last `_SAMPLED` numbers."""
 
     def __init__(self) -> None:
         self._kept, self._seen = np.zeros(_SAMPLED, np.int64), 0
 
     def add(self, numbers: np.ndarray) -> None:
-        """Keep `numbers`, at most `_SAMPLED`, in place of the oldest."""
+        """Replace the oldest entries by `numbers`, at most `_SAMPLED`."""
         self._kept[(self._seen + np.arange(numbers.size)) % _SAMPLED] = numbers
         self._seen += numbers.size
 
@@ -215,12 +214,12 @@ class BucketMeter:
         self._since, self._waited = time.perf_counter(), 0.0
 
     def begins(self) -> None:
-        """Compression or decoding begins."""
+        """Record the begin of compression or decoding."""
         now = time.perf_counter()
         self._since, self._waited = now, now - self._since
 
     def compressed(self, message: Message) -> None:
-        """`message` is about to be sent."""
+        """Record that `message` is about to be sent."""
         self._compressing += self._lap()
         self._steps += 1
         self._selected = message.count
@@ -234,11 +233,11 @@ class BucketMeter:
 
     @property
     def waits(self) -> np.ndarray:
-        """Steps that elements waited which were sent last, since they were sent before: of at most 4,096 samples."""
+        """Staleness of the elements sent last, in steps since they were sent before: at most 4,096 samples."""
         return self._waits.kept
 
     def decoded(self) -> None:
-        """What came back is decoded."""
+        """Record the end of decoding."""
         self._exchanging += self._waited
         self._decoding += self._lap()
 
@@ -248,13 +247,13 @@ class BucketMeter:
         return now - since
 
     def stats(self) -> dict[str, float]:
-        """The counts.
+        """Return the counts as a dict.
 
         Returns:
-            ``elements``; of the last step ``density``, ``bytes`` and ``threshold`` (the least magnitude that was sent;
-            0: not known); ``residual_norm``; ``age``: steps since the oldest element that waits was sent last, among up
-            to 4,096 sampled ones; seconds of all steps: ``compress_seconds``, ``exchange_seconds`` (from the message's
-            start to its use, backward pass included), ``decode_seconds``.
+            ``elements``; of the last step ``density``, ``bytes`` and ``threshold`` (the smallest sent magnitude; 0: not
+            known); ``residual_norm``; ``age``: steps since the oldest element of the residual was sent, among up to
+            4,096 samples; seconds of all steps: ``compress_seconds``, ``exchange_seconds`` (from the message's start to
+            its use, backward pass included), ``decode_seconds``.
 
         Cost: a read of the residual.
         """

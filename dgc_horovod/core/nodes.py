@@ -1,4 +1,4 @@
-"""Whether the ranks of a job can make a hierarchical exchange, and Horovod's process sets that it needs."""
+"""Agreement of the ranks on nodes: whether all can use a hierarchical exchange, and the process sets it needs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _UNDECLARED = (
     "its process sets were not declared; call hvd.init(process_sets=node_process_sets(G)) of dgc_horovod.torch or "
     "dgc_horovod.tensorflow, G workers a node, or start with dgcrun"
 )
-LAST_STEP_SECONDS = 10.0  # that a rank which has ended waits for the others to end as well
+LAST_STEP_SECONDS = 10.0  # longest wait of a rank that has ended for the other ranks to end
 _log = logging.getLogger("dgc_horovod")
 
 
 @dataclass
 class _Declaration:
-    """What the script, or `dgcrun`, has said of nodes: G, 0 if nothing; and process sets, by their ranks."""
+    """Nodes declared by the script or `dgcrun`: G, 0 if not declared; and process sets, by their ranks."""
 
     node_size: int = 0
     sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
@@ -39,18 +39,18 @@ _declaration = _Declaration()
 
 
 def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Iterable[Any] = ()) -> list[Any]:
-    """Make the process sets of a hierarchical exchange, to be given to Horovod when it starts.
+    """Make the process sets of a hierarchical exchange, for ``hvd.init``.
 
     Args:
-        make: function that makes a process set of ranks.
-        node_size: G >= 1, the same on every rank: all must declare the same sets; None: DGC_NODE_SIZE.
-        theirs: process sets of the script, which are given to Horovod as well.
+        make: function that makes a process set from ranks.
+        node_size: G >= 1, the same on every rank, as all must declare the same sets; None: DGC_NODE_SIZE.
+        theirs: process sets of the script, which are passed to Horovod as well.
 
     Returns:
-        The sets beside `theirs`; none where there is nothing to gain from nodes.
+        The sets that are not in `theirs`; empty if nodes gain nothing.
 
     Raises:
-        ConfigError: G is no such number.
+        ConfigError: G is not a whole number >= 1.
     """
     if node_size is not None:
         check_whole("node_size", node_size, 1)
@@ -65,19 +65,19 @@ def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Ite
 
 
 def declared(ranks: Sequence[int]) -> Any:
-    """The process set of these ranks that was declared; None if none was."""
+    """Return the declared process set of these ranks, or None."""
     return _declaration.sets.get(tuple(ranks))
 
 
 @dataclass(frozen=True)
 class Launched:
-    """Where a launcher has put this rank, and whether it may talk to others in a group of their own.
+    """The place of this rank in the job, as the launcher has set it.
 
     Args:
         rank, size: index among all ranks, and their number.
-        local_rank, local_size: index among those of this host, and their number.
+        local_rank, local_size: index among the ranks of this host, and their number.
         cross_rank: index of the host.
-        has_group: function of ranks: whether there is, or can be, a group of just them.
+        has_group: function of ranks that returns whether a group of exactly these ranks exists or can be made.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class Launched:
 
     @classmethod
     def of(cls, hvd: Any) -> Launched:
-        """As Horovod's module `hvd` of a framework says; groups are the process sets that it has of those declared."""
+        """Return the place according to `hvd`, Horovod's module of a framework; groups are declared process sets."""
         sets: Mapping[int, Sequence[int]] = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
 
         def has_group(ranks: Sequence[int]) -> bool:
@@ -109,7 +109,7 @@ def agree(
     speed: float,
     hindrance: str = "",
 ) -> Topology:
-    """The topology that all ranks can use: with nodes where each of them can and gains, else without.
+    """Agree on a topology: with nodes if every rank can use them and they gain, else without.
 
     Args:
         collectives: transport of all workers of the optimizer.
@@ -117,9 +117,9 @@ def agree(
         launched: place of this rank.
         averages: whether gradients are averaged or summed.
         specs, speed: see `loss_by_nodes`.
-        hindrance: why an optimizer of this kind can make none, in words; "" if it can.
+        hindrance: why this kind of optimizer cannot use nodes, in words; "" if it can.
 
-    Cost: two collectives, unless the exchange knows no nodes.
+    Cost: two collectives, none if the config's exchange cannot use nodes.
     """
     workers = collectives.workers
     flat = Topology(collectives.rank, workers)
@@ -128,13 +128,13 @@ def agree(
     wanted = config.wants_nodes
     if envvars.horovod_elastic():
         if wanted and collectives.rank == 0:
-            _tell(logging.WARNING, "in an elastic job hosts come and go")
+            _tell(logging.WARNING, "the hosts of an elastic job change")
         return flat
     node_size = config.node_size or _declaration.node_size or launched.local_size
     topology = Topology(collectives.rank, workers, node_size)
     problem = (
         _problem(topology, config, launched)
-        or ("" if averages else "gradients are summed; a node averages")
+        or ("" if averages else "gradients are summed, and nodes need op=Average")
         or hindrance
     )
     if not (problem or wanted):
@@ -143,7 +143,7 @@ def agree(
     found = [json.loads(data) for data in collectives.gather_bytes(own, "nodes")]
     sizes, problems = [each[0] for each in found], [each[1] for each in found if each[1]]
     if len(set(sizes)) > 1:
-        problems.insert(0, "the nodes have different numbers of workers")
+        problems.insert(0, "nodes have different numbers of workers")
     if not problems:
         return topology
     if collectives.rank == 0 and (wanted or all(1 < size < workers for size in sizes)):
@@ -156,36 +156,39 @@ def _tell(level: int, problem: str) -> None:
 
 
 def _problem(topology: Topology, config: DGCConfig, launched: Launched) -> str:
-    """Why this rank can make no hierarchical exchange; "" if it can."""
+    """Return why this rank cannot use a hierarchical exchange; "" if it can."""
     if found := problem_of(topology):
         return found
     if topology.workers != launched.size:
-        return "the optimizer is not one of all ranks"
+        return "the optimizer's process set has only some of the ranks"
     expected = launched.cross_rank * launched.local_size + launched.local_rank
     if config.node_size is None and topology.node_size == launched.local_size and launched.rank != expected:
-        return "ranks do not count node by node (mpirun --map-by slot makes them)"
+        return "ranks are not numbered node by node (use mpirun --map-by slot)"
     if launched.has_group(topology.inside) and launched.has_group(topology.between):
         return ""
     if _declaration.node_size not in (0, topology.node_size):
-        return f"process sets were declared for nodes of {_declaration.node_size}, and node_size={config.node_size}"
+        return (
+            f"process sets were declared for nodes of {_declaration.node_size} workers, but "
+            f"node_size={config.node_size}"
+        )
     return _UNDECLARED
 
 
 def meet_at_exit(meet: Callable[[], object]) -> None:
-    """Let this process wait for all others when its script has ended.
+    """Make this process wait for all other ranks at its exit.
 
-    The first that ends shuts Horovod down for everybody, and the last round of a step, inside a node, waits for nobody
-    outside: another node may still be in it.
+    The first rank that exits shuts Horovod down on all ranks. The last round of a step, inside a node, does not wait
+    for other nodes, which may still be in it.
 
     Args:
         meet: function that returns once all ranks have called it, or raises after `LAST_STEP_SECONDS`.
     """
-    atexit.unregister(_meet)  # what is registered last runs first, and every hvd.init() registers its own shutdown
+    atexit.unregister(_meet)  # the last registered runs first, and every hvd.init() registers its own shutdown
     atexit.register(_meet, meet)
 
 
 def _meet(meet: Callable[[], object]) -> None:
-    # others wait for a rank that has failed: they are to know at once
+    # after a failure do not wait: the other ranks must see it at once
     if getattr(sys, "last_value", None) is None and not leaving.has_given_up.is_set():
-        with contextlib.suppress(Exception):  # Horovod has been shut down, or somebody did not come
+        with contextlib.suppress(Exception):  # Horovod has been shut down, or a rank did not come
             meet()

@@ -1,4 +1,4 @@
-"""The exchange of one optimizer: its buckets, what a rank keeps of them, and the step that they are at."""
+"""The exchange of one optimizer: its buckets, their state on one rank, and its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dgc_horovod.config import RULES, DGCConfig
 from dgc_horovod.core.adam import AdamStep
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.budget import card_bytes, within_budget
-from dgc_horovod.core.clipping import clip_limit
 from dgc_horovod.core.ending import Ending, unscaled
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.meters import Meters
@@ -30,30 +29,46 @@ from dgc_horovod.wire.bucket import PADDING
 _PLAIN: Accumulation = ErrorFeedback()
 
 
-class OptimizerExchange:
-    """The engines of one optimizer, and what they have in common at each step.
+def clip_limit(c: float, workers: int, averages: bool) -> float:
+    """Local gradient clipping (DGC 3.1): return the norm to which one rank's gradient is clipped.
 
-    An adapter's exchange is one of these, which turns tensors into arrays, starts collectives and waits for them. A
-    step is `begin` and its `accumulations`; for each bucket `add_gradient`, `compress`, `receive` after every round,
-    `aggregate`; then `end`.
+    The paper's ``c * N**-0.5`` is for a gradient already divided by N; with Horovod a rank's gradient is the mean over
+    its own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). With nodes, whose workers average first,
+    there are M gradients, and the rule is ``sqrt(M)*c``.
 
     Args:
-        specs: name, shape and boundary of every tensor that takes part, in the model's order.
+        c: threshold of the averaged gradient, > 0.
+        workers: number of gradients that are averaged, N or M.
+        averages: whether they are averaged or summed.
+    """
+    root = math.sqrt(workers)
+    return c * root if averages else c / root
+
+
+class OptimizerExchange:
+    """The engines of one optimizer and their common steps.
+
+    An adapter subclasses it, converts tensors to arrays, starts collectives and waits for them. A step is `begin`, with
+    its `accumulations`; for each bucket `add_gradient`, `compress`, `receive` after every round and `aggregate`; then
+    `end`.
+
+    Args:
+        specs: name, shape and boundary of every exchanged tensor, in the model's order.
         config: compression settings; the density may be lowered, see `within_budget`.
-        kernels_of: function that gives the kernels on the device of the tensor of that name.
+        kernels_of: function that returns the kernels for the device of a tensor, by name.
         rank: index of this worker, 0 <= rank < workers.
         workers: N >= 1.
         averages: whether the ranks' gradients are averaged (True) or summed.
         traffic: counter of the messages; the adapter's collectives count there too.
-        node_size: G >= 1, the workers of a node, which combine their gradients before they are added here; each keeps a
-            slice of every bucket.
+        node_size: G >= 1, number of workers of a node, which combine their gradients before they are added here; each
+            keeps a slice of every bucket.
 
     Attributes:
-        under_way: whether a step has begun, and has not ended.
-        accumulations: form in which gradients enter the residual in this step, by name, set after `begin`; plain error
-            feedback for all that are not named.
-        dense_residuals: what tensors in no bucket have from when they were in one, flat, by name; an adapter adds it to
-            their next gradient.
+        under_way: whether a step has begun and not ended.
+        accumulations: form in which gradients enter the residual in this step, by name, set after `begin`; error
+            feedback for all other tensors.
+        dense_residuals: residuals of tensors that are in no bucket any more, flat, by name; an adapter adds them to the
+            next gradient.
     """
 
     def __init__(
@@ -77,23 +92,19 @@ class OptimizerExchange:
             BucketEngine(bucket, config, kernels_of(bucket.segments[0].name), rank, workers, node_size)
             for bucket in self.layout.buckets
         ]
-        self.place = {  # of the tensors, or runs of tensors, that this rank keeps
+        self.place = {  # of the tensors, or parts of tensors, that this rank keeps
             segment.name: (engine, i)
             for engine in self.engines
             for i, segment in enumerate(engine.bucket.segments)
             if segment.name != PADDING
         }
-        self._compressed = {
-            segment.name
-            for engine in self.engines
-            for segment in engine.whole.segments
-            if not engine.whole.uncompressed
-        }
+        compressed = [engine.whole for engine in self.engines if not engine.whole.uncompressed]
+        self._compressed = {segment.name for bucket in compressed for segment in bucket.segments}
         self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic, config.final_density)
         self.meters = Meters(self.engines, self.counts)
         PROCESS.exchanges.append(self.counts)
-        self.steps = 0  # finished so far, of the whole training
-        self.epoch: int | None = None  # that the warm-up was told last
+        self.steps = 0  # completed steps of the whole training
+        self.epoch: int | None = None  # the last epoch that the script has set, for the warm-up
         self.ending = Ending(self.engines)
         shapes = {spec.name: spec.shape for spec in specs if spec.name in self._compressed}
         self.second = SecondMoments(shapes, config.seed, self.topology.nodes, averages)
@@ -103,7 +114,7 @@ class OptimizerExchange:
         self.accumulations: Mapping[str, Accumulation] = {}
 
     def is_compressed(self, name: str) -> bool:
-        """Whether a tensor is on the sparse path."""
+        """Return whether a tensor is on the sparse path."""
         return name in self._compressed
 
     @property
@@ -116,27 +127,27 @@ class OptimizerExchange:
         return card_bytes(self.specs, self.config, self.topology)
 
     def density(self) -> float:
-        """Density of the step under way."""
+        """Return the density of the present step."""
         return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
 
     @property
     def as_stock(self) -> bool:
-        """Whether the step under way may be the optimizer's own: all is sent, and no direction of Adam has waited."""
+        """Whether this step can be the optimizer's own: density 1, and no direction of Adam is in a residual."""
         return RULES[self.config.rule].sets_density and self.density() == 1.0 and not self.second.known
 
     def drop_residuals(self) -> None:
-        """Empty the residuals: of a dense step that is not applied nothing is kept."""
+        """Set the residuals to zero, after a dense step that is not applied."""
         for engine in self.engines:
             engine.state.drop_residual()
 
     def begin(self) -> None:
-        """Begin a step. One before it that was not finished has sent nothing that counts."""
+        """Begin a step; roll back the one before if it was not ended."""
         if self.under_way:
             self.rollback()
         self.adam.step, self.under_way = self.steps, True
 
     def add_gradient(self, engine: BucketEngine, i: int, gradient: Array) -> None:
-        """`BucketEngine.add_gradient`; of Adam's gradients the ranks learn something beside."""
+        """`BucketEngine.add_gradient`, after a measurement for Adam's second moment."""
         name = engine.bucket.segments[i].name
         accumulation = self.accumulations.get(name, _PLAIN)
         self.adam.measure(name, gradient, accumulation)
@@ -159,11 +170,11 @@ class OptimizerExchange:
         return message
 
     def receive(self, engine: BucketEngine, received: np.ndarray) -> np.ndarray | None:
-        """Take what a round of the exchange of `engine` has brought; what the next one sends, None after the last.
+        """Check the result of a round of `engine`; return the buffer of the next round, None after the last.
 
         Args:
             engine: engine of this exchange.
-            received: buffer that the round has brought, see `BucketEngine.receive`.
+            received: result of the round, see `BucketEngine.receive`.
         """
         self.meters.decoding(engine)
         with self.counts.traffic.timing("decoding"):
@@ -172,10 +183,10 @@ class OptimizerExchange:
         return buffer
 
     def aggregate(self, engine: BucketEngine, loss_scale: float = 1.0) -> bool:
-        """Put what all ranks sent together, into the outputs of `engine`; returns whether it is finite.
+        """Sum the elements of all ranks into the outputs of `engine`; return whether the update is finite.
 
         Args:
-            engine: engine of this exchange, all of whose rounds are through.
+            engine: engine of this exchange, after its last round.
             loss_scale: factor of the gradients, > 0, see `compress`.
         """
         self.meters.decoding(engine)
@@ -185,12 +196,12 @@ class OptimizerExchange:
         return finite
 
     def clip_factor(self, other_squares: float = 0.0) -> float:
-        """The factor that brings this rank's whole gradient within its limit; every gradient must have been added.
+        """Return the factor that clips this rank's whole gradient; every gradient must have been added.
 
-        What is not finite enters as zero, so it counts as zero here.
+        Elements that are not finite count as zero, as they enter the residual.
 
         Args:
-            other_squares: sum of the squares of the gradients that are in no bucket, >= 0; on nodes of several workers,
+            other_squares: sum of squares of the gradients that are in no bucket, >= 0; with nodes of several workers,
                 whose engines have slices, of all gradients.
         """
         assert self.config.clip_norm is not None
@@ -200,37 +211,37 @@ class OptimizerExchange:
         return limit / norm if norm > limit else 1.0
 
     def squares(self, other_squares: float = 0.0) -> float:
-        """Squared norm of all gradients that were added, what is not finite as zero, and of `other_squares`."""
+        """Return the squared norm of all added gradients, with zero for elements not finite, plus `other_squares`."""
         return other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
 
     @property
     def in_join(self) -> bool:
-        """Whether this rank is in join, so that its steps are those of the others."""
+        """Whether this rank is in join."""
         return any(engine.in_join for engine in self.engines)
 
     @property
     def all_clip(self) -> bool:
-        """Whether every rank's script clips updates, according to the last messages; the same on every rank."""
+        """Whether every rank's script clips updates, as the last messages say; the same on every rank."""
         return bool(self.engines) and self.engines[0].outcome.ranks_that_clip == self.workers
 
     @property
     def ranks_in_join(self) -> int:
-        """How many ranks were in join at the last step, according to its messages; the same on every rank."""
+        """Number of ranks in join at the last step, as its messages say; the same on every rank."""
         return self.engines[0].outcome.ranks_in_join if self.engines else 0
 
     @property
     def mean_scale(self) -> float:
-        """What the sum over nodes is multiplied by."""
+        """Factor of the sum over nodes: 1/M for the mean, else 1."""
         return 1 / self.topology.nodes if self.averages else 1.0
 
     def end(self, updates: bool, others: bool = True, loss_scale: Callable[[], float] = unscaled) -> bool:
-        """End the step; returns whether it may be applied, the same on every rank: see `Ending.judge` for the rest."""
+        """End the step; return whether it may be applied, the same on every rank. For arguments see `Ending.judge`."""
         finite = self.ending.judge(updates, others, loss_scale)
         self.close(finite)
         return finite
 
     def close(self, finite: bool) -> None:
-        """End the step; unless `finite`, take back what was sent in it, or leave it out, as every rank does."""
+        """End the step; unless `finite`, roll back or drop the sent elements, the same on every rank."""
         skipped_at = None if finite else (self.steps, self.ending.where())
         density = self.density()
         self.meters.close(finite, advises=self.rank == 0 and density == self.config.final_density < 1)
@@ -251,7 +262,7 @@ class OptimizerExchange:
         self.counts.end_step(skipped_at)
 
     def rollback(self) -> None:
-        """Take back what the step under way has sent, which is given up."""
+        """Roll back the present step, which is given up."""
         self.meters.close(finite=False, advises=False)
         self.adam.close(False)
         self.accumulations, self.under_way = {}, False
@@ -259,41 +270,41 @@ class OptimizerExchange:
             engine.rollback()
 
     def empty(self) -> None:
-        """Empty u and v: all that was not sent is applied, or lost."""
+        """Set u and v of all buckets to zero."""
         for engine in self.engines:
             engine.clear()
 
     def clear(self) -> None:
-        """Empty u and v, and know nothing of Adam's second moment: the weights are about to be others."""
+        """Set u, v and Adam's second moments to zero, before a change of weights."""
         self.empty()
         self.second.clear()
         self.dense_residuals.clear()
 
     def decay(self, factor: float) -> None:
-        """Multiply all that waits on this rank by `factor`, in (0, 1]."""
+        """Multiply u and v of this rank by `factor`, in (0, 1]."""
         for engine in self.engines if factor < 1 else ():
             engine.state.rescale(factor)
         for v in self.dense_residuals.values():
             v *= factor
 
     def clip_first(self, limit: float, factor: float) -> None:
-        """The first step, which is over, should have kept to a `limit` of each rank's norm: here by a `factor`."""
+        """Clip the gradients of the first step afterwards: each rank's norm to `limit`, this rank's by `factor`."""
         for engine in self.engines:
-            if engine.bucket.uncompressed or not self.second.known:  # a direction is the same for any size
+            if engine.bucket.uncompressed or not self.second.known:  # directions do not depend on a gradient's size
                 engine.state.rescale(factor)
         norm = math.sqrt(self.second.squares)
-        if norm > limit:  # the same on every rank, as what is shared must stay
+        if norm > limit:  # the same decision on every rank: the moments are shared
             self.second.rescale(limit / norm)
 
     def residuals(self) -> ResidualState:
-        """A copy of all that this rank keeps. Between two steps only."""
+        """Copy the state of this rank, between two steps."""
         node_size = self.topology.node_size
         state = ResidualState(self.rank, self.workers, self.averages, self.steps, self.epoch, node_size=node_size)
         for name, (engine, i) in self.place.items():
             state.tensors[name], kept = engine.state.read(i), engine.bucket.segments[i]
             if node_size > 1:
                 state.runs[name] = [kept.offset, self.numel[name]]
-        for name in self.numel.keys() - self.place.keys() - set(self.layout.dense):  # other workers of the node have it
+        for name in self.numel.keys() - self.place.keys() - set(self.layout.dense):  # kept by other workers of the node
             state.tensors[name], state.runs[name] = {RESIDUAL: np.empty(0, np.float32)}, [0, self.numel[name]]
         for name, v in self.dense_residuals.items():
             state.tensors[name] = {RESIDUAL: v.copy()}
@@ -302,12 +313,12 @@ class OptimizerExchange:
         return state
 
     def load(self, state: ResidualState) -> None:
-        """Go on from `state`, of this rank; what it does not name is zero. Of whole tensors it takes what it keeps.
+        """Load `state` of this rank; tensors that it does not name become zero. Of whole tensors load this rank's part.
 
-        What it has of tensors that are in no bucket any more, as the number of ranks decides, is in `dense_residuals`.
+        Residuals of tensors that are in no bucket any more (it depends on the number of ranks) go to `dense_residuals`.
 
         Raises:
-            CheckpointError: it is of another rank, another number of ranks or another model; nothing is changed then.
+            CheckpointError: `state` is of another rank, number of ranks or model; nothing is changed.
         """
         self.check_fits(state)
         self.clear()
@@ -323,19 +334,19 @@ class OptimizerExchange:
         self.dense_residuals.update((name, v.copy()) for name, v in left.items() if v.any())
 
     def fade(self, name: str, factor: float) -> None:
-        """Multiply what waits here of a tensor by `factor`, in [0, 1]; what an uncompressed one has left ends."""
+        """Multiply the residual of a tensor by `factor`, in [0, 1]; drop its entry in `dense_residuals`."""
         self.dense_residuals.pop(name, None)
         if name in self.place:
             engine, i = self.place[name]
             engine.state.fade(i, factor)
 
     def keep(self, name: str, arrays: Arrays, first: int = 0) -> None:
-        """Keep of a tensor what this rank keeps of it.
+        """Set this rank's part of a tensor's state.
 
         Args:
             name: name of the tensor.
-            arrays: arrays of it, by part, or of a run of it that holds what is kept.
-            first: index in the tensor of their first element.
+            arrays: arrays of the tensor, or of a range of it that includes this rank's part, by name of the part.
+            first: index in the tensor of the arrays' first element.
         """
         if name in self.place:
             engine, i = self.place[name]
@@ -343,7 +354,7 @@ class OptimizerExchange:
             engine.state.write(i, {part: array[kept.offset - first :][: kept.numel] for part, array in arrays.items()})
 
     def _keeps(self, name: str) -> tuple[int, int]:
-        """Index of the first element of a tensor of which this rank keeps something, and that behind the last."""
+        """Return start and end, in a tensor, of the elements that this rank keeps."""
         if name in self.place:
             engine, i = self.place[name]
             kept = engine.bucket.segments[i]
@@ -357,7 +368,7 @@ class OptimizerExchange:
             raise CheckpointError(
                 f"the residuals are of rank {state.rank} of {state.workers} in nodes of {state.node_size}, "
                 f"{combining(state.averages)} gradients; this is rank {self.rank} of {self.workers} in nodes of "
-                f"{node_size}, {combining(self.averages)}; load_checkpoint hands them on"
+                f"{node_size}, {combining(self.averages)}; use load_checkpoint, which redistributes residuals"
             )
         # after a flush other layers may be trained
         anew = self.numel.keys() != state.tensors.keys() and is_flushed(state, self.config.exchanges_weights)
@@ -371,11 +382,11 @@ class OptimizerExchange:
             refuse_missing(missing)
 
     def stats(self) -> dict[str, Any]:
-        """Counters, figures of the last step that was looked at, and under ``buckets`` those of every bucket."""
+        """Return counters, figures of the last sampled step, and under ``buckets`` the counts of every bucket."""
         return {**self.counts.stats(), **self.counts.figures, "buckets": self.meters.bucket_stats()}
 
     def state_arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Copies of u and v of what this rank keeps of tensors, by name: what tests and tools look at."""
+        """Copy this rank's u and v of every tensor, by name, for tests and tools."""
         arrays = {}
         for name, (engine, i) in self.place.items():
             kept = engine.state.read(i)
@@ -384,6 +395,6 @@ class OptimizerExchange:
 
 
 def _key(engine: BucketEngine) -> str:
-    """A bucket's name in a record of thresholds, of which those of another layout are of no use."""
+    """Return a bucket's key in a record of thresholds; it differs for another layout, whose thresholds do not fit."""
     bucket, config = engine.bucket, engine.config
     return f"bucket {bucket.index}, {bucket.numel} elements, {config.rule}, scope {config.scope}"

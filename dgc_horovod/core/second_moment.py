@@ -6,9 +6,10 @@ For a tensor seen as a matrix of a x b, of its gradient G_i on rank i::
     M = b2^E M + (1-b2^E) |rowsums(mean_i(G_i) * S)|^2 / (a*b),  S: random signs          of the mean gradient
     den^2 = (M + eps^2) * (R / m) * (C / m);  what enters is 1.4 * G_i / den, bounded by 10
 
-The squares of each rank's own gradient are larger than those of the mean, whose level products with random signs
-tell, as these can be added up. A tensor is measured at every E-th step, a quarter of them at each. What is learnt at a
-step counts from the next one on; as long as nothing is known of a tensor, its gradient does not enter the residual.
+The squares of each rank's own gradient are larger than those of the mean gradient. Products with random signs can be
+added up over ranks, and give the level of the mean gradient. A tensor is measured at every E-th step, a quarter of the
+tensors at each step. A measurement takes effect at the next step; before its first measurement, a tensor's gradient
+does not enter the residual.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.kernels.contract import Array, Kernels, SharedMoment
 
 INTERVAL = 4  # E, steps from one measurement of a tensor to the next
-FLOOR = 1e-2  # of R and C in their mean: a row that has seldom had a gradient would be moved too far by its next
-BOUND = 10.0  # of what enters: Adam's own at b2 = .99, whose second moment has the present gradient in it
-POOLS = 64  # of products that are added up: the more, the less the level of a mean gradient varies by chance
-GAIN = 1.4  # of Adam's learning rate: what is sent is of many steps, whose noise has cancelled, and bears longer ones
-_LEAST_COLUMNS = 16  # with fewer, the pass takes several times as long as memory does
+FLOOR = 1e-2  # least value of R and C over their means: else a row with rare gradients would move too far at the next
+BOUND = 10.0  # largest magnitude that enters: Adam's own at b2 = .99, whose second moment has the present gradient
+POOLS = 64  # number of sums of products: with more, the level of the mean gradient varies less by chance
+GAIN = 1.4  # factor of Adam's learning rate: sent sums of many steps have less noise, and allow longer steps
+_LEAST_COLUMNS = 16  # with fewer, the pass is several times slower than memory
 _MEAN, _SAMPLES, _STEPS, _NUMBERS = range(4)  # in `Moment.values`, before the rows and the columns
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor: its leading dimensions by the others, cut where there are fewest of both.
+    """Return rows and columns of a tensor as a matrix: leading by trailing dimensions, with the least sum of both.
 
-    Rows are put together until there are 16 columns; the last one may be incomplete then.
+    Rows are joined until there are 16 columns; the last row may then be incomplete.
     """
     numel = math.prod(shape)
     columns = min((math.prod(shape[i:]) for i in range(len(shape) + 1)), key=lambda b: numel // b + b)
@@ -42,21 +43,20 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class Moment:
-    """What is known of one tensor; the same on every rank.
+    """The second moment of one tensor, the same on every rank.
 
     Args:
         shape: shape of the tensor, of at least one element.
-        gradients: M >= 1, how many gradients are put together, of ranks or of nodes.
+        gradients: M >= 1, number of gradients that are combined, of ranks or of nodes.
         averages: whether they are averaged or summed.
 
     Attributes:
-        values: all of it, float64: M of the module, how many measurements it is an average of, Adam's steps so far, R
-            and C, of which the ratios count.
+        values: all values, float64: M (above), number of measurements in the averages, Adam's steps so far, R and C.
     """
 
     def __init__(self, shape: Sequence[int], gradients: int, averages: bool) -> None:
         self.numel, (self.a, self.b) = math.prod(shape), matrix_of(shape)
-        self._gradients, self._sum = gradients, 1 if averages else gradients  # of so many is what stock Adam knows
+        self._gradients, self._sum = gradients, 1 if averages else gradients  # stock Adam sees the sum of so many
         self.values = np.zeros(_NUMBERS + self.a + self.b)
         self.rows, self.columns = self.values[_NUMBERS:][: self.a], self.values[_NUMBERS + self.a :]
         last = self.numel - (self.a - 1) * self.b  # elements of the last row
@@ -74,12 +74,12 @@ class Moment:
 
     @property
     def known(self) -> bool:
-        """Whether a gradient has been seen."""
+        """Whether a gradient has been measured."""
         return bool(self.values[_SAMPLES]) and bool(self.rows.any())
 
     @property
     def squares(self) -> float:
-        """Mean over the ranks of the squared norm of their gradients, averaged over steps."""
+        """Mean over the ranks of their gradients' squared norms, averaged over steps."""
         return float(self.rows @ self._per_row)
 
     def _mean_square(self) -> float:
@@ -87,9 +87,9 @@ class Moment:
         return min(max(float(self.values[_MEAN]), level / self._gradients), level)
 
     def factors(self, eps: float) -> tuple[np.ndarray, np.ndarray]:
-        """What elements of each row and each column are multiplied by, for the mean or a part of the sum of directions.
+        """Return the factors of each row and each column that turn a gradient into a direction; zeros if not `known`.
 
-        Zeros where nothing is known.
+        The ranks' directions are averaged, or summed, as gradients are.
         """
         if not self.known:
             return np.zeros(self.a), np.zeros(self.b)
@@ -97,18 +97,18 @@ class Moment:
         return GAIN / (self._sum * np.sqrt((self._mean_square() + eps**2) * rows)), 1 / np.sqrt(columns)
 
     def square(self) -> np.ndarray:
-        """The second moment of every element, as stock Adam has it, flat float32; zeros where nothing is known."""
+        """Return stock Adam's second moment of every element, flat float32; zeros if not `known`."""
         if not self.known:
             return np.zeros(self.numel, np.float32)
         rows, columns = self.rows / self.rows.mean(), self.columns / self.columns.mean()
         return np.outer(self._sum**2 * self._mean_square() * rows, columns).astype(np.float32).reshape(-1)[: self.numel]
 
     def take(self, square: np.ndarray, steps: int, b2: float) -> None:
-        """Be that of stock Adam.
+        """Start from stock Adam's second moment.
 
         Args:
-            square: its second moment, flat, which it has divided by ``1-b2**steps``.
-            steps: number of its steps, >= 0.
+            square: second moment, flat, divided by ``1-b2**steps``.
+            steps: number of Adam's steps, >= 0.
             b2: decay of the second moment.
         """
         whole = np.zeros(self.a * self.b)
@@ -118,7 +118,7 @@ class Moment:
         self.values[[_MEAN, _SAMPLES, _STEPS]] = self.rows.mean(), max(steps // INTERVAL, bool(steps)), steps
 
     def learn(self, told: np.ndarray, b2: float) -> None:
-        """Take in a measurement: sums of squares by row and by column, and the rows' products, means over ranks."""
+        """Learn from a measurement: sums of squares by row and by column, and sums of products, means over ranks."""
         rows, columns = told[: self.a] / self._per_row, told[self.a :][: self.b] / self._per_column
         mean = np.square(told[self.a + self.b :]).sum() / self.numel
         if not (np.isfinite(told).all() and math.isfinite(mean)):
@@ -133,26 +133,26 @@ class Moment:
 
 
 class _Tensor:
-    """A tensor, what is known of it, and what this rank's passes multiply its gradient by."""
+    """A tensor, its moment, and the factors of its gradient in this rank's passes."""
 
     def __init__(self, number: int, moment: Moment) -> None:
         self.number, self.moment = number, moment
-        self.feed: SharedMoment | None = None  # from its first gradient on
+        self.feed: SharedMoment | None = None  # set at the first gradient
         self.kernels: Kernels | None = None
         self.b2 = self.eps = 0.0
 
     @property
     def size(self) -> int:
-        """How many numbers are told of it when it is measured."""
+        """Number of values in a measurement of the tensor."""
         return self.moment.a + self.moment.b + POOLS
 
     def know(self, values: np.ndarray | float) -> None:
-        """Let these be `Moment.values`."""
+        """Set `Moment.values`."""
         self.moment.values[:] = values
         self.refresh()
 
     def refresh(self) -> None:
-        """Let passes to come divide by what is known now."""
+        """Update the factors for the next passes."""
         if self.feed is not None and self.kernels is not None:
             rows, columns = self.moment.factors(self.eps)
             self.kernels.write(self.feed.rows, rows.astype(np.float32))
@@ -160,15 +160,15 @@ class _Tensor:
 
 
 class SecondMoments:
-    """Those of all compressed tensors of one optimizer.
+    """The second moments of all compressed tensors of one optimizer.
 
     Args:
         shapes: shape of each tensor, by name, in one order on all ranks.
-        seed: of the signs, the same on all ranks.
-        gradients: M >= 1, how many gradients are put together, of ranks or of nodes.
+        seed: seed of the signs, the same on all ranks.
+        gradients: M >= 1, number of gradients that are combined, of ranks or of nodes.
         averages: whether they are averaged or summed.
 
-    Memory: 24 bytes for each row and column, and 8 for each column of those that are measured at a step.
+    Memory: 24 bytes for each row and column, and 8 for each column of the tensors that are measured at a step.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], seed: int, gradients: int, averages: bool) -> None:
@@ -176,34 +176,34 @@ class SecondMoments:
         moments = {name: Moment(shape, gradients, averages) for name, shape in shapes.items()}
         self._tensors = {name: _Tensor(i, moment) for i, (name, moment) in enumerate(moments.items())}
         self._measured: dict[str, tuple[Kernels, Array, int]] = {}
-        self._signs: tuple[int, dict[str, np.ndarray]] | None = None  # of a step
+        self._signs: tuple[int, dict[str, np.ndarray]] | None = None  # step, and signs by tensor
 
     def __getitem__(self, name: str) -> Moment:
         return self._tensors[name].moment
 
     @property
     def known(self) -> bool:
-        """Whether something is known of any of them."""
+        """Whether any tensor's moment is known."""
         return any(x.moment.known for x in self._tensors.values())
 
     @property
     def squares(self) -> float:
-        """`Moment.squares` of all of them."""
+        """Sum of `Moment.squares` over all tensors."""
         return sum(x.moment.squares for x in self._tensors.values())
 
     def begin(self, name: str, b2: float, eps: float) -> None:
-        """Adam's b2 and eps of a tensor at the step under way."""
+        """Set Adam's b2 and eps of a tensor for the present step."""
         tensor = self._tensors[name]
         changed, tensor.b2, tensor.eps = tensor.eps != eps, b2, eps
         if changed:
             tensor.refresh()
 
     def feed(self, name: str, kernels: Kernels, offset: int) -> SharedMoment:
-        """How the gradient of a tensor enters the residual.
+        """Return how the gradient of a tensor enters the residual.
 
         Args:
             name: name of the tensor.
-            kernels: backend that has it.
+            kernels: backend that holds the tensor.
             offset: index in the tensor of the first element that this rank keeps.
         """
         tensor = self._tensors[name]
@@ -214,23 +214,23 @@ class SecondMoments:
         return tensor.feed
 
     def refresh(self, name: str) -> None:
-        """What is known of a tensor has been changed."""
+        """Update the factors of a tensor after a change of its moment."""
         self._tensors[name].refresh()
 
     # -- measurements
 
     def due(self, step: int) -> list[str]:
-        """Tensors that are measured at a step of the exchange, from 0, at the first one all: the same on every rank."""
+        """Return the tensors to measure at a step of the exchange, all at step 0; the same on every rank."""
         return [name for name in self._tensors if self.is_due(name, step)]
 
     def is_due(self, name: str, step: int) -> bool:
-        """Whether a tensor is among them; whatever this rank knows of it, which may have loaded something alone."""
+        """Return whether a tensor is to be measured, by the step only: one rank alone may have loaded a moment."""
         return step == 0 or self._tensors[name].number % INTERVAL == step % INTERVAL
 
     def measure(self, name: str, gradient: Array, step: int) -> None:
-        """Look at this rank's gradient of a tensor that has a feed, and is due.
+        """Measure this rank's gradient of a tensor that has a feed, and is due.
 
-        Cost: one read of it.
+        Cost: one read of the gradient.
         """
         tensor = self._tensors[name]
         assert tensor.kernels is not None and tensor.feed is not None
@@ -239,7 +239,7 @@ class SecondMoments:
         self._measured[name] = tensor.kernels, found, tensor.feed.offset // tensor.moment.b
 
     def _signs_of(self, name: str, step: int) -> np.ndarray:
-        """The signs of a tensor, drawn for all that are due: one alone would find the caches emptied each time."""
+        """Return the signs of a tensor; they are drawn for all due tensors at once, while the code is in the cache."""
         if self._signs is None or self._signs[0] != step:
             self._signs = step, {due: self._drawn(self._tensors[due], step) for due in self.due(step)}
         return self._signs[1][name]
@@ -251,12 +251,12 @@ class SecondMoments:
         return bits * np.float32(2) - np.float32(1)
 
     def message(self, step: int, scale: float) -> np.ndarray:
-        """What the ranks add up, float32: sums of squares by row and by column, and products with the signs.
+        """Return the vector that the ranks add up, float32: sums of squares by row and column, products with the signs.
 
-        Everything has been measured that is due.
+        Call it after all due tensors are measured.
 
         Args:
-            step: step under way, from 0.
+            step: present step, from 0.
             scale: factor of this rank's gradients (clipping, loss scale), > 0.
         """
         told = []
@@ -268,17 +268,17 @@ class SecondMoments:
                 numbers, b = kernels.to_host(found).astype(np.float64), columns.size
                 here = np.arange(first, first + (numbers.size - b) // 2)
                 rows[here], columns[:], products = np.split(numbers, [here.size, here.size + b])
-                pools[:] = np.bincount(here % POOLS, products, POOLS)  # signs are random: a sum is as good as each
+                pools[:] = np.bincount(here % POOLS, products, POOLS)  # a sum of products with random signs is one too
             told += [scale**2 * rows, scale**2 * columns, scale * pools]
         return np.concatenate(told).astype(np.float32) if told else np.empty(0, np.float32)
 
     def learn(self, step: int, summed: np.ndarray, senders: float) -> None:
-        """Take in what all ranks have told of a step that is applied.
+        """Learn from the measurements of an applied step.
 
         Args:
-            step: that step.
-            summed: sum of their messages.
-            senders: how many gradients are in it, in [0, M]: those of ranks in join are none.
+            step: index of the step.
+            summed: sum of all ranks' messages.
+            senders: number of gradients in the sum, in [0, M]; ranks in join have none.
         """
         at = 0
         for name in self.due(step):
@@ -292,53 +292,53 @@ class SecondMoments:
             tensor.moment.steps += 1
 
     def drop(self) -> None:
-        """Nothing is learnt from the step under way."""
+        """Discard the measurements of the present step."""
         self._measured.clear()
 
-    # -- what is kept
+    # -- state
 
     def clear(self) -> None:
-        """Know nothing."""
+        """Set all moments to zero."""
         self.drop()
         for name in self._tensors:
             self.forget(name)
 
     def forget(self, name: str) -> None:
-        """Know nothing of a tensor."""
+        """Set the moment of a tensor to zero."""
         self._tensors[name].know(0.0)
 
     def rescale(self, factor: float) -> None:
-        """Know what it would, had the gradients been `factor` times as large."""
+        """Scale the moments as if the gradients had been `factor` times as large."""
         for tensor in self._tensors.values():
             values = tensor.moment.values * factor**2
             values[[_SAMPLES, _STEPS]] = tensor.moment.values[[_SAMPLES, _STEPS]]
             tensor.know(values)
 
     def saved(self) -> dict[str, np.ndarray]:
-        """A copy of what is known, by tensor: the same on every rank. Empty where nothing is."""
+        """Copy the values by tensor, the same on every rank; empty if nothing is known."""
         return {name: x.moment.values.copy() for name, x in self._tensors.items()} if self.known else {}
 
     def packed(self) -> np.ndarray:
-        """All that is known in one vector, as `unpack` reads it, of as many numbers on every rank."""
+        """Return all values as one vector for `unpack`, of one size on all ranks."""
         return np.concatenate([x.moment.values for x in self._tensors.values()] or [np.empty(0)])
 
     def unpack(self, values: np.ndarray) -> None:
-        """Know what another rank has `packed`."""
+        """Set all values from the `packed` vector of another rank."""
         sizes = [x.moment.values.size for x in self._tensors.values()]
         for tensor, part in zip(self._tensors.values(), np.split(values, np.cumsum(sizes)[:-1]), strict=False):
             tensor.know(part)
 
     def check_fits(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Raise CheckpointError unless `load` can take it."""
+        """Raise CheckpointError unless `load` can take `saved`."""
         for name, values in saved.items():
             if name in self._tensors and values.size != self._tensors[name].moment.values.size:
                 raise CheckpointError(
-                    f"the second moment of {name!r} has {values.size} numbers in the record, and "
-                    f"{self._tensors[name].moment.values.size} here: it is of another model"
+                    f"the second moment of {name!r} has {values.size} numbers in the checkpoint, expected "
+                    f"{self._tensors[name].moment.values.size}: the checkpoint is of another model"
                 )
 
     def load(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Know what was `saved`, and nothing else."""
+        """Set all values from `saved`; moments that are missing become zero."""
         self.clear()
         for name, values in saved.items():
             if name in self._tensors:

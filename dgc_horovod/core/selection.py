@@ -1,7 +1,7 @@
-"""Selection rules: which k elements of a residual are sent. One function a rule, one signature.
+"""Selection rules, which choose the k elements of a residual to send. One function a rule, one signature.
 
 Every rule returns non-zero elements, ascending, at most k, and at least `Rule.min_fraction` of k, or all there are.
-What is not selected stays in the residual.
+Elements that are not selected stay in the residual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dgc_horovod.core.candidates import ResidualView
 from dgc_horovod.kernels.contract import Elements
 
 _SAMPLED_FRACTION = 0.01
-_LEAST_HITS = 64  # sampled elements that should reach the threshold: its relative error is 1/sqrt of it
+_LEAST_HITS = 64  # least number of sampled elements that reach the threshold, whose relative error is 1/sqrt of it
 _LOWER = 0.8
 _TRIES = 10
 _LARGEST = float(np.finfo(np.float32).max)
@@ -27,10 +27,10 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class SelectionContext:
-    """What a rule may need besides the values.
+    """Arguments of a rule besides the values.
 
     Args:
-        generator: function that makes the random source of this rank, range and step; called by rules that draw.
+        generator: function that makes the random source of this rank, range and step; called by random rules.
         threshold: smallest magnitude that rule "threshold" selects, > 0; None for other rules.
     """
 
@@ -39,7 +39,7 @@ class SelectionContext:
 
 
 def accepted_counts(k: int) -> tuple[int, int]:
-    """Least and most elements that a threshold may leave for k: [0.8 k, 1.25 k], below k = 10 k +- 1."""
+    """Return the accepted range of counts for k: [0.8 k, 1.25 k], below k = 10 k +- 1."""
     if k < 10:
         return max(1, k - 1), k + 1
     return math.ceil(0.8 * k), math.floor(1.25 * k)
@@ -94,7 +94,7 @@ def gaussian(view: ResidualView, k: int, context: SelectionContext) -> Elements:
 
 
 def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
-    """A threshold that an accepted count of elements reaches, or None after ten counts, or beyond float32.
+    """Find a threshold that an accepted count of elements reaches; None after ten counts, or beyond float32.
 
     Between a threshold that too many reach and one that too few reach, the next is found by interpolation
     on log(count), every third time by halving; while nothing bounds it from above, by fitting a
@@ -105,7 +105,7 @@ def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
         points = two_sided_point(k / view.numel), two_sided_point(min(1.0, count / view.numel))
         return threshold * 1.01 * points[0] / max(points[1], 0.1)
 
-    if not guess > 0:  # nothing was seen that could be followed
+    if not guess > 0:  # mean and deviation are 0 or not finite: no first threshold
         return None
     least, most = accepted_counts(k)
     low, count = view.known_low(k)
@@ -113,7 +113,7 @@ def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
     high, log_high = math.inf, 0.0
     threshold = guess if guess > low else beyond(low, count)
     for attempt in range(_TRIES):
-        if threshold > _LARGEST:  # no element reaches it, and no count says how far below it the k-th is
+        if threshold > _LARGEST:  # no element can reach it
             return None
         threshold = float(np.float32(threshold))
         count = view.count_at_least(threshold)
@@ -133,10 +133,10 @@ def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
 
 
 def random(view: ResidualView, k: int, context: SelectionContext) -> Elements:
-    """Random-k: k of the non-zero elements, each equally likely; every rank and step draws anew.
+    """Random-k: k of the non-zero elements, each equally likely; drawn anew on every rank at every step.
 
-    Twice k positions are drawn first; only if too few of them hold anything are all non-zero elements listed.
-    Cost: about 2 k looks, else one read.
+    Twice k positions are drawn first; all non-zero elements are listed only if fewer than k of these are non-zero.
+    Cost: about 2 k random reads, else one read of the range.
     """
     generator = context.generator()
     if 4 * k < view.numel:
@@ -170,7 +170,7 @@ _SELECT: dict[str, Callable[[ResidualView, int, SelectionContext], Elements]] = 
 
 
 def select(rule: str, view: ResidualView, k: int, context: SelectionContext) -> Elements:
-    """Elements that `rule` sends of a range; with ``k >= numel`` every rule with a density sends everything."""
+    """Select elements of a range by `rule`; with ``k >= numel`` every rule with a density selects all."""
     if k >= view.numel and RULES[rule].sets_density:
         return view.at_least(0.0, view.numel)
     return _SELECT[rule](view, k, context)

@@ -1,4 +1,4 @@
-"""What one rank sends of one bucket at a step, what is decided about it by the density alone, and the memory for it."""
+"""The message of one bucket at a step, its format, which depends on the density only, and the memory for it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _COARSE = ("4bit", "2bit")
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends of one bucket in the first round of its exchange.
+    """One rank's message of one bucket in the first round of its exchange.
 
     Args:
-        payload: buffer of that round, flat; may be used again at the next step.
+        payload: buffer of that round, flat; may be reused at the next step.
         round: collective that carries it.
         count: number of elements selected.
     """
@@ -37,7 +37,7 @@ class Message:
 
 @dataclass(frozen=True)
 class HostSentRecord:
-    """`contract.SentRecord` by way of the host; `masked` is what stood in u."""
+    """`contract.SentRecord` on the host; `masked` has the values that u had."""
 
     kernels: Kernels
     elements: Elements
@@ -66,12 +66,12 @@ class HostSentRecord:
 
 
 def min_magnitude(elements: Elements) -> float:
-    """The smallest magnitude; 0 if there is none."""
+    """Return the smallest magnitude of `elements`; 0 if there are none."""
     return float(np.abs(elements.values).min()) if elements.values.size else 0.0
 
 
 class MessageSpec(NamedTuple):
-    """What is selected together, the form of one rank's selection, the exchange (of nodes), and all collectives."""
+    """Selection ranges, packet format of one rank's selection, exchange (between nodes), and all collectives."""
 
     ranges: tuple[SelectionRange, ...]
     wire: PacketFormat
@@ -80,10 +80,10 @@ class MessageSpec(NamedTuple):
 
 
 def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: Topology) -> MessageSpec:
-    """How a worker's slice of a bucket is sent at a density; on one node of one worker or none, the whole bucket.
+    """Return the message format of a worker's slice of a bucket at a density; without nodes, of the whole bucket.
 
     Args:
-        bucket: layout of the bucket that is sent.
+        bucket: layout of the whole bucket.
         config: compression settings.
         density: fraction of the elements sent at the step, in (0, 1]; not used for an uncompressed bucket.
         topology: place of the worker.
@@ -95,7 +95,7 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: To
     indices = "every" if bucket.uncompressed else "elias-fano"
     values = bucket.values or config.values
     if density == 1 and config.momentum_correction and config.begins_dense and values in _COARSE:
-        values = "bf16"  # the steps are Adam's own: squares of what is rounded coarsely are too large
+        values = "bf16"  # these steps are Adam's own: squares of coarsely rounded gradients are too large
     wire = PacketFormat(bucket.index, slices[0].numel, capacity, values, indices)
     exchange = choose(wire, topology.nodes, config.shards, topology.node_size)
     rounds = rounds_of(exchange.rounds_of(wire, topology.nodes), topology.nodes, topology.node_size)
@@ -103,15 +103,15 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: To
 
 
 class Workspace:
-    """What depends on the density alone, and the memory that a step of that density needs.
+    """Exchange, threshold predictor and memory of a bucket at one density.
 
     Args:
-        bucket: layout of the bucket that is sent.
+        bucket: layout of the whole bucket.
         config: compression settings.
         kernels: backend on the device that holds the gradients.
-        density: fraction of the elements sent at each of its steps, in (0, 1].
+        density: fraction of the elements sent at each step, in (0, 1].
         topology: place of the worker.
-        state: what the worker keeps.
+        state: state of the bucket on this worker.
     """
 
     def __init__(

@@ -210,7 +210,7 @@ def test_what_is_kept_is_loaded_cleared_and_rescaled():
     assert not second["linear"].known and second["conv"].known
     second.clear()
     assert not second.known
-    with pytest.raises(CheckpointError, match="second moment of 'conv' has 5 numbers in the record"):
+    with pytest.raises(CheckpointError, match="second moment of 'conv' has 5 numbers in the checkpoint"):
         second.check_fits({"conv": np.ones(5)})
     second.load({"of another model": np.ones(5)})
     assert not second.known

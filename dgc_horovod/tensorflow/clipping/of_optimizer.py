@@ -14,7 +14,7 @@ from keras.optimizers import Optimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.core.clipping import clip_limit
+from dgc_horovod.core.optimizer_exchange import clip_limit
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient
