@@ -120,4 +120,4 @@ def test_slow_steps_and_caught_errors_do_not_end_a_job():
     for found in run_ranks(2, ["keras_habits.slow_and_caught"], environment={"DGC_TIMEOUT": "4"}, fresh=True):
         found = found["keras_habits.slow_and_caught"]
         assert found["slow"] == "" and found["afterwards"] == ""
-        assert "is the epoch the same everywhere?" in found["mismatch"]
+        assert "check that every rank sets the same epoch" in found["mismatch"]

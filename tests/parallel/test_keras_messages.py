@@ -58,7 +58,7 @@ def test_ranks_that_disagree_hear_the_same(ranks):
 def test_ranks_in_other_epochs_hear_it(ranks):
     for mode in ("eager", "graph"):
         for found in ranks:
-            assert "is the epoch the same everywhere?" in found["keras_messages.other_epochs"][mode]
+            assert "check that every rank sets the same epoch" in found["keras_messages.other_epochs"][mode]
 
 
 def test_weights_that_are_not_finite_are_named(ranks):

@@ -70,7 +70,7 @@ def test_error_messages(ranks, case, words):
         ("passes", "backward_passes_per_step: rank 0 has 1, rank 1 has 2"),
         ("optimizer", "optimizer: rank 0 has Adagrad, rank 1 has RMSprop"),
         ("version", f"version: rank 0 has {__version__}, rank 1 has 0.0"),
-        ("epoch", "is the epoch the same everywhere"),
+        ("epoch", "check that every rank sets the same epoch"),
     ],
 )
 def test_ranks_that_disagree_all_raise_the_same(ranks, case, words):
