@@ -133,6 +133,11 @@ def horovod_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
+def elastic_agent() -> bool:
+    """Whether torchrun has started this process, and may start it again if it fails."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def torchrun_place() -> tuple[int, int, int]:
     """Index among the ranks of this host, their number, and the host's index, as torchrun says; else alone on one."""
     texts = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]

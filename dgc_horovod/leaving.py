@@ -1,19 +1,15 @@
-"""How a process leaves: at once where it must, and with warnings of a run that was less sound than it looks."""
+"""The end of a process that has waited for another rank in vain: it does not wait for that one again."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import functools
-import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
-
-from dgc_horovod.stats import PROCESS, total
 
 SHUTDOWN_SECONDS = 2.0  # of ranks that all answer it takes milliseconds
 _HANDLERS_SECONDS = 4.0
@@ -61,62 +57,3 @@ def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)
-
-
-_log = logging.getLogger("dgc_horovod")
-_NORMAL = 0.01  # of all steps may be skipped without a warning: a loss scaler looks for the largest scale
-
-
-def pending() -> int:
-    """Number of local steps that no exchange has followed, when the job ends; of several optimizers the most."""
-    for counts in PROCESS.exchanges:
-        counts.close()
-    return max((counts.pending for counts in PROCESS.exchanges), default=0)
-
-
-def skipped(stats: Mapping[str, float]) -> str:
-    """How many of all steps, or exchanges, were applied on no rank; "" if all were applied.
-
-    Args:
-        stats: counters of all exchanges together, see `stats.total`.
-    """
-    count, steps = stats["skipped"], stats["steps"]
-    return f"skipped {count:,} of {steps:,} (applied on no rank)" if count else ""
-
-
-def warnings(ranks: Sequence[Mapping[str, Any]] = ()) -> list[str]:
-    """What else is to be said of the run; nothing where it was sound.
-
-    Args:
-        ranks: what each rank tells of itself, see `recording.rank_figures`.
-    """
-    left, checks, found = pending(), PROCESS.replica_checks, []
-    if checks.differed:
-        found.append(f"the ranks' weights differed at {checks.differed:,} of {checks.made:,} comparisons")
-    found += [
-        f"rank {each['rank']} left out {each['left_out']:,} of its local steps, whose gradient was not finite"
-        for each in ranks
-        if each.get("left_out")
-    ]
-    if left:
-        found.append(
-            f"local steps at the end that were not exchanged: {left}. The ranks' weights differ: call "
-            "optimizer.exchange() before evaluating or saving"
-        )
-    return found
-
-
-def watch(rank: int) -> None:
-    """Warn on rank 0 when this process ends, unless it ends by an error; once for all optimizers."""
-    if rank == 0 and not PROCESS.tells_at_end:
-        PROCESS.tells_at_end = True
-        atexit.register(_at_exit, os.getpid())
-
-
-def _at_exit(process: int) -> None:
-    if os.getpid() != process or getattr(sys, "last_value", None) is not None:  # forked, or ended by an error
-        return
-    stats = total(list(PROCESS.exchanges))
-    texts = [skipped(stats)] if stats["skipped"] > _NORMAL * stats["steps"] else []
-    for text in [*texts, *warnings()]:
-        _log.warning("dgc_horovod: %s", text)

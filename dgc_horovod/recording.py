@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dgc_horovod import __version__, advice, envvars, files, leaving, stats, tools
+from dgc_horovod import __version__, advice, at_end, envvars, files, stats, tools
 from dgc_horovod.compression import method_of
 from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.errors import ConfigError
@@ -233,7 +233,7 @@ def begin_as_environment_says(config: DGCConfig) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    leaving.watch(0)
+    at_end.watch(0, config)
     path = envvars.value(envvars.METRICS_FILE)
     if path and not PROCESS.is_recorded:
         atexit.register(begin(path, method_of(config)).end)

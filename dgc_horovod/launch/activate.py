@@ -21,7 +21,7 @@ from dgc_horovod.core.nodes import declare
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.launch import activation_check, config_file, summary
 from dgc_horovod.launch.settings import Job, resolve
-from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, is_ours
+from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, follow_torch, is_ours
 
 _CALLBACKS = (
     "BroadcastGlobalVariablesCallback",
@@ -32,7 +32,7 @@ _CALLBACKS = (
 
 
 def activate() -> None:
-    """Compress what Horovod exchanges in this process from now on, as ``DGC_*`` says. A second call does nothing.
+    """From now on compress what Horovod, or DDP, exchanges in this process, as ``DGC_*`` says; once.
 
     Raises:
         ConfigError: the settings are wrong.
@@ -43,6 +43,7 @@ def activate() -> None:
         module = sys.modules.get(name)
         if module is not None:
             imported(module)
+    follow_torch()
 
 
 def deactivate() -> None:
@@ -51,6 +52,12 @@ def deactivate() -> None:
         sys.meta_path.remove(hook)
         if (replacements := getattr(hook, "replacements", None)) is not None:
             replacements.revert()
+
+
+def replaces_horovod() -> bool:
+    """Whether names of Horovod are replaced in this process."""
+    found = [replacements for hook in _hooks() if (replacements := getattr(hook, "replacements", None)) is not None]
+    return any(replacements.job.active for replacements in found)
 
 
 def imported(module: ModuleType) -> None:
@@ -84,7 +91,7 @@ def _hooks() -> list[Any]:
 
 def _from_environment() -> Replacements:
     """The settings of this job; from now on children of this process know nothing of it."""
-    _clean_path()
+    clean_path()
     given = envvars.from_environment()
     job = resolve({}, given, config_file.for_everyone(given))
     if job.active:
@@ -95,7 +102,7 @@ def _from_environment() -> Replacements:
     return replacements
 
 
-def _clean_path() -> None:
+def clean_path() -> None:
     """Take our folder off PYTHONPATH and ``sys.path``: data loaders and compilers are no ranks."""
     entries = envvars.environment().get("PYTHONPATH", "").split(os.pathsep)
     kept = os.pathsep.join(entry for entry in entries if not is_ours(entry))

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
-from horovod.runner.common.util.config_parser import LOG_LEVELS
 
 from dgc_horovod import envvars, files
 from dgc_horovod.errors import ConfigError, nearest, shown
@@ -15,6 +14,7 @@ from dgc_horovod.settings import CARRIED, SWITCH, Kind, can_carry, check, choice
 
 SECTION = "compression"
 _MOST_CHARACTERS, _MOST_WHOLE = 2**20, 2**63
+_LOG_LEVELS = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]  # Horovod's, which may not be installed
 _NUMBER = Kind("", "", number, "a finite number", lambda value: is_number(value) and abs(value) < _MOST_WHOLE)
 _SWITCH = Kind("", "", str, "on or off", lambda value: value in (True, False))  # 1 and 0 too
 _TEXT = Kind("", "", str, f"a text {CARRIED}", lambda value: isinstance(value, str) and can_carry(value))
@@ -36,7 +36,7 @@ HOROVOD_KEYS: dict[str, dict[str, Kind]] = {
         "mpi_threads_disable": _SWITCH, "num_nccl_streams": _NUMBER, "thread_affinity": _NUMBER,
         "gloo_timeout_seconds": _NUMBER,
     },
-    "logging": {"level": choice(LOG_LEVELS), "with_timestamp": _SWITCH},
+    "logging": {"level": choice(_LOG_LEVELS), "with_timestamp": _SWITCH},
 }  # fmt: skip
 _OFF = "none"  # the method that `compression: off` stands for
 _CONTROLLER = "controller"  # of Horovod too, and no section

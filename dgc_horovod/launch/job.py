@@ -156,7 +156,7 @@ def _look_at_the_end(status: StatusServer, job: Job, workers: int) -> int:
             "known here; its own last line says it"
         )
     else:
-        reason = summary.NOTHING_WRAPPED
+        reason = summary.OF_HOROVOD.wrapped
     if reason and reason != said:
         _say(f"dgc_horovod: {summary.not_active(job, reason)}")
     return summary.EXIT_INACTIVE if reason and not job.get(envvars.ALLOW_INACTIVE) else 0

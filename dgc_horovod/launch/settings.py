@@ -15,7 +15,7 @@ from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.settings import EVERYWHERE, OF_METHODS, Setting, as_text
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
-UNCOMPRESSED = ("none", "fp16")  # methods of Horovod's own
+UNCOMPRESSED = ("none", "fp16")  # methods that leave the exchange as it is
 _LOCAL, _THRESHOLD = "local", "threshold"
 _NAMES = {row.field: row.name for row in FIELDS}
 _STEPS, _EPOCHS, _STEPS_PER_EPOCH = (_NAMES[f"warmup.{field}"] for field in ("steps", "epochs", "steps_per_epoch"))
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def active(self) -> bool:
-        """Whether Horovod's optimizers are to be replaced."""
+        """Whether the script is to be compressed."""
         return bool(self.method) and not self.switched_off
 
     def given(self, row: Setting) -> Given:
@@ -224,7 +224,7 @@ def _refuse_useless_flags(method: str, strongest: Sequence[Given]) -> None:
     for given in strongest:
         if given.row.field and given.source.startswith(FROM_FLAG):
             raise ConfigError(
-                f"{given.row.flag} has no meaning with compression {method}, which is Horovod's own; drop it "
+                f"{given.row.flag} has no meaning with compression {method}, which sends every element; drop it "
                 "or choose --compression dgc"
             )
 

@@ -7,31 +7,51 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from dgc_horovod import envvars, leaving, recording
-from dgc_horovod.config import AUTO
+from dgc_horovod import at_end, envvars, leaving, recording
 from dgc_horovod.launch.reports import Reports
-from dgc_horovod.launch.settings import UNCOMPRESSED, Job
+from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
-from dgc_horovod.planning.trial import COMPRESSED
 from dgc_horovod.recording import Recording, rank_figures
-from dgc_horovod.stats import PROCESS, ExchangeStats, total
+from dgc_horovod.stats import PROCESS, total
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
 WRAPPED, END = "wrapped", "end"  # what rank 0 reports to dgcrun
 GIVEN_UP = "given-up."  # and any rank, with its process, that ends because another one did not come
 RUN = "run"  # what dgcrun tells it: see `job_report.describe`
-NOTHING_WRAPPED = (
+
+
+class Missing(NamedTuple):
+    """What is said of a script that has compressed nothing.
+
+    Args:
+        wrapped: nothing was there to compress.
+        exchanged: something was, and has exchanged nothing.
+        step: no step was made.
+    """
+
+    wrapped: str
+    exchanged: str
+    step: str = at_end.NO_STEP
+
+
+_NOTHING_WRAPPED = (
     "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
     "itself (hvd.allreduce) cannot be compressed"
 )
-NOTHING_EXCHANGED = (
+_NOTHING_EXCHANGED = (
     "its DistributedOptimizer or DistributedGradientTape has exchanged nothing: the script has made no step with what "
     "that has returned (is the model compiled with it?)"
+)
+OF_HOROVOD = Missing(_NOTHING_WRAPPED, _NOTHING_EXCHANGED)
+OF_DDP = Missing(
+    "the script has made no DistributedDataParallel; what is sharded (FSDP), or exchanged by the script itself, cannot "
+    "be compressed",
+    "no optimizer has made a step with the parameters of its DistributedDataParallel",
+    "its optimizer has made one step only, and the first one is DDP's own",
 )
 
 
@@ -40,13 +60,19 @@ class Outcome:
 
     Args:
         job: resolved settings of the job.
+        missing: what is said where nothing was compressed.
+
+    Attributes:
+        refused: why some optimizers, or all, are not compressed.
+        found: whether there is something to compress, though it has exchanged nothing yet.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, missing: Missing = OF_HOROVOD) -> None:
+        self.job, self._missing = job, missing
+        self.refused: list[str] = []
+        self.found = False
         self.rank: int | None = None  # None until hvd.init()
         self.wrapped = 0  # optimizers, tapes and loaded models
-        self._exchanges_later = False  # whether one makes its exchange at its first step, as those of TensorFlow do
         self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
         self._told: set[str] = set()
         self._recording: Recording | None = None
@@ -95,7 +121,7 @@ class Outcome:
         """An optimizer, a tape or a model is ours now: `made`."""
         self.wrapped += 1
         exchange = getattr(getattr(made, "optimizer", made), "_dgc", None)
-        self._exchanges_later |= getattr(exchange, "takes_part", False)
+        self.found |= getattr(exchange, "takes_part", False)
         if self.wrapped == 1:
             self._report(WRAPPED, True)
 
@@ -126,36 +152,36 @@ class Outcome:
         if self.job.method == "none":
             return ""
         if not self.wrapped and not PROCESS.exchanges:
-            return NOTHING_WRAPPED
-        if self.job.method in UNCOMPRESSED:
+            return self._refusals() or (self._missing.exchanged if self.found else self._missing.wrapped)
+        if self.job.config is None:
             return ""
         if not PROCESS.exchanges:  # else rank 0 is in no process set, or stock Horovod's exchange was taken at wrapping
-            return NOTHING_EXCHANGED if self._exchanges_later else ""
-        stats = self.stats()
-        if not stats["steps"]:
-            if pending := leaving.pending():
-                return f"its optimizer has made {pending} local steps, fewer than come before an exchange (local_steps)"
-            return "its optimizer has made no step"
-        if not stats["elements"] and self.job.method != AUTO:
-            assert self.job.config is not None
-            return f"every tensor is 1-D or has fewer than min_numel={self.job.config.min_numel} elements"
-        return ""
+            return self._missing.exchanged if self.found else ""
+        return at_end.why_nothing(self.job.config, self._missing.step)
 
     def line(self) -> str:
         """The summary, for people."""
-        leaving.pending()
+        at_end.pending()
         reason = self.why_inactive()
         if reason:
-            return not_active(self.job, reason)
-        stats = self.stats()
-        if not stats["bytes_sent"]:
-            return f"{self.job.method}: the dense exchange is Horovod's own, which is not counted"
-        if self.job.method == AUTO and not any(counts.mode == COMPRESSED for counts in PROCESS.exchanges):
-            return f"auto: stock Horovod's dense exchange was taken; {_steps(stats, 0)}"
-        alone = sum(counts.steps_alone for counts in PROCESS.exchanges)
-        text = _line(self.job.method, alone, _at_end(PROCESS.exchanges), stats, "fp16" in self.asked)
+            return self.not_active(reason)
         ranks = self._reports.of_all() if self._reports is not None else [rank_figures(self.rank or 0)]
-        return "; ".join([text, *leaving.warnings(ranks)])
+        text = at_end.line(self.job.method, self.stats(), ranks, "fp16" in self.asked)
+        return "; ".join(filter(None, (text, self._refusals())))
+
+    def _refusals(self) -> str:
+        """The first reason why something is not compressed, and how many others there are."""
+        others = len(self.refused) - 1
+        return "".join(self.refused[:1]) + f" (and {others} more)" * (others > 0)
+
+    def not_active(self, reason: str) -> str:
+        """What a user is told of this job if it was not compressed."""
+        return not_active(self.job, reason, self._may_fail)
+
+    @property
+    def _may_fail(self) -> bool:
+        """Whether the job fails if nothing was compressed: not where torchrun alone would start it again and again."""
+        return self._desk is not None or not envvars.elastic_agent()
 
     def end(self) -> int:
         """Print the summary on rank 0; returns the exit code that it asks for, 0 where dgcrun sees to it."""
@@ -168,69 +194,23 @@ class Outcome:
             self._reports.end()
         if self.rank != 0:
             return 0
-        leaving.pending()  # which the record that ends the file counts, too
+        at_end.pending()  # which the record that ends the file counts, too
         if self._recording is not None:
             self._recording.end()
-        # an error of its own ended the script, or is why it has ended
-        failed = getattr(sys, "last_value", None) is not None or leaving.has_given_up.is_set()
         inactive = self.why_inactive()
-        if not (failed and inactive):
-            print(f"dgc_horovod: {self.line()}{' (ended by an error)' * failed}", file=sys.stderr, flush=True)
+        at_end.say(self.line(), inactive)
         heard = self._report(END, {"inactive": inactive})
-        allowed = self.job.get(envvars.ALLOW_INACTIVE)
-        return EXIT_INACTIVE if inactive and not (failed or allowed or heard) else 0
+        allowed = self.job.get(envvars.ALLOW_INACTIVE) or not self._may_fail
+        return EXIT_INACTIVE if inactive and not (at_end.failed() or allowed or heard) else 0
 
 
-def not_active(job: Job, reason: str) -> str:
-    """What a user is told of a job that was not compressed."""
-    hint = "" if job.get(envvars.ALLOW_INACTIVE) else ". --allow-inactive makes this no error"
-    return f"NOT ACTIVE: compression {job.method} was asked for, but {reason}{hint}"
+def not_active(job: Job, reason: str, may_fail: bool = True) -> str:
+    """What a user is told of a job that was not compressed.
 
-
-def _at_end(exchanges: Sequence[ExchangeStats]) -> tuple[float, float]:
-    """The density that the warm-up comes down to, and that of the last step, where the warm-up was not over."""
-    counts = min(exchanges, key=lambda counts: counts.density)
-    return counts.density, max(counts.density, counts.density_now)
-
-
-def _line(method: str, alone: int, at_end: tuple[float, float], stats: dict[str, Any], asked_fp16: bool) -> str:
-    sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
-    parts = [
-        _steps(stats, alone),
-        f"a rank sent {_bytes(sent)}, {dense / sent:.3g}x less than fp32 ({_bytes(dense)})",
-    ]
-    if asked_fp16:
-        parts[-1] += f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for"
-    if received:
-        parts.append(f"received {_bytes(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
-    if stats["elements"]:
-        compressing = stats["compress_seconds"] + stats["decode_seconds"]
-        parts.append(f"{compressing:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks")
-    return f"{method}{_density(*at_end, stats)}: {'; '.join(parts)}"
-
-
-def _steps(stats: dict[str, Any], alone: int) -> str:
-    steps = (
-        f"{stats['steps']:,} exchanges in {stats['steps'] + alone:,} steps" if alone else f"{stats['steps']:,} steps"
-    )
-    return ", ".join(filter(None, (steps, leaving.skipped(stats))))
-
-
-def _density(final: float, last: float, stats: dict[str, Any]) -> str:
-    """What was sent on average, and what it came down to where that is not the same."""
-    if not stats["elements"]:
-        return ""
-    mean = stats["selected"] / stats["elements"]
-    if last > final:
-        return f", density {mean:.3g} on average ({last:g} in the end: the warm-up to {final:g} was not over)"
-    return f", density {mean:.3g}" + (
-        "" if 0.75 * final < mean < 1.25 * final else f" on average ({final:g} in the end)"
-    )
-
-
-def _bytes(count: float) -> str:
-    units = iter(("B", "kB", "MB", "GB"))
-    unit = next(units)
-    while count >= 1000 and unit != "GB":
-        count, unit = count / 1000, next(units)
-    return f"{count:.3g} {unit}"
+    Args:
+        job: resolved settings of the job.
+        reason: why.
+        may_fail: whether it is an error.
+    """
+    is_error = may_fail and not job.get(envvars.ALLOW_INACTIVE)
+    return at_end.not_active(job.method, reason) + ". --allow-inactive makes this no error" * is_error

@@ -26,10 +26,12 @@ compression:
   warmup_steps: 2000
 ```
 
-Where it acts: a script is *activated* if `dgcrun` starts it, if it runs with what `dgcrun --print-env` prints, or if it
-calls `dgc_horovod.launch.activate.activate()`. One that imports `dgc_horovod.torch` or `dgc_horovod.tensorflow` itself
-says in its code how it compresses; what acts *everywhere* acts there too. The metrics file begins with `hvd.init()`
-where the script is activated, else with the first compressed optimizer or tape.
+Where it acts: a script for Horovod is *activated* if `dgcrun` starts it, if it runs with what `dgcrun --print-env`
+prints, or if it calls `dgc_horovod.launch.activate.activate()`; one for [DDP](ddp.md#without-changing-the-script) also
+if a variable is set, where the package is installed. A script that imports `dgc_horovod.torch` or
+`dgc_horovod.tensorflow` itself says in its code how it compresses; what acts *everywhere* acts there too. The metrics
+file begins with `hvd.init()` or `init_process_group()` where the script is activated, else with the first compressed
+optimizer or tape.
 """
 _TABLE = "| variable | flag | key | default | acts | |\n|---|---|---|---|---|---|\n"
 

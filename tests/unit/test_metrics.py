@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dgc_horovod import leaving, recording, stats
+from dgc_horovod import at_end, recording, stats
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.meters import Diagnostics
@@ -314,7 +314,7 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     assert outcome.stats()["bytes_dense"] == 4 * 100 * 11
 
 
-def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch, caplog):
+def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch, capsys):
     """80 of 90 steps were skipped, and the last line said "90 steps ... 25x less"; so does a script without dgcrun."""
     counts = ExchangeStats(2, 100, offered=100, selected=100)
     checks = stats.ReplicaChecks()
@@ -324,19 +324,36 @@ def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch,
     counts.traffic.count(10, 10)
     for i in range(1000):
         counts.end_step((i, "rank 1, among 'w'") if i < 8 else None)
-    assert ": 1,000 steps, skipped 8 of 1,000 (applied on no rank); " in outcome.line()
-    leaving._at_exit(os.getpid())
-    assert not caplog.records, "a loss scaler looks for the largest scale"
+    at_end._at_exit(os.getpid(), DGCConfig())
+    for line in (outcome.line(), capsys.readouterr().err):
+        assert ": 1,000 steps, skipped 8 of 1,000 (applied on no rank); " in line
     counts.end_step((1000, "rank 1, among 'w'"))
     counts.end_step((1001, "rank 1, among 'w'"))
     assert counts.skipped_in_a_row == 2
     counts.skipped, counts.left_out = 800, 3
     checks.count(True), checks.count(False)
-    leaving._at_exit(os.getpid())
-    told = "; ".join(record.getMessage() for record in caplog.records)
+    at_end._at_exit(os.getpid(), DGCConfig())
+    told = capsys.readouterr().err
     for text in ("skipped 800 of 1,002", "the ranks' weights differed at 1 of 2 comparisons"):
         assert text in outcome.line() and text in told
     assert "rank 0 left out 3 of its local steps" in outcome.line()
+
+
+def test_a_script_that_compresses_by_itself_has_a_last_line_too(monkeypatch, capsys):
+    """DDP jobs had none."""
+    counts = ExchangeStats(2, 100, density=0.01, offered=100, selected=1)
+    monkeypatch.setattr(PROCESS, "exchanges", [])
+    at_end._at_exit(os.getpid(), DGCConfig())
+    assert not capsys.readouterr().err, "nothing was taken over"
+    monkeypatch.setattr(PROCESS, "exchanges", [counts])
+    at_end._at_exit(os.getpid(), DGCConfig())
+    assert "NOT ACTIVE: compression dgc was asked for, but its optimizer has made no step" in capsys.readouterr().err
+    counts.end_step()
+    counts.traffic.count(10, 10)
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    at_end._at_exit(os.getpid(), DGCConfig())
+    said = capsys.readouterr().err
+    assert said.startswith("dgc_horovod: dgc, density 0.01: 1 steps; ") and said.endswith(" (ended by an error)\n")
 
 
 def test_the_summary_counts_the_local_steps_of_a_graph_once(monkeypatch):
@@ -367,11 +384,11 @@ def test_the_summary_of_a_run_that_ended_in_its_warmup(monkeypatch):
 def test_what_makes_its_exchange_at_the_first_step_and_makes_none_is_not_active(
     monkeypatch, method, takes_part, active
 ):
-    """A Keras model compiled with the optimizer inside: "the dense exchange is Horovod's own" was said."""
+    """A Keras model compiled with the optimizer inside: it was said that the exchange "is not counted"."""
     monkeypatch.setattr(PROCESS, "exchanges", [])
     outcome = Outcome(resolve({}, {"DGC_COMPRESSION": method}, []))
     outcome.has_wrapped(SimpleNamespace(_dgc=SimpleNamespace(takes_part=takes_part)))
-    assert ("Horovod's own" if active else "has exchanged nothing") in outcome.line()
+    assert ("is not counted" if active else "has exchanged nothing") in outcome.line()
     outcome.has_wrapped(SimpleNamespace())  # torch, where `auto` has taken stock Horovod's exchange
     assert bool(outcome.why_inactive()) != active
 
@@ -399,5 +416,6 @@ def test_seconds_of_optimizers_that_step_in_turn_count_once(monkeypatch):
 def test_a_metrics_file_that_is_none_is_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DGC_METRICS_FILE", "none")
+    monkeypatch.setattr(PROCESS, "tells_at_end", True)  # this process is no job
     recording.begin_as_environment_says(DGCConfig())
     assert not list(tmp_path.iterdir())

@@ -1,40 +1,50 @@
 """Python runs this at its start where this folder stands on PYTHONPATH: `dgcrun` puts it there.
 
 In a rank of a job it arranges that Horovod, when a script imports it, gets its optimizers replaced
-(`dgc_horovod.launch.activate`). It imports nothing but the standard library, so that a Python that never imports
-Horovod starts as fast as ever and cannot fail because of it. A sitecustomize that this one hides is run as well.
+(`dgc_horovod.launch.activate`), and that torch's ``init_process_group`` calls `dgc_horovod.launch.ddp_job`. It imports
+nothing but the standard library, so that a Python that never imports them starts as fast as ever and cannot fail
+because of it. A sitecustomize that this one hides is run as well.
+
+For torch no PYTHONPATH is needed where the package is installed: `dgc_horovod_autoload` calls `follow_torch`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import threading
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
 _ENDS = os.path.join("dgc_horovod", "launch", "site")
 FRAMEWORKS = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras", "horovod.mxnet")
 ADAPTERS = ("dgc_horovod.torch.adapter", "dgc_horovod.tensorflow", "dgc_horovod.tensorflow.keras")
+_TORCH = "torch.distributed"
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _OFF = ("0", "off", "false", "no")
 
 
-class ImportHook(importlib.abc.MetaPathFinder):
-    """Calls ``dgc_horovod.launch.activate.imported(module)`` after a module of `FRAMEWORKS` or `ADAPTERS` has run."""
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls `then` with each of some modules after it has run.
 
-    is_dgc_hook = True
+    Args:
+        names: their names.
+        then: function that takes the module.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str], then: Callable[[ModuleType], None]) -> None:
         self._here = threading.local()
-        self.replacements: Any = None  # what `dgc_horovod.launch.activate` has put in place of Horovod's names
+        self._names, self._then = names, then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """The spec that the other finders give, with our call after its module has run."""
-        if name not in (*FRAMEWORKS, *ADAPTERS) or getattr(self._here, "looking", False):
+        if name not in self._names or getattr(self._here, "looking", False):
             return None
         self._here.looking = True
         try:
@@ -42,15 +52,25 @@ class ImportHook(importlib.abc.MetaPathFinder):
         finally:
             self._here.looking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Followed(spec.loader)
+            spec.loader = _Followed(spec.loader, self._then)
         return spec
+
+
+class ImportHook(_Finder):
+    """Calls ``dgc_horovod.launch.activate.imported(module)`` after a module of `FRAMEWORKS` or `ADAPTERS` has run."""
+
+    is_dgc_hook = True
+
+    def __init__(self) -> None:
+        super().__init__((*FRAMEWORKS, *ADAPTERS), lambda module: _launch("activate").imported(module))
+        self.replacements: Any = None  # what `dgc_horovod.launch.activate` has put in place of Horovod's names
 
 
 class _Followed(importlib.abc.Loader):
     """A loader whose modules are handed over after they have run."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -60,24 +80,59 @@ class _Followed(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _activation().imported(module)
+        self._then(module)
 
 
-def _activation() -> Any:
+def _launch(name: str) -> Any:
+    """A module of ``dgc_horovod.launch``, in a rank that needs it."""
     try:
-        from dgc_horovod.launch import activate
+        return importlib.import_module(f"dgc_horovod.launch.{name}")
     except ImportError as error:
         raise ImportError(
             f"compression is on for this job, but {sys.executable} cannot import dgc_horovod ({error}): install it for "
-            "this Python, or set DGC_ENABLED=0 to train with stock Horovod"
+            "this Python, or set DGC_ENABLED=0 to train without it"
         ) from error
-    return activate
+
+
+def follow_torch() -> None:
+    """Let torch's ``init_process_group`` call `dgc_horovod.launch.ddp_job`, in this process, if it imports torch.
+
+    Nothing happens where no variable of ours is set, or ``DGC_ENABLED`` is off.
+    """
+    if not (_is_on() and any(name.startswith("DGC_") for name in os.environ)):
+        return
+    if _TORCH in sys.modules:
+        _replace_start(sys.modules[_TORCH])
+    else:
+        sys.meta_path.insert(0, _Finder((_TORCH,), _replace_start))
+
+
+def _replace_start(distributed: ModuleType) -> None:
+    """Replace ``init_process_group`` wherever torch has it; nothing in a torch that has none, nor a second time."""
+    stock = getattr(distributed, "init_process_group", None)
+    if stock is None or hasattr(stock, "dgc_job"):
+        return
+
+    @functools.wraps(stock)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        ours.dgc_job = _launch("ddp_job").begin(ours.dgc_job)
+        return result
+
+    ours: Any = init_process_group
+    ours.dgc_job = None  # what `dgc_horovod.launch.ddp_job` knows of this process
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_TORCH) and getattr(module, "init_process_group", None) is stock:
+            module.init_process_group = ours  # type: ignore[attr-defined]
+
+
+def _is_on() -> bool:
+    return os.environ.get("DGC_ENABLED", "").lower() not in _OFF
 
 
 def is_wanted() -> bool:
     """Whether this process is a rank of a job, and nobody has switched compression off."""
-    on = os.environ.get("DGC_ENABLED", "").lower() not in _OFF
-    return on and any(name in os.environ for name in _RANK)
+    return _is_on() and any(name in os.environ for name in _RANK)
 
 
 def is_ours(entry: str) -> bool:
@@ -99,4 +154,5 @@ def _run_hidden() -> None:
 if __name__ == "sitecustomize":
     if is_wanted():
         sys.meta_path.insert(0, ImportHook())
+    follow_torch()
     _run_hidden()

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod import leaving
+from dgc_horovod import at_end
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import clips_alone, leave_out
@@ -64,7 +64,8 @@ class LocalSteps(Strategy):
             assert agreed is not None
             self._exchange, counts, clips = agreed, agreed.steps.counts, clipping_of(optimizer)
             self.rounds.tell_of_pending(counts, passes_of(optimizer))
-            leaving.watch(hvd.rank())
+            assert self.session.distribution.settings.config is not None
+            at_end.watch(hvd.rank(), self.session.distribution.settings.config)
             if clips is not None:
                 self.session.tell_once("clipping", clips_alone("the optimizer", clips[1], counts.workers))
         return self._exchange

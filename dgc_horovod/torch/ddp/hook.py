@@ -85,6 +85,16 @@ def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
         _let_carry(model, lambda: own)
 
 
+def fall_back_to_ddp(model: DistributedDataParallel) -> None:
+    """Once the session of `model` is gone, let DDP exchange its gradients itself, until `install` is called again.
+
+    Without this it is an error: a script that has registered an optimizer can register the next one.
+    """
+    if (carrier := _users.get(model)) is not None:
+        own = OwnExchange(model.process_group, halves=False)
+        _users[model] = lambda: carrier() or own
+
+
 def has_another(model: DistributedDataParallel) -> bool:
     """Whether `model` has a hook that is not ours."""
     return any(hook is not exchange_hook for hook, _ in model._comm_hooks)

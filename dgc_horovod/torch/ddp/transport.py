@@ -47,7 +47,7 @@ class Group(NamedTuple):
     gloo: Any
 
 
-def new_group(ranks: Sequence[int], seconds: float) -> Group:
+def new_group(ranks: Sequence[int], seconds: float, connecting: float | None = None) -> Group:
     """Connect `ranks`, each of which calls this, so that no collective of the script, or of DDP, comes between ours.
 
     Packets are made on the host and read there, also of a model whose DDP talks over NCCL. torch.distributed does not
@@ -57,7 +57,8 @@ def new_group(ranks: Sequence[int], seconds: float) -> Group:
     Args:
         ranks: ranks of the group, as torch.distributed numbers all.
         seconds: time to wait for all of them, and in which each collective must end, > 0; a process that ends waits for
-            it too. From when all are there they have DGC_TIMEOUT to connect.
+            it too.
+        connecting: time that they have to connect, from when all are there, > 0; None: DGC_TIMEOUT.
 
     Raises:
         CollectiveTimeout: one of them did not come, or cannot be reached.
@@ -71,7 +72,8 @@ def new_group(ranks: Sequence[int], seconds: float) -> Group:
         name = _agreed_name(shared, own, members, begin + seconds)
         limit = datetime.timedelta(seconds=seconds)
         arguments = dist.PrefixStore(name, shared), members.index(own), len(members), limit
-        return Group(members, members.index(own), _within(envvars.timeout_seconds(), dist.ProcessGroupGloo, *arguments))
+        gloo = _within(connecting or envvars.timeout_seconds(), dist.ProcessGroupGloo, *arguments)
+        return Group(members, members.index(own), gloo)
     except (RuntimeError, TimeoutError) as error:  # of torch's store, which knows of keys alone
         raise CollectiveTimeout(
             f"rank {own} waited {time.monotonic() - begin:.0f} s for register() or save_checkpoint(), "

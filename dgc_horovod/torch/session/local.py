@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dgc_horovod import leaving
+from dgc_horovod import at_end
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
 from dgc_horovod.errors import UnsupportedUse, shown
@@ -219,7 +219,7 @@ class LocalSteps(Strategy):
         if not hasattr(self, "rounds"):
             self.rounds = LocalRounds(session.exchange, session.config)
         self.rounds.go_on_in(session.exchange)
-        leaving.watch(session.exchange.collectives.rank)
+        at_end.watch(session.exchange.collectives.rank, session.config)
 
     def hand_over(self, p: torch.Tensor) -> Result:
         """No gradient is exchanged."""

@@ -1,0 +1,184 @@
+"""The last line of a job: what compression has saved, or why there was none, and what was not as sound as it may look.
+
+A script that compresses by itself has it by `watch`; an activated one by `launch.summary`, which adds the exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dgc_horovod import leaving
+from dgc_horovod.compression import method_of
+from dgc_horovod.config import AUTO, DGCConfig
+from dgc_horovod.planning.trial import COMPRESSED
+from dgc_horovod.stats import PROCESS, ExchangeStats, total
+
+NO_STEP = "its optimizer has made no step"
+
+
+def pending() -> int:
+    """Number of local steps that no exchange has followed, when the job ends; of several optimizers the most."""
+    for counts in PROCESS.exchanges:
+        counts.close()
+    return max((counts.pending for counts in PROCESS.exchanges), default=0)
+
+
+def skipped(stats: Mapping[str, float]) -> str:
+    """How many of all steps, or exchanges, were applied on no rank; "" if all were applied.
+
+    Args:
+        stats: counters of all exchanges together, see `stats.total`.
+    """
+    count, steps = stats["skipped"], stats["steps"]
+    return f"skipped {count:,} of {steps:,} (applied on no rank)" if count else ""
+
+
+def warnings(ranks: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """What else is to be said of the run; nothing where it was sound.
+
+    Args:
+        ranks: what each rank tells of itself, see `recording.rank_figures`.
+    """
+    left, checks, found = pending(), PROCESS.replica_checks, []
+    if checks.differed:
+        found.append(f"the ranks' weights differed at {checks.differed:,} of {checks.made:,} comparisons")
+    found += [
+        f"rank {each['rank']} left out {each['left_out']:,} of its local steps, whose gradient was not finite"
+        for each in ranks
+        if each.get("left_out")
+    ]
+    if left:
+        found.append(
+            f"local steps at the end that were not exchanged: {left}. The ranks' weights differ: call "
+            "optimizer.exchange() before evaluating or saving"
+        )
+    return found
+
+
+def why_nothing(config: DGCConfig, no_step: str = NO_STEP) -> str:
+    """Why exchanges that were made have compressed nothing; "" if they have.
+
+    Args:
+        config: compression settings of the job.
+        no_step: what is said where no step was made.
+    """
+    stats = total(list(PROCESS.exchanges))
+    if not stats["steps"]:
+        if left := pending():
+            return f"its optimizer has made {left} local steps, fewer than come before an exchange (local_steps)"
+        return no_step
+    if not stats["elements"] and not config.automatic:
+        return f"every tensor is 1-D or has fewer than min_numel={config.min_numel} elements"
+    return ""
+
+
+def line(method: str, stats: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]] = (), fp16: bool = False) -> str:
+    """What the exchanges of a job have sent, and how much less that was.
+
+    Args:
+        method: name of the compression method.
+        stats: counters of all exchanges together, see `stats.total`.
+        ranks: see `warnings`.
+        fp16: whether the script itself has asked for half precision.
+    """
+    if not stats["bytes_sent"]:
+        return f"{method}: the uncompressed exchange is not counted"
+    if method == AUTO and not any(counts.mode == COMPRESSED for counts in PROCESS.exchanges):
+        return f"auto: the uncompressed exchange was taken; {_steps(stats, 0)}"
+    alone = sum(counts.steps_alone for counts in PROCESS.exchanges)
+    text = _figures(method, alone, _densities(PROCESS.exchanges), stats, fp16)
+    return "; ".join([text, *warnings(ranks)])
+
+
+def not_active(method: str, reason: str) -> str:
+    """What a user is told of a job that was not compressed."""
+    return f"NOT ACTIVE: compression {method} was asked for, but {reason}"
+
+
+def failed() -> bool:
+    """Whether an error of its own has ended the script, or is why it ends."""
+    return getattr(sys, "last_value", None) is not None or leaving.has_given_up.is_set()
+
+
+def say(text: str, inactive: str) -> None:
+    """Print the last line; nothing of a job that was ended by an error before anything was compressed.
+
+    Args:
+        text: the line.
+        inactive: why nothing was compressed; "" if it was.
+    """
+    if not (failed() and inactive):
+        print(f"dgc_horovod: {text}{' (ended by an error)' * failed()}", file=sys.stderr, flush=True)
+
+
+def watch(rank: int, config: DGCConfig) -> None:
+    """On rank 0, print the last line when this process ends; once for all optimizers.
+
+    Args:
+        rank: index of this rank.
+        config: compression settings of the optimizer.
+    """
+    if rank == 0 and not PROCESS.tells_at_end:
+        PROCESS.tells_at_end = True
+        atexit.register(_at_exit, os.getpid(), config)
+
+
+def _at_exit(process: int, config: DGCConfig) -> None:
+    if os.getpid() != process or not PROCESS.exchanges:  # forked, or nothing was taken over
+        return
+    method, inactive = method_of(config), why_nothing(config)
+    text = not_active(method, inactive) if inactive else line(method, total(list(PROCESS.exchanges)))
+    say(text, inactive)
+
+
+def _densities(exchanges: Sequence[ExchangeStats]) -> tuple[float, float]:
+    """The density that the warm-up comes down to, and that of the last step, where the warm-up was not over."""
+    counts = min(exchanges, key=lambda counts: counts.density)
+    return counts.density, max(counts.density, counts.density_now)
+
+
+def _figures(method: str, alone: int, densities: tuple[float, float], stats: Mapping[str, Any], fp16: bool) -> str:
+    sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
+    parts = [
+        _steps(stats, alone),
+        f"a rank sent {_bytes(sent)}, {dense / sent:.3g}x less than fp32 ({_bytes(dense)})",
+    ]
+    if fp16:
+        parts[-1] += f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for"
+    if received:
+        parts.append(f"received {_bytes(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
+    if stats["elements"]:
+        compressing = stats["compress_seconds"] + stats["decode_seconds"]
+        parts.append(f"{compressing:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks")
+    return f"{method}{_density(*densities, stats)}: {'; '.join(parts)}"
+
+
+def _steps(stats: Mapping[str, Any], alone: int) -> str:
+    steps = (
+        f"{stats['steps']:,} exchanges in {stats['steps'] + alone:,} steps" if alone else f"{stats['steps']:,} steps"
+    )
+    return ", ".join(filter(None, (steps, skipped(stats))))
+
+
+def _density(final: float, last: float, stats: Mapping[str, Any]) -> str:
+    """What was sent on average, and what it came down to where that is not the same."""
+    if not stats["elements"]:
+        return ""
+    mean = stats["selected"] / stats["elements"]
+    if last > final:
+        return f", density {mean:.3g} on average ({last:g} in the end: the warm-up to {final:g} was not over)"
+    return f", density {mean:.3g}" + (
+        "" if 0.75 * final < mean < 1.25 * final else f" on average ({final:g} in the end)"
+    )
+
+
+def _bytes(count: float) -> str:
+    units = iter(("B", "kB", "MB", "GB"))
+    unit = next(units)
+    while count >= 1000 and unit != "GB":
+        count, unit = count / 1000, next(units)
+    return f"{count:.3g} {unit}"

@@ -1,0 +1,158 @@
+"""DDP in scripts that nobody has edited: each optimizer is registered between its first step and its second."""
+
+from __future__ import annotations
+
+import functools
+import json
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dgc_horovod.errors import ConfigError, DGCError, RankMismatch, UnsupportedUse
+from dgc_horovod.stats import PROCESS
+from dgc_horovod.torch.ddp.hook import fall_back_to_ddp
+from dgc_horovod.torch.ddp.optimizer import register
+from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
+
+ABSENT = (
+    "{ranks} of {workers} did not answer within {seconds:g} s: DGC_COMPRESSION or DGC_CONFIG_FILE is not set there, "
+    "DGC_ENABLED=0 is, or the Python there has no dgc_horovod installed"
+)
+_MOST_NAMED = 20
+
+
+class Listener(Protocol):
+    """Who is told what has come of it."""
+
+    def found(self) -> None:
+        """The script has made a DistributedDataParallel."""
+
+    def has_wrapped(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of `optimizer` go through the compression now."""
+
+    def refuse(self, reason: str) -> None:
+        """Some do not, for a `reason` that is the same on every rank."""
+
+
+def place() -> tuple[int, int]:
+    """Index of this rank, and the number of ranks."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def agree(problem: str, settings: Mapping[str, str], seconds: float) -> str:
+    """Why these ranks do not compress, in the same words on each; "" if all are active, with the same settings.
+
+    A rank that is not active knows nothing of this, so that the others wait for it until their time is over.
+
+    Args:
+        problem: why this rank cannot compress; "" if it can.
+        settings: texts of its settings, by name.
+        seconds: time to wait for all ranks, > 0.
+    """
+    rank, workers = place()
+    if workers == 1:
+        return problem
+    number = PROCESS.next_number("agreement of unedited ranks")
+    present = dist.PrefixStore(f"dgc/active/{number}", _get_default_store())
+    present.set(str(rank), "")
+    try:
+        group = new_group(range(workers), seconds, connecting=seconds)
+        own = json.dumps({"problem": problem, "settings": dict(settings)}).encode()
+        told = ProcessGroupCollectives(group, "active", seconds).gather_bytes(own, "settings")
+    except DGCError as error:
+        absent = [f"rank {r}" for r in range(workers) if not present.check([str(r)])]
+        if not absent:  # a restarted job may find what dead ranks have put there
+            return str(error)
+        more = " and more" * (len(absent) > _MOST_NAMED)
+        return ABSENT.format(ranks=", ".join(absent[:_MOST_NAMED]) + more, workers=workers, seconds=seconds)
+    return _difference([json.loads(text) for text in told])
+
+
+def _difference(told: list[dict[str, Any]]) -> str:
+    """What keeps ranks that have `told` their problems and settings from compressing; "" if nothing does."""
+    problems = [each["problem"] for each in told]
+    if len(set(problems)) == 1:
+        first = told[0]["settings"]
+        for rank, each in enumerate(told):
+            for name in (name for name, text in first.items() if each["settings"].get(name) != text):
+                theirs = each["settings"].get(name)
+                return f"the ranks' settings differ: {name} is {first[name]} on rank 0 and {theirs} on rank {rank}"
+        return str(problems[0])
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+
+
+class Unedited:
+    """The DDP models and the optimizers of this process, from now on.
+
+    An optimizer that trains parameters of a DDP model is registered with it after its first step, which is DDP's own.
+    ``register`` compares what every rank has, so that all go over between the same two steps, or none does.
+
+    Args:
+        compression: as for `register`.
+        listener: who is told what has come of it.
+    """
+
+    def __init__(self, compression: Any, listener: Listener) -> None:
+        self.active = True  # whether the ranks have agreed, the last time that they have met
+        self._compression, self._listener = compression, listener
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        stock: Any = DistributedDataParallel.__init__
+
+        @functools.wraps(stock)
+        def noting(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            stock(model, *args, **kwargs)
+            self._models.append(weakref.ref(model))
+            listener.found()
+
+        DistributedDataParallel.__init__ = noting  # type: ignore[assignment,method-assign]
+        register_optimizer_step_post_hook(torch.compiler.disable(self._stepped))
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Torch calls this at the end of every step of every optimizer."""
+        if optimizer in self._seen or not self.active or _is_trial(optimizer):
+            return
+        self._seen.add(optimizer)
+        if hasattr(optimizer, "_dgc"):  # the script has registered it itself
+            return
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        model = next((model for model in self._alive() if not trained.isdisjoint(model.parameters())), None)
+        if model is not None and not _inside(optimizer):
+            self._register(model, optimizer)
+
+    def _alive(self) -> Iterator[DistributedDataParallel]:
+        """The models that there still are, the newest first: a script may wrap one again."""
+        found = [model for reference in reversed(self._models) if (model := reference()) is not None]
+        self._models = [weakref.ref(model) for model in reversed(found)]
+        yield from found
+
+    def _register(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            register(model, optimizer, self._compression)
+        except (ConfigError, UnsupportedUse, RankMismatch) as error:  # on every rank; DDP's own exchange goes on
+            self._listener.refuse(f"{type(optimizer).__name__} cannot be compressed: {error}")
+            return
+        fall_back_to_ddp(model)
+        self._listener.has_wrapped(optimizer)
+
+
+def _is_trial(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step only filled the state, on this rank alone: see `wrapping.steps.is_trial`."""
+    groups = optimizer.param_groups
+    return not any(group.get("lr", 1) for group in groups) and not any(_gradients(groups))
+
+
+def _gradients(groups: Iterable[Mapping[str, Any]]) -> Iterator[bool]:
+    return (bool(p.grad.any()) for group in groups for p in group["params"] if p.grad is not None)
+
+
+def _inside(outer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Optimizers that `outer` steps (Lookahead has one), and that are registered themselves."""
+    held = vars(outer).values()
+    return [inner for inner in held if isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_dgc")]

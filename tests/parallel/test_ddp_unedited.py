@@ -1,0 +1,148 @@
+"""Unedited scripts under torchrun: compressed by a variable, or not, for a reason that is the same on every rank."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dgc_horovod.launch.site import FOLDER
+from tests.helpers.jobs import ROOT, run
+from tests.helpers.torch_ranks import torchrun
+
+pytestmark = pytest.mark.parallel
+
+SCRIPT = ["-m", "tests.helpers.unedited_ddp"]
+COMPRESSED = ("plain", "adamw", "two_models", "scaled", "closures", "stages", "state_asked")
+REFUSED = {
+    "two_optimizers": "in the model and not in the optimizer",
+    "own_hook": "hook already",
+    "lbfgs": "LBFGS calls",
+}
+# Nothing is rounded or left out.
+WHOLE = {
+    "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "1", "DGC_VALUES": "fp32", "DGC_DENSE_VALUES": "fp32",
+    "DGC_FACTOR_MASKING": "off",
+}  # fmt: skip
+BY_PATH = {"PYTHONPATH": f"{FOLDER}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def by_entry_point(folder: Path) -> dict[str, str]:
+    """An environment in which torch finds the entry point, as where the package is installed."""
+    info = folder / "dgc_horovod-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dgc-horovod\nVersion: 0.1.0\n")
+    lines = re.search(r'entry-points."torch.backends"\]\n(\w+) = "(.*)"', (ROOT / "pyproject.toml").read_text())
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{lines[1]} = {lines[2]}\n")
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+def trained(folder: Path, cases, environment):
+    """What two ranks print, and the weights of every case, which both have alike."""
+    file = folder / "weights.pt"
+    code, output = run([*torchrun(2), *SCRIPT, str(file), *cases], 150, environment)
+    found = re.findall(r"rank \d+ (\w+) (\w{8})", output)
+    assert code == 0 and len(found) == 2 * len(cases) and len(set(found)) == len(cases), output
+    return output, torch.load(file)
+
+
+def said(output: str) -> list[str]:
+    """The lines that tell why nothing is compressed, as often as they stand there."""
+    return re.findall(r"NOT ACTIVE: compression dgc was asked for, but (.*)", output)
+
+
+def test_compressed_or_refused_in_the_same_words(tmp_path):
+    cases = [*COMPRESSED, *REFUSED]
+    path = by_entry_point(tmp_path)
+    output, dense = trained(tmp_path, cases, {**path, **WHOLE, "DGC_ENABLED": "0"})
+    assert "dgc_horovod" not in output
+    output, found = trained(tmp_path, cases, {**path, **WHOLE})
+    for name in cases:
+        assert (dense[name] - found[name]).abs().max() < 1e-6, name
+    assert any(not torch.equal(dense[name], found[name]) for name in COMPRESSED)
+    reasons = said(output)
+    assert len(reasons) == 2 * 4 and all(reasons.count(reason) == 2 for reason in reasons), "once on each rank"
+    assert all(any(words in reason for reason in reasons) for words in REFUSED.values())
+    # each of nine optimizers makes its first step by DDP's own exchange
+    (last,) = re.findall(r"dgc_horovod: dgc, density 1: (\d+) steps; (.*)", output)
+    assert last[0] == str(9 * 11) and "SGD cannot be compressed" in last[1] and "(and 3 more)" in last[1]
+
+
+def test_a_rank_that_is_not_active_is_named_on_every_other(tmp_path):
+    """The others do not wait for it in an exchange, and all train by DDP's own."""
+    script = tmp_path / "start.sh"
+    script.write_text('#!/bin/sh\n[ "$RANK" = 1 ] && unset DGC_COMPRESSION DGC_DENSITY DGC_TIMEOUT\nexec "$@"\n')
+    script.chmod(0o755)
+    environment = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02", "DGC_TIMEOUT": "4"}
+    command = [*torchrun(3, "--no-python"), str(script), sys.executable, *SCRIPT, str(tmp_path / "w"), "plain"]
+    code, output = run(command, 100, environment)
+    digests = set(re.findall(r"rank \d plain (\w{8})", output))
+    assert code == 0 and len(digests) == 1, output
+    first, *others = said(output)
+    assert "rank 1 of 3 did not answer within 4 s" in first and set(others) == {first}, output
+
+
+def test_nothing_is_imported_where_no_variable_is_set(tmp_path):
+    """Every ``import torch`` of every user comes here: 1 ms for it, and 20 for a machine that does something else."""
+    code = """
+import os, sys, time
+times = []
+for _ in range(5):
+    sys.modules.pop("dgc_horovod_autoload", None)
+    begin = time.perf_counter()
+    import dgc_horovod_autoload
+    dgc_horovod_autoload.load()
+    times.append(time.perf_counter() - begin)
+import torch
+print(min(times), sorted(name for name in sys.modules if name.startswith("dgc_")))
+print(torch.distributed.init_process_group.__module__, hasattr(torch.distributed.init_process_group, "dgc_job"))
+"""
+    environment = {**by_entry_point(tmp_path), "DGC_TIMEOUT": None, "DGC_BACKEND": None}
+    out = run([sys.executable, "-c", code], 60, environment).output.split()
+    assert float(out[0]) < 0.001 and out[1] == "['dgc_horovod_autoload']", out
+    assert out[2:] == ["torch.distributed.distributed_c10d", "False"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_wrong_setting(agent, tmp_path):
+    """torchrun would start the job again and again if it failed; without it the exit code tells."""
+    environment = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "7"}
+    if agent:
+        output, _ = trained(tmp_path, ["plain"], environment)
+        assert len(said(output)) == 3, "on each rank at the first step, and in the last line"
+    else:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+        code, output = run([sys.executable, *SCRIPT, str(tmp_path / "w"), "plain"], 60, {**environment, **alone})
+        assert code == 3, output
+    assert all("for 7x compression pass density=0.142857" in reason for reason in said(output))
+
+
+@pytest.mark.slow
+def test_ranks_with_different_settings(tmp_path):
+    script = tmp_path / "start.sh"
+    script.write_text('#!/bin/sh\n[ "$RANK" = 1 ] && export DGC_DENSITY=0.03\nexec "$@"\n')
+    script.chmod(0o755)
+    environment = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02"}
+    command = [*torchrun(2, "--no-python"), str(script), sys.executable, *SCRIPT, str(tmp_path / "w"), "plain"]
+    code, output = run(command, 100, environment)
+    assert code == 0 and len(said(output)) == 3, output
+    assert set(said(output)) == {"the ranks' settings differ: DGC_DENSITY is 0.02 on rank 0 and 0.03 on rank 1"}
+
+
+@pytest.mark.slow
+def test_a_script_without_ddp(tmp_path):
+    code, output = run([*torchrun(2), *SCRIPT, str(tmp_path / "w"), "no_model"], 100, {**BY_PATH, **WHOLE})
+    assert code == 0 and len(said(output)) == 1 and "no DistributedDataParallel" in said(output)[0], output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fp16", "auto", "topk"])
+def test_other_methods(method, tmp_path):
+    output, _ = trained(tmp_path, ["plain"], {**BY_PATH, "DGC_COMPRESSION": method})
+    (last,) = [line for line in output.splitlines() if line.startswith(f"dgc_horovod: {method}")][-1:]
+    expected = {"fp16": "the uncompressed exchange is not counted", "auto": " 11 steps", "topk": " 11 steps"}[method]
+    assert expected in last and "Horovod" not in last, output
