@@ -1,4 +1,4 @@
-"""The digits with Hugging Face's accelerate: the optimizer is registered before it is prepared, in one line.
+"""The digits with Hugging Face's accelerate: one line after ``prepare`` compresses gradients.
 
     torchrun --nproc-per-node 2 examples/ddp_accelerate.py
 
@@ -15,7 +15,8 @@ from digits import accuracy, digits, make_model
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from dgc_horovod.torch.ddp import Compression, register
+from dgc_horovod.torch.ddp import Compression
+from dgc_horovod.torch.integrations.accelerate import compress
 
 
 def main() -> None:
@@ -29,9 +30,8 @@ def main() -> None:
     train, test = digits()
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-    model, loader = accelerator.prepare(model, DataLoader(train, 32, shuffle=True))
-    register(model, optimizer, Compression.dgc(density=0.01))  # before prepare() takes what it is to call
-    optimizer = accelerator.prepare(optimizer)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(train, 32, shuffle=True))
+    compress(accelerator, model, optimizer, Compression.dgc(density=0.01))
 
     for _ in range(args.epochs):
         for images, labels in loader:

@@ -1,4 +1,4 @@
-"""The digits with Lightning: a callback of four lines registers its optimizer with its DDP model.
+"""The digits with Lightning: a callback compresses the gradients of its Trainer.
 
     torchrun --nproc-per-node 2 examples/ddp_lightning.py
 
@@ -16,15 +16,8 @@ from digits import accuracy, digits, make_model
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from dgc_horovod.torch.ddp import Compression, register
-
-
-class Compress(lightning.Callback):
-    """Compresses gradients, from the first step on."""
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Model and optimizer are there, with DDP around the model."""
-        register(trainer.strategy.model, trainer.optimizers[0], Compression.dgc(density=0.01))
+from dgc_horovod.torch.ddp import Compression
+from dgc_horovod.torch.integrations.lightning import CompressCallback
 
 
 class Digits(lightning.LightningModule):
@@ -54,8 +47,9 @@ def main() -> None:
     torch.manual_seed(0)
     train, test = digits()
     model = Digits()
+    callback = CompressCallback(Compression.dgc(density=0.01))
     trainer = lightning.Trainer(
-        accelerator="cpu", strategy="ddp", devices=args.ranks, max_epochs=args.epochs, callbacks=[Compress()],
+        accelerator="cpu", strategy="ddp", devices=args.ranks, max_epochs=args.epochs, callbacks=[callback],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, DataLoader(train, 32, shuffle=True))

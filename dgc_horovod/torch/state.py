@@ -158,9 +158,13 @@ class Member(NamedTuple):
 
 
 def save(
-    directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, extra: dict[str, Any], member: Member
+    directory: str | os.PathLike[str],
+    model: Module | None,
+    optimizer: Optimizer,
+    extra: dict[str, Any],
+    member: Member,
 ) -> None:
-    """What ``save_checkpoint`` of every adapter does, whose arguments these are."""
+    """Save as ``save_checkpoint`` of every adapter; without `model`: the residuals of every rank alone."""
     session = session_of(optimizer)
     if session is not None:
         session.strategy.conclude()
@@ -176,9 +180,9 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, residuals: str, member: Member
+    directory: str | os.PathLike[str], model: Module | None, optimizer: Optimizer, residuals: str, member: Member
 ) -> dict[str, Any]:
-    """What ``load_checkpoint`` of every adapter does, whose arguments these are."""
+    """Load as ``load_checkpoint`` of every adapter; without `model`: the residuals of every rank alone."""
     session, collectives = session_of(optimizer), member.collectives
     config = None if session is None else session.config
     node_size = 1 if session is None else session.exchange.topology.node_size
@@ -187,15 +191,19 @@ def load(
         if session is not None:
             session.strategy.check_between_steps()
             session.kept.check(found.state)
+            session.saves_residuals = True
         name = found.manifest.file(checkpoint.MODEL).name
         saved = read(name, found.model)
-        load_model(name, saved, model)
-        check_fits(name, saved, optimizer)
-        if session is not None:
-            session.strategy.split(saved["optimizer"])
+        if model is not None:
+            load_model(name, saved, model)
+            check_fits(name, saved, optimizer)
+        added = {} if session is None else session.strategy.split(saved["optimizer"])[1]
     with together(collectives, f"loading {directory}"):
-        optimizer.load_state_dict(saved["optimizer"])
+        if model is not None:
+            optimizer.load_state_dict(saved["optimizer"])
         if session is not None:
+            if model is None:
+                session.strategy.load(added)
             session.kept.resume(found.state)
             checkpoint.tell_if_empty(found, directory)
     if session is not None and found.manifest.workers not in (0, collectives.workers):
@@ -203,9 +211,13 @@ def load(
     return dict(saved["extra"])
 
 
-def _dumped(model: Module, optimizer: Optimizer, extra: dict[str, Any]) -> bytes:
-    out = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, out)
+def _dumped(model: Module | None, optimizer: Optimizer, extra: dict[str, Any]) -> bytes:
+    out, session = io.BytesIO(), session_of(optimizer)
+    if model is not None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, out)
+    else:
+        added = {} if session is None else session.strategy.extend({})
+        torch.save({"model": {}, "optimizer": added, "extra": extra}, out)
     try:
         torch.load(io.BytesIO(out.getvalue()), weights_only=True, map_location="cpu")
     except Exception as error:
@@ -223,6 +235,7 @@ def kept_by(session: Session) -> ResidualState:
     """A copy of what this rank has kept; see ``residual_state_dict``."""
     session.carrier.follow(session)
     session.strategy.check_between_steps()
+    session.saves_residuals = True
     return session.kept.record()
 
 

@@ -47,3 +47,20 @@ def test_trainer_with_a_scaler():
         assert found["distance"] < 1e-6 and found["steps"] == 5
         assert "got GPT2LMHeadModel; a DistributedDataParallel is around it already" in found["said"]
         assert "trainer.model_wrapped" in found["said"]
+
+
+LIBRARIES = {"accelerate": ["accelerate"], "lightning": ["lightning"], "trainer": ["transformers", "accelerate"]}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "accelerate")) for name in LIBRARIES]
+)
+def test_resumed_from_its_own_checkpoint_bit_for_bit(name, tmp_path):
+    for library in LIBRARIES[name]:
+        pytest.importorskip(library)
+    case = f"ddp_frameworks.{name}_resumed"
+    for rank in run_torch_ranks(2, [case], fresh=True, timeout=240, folder=tmp_path):
+        found = rank[case]
+        assert found["ends"][0] == found["ends"][1] and found["steps"] == 4, found
+        assert found.get("kept", [True, False]) == [True, False]
+        assert not found.get("said"), "its users lose nothing, and are told nothing"

@@ -45,6 +45,14 @@ def test_uncompressed(tmp_path):
     assert all(found["same"] for found in run("DDP", "uncompressed", tmp_path))
 
 
+def test_residuals_beside_another_checkpoint(tmp_path):
+    """As frameworks save: their own checkpoints lost residuals, and nobody said so."""
+    for rank, found in enumerate(run("DDP", "residuals_apart", tmp_path)):
+        for name, (same, said, later) in found.items():
+            assert same and not later, name
+            assert len(said) == (rank == 0) and all("state_dict() holds no residuals" in text for text in said)
+
+
 def test_records_and_flush(tmp_path):
     first, second = run("DDP", "residuals_and_flush", tmp_path)
     assert first == second and first["same"]

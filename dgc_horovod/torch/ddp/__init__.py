@@ -9,7 +9,7 @@ if not torch.distributed.is_available():
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.schedule import WarmupSchedule
-from dgc_horovod.torch.ddp.checkpoints import load_checkpoint, save_checkpoint
+from dgc_horovod.torch.ddp.checkpoints import load_checkpoint, load_residuals, save_checkpoint, save_residuals
 from dgc_horovod.torch.ddp.optimizer import Compression, DistributedOptimizer, register
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "DistributedOptimizer",
     "WarmupSchedule",
     "load_checkpoint",
+    "load_residuals",
     "register",
     "save_checkpoint",
+    "save_residuals",
 ]

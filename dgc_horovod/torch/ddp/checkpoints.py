@@ -39,9 +39,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer:
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
-    optimizer = bare_optimizer(optimizer)
-    member = _member(optimizer)
-    state.save(directory, bare(model), optimizer, extra, member)
+    state.save(directory, bare(model), bare_optimizer(optimizer), extra, member_of(optimizer))
 
 
 def load_checkpoint(
@@ -64,9 +62,40 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
-    optimizer = bare_optimizer(optimizer)
-    member = _member(optimizer)
-    return state.load(directory, bare(model), optimizer, residuals, member)
+    return state.load(directory, bare(model), bare_optimizer(optimizer), residuals, member_of(optimizer))
+
+
+def save_residuals(directory: str | os.PathLike[str], optimizer: Optimizer) -> None:
+    """Save every rank's residuals alone, beside a checkpoint of the script or of another library.
+
+    Called on every rank of the optimizer, between two steps. Model and ``optimizer.state_dict()`` are saved apart.
+
+    Args:
+        directory: path, made if it is not there; see `save_checkpoint`.
+        optimizer: see `save_checkpoint`.
+
+    Raises:
+        CheckpointError: see `save_checkpoint`.
+
+    Cost: u and v of every rank are written, twice the model's size each with momentum.
+    """
+    state.save(directory, None, bare_optimizer(optimizer), {}, member_of(optimizer))
+
+
+def load_residuals(
+    directory: str | os.PathLike[str], optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
+) -> None:
+    """Load what `save_residuals` has saved, after model and optimizer have their state; called on every rank.
+
+    Args:
+        directory: path, also of a checkpoint of `save_checkpoint`.
+        optimizer: see `load_checkpoint`.
+        residuals: see `load_checkpoint`.
+
+    Raises:
+        CheckpointError: see `load_checkpoint`.
+    """
+    state.load(directory, None, bare_optimizer(optimizer), residuals, member_of(optimizer))
 
 
 @dataclass
@@ -84,8 +113,13 @@ class UncompressedOptimizer:
     patient_group: Group | None = None
 
 
-def _member(optimizer: Optimizer) -> state.Member:
-    """Of an optimizer that was registered."""
+def member_of(optimizer: Optimizer) -> state.Member:
+    """This rank, of those that save and load a registered optimizer together.
+
+    Raises:
+        UnsupportedUse: it was not registered.
+    """
+    optimizer = bare_optimizer(optimizer)
     session = session_of(optimizer)
     found = getattr(optimizer, "_dgc", None) if session is None else session.carrier
     if not isinstance(found, (GroupCarrier, UncompressedOptimizer)):

@@ -27,7 +27,7 @@ from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.records import GradientWatch, ParameterGroups, Passes
 from dgc_horovod.torch.updates import Update
 from dgc_horovod.torch.wrapping import steps
-from dgc_horovod.torch.wrapping.steps import LATE_HOOK, LOADED_TWICE, SCALER_NOT_PASSED, SUPERSEDED
+from dgc_horovod.torch.wrapping.steps import LATE_HOOK, LEFT_OUT, LOADED_TWICE, SCALER_NOT_PASSED, SUPERSEDED
 
 if TYPE_CHECKING:
     from dgc_horovod.torch.session.strategies import Strategy
@@ -57,6 +57,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         offered: whether a GradScaler has looked at the updates; it may skip the step.
         stepping: whether ``step`` is under way, and not another that somebody has taken from the class before.
         loaded: whether a state has been loaded since the last step.
+        saves_residuals: whether somebody saves or loads residuals in another way than ``state_dict()``.
         superseded: whether another optimizer has the parameters now.
     """
 
@@ -82,7 +83,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.watch = GradientWatch()
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.may_apply, self.superseded, self.offered = True, False, False
-        self.stepping, self.loaded = False, False
+        self.stepping, self.loaded, self.saves_residuals = False, False, False
         self.returned: Any = None  # by the user's own step, the last time
         self.strategy = strategy(self)
         self.boundaries = carrier.boundaries(self.parameters)
@@ -255,8 +256,19 @@ class Session(base.Session[torch.optim.Optimizer]):
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """The optimizer's own, and what the strategy adds."""
+        self._tell_of_residuals()
         self.update.prepare(self.optimizer, self.exchange)
         return self.strategy.extend(self.own("state_dict")(*args, **kwargs))
+
+    def _tell_of_residuals(self) -> None:
+        """Say once that ``state_dict()`` holds no residuals, if there are some and nobody saves them in another way."""
+        if self.saves_residuals or self.carrier.elastic or LEFT_OUT in self.told or not self.speaks:
+            return
+        if self._keeps_any():
+            self.tell_once(LEFT_OUT, LEFT_OUT)
+
+    def _keeps_any(self) -> bool:
+        return any(x.any() for kept in self.exchange.state_arrays().values() for x in kept.values())
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: object, **kwargs: object) -> None:
         """As the optimizer's own; momentum and moments of stock are taken over, and u and v start empty."""
@@ -266,7 +278,7 @@ class Session(base.Session[torch.optim.Optimizer]):
             )
         own, added = self.strategy.split(state_dict)
         if self.loaded and self.carrier.exchanges_in_backward:
-            if any(x.any() for kept in self.exchange.state_arrays().values() for x in kept.values()):
+            if self._keeps_any():
                 self.tell_once("loaded twice", LOADED_TWICE)
         self.passes.begin_anew()
         self.own("load_state_dict")(own, *args, **kwargs)

@@ -82,6 +82,11 @@ ADDED_LATER = (
     "a parameter of shape {shape} was added to the torch optimizer after it had been wrapped: the ranks have already "
     "agreed on names and buckets. Add the group first, then wrap"
 )
+LEFT_OUT = (
+    "optimizer.state_dict() holds no residuals: gradients that are not applied yet are lost where training resumes "
+    "from it. Use save_checkpoint(), keep optimizer.residual_state_dict() of every rank beside it, or call "
+    "optimizer.flush() on every rank before it"
+)
 LOADED_TWICE = (
     "a second load_state_dict() without a step after the first has emptied what load_checkpoint() had brought of u and "
     "v. accelerator.prepare(optimizer) does so: call load_checkpoint() after it"

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, load_checkpoint, register, save_checkpoint
 from tests.helpers.errors import error_of
+from tests.helpers.logs import messages
 from tests.helpers.regression import batches, distance, fingerprint, smooth_model, weights
 
 
@@ -148,6 +149,90 @@ def fabric() -> dict[str, Any]:
     return {"ends": ends, "steps": inner_optimizer.compression_stats()["steps"]}
 
 
+def accelerate_resumed() -> dict[str, Any]:
+    """``save_state`` in the middle, ``load_state`` into new objects: the weights of a run without a break."""
+    from accelerate import Accelerator
+
+    from dgc_horovod.torch.integrations.accelerate import compress
+
+    folder, ends, last = os.environ["DGC_TEST_FOLDER"] + "/accelerate", [], None
+    for resumed in (False, True):
+        accelerator = Accelerator(cpu=True)
+        inner = smooth_model()
+        made = torch.optim.AdamW(inner.parameters(), lr=1e-3)
+        model, optimizer = accelerator.prepare(inner, made)
+        compress(accelerator, model, optimizer, Compression.dgc(0.05))
+        if resumed:
+            accelerator.load_state(folder)
+        for i, (x, y) in enumerate(batches(8, dist.get_rank())):
+            if i == 4 and not resumed:
+                accelerator.save_state(folder)
+            if i < 4 and resumed:
+                continue
+            optimizer.zero_grad()
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        ends.append(fingerprint(inner))
+        last = made
+    return {"ends": ends, "steps": last.compression_stats()["steps"] if last else 0}
+
+
+def lightning_resumed() -> dict[str, Any]:
+    """A checkpoint of Lightning's Trainer in the middle: the weights of a run without a break."""
+    import lightning
+    from torch.utils.data import DataLoader
+
+    from dgc_horovod.torch.integrations.lightning import CompressCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = smooth_model()
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            x, y = batch
+            return F.mse_loss(self.net(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    folder = os.environ["DGC_TEST_FOLDER"] + "/lightning"
+    data = [(x[i], y[i]) for x, y in batches(4, 0) for i in range(len(x))]
+    ends, steps = [], 0
+    for epochs, start in ((2, None), (1, None), (2, f"{folder}/half.ckpt")):
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu", strategy="ddp", devices=dist.get_world_size(), max_epochs=epochs, logger=False,
+            callbacks=[CompressCallback(Compression.dgc(0.05))], enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data, 8, shuffle=False), ckpt_path=start)  # type: ignore[arg-type]
+        if epochs == 1:
+            trainer.save_checkpoint(f"{folder}/half.ckpt")
+        ends.append(fingerprint(module.net))
+        steps = trainer.optimizers[0].compression_stats()["steps"]  # type: ignore[attr-defined]
+    kept = os.path.isdir(f"{folder}/half.ckpt.dgc")
+    trainer.strategy.remove_checkpoint(f"{folder}/half.ckpt")
+    dist.barrier()
+    return {"ends": [ends[0], ends[2]], "steps": steps, "kept": [kept, os.path.isdir(f"{folder}/half.ckpt.dgc")]}
+
+
+def trainer_resumed() -> dict[str, Any]:
+    """A checkpoint of ``transformers.Trainer`` in the middle: the weights of a run without a break."""
+    from dgc_horovod.torch.integrations.transformers import CompressCallback
+
+    folder, ends, said = os.environ["DGC_TEST_FOLDER"] + "/trainer", [], []
+    for start in (None, f"{folder}/checkpoint-4"):
+        made = _trainer(None, output_dir=folder, max_steps=8, save_strategy="steps", save_steps=4, optim="adamw_torch")
+        made.add_callback(CompressCallback(made, Compression.dgc(0.05)))
+        with messages() as told:
+            made.train(resume_from_checkpoint=start)
+        said += [text for text in told if "residuals" in text]
+        ends.append(fingerprint(made.model))
+        steps = made.optimizer.optimizer.compression_stats()["steps"]
+    return {"ends": ends, "steps": steps, "said": said}
+
+
 def trainer() -> dict[str, Any]:
     """``transformers.Trainer`` with a GradScaler beside one without; and the model that a callback is given."""
     plain, said, _ = _trained_by_trainer(None)
@@ -156,10 +241,8 @@ def trainer() -> dict[str, Any]:
 
 
 def _trained_by_trainer(scaler: Any) -> tuple[Any, str, int]:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
 
-    tokens = torch.arange(64 * 16).view(64, 16) * 7 % 64
-    data = [{"input_ids": row, "labels": row} for row in tokens]
     said: list[str] = []
 
     class Compress(TrainerCallback):
@@ -167,16 +250,27 @@ def _trained_by_trainer(scaler: Any) -> tuple[Any, str, int]:
             said.append(error_of(lambda: register(model, used.optimizer)))
             register(used.model_wrapped, used.optimizer, Compression.dgc(0.05))
 
+    used = _trainer(scaler, output_dir=tempfile.mkdtemp(), max_steps=5, save_strategy="no", optim="sgd")
+    used.add_callback(Compress())
+    used.train()
+    return weights(used.model), said[0], used.optimizer.optimizer.compression_stats()["steps"]
+
+
+def _trainer(scaler: Any, **arguments: Any) -> Any:
+    """A Trainer of a tiny GPT-2."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    tokens = torch.arange(64 * 16).view(64, 16) * 7 % 64
+    data = [{"input_ids": row, "labels": row} for row in tokens]
     torch.manual_seed(0)
     size: dict[str, Any] = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model = GPT2LMHeadModel(GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0))
-    arguments = TrainingArguments(
-        tempfile.mkdtemp(), max_steps=5, report_to=[], use_cpu=True, ddp_backend="gloo", optim="sgd", learning_rate=0.1,
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, max_grad_norm=0,
+    given = TrainingArguments(
+        report_to=[], use_cpu=True, ddp_backend="gloo", learning_rate=0.1 if arguments["optim"] == "sgd" else 1e-3,
+        logging_strategy="no", disable_tqdm=True, max_grad_norm=0, **arguments,
     )  # fmt: skip
-    used = Trainer(model, arguments, train_dataset=data, callbacks=[Compress()])
+    used = Trainer(model, given, train_dataset=data)
     if scaler is not None:  # on a CPU it makes none for fp16
         used.accelerator.scaler = scaler
-    used.train()
-    return weights(model), said[0], used.optimizer.optimizer.compression_stats()["steps"]
+    return used

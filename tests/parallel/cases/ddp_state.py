@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.testing.torch import kept_by
 from dgc_horovod.torch import ddp
-from dgc_horovod.torch.ddp import Compression, load_checkpoint, register, save_checkpoint
+from dgc_horovod.torch.ddp import (
+    Compression,
+    load_checkpoint,
+    load_residuals,
+    register,
+    save_checkpoint,
+    save_residuals,
+)
 from tests.helpers.errors import error_of
+from tests.helpers.logs import messages
 from tests.helpers.regression import batches, fingerprint, smooth_model
 from tests.helpers.sealed import OF_TORCH, outcomes
 
@@ -75,6 +84,35 @@ def uncompressed() -> dict[str, Any]:
         train(model, optimizer, dist.get_rank(), 1)
         found.append(fingerprint(model))
     return {"same": found[0] == found[1]}
+
+
+def residuals_apart() -> dict[str, Any]:
+    """A checkpoint of a framework's own, with residuals beside it; and one without, whose user is told."""
+    found: dict[str, Any] = {}
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    local = Compression.local(steps=2, min_numel=64, outer_momentum=0.5)
+    for name, make, given in (("sgd", sgd, compression()), ("adamw", adamw, compression()), ("local", adamw, local)):
+        folder = Path(os.environ["DGC_TEST_FOLDER"]) / name
+        model = DistributedDataParallel(smooth_model(), broadcast_buffers=False)
+        optimizer = register(model, make(model if make is sgd else model.parameters()), given)
+        train(model, optimizer, dist.get_rank(), 0)
+        with messages() as said:
+            optimizer.state_dict()
+            optimizer.state_dict()
+        save_residuals(folder, optimizer)
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, dist.get_rank(), 1)
+        resumed = DistributedDataParallel(smooth_model(), broadcast_buffers=False)
+        other = make(resumed if make is sgd else resumed.parameters())
+        resumed.load_state_dict(state[0])
+        other.load_state_dict(state[1])  # as frameworks do, before there is a callback that registers
+        register(resumed, other, given)
+        with messages() as later:
+            load_residuals(folder, other)
+            other.state_dict()
+        train(resumed, other, dist.get_rank(), 1)
+        found[name] = [fingerprint(model) == fingerprint(resumed), list(said), list(later)]
+    return found
 
 
 def residuals_and_flush() -> dict[str, Any]:

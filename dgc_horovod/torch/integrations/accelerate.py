@@ -1,0 +1,50 @@
+"""Compression for Hugging Face's accelerate: ``save_state`` and ``load_state`` carry every rank's residuals."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from dgc_horovod.torch import integrations
+
+
+def compress(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: Any = None,
+    name: str = integrations.RESIDUALS,
+) -> None:
+    """Compress the gradients of a prepared model, and keep residuals in accelerate's checkpoints.
+
+    ``compress(accelerator, model, optimizer, Compression.dgc(density=0.01))``, after ``accelerator.prepare``.
+
+    Args:
+        accelerator: that has prepared both.
+        model, optimizer: as ``accelerator.prepare`` has returned them.
+        compression: as for `register`.
+        name: of the folder in each checkpoint; another one for each optimizer.
+
+    Raises:
+        ConfigError, UnsupportedUse, RankMismatch: see `register`.
+
+    Cost: see `save_residuals`, at each ``save_state``.
+    """
+    if not integrations.begin(model, optimizer, compression):
+        return
+    folders: list[str] = []
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: integrations.save_beside(folder, optimizer, name)
+    )
+    accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
+    stock = accelerator.load_state
+
+    @functools.wraps(stock)
+    def load_state(*args: Any, **named: Any) -> None:
+        stock(*args, **named)  # which loads the optimizer's state, and with it clears residuals
+        integrations.resume([folders.pop()], optimizer, name)
+
+    accelerator.load_state = load_state

@@ -1,0 +1,50 @@
+"""Compression for ``transformers.Trainer``: a callback that registers, saves residuals and resumes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dgc_horovod.torch import integrations
+
+
+class CompressCallback(TrainerCallback):
+    """Compress the gradients of a Trainer, started by torchrun.
+
+    ``trainer.add_callback(CompressCallback(trainer, Compression.dgc(density=0.01)))``, before ``trainer.train()``.
+    Each ``checkpoint-N`` gets a folder ``dgc_residuals`` with a file of every rank. Where training resumes from it,
+    with as many ranks, it goes on bit for bit.
+
+    Args:
+        trainer: the Trainer that is to be compressed.
+        compression: as for `register`.
+
+    Cost: see `save_residuals`, at each checkpoint.
+    """
+
+    def __init__(self, trainer: Trainer, compression: Any = None) -> None:
+        self.trainer, self.compression, self.active = trainer, compression, False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Register the optimizer; load residuals where training resumes."""
+        trainer = self.trainer
+        assert trainer.optimizer is not None
+        self.active = integrations.begin(trainer.model_wrapped, trainer.optimizer, self.compression)
+        if self.active and state.global_step:
+            given = args.resume_from_checkpoint
+            folders = [given] if isinstance(given, str) else []
+            integrations.resume([*folders, _checkpoint(args, state)], trainer.optimizer)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Save residuals into the checkpoint that the Trainer has just written."""
+        if self.active:
+            assert self.trainer.optimizer is not None
+            integrations.save_beside(_checkpoint(args, state), self.trainer.optimizer)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
