@@ -50,9 +50,10 @@ class Baseline:
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor]) -> list[SentRecord]:
         """One worker's compress of every tensor. Returns (values fp32, indices int64) per tensor."""
-        return [self._compress(i, gradient.reshape(-1)) for i, gradient in enumerate(gradients)]
+        return [self.compress(i, gradient.reshape(-1)) for i, gradient in enumerate(gradients)]
 
-    def _compress(self, i: int, gradient: torch.Tensor) -> SentRecord:
+    def compress(self, i: int, gradient: torch.Tensor) -> SentRecord:
+        """One tensor, whose gradient is flat."""
         u, v = self.u[i], self.v[i]
         u.mul_(self.momentum).add_(gradient)
         v.add_(u)

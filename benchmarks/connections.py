@@ -1,14 +1,22 @@
-"""Ends Horovod within a job so that it can be started again, with connections of its own."""
+"""A rank of Horovod in a benchmark, and Horovod ended and started again within a job, with connections of its own."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import horovod.torch as hvd
+import torch
 from horovod.runner.http.http_server import RendezvousServer
 
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _servers: list[RendezvousServer] = []  # of rank 0, which is where horovodrun is; the last one is in use
+
+
+def start(**options: Any) -> None:
+    """``hvd.init(**options)`` with one thread for torch."""
+    torch.set_num_threads(1)
+    hvd.init(**options)
 
 
 def shut_down() -> None:
@@ -27,3 +35,9 @@ def shut_down() -> None:
     hvd.shutdown()
     if len(_servers) > 1:
         _servers.pop(0).stop()
+
+
+def renew(**options: Any) -> None:
+    """New connections: after seconds of dense gradients the same ones are slower for all that follows."""
+    shut_down()
+    hvd.init(**options)

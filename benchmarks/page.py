@@ -1,36 +1,25 @@
-"""Makes the tables of the README and of pages in docs from the JSON of the studies.
-
-Two tables of the exchange, which show where its time goes, stand in docs/benchmarks-kernels.md.
-"""
+"""Makes the tables and plots of the README, of pages in docs and of examples/README.md from the files of results."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import clusters, plots, scaling
-from benchmarks.auto import tables as tables_of_auto
-from benchmarks.collectives import tables as tables_of_collectives
+from benchmarks import adapters, auto, collectives, internet, plots, scripts
 from benchmarks.exchange import against, tables
-from benchmarks.exchange.registry import FLOORS
-from benchmarks.exchange.tables import NAMES, Row, median, milliseconds, ratio
-from benchmarks.internet import tables as tables_of_internet
-from benchmarks.nodes import __main__ as tables_of_nodes
-from benchmarks.planning import tables as tables_of_planning
-from benchmarks.planning import validation
-from benchmarks.plots import IMAGES, TITLES
+from benchmarks.exchange.methods import FLOORS
+from benchmarks.exchange.tables import NAMES, TITLES, Row, median, milliseconds, ratio
+from benchmarks.kernels import __main__ as kernels
+from benchmarks.kernels.speed import draw_growth
+from benchmarks.planning import __main__ as planning
+from benchmarks.planning import scaling, validation
 from benchmarks.quality import health
-from benchmarks.quality import page as page_of_quality
-from benchmarks.report import RESULTS, ROOT, markdown, read_results, write_into_page
+from benchmarks.quality import page as quality
+from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, write_into_page
 from benchmarks.training import analysis, runs
-from benchmarks.training import tables as tables_of_training
 
-NETWORK, KERNELS = (ROOT / "docs" / f"benchmarks-{part}.md" for part in ("network", "kernels"))
-README, PLANNING, DDP = ROOT / "README.md", ROOT / "docs" / "planning.md", ROOT / "docs" / "ddp.md"
-AUTO, INTERNET = ROOT / "docs" / "auto.md", ROOT / "docs" / "internet.md"
-_SECTION = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
 # What the project has promised: model, hosts, rate, slower method, how many times
@@ -47,31 +36,29 @@ PROMISES = (
 
 def exchange_rows() -> list[Row]:
     """Every row of the exchange study."""
-    kept = read_results(RESULTS / "exchange.json")
+    kept = read_results(tables.FILE)
     return [row for cell in kept.values() if cell["density"] == DENSITY for row in cell["rows"]]
 
 
 def cell(rows: Sequence[Row], model: str, workers: int, rate: str | None = None) -> list[Row]:
     """The rows of one model and one N, and of one rate if it is given."""
-    return [
-        row
-        for row in rows
-        if (row["model"], row["workers"]) == (model, workers) and rate in (None, row["rate"])
-    ]  # fmt: skip
+    mine = [row for row in rows if (row["model"], row["workers"]) == (model, workers)]
+    return [row for row in mine if rate in (None, row["rate"])]
 
 
 def promises(rows: Sequence[Row]) -> str:
-    """What was to be shown, and what was measured."""
+    """Each promised speed-up, and what was measured."""
     lines = []
     for model, workers, rate, method, times in PROMISES:
         mine = cell(rows, model, workers, rate)
         own, other = median(mine, "dgc", rate), median(mine, method, rate)
         if own and other:
             name = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}: than {method}"
-            spread = " – ".join(milliseconds(_step(mine, "dgc")["ms"][part]) for part in ("p10", "p90"))
+            between = " – ".join(milliseconds(_step(mine, "dgc")["ms"][part]) for part in ("p10", "p90"))
             found = f"{other / own:.1f}×{'' if other >= times * own else ', MISSED'}"
-            lines.append([name, milliseconds(other), milliseconds(own), spread, found, f"{times}×"])
-    return markdown(["dgc is faster", "ms", "dgc, ms", "its 10th – 90th percentile", "times", "aim"], lines)
+            lines.append([name, milliseconds(other), milliseconds(own), between, found, f"{times}×"])
+    head = ["dgc is faster", "that method, ms", "dgc, ms", "dgc, 10th – 90th percentile", "speed-up", "aim"]
+    return markdown(head, lines)
 
 
 def _step(rows: Sequence[Row], method: str) -> Row:
@@ -79,7 +66,7 @@ def _step(rows: Sequence[Row], method: str) -> Row:
 
 
 def alone(rows: Sequence[Row]) -> str:
-    """What a step takes where no link is in the way: one rank and nobody to exchange with, two and no shaping."""
+    """Time of a step without a limit of the link: of one rank, which exchanges nothing, and of two."""
     lines = []
     for model in TITLES:
         for workers in (1, 2):
@@ -88,11 +75,11 @@ def alone(rows: Sequence[Row]) -> str:
                 own, published = _step(mine, "dgc"), _step(mine, "published DGC")
                 times = (own["ms"]["p50"], own["phases_ms"]["compress"], published["ms"]["p50"])
                 lines.append([f"{TITLES[model]}, N = {workers}", *map(milliseconds, times), ratio(times[2], times[0])])
-    return markdown(["no limit to the link", "dgc, ms", "of that compress", "published DGC, ms", "times"], lines)
+    return markdown(["link not shaped", "dgc, ms", "of it compress", "published DGC, ms", "published DGC / dgc"], lines)
 
 
-def links(kept: dict[str, Any]) -> str:
-    """What the shaped links carry: nominal rate, one way alone, and each way with both busy."""
+def links(kept: Mapping[str, Any]) -> str:
+    """Throughput of the shaped links: nominal rate, one way alone, and each way with both busy."""
     found: dict[str, list[list[float]]] = {}
     for each in kept.values():
         if each["link_mbit"]:
@@ -105,8 +92,8 @@ def links(kept: dict[str, Any]) -> str:
     return markdown(["nominal", "one way alone, Mbit/s", "there, both ways busy", "back, both ways busy"], lines)
 
 
-def machine(kept: dict[str, Any]) -> str:
-    """What it was measured with."""
+def machine(kept: Mapping[str, Any]) -> str:
+    """Versions and processor."""
     names = ("horovod", "torch", "numpy", "python", "dgc-horovod")
     used = {
         f"Measured with {', '.join(f'{name} {each[name]}' for name in names)}, on {each['cores']} cores of "
@@ -139,69 +126,16 @@ def without_horovod() -> str:
         [row["method"], tables.size(row["bytes"]), milliseconds(row["ms"]["p50"]), f"{row['ms']['p50'] / own:.2f}"]
         for row in rows
     ]
-    return markdown(["ResNet-50, 2 hosts, 1 Gbps", "sent a step", "ms a step", "of our hook's"], lines)
+    return markdown(["ResNet-50, 2 hosts, 1 Gbps", "sent a step", "ms a step", "time / dgc, DDP"], lines)
 
 
-def nodes() -> str:
-    """Hosts of several workers: flat and hierarchical exchanges."""
-    kept = read_results(RESULTS / "nodes.json")
-    return "\n\n".join(f"{key}\n\n{tables_of_nodes.table(found['rows'])}" for key, found in kept.items())
-
-
-def texts() -> dict[tuple[Path, str], str]:
-    """What stands on the pages, by page and marker."""
-    kept, rows, study = read_results(RESULTS / "exchange.json"), exchange_rows(), runs.load()
-    cells = [cell(rows, model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
-    ours = [row for row in rows if row["method"] in ("dgc", "published DGC") and row["workers"] == 2]
-    return {
-        (NETWORK, "machine"): machine(kept),
-        (NETWORK, "links"): links(kept),
-        (NETWORK, "promises"): promises(rows),
-        (KERNELS, "alone"): alone(rows),
-        (NETWORK, "exchange"): "\n\n".join([*map(tables.times, cells), _SECTION]),
-        (KERNELS, "phases"): tables.phases(ours, "1gbit"),
-        (KERNELS, "against"): against.table(read_results(against.FILE)),
-        (NETWORK, "nodes"): nodes(),
-        (DDP, "speed"): without_horovod(),
-        (AUTO, "cells"): tables_of_auto.table(read_results(tables_of_auto.FILE)),
-        (INTERNET, "sooner"): tables_of_internet.sooner(read_results(tables_of_internet.FILE)),
-        (NETWORK, "efficiency"): _efficiency(rows, DENSITY),
-        (NETWORK, "clusters"): "\n\n".join(
-            clusters.table(cell(rows, clusters.MODEL, 2, "1gbit"), d) for d in clusters.DENSITIES
-        ),
-        (NETWORK, "training"): f"{tables_of_training.study(study)}\n\nMade by `python -m benchmarks.training`.",
-        (NETWORK, "losses"): losses(rows),
-        (PLANNING, "predicted"): validation.summary(validation.predict(rows, 2)),
-        (PLANNING, "predicted-cells"): validation.cells(validation.predict(rows, 2)),
-        (PLANNING, "many"): validation.many(rows),
-        (PLANNING, "latency"): tables_of_collectives.collectives(),
-        (PLANNING, "simulated"): tables_of_planning.simulation(),
-        (README, "benchmarks"): readme_table(rows),
-        (NETWORK, "sooner"): sooner(analysis.rows(study["runs"])),
-        **page_of_quality.texts(),
-        **health.texts(),
-    }
-
-
-def draw() -> None:
-    """The plots of the pages."""
-    rows = exchange_rows()
-    shown = [model for model in TITLES if len({row["rate"] for row in cell(rows, model, 2)}) > 1]
-    plots.step_times(rows, shown, 2, IMAGES / "step_time.svg")
-    plots.bytes_sent(rows, IMAGES / "bytes.svg")
-    plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
-    tables_of_auto.draw(read_results(tables_of_auto.FILE), IMAGES / "auto.svg")
-    clusters.draw(cell(rows, clusters.MODEL, 2, "1gbit"), IMAGES / "clusters.svg")
-    plots.quality(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
-    page_of_quality.draw()
-
-
-def _efficiency(rows: Sequence[Row], density: float) -> str:
+def efficiency(rows: Sequence[Row]) -> str:
+    """Scaling efficiency over N, measured and modelled."""
     lines = []
     for rate in ("1gbit", "10gbit"):
         mine = [row for row in rows if (row["model"], row["rate"]) == ("resnet50", rate)]
         for method in ("dense", "dgc"):
-            known = {**scaling.measured(mine, method), **scaling.modelled(mine, method, density)}
+            known = {**scaling.measured(mine, method), **scaling.modelled(mine, method, DENSITY)}
             shown = [f"{scaling.efficiency(known[n]):.0%}" if n in known else "" for n in (2, 4, 8, *scaling.MODELLED)]
             lines.append([f"{NAMES[rate]}, {method}", *shown])
     head = ["", *(f"N = {n}" for n in (2, 4, 8)), *(f"N = {n}, modelled" for n in scaling.MODELLED)]
@@ -224,23 +158,104 @@ def readme_table(rows: Sequence[Row]) -> str:
 
 
 def sooner(rows: Sequence[analysis.Row]) -> str:
-    """How many times sooner dgc reaches the target than dense, a line a task; N = 2."""
+    """Dense's time to the target quality over dgc's, a line a task; N = 2."""
     mine = [row for row in rows if (row.hosts, row.method) == (2, "dgc")]
     rates = [rate for rate in (runs.FAST, runs.SLOW) if any(row.rate == rate for row in mine)]
     lines = []
     for task in dict.fromkeys(row.task for row in mine):
         gains = {row.rate: f"{statistics.median(row.gain):.1f}×" for row in mine if row.task == task}
         lines.append([task, *(gains.get(rate, "") for rate in rates)])
-    return markdown(["sooner than dense at that quality", *(NAMES[rate] for rate in rates)], lines)
+    return markdown(["time to quality, dense / dgc", *(NAMES[rate] for rate in rates)], lines)
+
+
+def _network() -> dict[str, str]:
+    """Of docs/benchmarks-network.md, by marker."""
+    kept, rows, study = read_results(tables.FILE), exchange_rows(), runs.load()
+    cells = [cell(rows, model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
+    gigabit = cell(rows, scaling.MODEL, 2, "1gbit")
+    made = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
+    return {
+        "machine": machine(kept),
+        "links": links(kept),
+        "promises": promises(rows),
+        "exchange": "\n\n".join([*map(tables.times, cells), made]),
+        "nodes": tables.nodes(read_results(RESULTS / "nodes.json")),
+        "efficiency": efficiency(rows),
+        "clusters": "\n\n".join(scaling.cluster_table(gigabit, density) for density in scaling.DENSITIES),
+        "training": f"{analysis.study(study)}\n\nMade by `python -m benchmarks.training`.",
+        "losses": losses(rows),
+        "sooner": sooner(analysis.rows(study["runs"])),
+    }
+
+
+def _kernels() -> dict[str, str]:
+    """Of docs/benchmarks-kernels.md, by marker."""
+    rows, kept = exchange_rows(), read_results(kernels.FILE)
+    ours = [row for row in rows if row["method"] in ("dgc", "published DGC") and row["workers"] == 2]
+    studies = {
+        name: f"{kernels.table(name, kept)}\n\nMade by `python -m benchmarks.kernels {name}`."
+        for name in kernels.STUDIES
+    }
+    return {
+        "alone": alone(rows),
+        "phases": tables.phases(ours, "1gbit"),
+        "against": against.table(read_results(against.FILE)),
+        "adapters": adapters.table(read_results(adapters.FILE)),
+        **studies,
+    }
+
+
+def _planning() -> dict[str, str]:
+    """Of docs/planning.md, by marker."""
+    rows = exchange_rows()
+    predicted = validation.predict(rows, 2)
+    return {
+        "predicted": validation.summary(predicted),
+        "predicted-cells": validation.cells(predicted),
+        "many": validation.many(rows),
+        "latency": collectives.table(read_results(collectives.FILE)),
+        "simulated": planning.table(read_results(planning.FILE)["figures"]),
+    }
+
+
+def texts() -> dict[tuple[Path, str], str]:
+    """The generated texts, by page and marker."""
+    pages = {
+        "README.md": {"benchmarks": readme_table(exchange_rows())},
+        "docs/benchmarks-network.md": _network(),
+        "docs/benchmarks-kernels.md": _kernels(),
+        "docs/planning.md": _planning(),
+        "docs/ddp.md": {"speed": without_horovod()},
+        "docs/auto.md": {"cells": auto.table(read_results(auto.FILE))},
+        "docs/internet.md": {"sooner": internet.table(read_results(internet.FILE))},
+        "docs/quality.md": quality.texts(),
+        "docs/tuning.md": {"health": health.table(read_results(health.KEPT)["figures"])},
+    }
+    made = {(ROOT / page, marker): text for page, found in pages.items() for marker, text in found.items()}
+    return made | scripts.texts()
+
+
+def draw() -> None:
+    """The plots of the pages."""
+    rows = exchange_rows()
+    shown = [model for model in TITLES if len({row["rate"] for row in cell(rows, model, 2)}) > 1]
+    plots.step_times(rows, shown, 2, IMAGES / "step_time.svg")
+    plots.bytes_sent(rows, IMAGES / "bytes.svg")
+    plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
+    auto.draw(read_results(auto.FILE), IMAGES / "auto.svg")
+    scaling.draw_clusters(cell(rows, scaling.MODEL, 2, "1gbit"), IMAGES / "clusters.svg")
+    plots.quality(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
+    draw_growth(kernels.figures(read_results(kernels.FILE), "growth"), IMAGES / "growth.svg")
+    quality.draw()
 
 
 def main() -> None:
     """Everything, from what is in benchmarks/results."""
-    for (file, marker), text in texts().items():
+    made = texts()
+    for (file, marker), text in made.items():
         write_into_page(file, marker, text)
     draw()
-    pages = dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in texts())
-    print(f"made anew: {', '.join(pages)} and their plots")
+    print(f"made anew: {', '.join(dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in made))} and their plots")
 
 
 if __name__ == "__main__":

@@ -6,20 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import scaling
-from benchmarks.exchange.tables import NAMES, Row, median
-from benchmarks.report import ROOT, save_figure
+from benchmarks.exchange.tables import NAMES, TITLES, Row, median
+from benchmarks.planning import scaling
+from benchmarks.report import panels, save_figure
 from benchmarks.training.analysis import Curve
 from benchmarks.training.tasks import TASKS
 
-IMAGES = ROOT / "docs" / "images"
-TITLES = {
-    "resnet50": "ResNet-50",
-    "vgg16": "VGG-16",
-    "alexnet": "AlexNet",
-    "lstm-ptb": "LSTM, PTB",
-    "bert-base": "BERT-base",
-}
 STYLES: dict[str, dict[str, Any]] = {
     "dense": {"color": "#444444", "marker": "o"},
     "fp16": {"color": "#999999", "marker": "o"},
@@ -42,12 +34,8 @@ def step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: P
         workers: N.
         file: to write.
     """
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(
-        1, len(models), figsize=(4.2 * len(models) + 1.8, 3.8), layout="constrained", sharey=True, squeeze=False
-    )
-    for axes, model in zip(panels[0], models, strict=True):
+    figure, (line,) = panels(len(models), width=4.2 + 1.8 / len(models), height=3.8, sharey=True)
+    for axes, model in zip(line, models, strict=True):
         mine = [row for row in rows if (row["model"], row["workers"]) == (model, workers)]
         rates = [rate for rate in NAMES if any(row["rate"] == rate for row in mine) and rate != "here"]
         for method in _SHOWN:
@@ -58,17 +46,15 @@ def step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: P
         axes.set_xticks(range(len(rates)), [NAMES[rate] for rate in rates])
         axes.set_title(f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.1f} M parameters", fontsize=10)
         axes.grid(alpha=0.3, which="major")
-    panels[0][0].set_ylabel("milliseconds a step")
-    lines = panels[0][-1].get_legend_handles_labels()
+    line[0].set_ylabel("milliseconds a step")
+    lines = line[-1].get_legend_handles_labels()
     figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
     save_figure(figure, file)
 
 
 def bytes_sent(rows: Sequence[Row], file: Path) -> None:
     """Bytes that leave a host in a step, a group of bars a model; N = 2."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
+    figure, ((axes,),) = panels(width=7.2, height=3.6)
     mine = [row for row in rows if row["workers"] == 2]
     models = [model for model in TITLES if any(row["model"] == model for row in mine)]
     shown = [method for method in _SHOWN if method != "no exchange"]
@@ -87,12 +73,8 @@ def bytes_sent(rows: Sequence[Row], file: Path) -> None:
 
 def efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: float, file: Path) -> None:
     """Scaling efficiency over N, a panel a rate: measured (points) and modelled (dashed)."""
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(
-        1, len(rates), figsize=(4.2 * len(rates), 3.4), layout="constrained", sharey=True, squeeze=False
-    )
-    for axes, rate in zip(panels[0], rates, strict=True):
+    figure, (line,) = panels(len(rates), sharey=True)
+    for axes, rate in zip(line, rates, strict=True):
         mine = [row for row in rows if (row["model"], row["rate"]) == (model, rate)]
         for method in ("dense", "fp16", "published DGC", "dgc"):
             style = {**STYLES[method], "markersize": 5}
@@ -111,8 +93,8 @@ def efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: f
         axes.set_xlabel("hosts, N")
         axes.set_title(f"{TITLES[model]}, {NAMES[rate]}", fontsize=10)
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("scaling efficiency, %")
-    panels[0][0].legend(frameon=False, fontsize=8)
+    line[0].set_ylabel("scaling efficiency, %")
+    line[0].legend(frameon=False, fontsize=8)
     save_figure(figure, file)
 
 
@@ -126,14 +108,10 @@ def quality(curves: Sequence[Curve], hosts: int, file: Path) -> None:
         hosts: N.
         file: to write.
     """
-    import matplotlib.pyplot as plt
-
     mine = [curve for curve in curves if curve.hosts == hosts]
     tasks, rates = (list(dict.fromkeys(getattr(curve, name) for curve in mine)) for name in ("task", "rate"))
-    figure, panels = plt.subplots(
-        len(tasks), len(rates), figsize=(5.2 * len(rates), 3.2 * len(tasks)), layout="constrained", squeeze=False
-    )
-    for task, line in zip(tasks, panels, strict=True):
+    figure, grid = panels(len(rates), len(tasks), 5.2, 3.2)
+    for task, line in zip(tasks, grid, strict=True):
         for rate, axes in zip(rates, line, strict=True):
             for curve in (curve for curve in mine if (curve.task, curve.rate) == (task, rate)):
                 first = curve.seed == mine[0].seed
@@ -146,5 +124,5 @@ def quality(curves: Sequence[Curve], hosts: int, file: Path) -> None:
             axes.set_xlabel("seconds of training")
             axes.grid(alpha=0.3)
         line[0].set_ylabel(TASKS[task].unit)
-    panels[0][0].legend(frameon=False, fontsize=8)
+    grid[0][0].legend(frameon=False, fontsize=8)
     save_figure(figure, file)

@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: machine and versions beside them, a table, a place in the docs."""
+"""Figures of the benchmarks: machine and versions beside them, files of results, tables, plots, places in the docs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import importlib.metadata
 import io
 import json
 import lzma
+import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 
 
 def environment() -> dict[str, str]:
@@ -22,13 +24,8 @@ def environment() -> dict[str, str]:
     installed = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
     named = ("dgc-horovod", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
     versions = {name: installed[name] for name in named if name in installed}
-    return {
-        **versions,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "processor": processor(),
-        "cores": str(os.cpu_count()),
-    }
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "processor": processor()}
+    return {**versions, **machine, "cores": str(os.cpu_count())}
 
 
 def processor() -> str:
@@ -38,16 +35,96 @@ def processor() -> str:
     return found[1].strip() if found else platform.processor()
 
 
+class OtherMachine(RuntimeError):
+    """A file of results was measured elsewhere: figures of two machines do not go into one table."""
+
+
+def check_machine(file: Path, environments: Iterable[Mapping[str, str]]) -> None:
+    """Raise OtherMachine unless everything in `file` was measured on this machine, with these versions."""
+    here = environment()
+    if any(found != here for found in environments):
+        raise OtherMachine(
+            f"{file} is of another machine or of other versions; to measure here: --file ANOTHER, or remove it"
+        )
+
+
+def read_results(file: Path) -> Any:
+    """What a file of results holds: JSON, compressed where the name ends in ``.xz``; nothing where there is no file."""
+    if not file.exists():
+        return {}
+    packed = file.read_bytes()
+    return json.loads(lzma.decompress(packed) if file.suffix == ".xz" else packed)
+
+
+def write_results(file: Path, kept: Any) -> None:
+    """Write a file of results in one go, since a study may be stopped at any moment.
+
+    Args:
+        file: to replace; compressed where its name ends in ``.xz``. The same results give the same bytes.
+        kept: all that it holds.
+    """
+    compressed = file.suffix == ".xz"
+    text = json.dumps(kept, indent=None if compressed else 1, allow_nan=False) + "\n"
+    file.parent.mkdir(exist_ok=True)
+    fresh = file.with_suffix(".new")
+    fresh.write_bytes(lzma.compress(text.encode(), preset=lzma.PRESET_EXTREME | 6) if compressed else text.encode())
+    fresh.replace(file)
+
+
+def keep(file: Path, key: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the figures of a cell, with the environment, into a file, in the place of those that it had; them."""
+    cell = {"environment": environment(), **figures}
+    write_results(file, dict(sorted({**read_results(file), key: cell}.items())))
+    return cell
+
+
+def remembered(file: Path, key: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """The cell that `file` keeps under `key`; made, and kept, where it is not there: a stopped study goes on."""
+    kept = read_results(file)
+    return kept[key] if key in kept else keep(file, key, make())
+
+
+def keep_all(file: Path, figures: Any) -> None:
+    """Write a file whose figures are of one run, with the environment."""
+    write_results(file, {"environment": environment(), "figures": figures})
+
+
+def slowest(ranks: Iterable[Sequence[float]]) -> list[float]:
+    """Of each step the time on the slowest rank, which is when the step is over."""
+    return [max(times) for times in zip(*ranks, strict=True)]
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; the first column is text, the others are right-aligned."""
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def save(name: str, figures: Any) -> None:
-    """Write `figures` with the environment to ``benchmarks/results/<name>.json``."""
-    text = json.dumps({"environment": environment(), "figures": figures}, indent=1)
-    write_results(RESULTS / f"{name}.json", text + "\n")
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean ± standard deviation over seeds; or how many diverged, if any."""
+    lost = sum(not math.isfinite(value) for value in values)
+    if lost or not values:
+        return f"{lost} of {len(values)} diverged" if lost else ""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{deviation}"
+
+
+def write_into_page(page: Path, marker: str, text: str) -> None:
+    """Replace what stands between ``<!-- marker: begin -->`` and ``<!-- marker: end -->`` of a page."""
+    begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    made, count = pattern.subn(lambda _: f"{begin}\n{text}\n{end}", page.read_text())
+    if count != 1:
+        raise ValueError(f"{page.name} has {count} places for {marker!r}, not 1")
+    page.write_text(made)
+
+
+def panels(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 3.4, **more: Any) -> tuple[Any, Any]:
+    """A figure of matplotlib, and its panels as an array of rows."""
+    import matplotlib.pyplot as plt
+
+    size = (width * columns, height * rows)
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
 
 
 def save_figure(figure: Any, file: Path) -> None:
@@ -75,55 +152,3 @@ def save_figure(figure: Any, file: Path) -> None:
             figure.savefig(written, format="svg", metadata={"Date": None})
         file.write_text(re.sub(r"(\.\d\d)\d+", r"\1", written.getvalue().decode()))
     plt.close(figure)
-
-
-class OtherMachine(RuntimeError):
-    """A file of results was measured elsewhere: figures of two machines do not go into one table."""
-
-
-def check_machine(file: Path, environments: Iterable[dict[str, str]]) -> None:
-    """Raise OtherMachine unless everything in `file` was measured on this machine, with these versions."""
-    here = environment()
-    if any(found != here for found in environments):
-        raise OtherMachine(
-            f"{file} is of another machine or of other versions; to measure here: --file ANOTHER, or remove it"
-        )
-
-
-def read_results(file: Path) -> Any:
-    """What a file of results holds: JSON, compressed where the name ends in ``.xz``."""
-    packed = file.read_bytes()
-    return json.loads(lzma.decompress(packed) if file.suffix == ".xz" else packed)
-
-
-def write_results(file: Path, text: str) -> None:
-    """Write a file of results in one go, since a study may be stopped at any moment.
-
-    Args:
-        file: to replace. Where its name ends in ``.xz`` the text is compressed; the same text gives the same bytes.
-        text: the JSON.
-    """
-    file.parent.mkdir(exist_ok=True)
-    fresh = file.with_suffix(".new")
-    packed = text.encode()
-    fresh.write_bytes(lzma.compress(packed, preset=lzma.PRESET_EXTREME | 6) if file.suffix == ".xz" else packed)
-    fresh.replace(file)
-
-
-def remembered(file: Path, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `file` keeps under `key`; made, and kept, where it is not there: a study that was stopped goes on."""
-    kept = read_results(file) if file.exists() else {}
-    if key not in kept:
-        kept[key] = {**make(), "environment": environment()}
-        write_results(file, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
-    return kept[key]
-
-
-def write_into_page(page: Path, marker: str, text: str) -> None:
-    """Replace what stands between ``<!-- marker: begin -->`` and ``<!-- marker: end -->`` of a page."""
-    begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    made, count = pattern.subn(lambda _: f"{begin}\n{text}\n{end}", page.read_text())
-    if count != 1:
-        raise ValueError(f"{page.name} has {count} places for {marker!r}, not 1")
-    page.write_text(made)

@@ -6,72 +6,75 @@ What is timed: hooks, compression, collectives and decoding, from gradients that
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import math
+import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.exchange import cells, gradients, tables
-from benchmarks.exchange.cells import HERE, Cell
-from benchmarks.exchange.registry import METHODS, NOTHING
-from benchmarks.exchange.worker import Order
-from benchmarks.netlab import Lab, NetlabError, lab, unavailable
-from benchmarks.ranks import LaunchError, exit_on_signals
-from benchmarks.report import RESULTS, OtherMachine, check_machine
-from benchmarks.shapes import SHAPES
+import numpy as np
 
-FILE = RESULTS / "exchange.json"
-QUICK = {
-    "models": ["resnet50"],
-    "workers": [2],
-    "rates": ["1gbit"],
-    "methods": [NOTHING, "dense", "dgc", "published DGC"],
-}
+from benchmarks.command import Benchmark, argument
+from benchmarks.exchange import tables, worker
+from benchmarks.exchange.methods import METHODS, NODE_METHODS, NOTHING
+from benchmarks.netlab import Lab, unavailable
+from benchmarks.ranks import HERE, LaunchError, hosts_at, launch
+from benchmarks.report import check_machine, keep, read_results, slowest
+from benchmarks.shapes import SHAPES, numel
+
+TIMEOUT_SECONDS = 3_000
 RATES = ("100mbit", "1gbit", "10gbit", "none")
+NOTES = f"""\
+Hosts of several ranks (--ranks) exchange by {", ".join(NODE_METHODS)}; their results belong in another file:
+
+  python -m benchmarks.exchange --models resnet50 --workers 2 4 --ranks 2 --rates 1gbit --file nodes.json
+"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__)
-    add = made.add_argument
-    add("--models", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="M", help=f"of {', '.join(SHAPES)}")
-    add("--workers", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="hosts (default: 2 4 8)")
-    add("--rates", nargs="+", choices=RATES, default=RATES, metavar="R", help=f"of {', '.join(RATES)}")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="W", help=f"of {'; '.join(METHODS)}")
-    add("--density", type=float, default=0.001, metavar="D", help="of what compresses (default: %(default)s)")
-    add("--seconds", type=float, default=5.0, metavar="S", help="of timed steps a method (default: %(default)s)")
-    add(
-        "--launches", type=int, default=2, metavar="L", help="of each cell, their steps together (default: %(default)s)"
-    )
-    add("--again", action="store_true", help="measure anew what this machine has measured already")
-    add("--file", type=Path, default=FILE, help=f"of results (default: benchmarks/results/{FILE.name})")
-    add("--quick", action="store_true", help="a smoke test of a minute, of few methods; keeps nothing, needs no root")
-    return made
+@dataclass(frozen=True)
+class Cell:
+    """What is measured in one launch, by all methods.
+
+    Args:
+        model: whose shapes.
+        workers: N, the hosts.
+        rate: of the hosts' links, nominal.
+        density: of what compresses.
+        ranks: on each host.
+    """
+
+    model: str
+    workers: int
+    rate: str
+    density: float
+    ranks: int = 1
+
+    @property
+    def key(self) -> str:
+        """Its name in the file of results."""
+        nodes = f", {self.ranks} ranks a host" if self.ranks > 1 else ""
+        return f"{self.model}, N={self.workers}, {self.rate}, density {self.density:g}{nodes}"
+
+    def methods(self, kept: Mapping[str, Any]) -> set[str]:
+        """Those that have been measured already."""
+        return {row["method"] for row in kept[self.key]["rows"]} if self.key in kept else set()
 
 
-@contextlib.contextmanager
-def _hosts(workers: int, rate: str) -> Iterator[Lab | None]:
-    if rate == HERE:
-        yield None
-    else:
-        with lab(workers, rate) as up:
-            yield up
-
-
-def study(options: argparse.Namespace, file: Path) -> None:
-    """Measure every cell that is asked for and not in `file`; the large arrays of a model are made once."""
+def measure(options: argparse.Namespace) -> None:
+    """Measure every cell that is asked for and not in the file; the large arrays of a model are made once."""
     from tqdm import tqdm
 
+    file, wanted = options.file, options.methods or list(METHODS if options.ranks == 1 else NODE_METHODS)
     places = itertools.product(options.rates, options.workers, options.models)
-    asked = [Cell(model, n, rate, options.density) for rate, n, model in places]
-    kept, wanted = cells.read(file), {*options.methods}
+    asked = [Cell(model, n, rate, options.density, options.ranks) for rate, n, model in places]
+    kept = read_results(file)
     check_machine(file, (each["environment"] for each in kept.values()))
-    left = [cell for cell in asked if options.again or not wanted <= cells.methods(kept, cell)]
+    left = [cell for cell in asked if options.again or not set(wanted) <= cell.methods(kept)]
     for cell in left:
-        if lost := cells.methods(kept, cell) - wanted:
+        if lost := cell.methods(kept) - set(wanted):
             raise LaunchError(
                 f"{file} has {len(lost)} more methods of {cell.key}; measure those as well, or --file ANOTHER"
             )
@@ -79,11 +82,11 @@ def study(options: argparse.Namespace, file: Path) -> None:
         print(f"{len(asked) - len(left)} of {len(asked)} cells are in {file.name}; --again measures them anew")
     with tempfile.TemporaryDirectory() as top, tqdm(total=len(left), unit="cell") as bar:
         for rate, workers in dict.fromkeys((cell.rate, cell.workers) for cell in left):
-            with _hosts(workers, rate) as hosts:
+            with hosts_at(workers, rate, options.ranks) as hosts:
                 for cell in (cell for cell in left if (cell.rate, cell.workers) == (rate, workers)):
                     bar.set_postfix_str(cell.key)
-                    order = _order(cell, options, _folder(Path(top), cell.model), hosts)
-                    cells.keep(file, cell, cells.measure(cell, order, hosts, options.launches))
+                    order = _order(cell, wanted, options, _folder(Path(top), cell.model), hosts)
+                    keep(file, cell.key, figures(cell, order, hosts, options.launches))
                     bar.update()
 
 
@@ -91,55 +94,85 @@ def _folder(top: Path, model: str) -> Path:
     folder = top / model
     if not folder.exists():
         folder.mkdir()
-        gradients.write(folder, [math.prod(shape) for _, shape in SHAPES[model]()])
+        worker.write(folder, [math.prod(shape) for _, shape in SHAPES[model]()])
     return folder
 
 
-def _order(cell: Cell, options: argparse.Namespace, folder: Path, hosts: Lab | None) -> Order:
-    master = hosts.addresses[0] if hosts else "127.0.0.1"
-    return Order(
-        model=cell.model,
-        methods=tuple(options.methods),
-        density=options.density,
-        seconds=options.seconds,
-        warm_up=3 if options.quick else 10,
-        fewest=1 if options.quick else 3,
-        most=4 if options.quick else 40,
-        folder=str(folder),
-        master=master,
-        device="eth0" if hosts else "lo",
-    )
+def _order(
+    cell: Cell, methods: Sequence[str], options: argparse.Namespace, folder: Path, hosts: Lab | None
+) -> dict[str, Any]:
+    """What `worker.rank` is to do."""
+    warm_up, fewest, most = (3, 1, 4) if options.quick else (10, 3, 40)
+    return {
+        "model": cell.model, "methods": list(methods), "density": cell.density, "ranks": cell.ranks,
+        "seconds": options.seconds, "warm_up": warm_up, "fewest": fewest, "most": most, "folder": str(folder),
+        "master": hosts.addresses[0] if hosts else "127.0.0.1", "device": "eth0" if hosts else "lo",
+    }  # fmt: skip
 
 
-def _print(file: Path, models: Sequence[str], workers: Sequence[int], rates: Sequence[str], density: float) -> None:
-    rows = [row for cell in cells.read(file).values() if cell["density"] == density for row in cell["rows"]]
-    for n in workers:
-        for model in models:
-            found = [row for row in rows if (row["model"], row["workers"]) == (model, n) and row["rate"] in rates]
-            if found:
-                print(f"\n{tables.times(found)}")
+def figures(cell: Cell, order: Mapping[str, Any], hosts: Lab | None, launches: int) -> dict[str, Any]:
+    """Launch the ranks of a cell, and again, so that no moment of a noisy machine decides; their steps together."""
+    link = [hosts.one_way(), *hosts.measure([(1, 2), (2, 1)])] if hosts and cell.workers > 1 else []
+    ranks, function = cell.workers * cell.ranks, "benchmarks.exchange.worker:rank"
+    found = [launch(function, order, ranks, hosts, TIMEOUT_SECONDS) for _ in range(launches)]
+    rows = [_row(cell, name, [[rank[name] for rank in one] for one in found]) for name in order["methods"]]
+    return {"link_mbit": [round(rate) for rate in link], "density": cell.density, "rows": rows}
 
 
-def main() -> None:
-    """Do what the command line says."""
-    options, start = parser().parse_args(), time.monotonic()
-    exit_on_signals()
-    if options.quick:
-        vars(options).update(QUICK, seconds=0.3, launches=1)
-        if reason := unavailable():
-            print(f"no emulated hosts, so this is ranks on one machine: {reason}")
-            options.rates = [HERE]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "quick.json") if options.quick else options.file
-        try:
-            study(options, file)
-        except (NetlabError, LaunchError, OtherMachine) as error:
-            raise SystemExit(f"benchmarks.exchange: {error}") from None
-        except KeyboardInterrupt:
-            raise SystemExit(130) from None
-        _print(file, options.models, options.workers, options.rates, options.density)
-    print(f"\nexchange: {time.monotonic() - start:.0f} s")
+def _row(cell: Cell, method: str, launches: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """What JSON has of a method."""
+    steps = [slowest(rank["ms"] for rank in one) for one in launches]
+    ordered, every = sorted(itertools.chain(*steps)), list(itertools.chain(*launches))
+    shapes = SHAPES[cell.model]()
+    phases = {name: [ms for rank in every for ms in rank["phases_ms"][name]] for name in every[0]["phases_ms"]}
+    return {
+        "what": "exchange",
+        "model": cell.model,
+        "parameters": numel(shapes),
+        "tensors": len(shapes),
+        "workers": cell.workers,
+        "ranks": cell.ranks,
+        "rate": cell.rate,
+        "method": method,
+        "steps": len(ordered),
+        "ms": {f"p{percent}": round(float(np.percentile(ordered, percent)), 3) for percent in (10, 50, 90)},
+        "launch_medians_ms": [round(statistics.median(each), 3) for each in steps],
+        "backward_ms": round(statistics.median(ms for rank in every for ms in rank["backward_ms"]), 3),
+        "processor_ms": round(statistics.mean(ms for rank in every for ms in rank["processor_ms"]), 3),
+        "phases_ms": {name: round(statistics.median(values), 3) for name, values in phases.items()},
+        "bytes": round(statistics.mean(rank["bytes"] for rank in every)),
+        "state_bytes": max(rank["state_bytes"] for rank in every),
+        "checked": every[0]["checked"],
+    }
 
+
+def quick(options: argparse.Namespace) -> None:
+    """Few methods; without root ranks on one machine."""
+    found = {"models": ["resnet50"], "workers": [2], "rates": ["1gbit"], "seconds": 0.3, "launches": 1}
+    vars(options).update(found, methods=options.methods or [NOTHING, "dense", "dgc", "published DGC"])
+    if reason := unavailable():
+        print(f"no emulated hosts, so this is ranks on one machine: {reason}")
+        options.rates = [HERE]
+
+
+COMMAND = Benchmark(
+    "exchange", __doc__ or "", measure, lambda options: tables.every_cell(read_results(options.file)), tables.FILE,
+    (
+        argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="M", help="whose shapes"),
+        argument("--workers", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="hosts"),
+        argument("--ranks", type=int, default=1, metavar="G", help="on each host"),
+        argument("--rates", nargs="+", choices=RATES, default=RATES, metavar="R", help="of the links"),
+        argument(
+            "--methods", nargs="+", choices=list({**METHODS, **NODE_METHODS}), metavar="W",
+            help=f"of {'; '.join(METHODS)}; None: all",
+        ),
+        argument("--density", type=float, default=0.001, metavar="D", help="of what compresses"),
+        argument("--seconds", type=float, default=5.0, metavar="S", help="of timed steps a method"),
+        argument("--launches", type=int, default=2, metavar="L", help="of each cell, their steps together"),
+        argument("--again", action="store_true", help="measure anew what this machine has measured already"),
+    ),
+    quick, NOTES,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    COMMAND.main()

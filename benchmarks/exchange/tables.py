@@ -1,13 +1,23 @@
-"""The rows of the exchange as tables: of one model and N, methods down, rates across."""
+"""The rows of the exchange as tables: of one model and N, methods down, rates across; and of hosts of several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.report import markdown
+from benchmarks.report import RESULTS, markdown
 
+FILE = RESULTS / "exchange.json"
 Row = dict[str, Any]
+TITLES = {
+    "resnet50": "ResNet-50",
+    "vgg16": "VGG-16",
+    "alexnet": "AlexNet",
+    "lstm-ptb": "LSTM, PTB",
+    "bert-base": "BERT-base",
+}
 NAMES = {"100mbit": "100 Mbps", "1gbit": "1 Gbps", "10gbit": "10 Gbps", "none": "not shaped", "here": "one machine"}
 
 
@@ -73,3 +83,49 @@ def phases(rows: Sequence[Row], rate: str) -> str:
             for row in known
         ],
     )
+
+
+def in_launches(slower: Sequence[float], faster: Sequence[float]) -> str:
+    """The median of ratios, each of the same launch, and their range."""
+    ratios = [a / b for a, b in zip(slower, faster, strict=True)]
+    return f"{statistics.median(ratios):.2f}× ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def every_cell(kept: Mapping[str, Any]) -> str:
+    """All tables of a file."""
+    cells = [cell for cell in kept.values() if cell["rows"][0].get("ranks", 1) == 1]
+    rows = [row for cell in sorted(cells, key=lambda cell: cell["rows"][0]["workers"]) for row in cell["rows"]]
+    places = dict.fromkeys((row["model"], row["workers"]) for row in rows)
+    found = [times([row for row in rows if (row["model"], row["workers"]) == place]) for place in places]
+    return "\n\n".join([*found, nodes(kept)]).strip()
+
+
+def nodes(kept: Mapping[str, Any]) -> str:
+    """Hosts of several ranks, a table a density: each exchange beside flat."""
+    found = []
+    cells = [cell for cell in kept.values() if cell["rows"][0].get("ranks", 1) > 1]
+    for density, group in itertools.groupby(sorted(cells, key=_density), _density):
+        rows = [row for cell in group for row in cell["rows"]]
+        head = f"{rows[0]['model']}, {rows[0]['rate']}, density {density:g}"
+        found.append(f"{head}\n\n{node_table(rows)}")
+    return "\n\n".join(found)
+
+
+def _density(cell: Mapping[str, Any]) -> float:
+    return float(cell["density"])
+
+
+def node_table(rows: Sequence[Row]) -> str:
+    """The rows of one density."""
+    lines = []
+    for row in rows:
+        flat = next((r for r in rows if r["method"] == "flat" and r["workers"] == row["workers"]), None)
+        ratios = ["", ""]
+        if flat is not None and row["state_bytes"] and row is not flat:
+            ratios[0] = in_launches(row["launch_medians_ms"], flat["launch_medians_ms"])
+            ratios[1] = f"{row['bytes'] / flat['bytes']:.2f}×"
+        state = f"{row['state_bytes'] / 1e6:.1f}" if row["state_bytes"] else ""
+        name = f"{row['workers']} hosts of {row['ranks']}: {row['method']}"
+        lines.append([name, f"{row['ms']['p50']:.1f}", ratios[0], f"{row['bytes'] / 1e3:,.0f}", ratios[1], state])
+    head = ["", "ms a step", "time / flat", "kB a step from a host", "bytes / flat", "state of a rank, MB"]
+    return f"{markdown(head, lines)}\n\n{len(rows[0]['launch_medians_ms'])} launches of each."

@@ -1,64 +1,102 @@
-"""One rank of `benchmarks.exchange`: every method in turn on one model's shapes; writes its figures to a file.
+"""One rank of `benchmarks.exchange`: every method in turn on one model's shapes, timed, and one step of each checked.
 
-horovodrun -np 2 python -m benchmarks.exchange.worker '{"model": "resnet50", ...}'
+A step is checked against plain NumPy, in the run that is timed: an exchange that is not done is not fast.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import math
 import os
 import re
-import sys
 import time
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
-from benchmarks.exchange.check import checked_step
-from benchmarks.exchange.gradients import Gradients
-from benchmarks.exchange.methods import Method
-from benchmarks.exchange.process_groups import MASTER
-from benchmarks.exchange.registry import METHODS
+from benchmarks import connections
+from benchmarks.exchange.methods import (
+    FLAT,
+    MASTER,
+    METHODS,
+    MOMENTUM,
+    NODE_METHODS,
+    POWER_SGD_RANK,
+    CompressedMethod,
+    Method,
+    OwnMethod,
+    PowerSGDMethod,
+    PublishedMethod,
+)
 from benchmarks.shapes import SHAPES
+from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import node_process_sets
+
+_SLACK = 2**20  # where in the noise a step's gradient begins
+_PART = 2**24
+_LEAST_OF_K = 2 / 3  # that a rule other than the exact one may send
+_FP16_ERROR = 2e-3  # relative; fp32 is far below
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the ranks of one launch are to do.
+def write(folder: Path, numels: Sequence[int], seed: int = 0) -> None:
+    """Make the files that `Gradients` reads: noise, and the scale of every element.
+
+    Scales differ over coordinates and over tensors, so what accumulates is far from iid.
 
     Args:
-        model: whose shapes.
-        methods: names of methods, in order.
-        density: of those that compress.
-        seconds: that the timed steps of a method should take.
-        warm_up: steps before them, where a step is short; one where it is long.
-        fewest: steps that are timed, where they take longer than `seconds`.
-        most: steps that are timed.
-        folder: with the gradients; each rank's figures go there too.
-        master: address of rank 0, for torch.distributed.
-        device: of the network, by which ranks reach each other.
+        folder: where to put them.
+        numels: of the tensors.
+    """
+    rng, total = np.random.default_rng(seed), sum(numels)
+    noise, scale = (_file(folder, name, size, "w+") for name, size in (("noise", total + _SLACK), ("scale", total)))
+    for start in range(0, noise.size, _PART):
+        noise[start : start + _PART] = rng.standard_normal(min(_PART, noise.size - start), dtype=np.float32)
+    end = 0
+    for numel, tensor_scale in zip(numels, 1e-3 * np.exp(rng.standard_normal(len(numels))), strict=True):
+        start, end = end, end + numel
+        np.exp(rng.standard_normal(numel, dtype=np.float32), out=scale[start:end])
+        scale[start:end] *= np.float32(tensor_scale)
+    noise.flush()
+    scale.flush()
+
+
+def _file(folder: Path, name: str, size: int, mode: str) -> np.ndarray:
+    return np.memmap(folder / f"{name}.f32", np.float32, mode, shape=(size,))  # type: ignore[call-overload, no-any-return]
+
+
+class Gradients:
+    """What any rank's gradients are at any step, in memory of their own as a backward pass leaves them.
+
+    Args:
+        folder: where `write` has put the files.
+        shapes: of the tensors.
     """
 
-    model: str
-    methods: tuple[str, ...]
-    density: float
-    seconds: float
-    warm_up: int
-    fewest: int
-    most: int
-    folder: str
-    master: str
-    device: str
+    def __init__(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        numels = [math.prod(shape) for shape in shapes]
+        ends = np.cumsum(numels).tolist()
+        self._places = [slice(end - numel, end) for end, numel in zip(ends, numels, strict=True)]
+        self._noise = _file(folder, "noise", sum(numels) + _SLACK, "r")
+        self._scale = _file(folder, "scale", sum(numels), "r")
 
-    @classmethod
-    def read(cls, text: str) -> Order:
-        """What was given as JSON."""
-        words = json.loads(text)
-        return cls(**{**words, "methods": tuple(words["methods"])})
+    def of(self, rank: int, step: int) -> list[torch.Tensor]:
+        """The gradients of `rank` at `step`, in the order of the shapes."""
+        return [self.one(i, rank, step) for i in range(len(self.shapes))]
+
+    def one(self, i: int, rank: int, step: int) -> torch.Tensor:
+        """Tensor `i` alone."""
+        offset = int(np.random.default_rng([rank, step]).integers(_SLACK))
+        place, gradient = self._places[i], torch.empty(self.shapes[i])
+        noise = self._noise[offset + place.start : offset + place.stop]
+        np.multiply(noise, self._scale[place], out=gradient.view(-1).numpy())
+        return gradient
 
 
 class Clock:
@@ -99,28 +137,53 @@ class Clock:
         return max(self.method.gathered(self.milliseconds[-1])) / 1e3
 
 
-def measure(name: str, order: Order, gradients: Gradients) -> dict[str, Any]:
+def rank(order: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """All methods, one after another, each with connections of its own.
+
+    Args:
+        order: ``model``, whose shapes; ``methods``, names in order; ``density``; ``seconds`` that the timed steps of a
+            method should take; ``warm_up`` steps before them, where a step is short; ``fewest`` and ``most`` steps
+            that are timed; ``ranks`` on a host; ``folder`` with the gradients; ``master``, address of rank 0, for
+            torch.distributed; ``device`` of the network, by which ranks reach each other.
+    """
+    options = {"process_sets": node_process_sets(order["ranks"])} if order["ranks"] > 1 else {}
+    connections.start(**options)
+    os.environ[MASTER] = order["master"]
+    gradients = Gradients(Path(order["folder"]), [shape for _, shape in SHAPES[order["model"]]()])
+    figures = {}
+    for name in order["methods"]:
+        figures[name] = measure(name, order, gradients)
+        gc.collect()  # the next one needs the memory
+        hvd.init(**options)
+    return figures
+
+
+def measure(name: str, order: Mapping[str, Any], gradients: Gradients) -> dict[str, Any]:
     """The figures of one method on this rank."""
-    rank, workers = hvd.rank(), hvd.size()
-    method = METHODS[name](SHAPES[order.model](), order.density)
+    rank, workers, seconds = hvd.rank(), hvd.size(), order["seconds"]
+    make = (METHODS if order["ranks"] == 1 else NODE_METHODS)[name]
+    method = make(SHAPES[order["model"]](), order["density"])
     clock = Clock(method, gradients, rank)
     clock.run(1)  # says how long a step takes, although what is set up once is in it
-    clock.run(max(1, method.untimed, min(order.warm_up, int(order.seconds / clock.longest()))))
+    clock.run(max(1, method.untimed, min(order["warm_up"], int(seconds / clock.longest()))))
     checked = checked_step(method, gradients, rank, workers, clock.number)
-    steps = max(order.fewest, min(order.most, int(order.seconds / clock.longest())))
+    steps = max(order["fewest"], min(order["most"], int(seconds / clock.longest())))
     clock.forget()
-    sent = bytes_out(order.device)
+    sent = bytes_out(order["device"])
     clock.run(steps)
-    sent = bytes_out(order.device) - sent
+    sent = bytes_out(order["device"]) - sent
+    found = {"bytes": sent / steps, "state_bytes": state_bytes(method), "checked": checked}
     method.close()
-    return {
-        "ms": clock.milliseconds,
-        "backward_ms": clock.backward,
-        "processor_ms": clock.processor,
-        "phases_ms": clock.phases,
-        "bytes": sent / steps,
-        "checked": checked,
-    }
+    times = {"ms": clock.milliseconds, "backward_ms": clock.backward, "processor_ms": clock.processor}
+    return {**times, "phases_ms": clock.phases, **found}
+
+
+def state_bytes(method: Method) -> int:
+    """Bytes of u, v and of what an owner keeps, on this rank; of a method that has them."""
+    if not isinstance(method, OwnMethod):
+        return 0
+    states = [engine.state for engine in session(method.optimizer).exchange.engines]
+    return sum(4 * len(x) for state in states for x in (state.u, state.v, state.remainder) if x is not None)
 
 
 def bytes_out(device: str) -> int:
@@ -130,19 +193,132 @@ def bytes_out(device: str) -> int:
     return found[device]
 
 
-def main() -> None:
-    """All methods of the order, one after another."""
-    order = Order.read(sys.argv[1])
-    hvd.init()
-    torch.set_num_threads(1)
-    os.environ[MASTER] = order.master
-    gradients = Gradients(Path(order.folder), [shape for _, shape in SHAPES[order.model]()])
-    figures = {}
-    for name in order.methods:
-        figures[name] = measure(name, order, gradients)
-        gc.collect()  # the next one needs the memory
-    Path(order.folder, f"rank{hvd.rank()}.json").write_text(json.dumps(figures))
+def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, step: int) -> str:
+    """Do one more step and check it.
+
+    Args:
+        method: that has been run already.
+        gradients: of the model.
+        rank: of this worker among `workers`.
+        workers: N.
+        step: its number.
+
+    Returns:
+        What was found to hold, in words.
+
+    Raises:
+        AssertionError: something does not.
+    """
+    method.clear()
+    flat = isinstance(method, CompressedMethod) and session(method.optimizer).exchange.config.exchange == FLAT
+    residual = _Residual(method, gradients, rank, step) if flat else None
+    method.forward(gradients.of(rank, step)).backward()  # type: ignore[no-untyped-call]
+    method.finish()
+    if not method.sends:
+        return "nothing is sent"
+    assert len(set(method.gathered(_mark(method)))) == 1, "the ranks' gradients differ after the exchange"
+    assert all(torch.isfinite(gradient).all() for gradient in method.gradients), "not finite"
+    if residual is not None:
+        found = residual.check()
+    elif isinstance(method, PublishedMethod):
+        found = _check_published(method)
+    elif isinstance(method, CompressedMethod):
+        return "bits equal on all ranks"  # a node's ranks share u and v, or an owner keeps what it does not send on
+    elif isinstance(method, OwnMethod):
+        found = _check_sent(method)
+    elif isinstance(method, PowerSGDMethod):
+        found = _check_rank(method)
+    else:
+        found = _check_mean(method, gradients, workers, step)
+    return f"bits equal on all ranks; {found}"
 
 
-if __name__ == "__main__":
-    main()
+def _mark(method: Method) -> int:
+    value = 0
+    for gradient in method.gradients:
+        value = zlib.adler32(memoryview(gradient.numpy()).cast("B"), value)
+    return value
+
+
+def _check_mean(method: Method, gradients: Gradients, workers: int, step: int) -> str:
+    """Of the last tensors, up to a million elements: the mean over the ranks, each of whose gradients is known here."""
+    count, worst = 0, 0.0
+    for i in reversed(range(len(gradients.shapes))):
+        expected = sum(gradients.one(i, rank, step).view(-1) for rank in range(workers)) / workers
+        error = float(torch.linalg.vector_norm(method.gradients[i] - expected) / torch.linalg.vector_norm(expected))
+        assert error < _FP16_ERROR, f"tensor {i} is {error:.2g} away from the mean"
+        worst, count = max(worst, error), count + expected.numel()
+        if count > 1_000_000:
+            break
+    return f"the mean, to {worst:.1g}"
+
+
+def _check_published(method: PublishedMethod) -> str:
+    """Every rank's selection arrived: between k and N*k elements, with some leeway, since its search may end early."""
+    compressed = [g for g, p in zip(method.gradients, method.model.tensors, strict=True) if p.dim() > 1]
+    count, k = sum(int(g.count_nonzero()) for g in compressed), method.k
+    assert 0.5 * k <= count <= hvd.size() * k, f"{count} elements were sent, k is {k}"
+    return f"{count} elements were sent, k is {k}"
+
+
+def _check_sent(method: OwnMethod) -> str:
+    """What came back of compressed tensors are the elements that the ranks have sent: from k to N*k of them."""
+    buckets, workers = session(method.optimizer).exchange, session(method.optimizer).exchange.collectives.workers
+    gradients = {name: p.grad for p, name in session(method.optimizer).exchange.names.items()}
+    sparse = [engine for engine in buckets.engines if not engine.bucket.uncompressed]
+    k = sum(int(np.ceil(buckets.config.final_density * engine.bucket.numel)) for engine in sparse)
+    count = sum(int(gradients[s.name].count_nonzero()) for engine in sparse for s in engine.bucket.segments)
+    assert k <= count <= workers * k, f"{count} elements came back, k is {k}"
+    return f"{count} elements came back, k is {k}"
+
+
+def _check_rank(method: PowerSGDMethod) -> str:
+    """PowerSGD's result is a product of thin matrices: seen on the smallest that is large enough."""
+    wide = [p for p in method.model.tensors if p.dim() > 1 and min(p.shape[0], p[0].numel()) >= 64]
+    grad = min(wide, key=torch.numel).grad
+    assert grad is not None
+    rank = int(torch.linalg.matrix_rank(grad.view(grad.shape[0], -1), rtol=1e-4))
+    assert 1 <= rank <= POWER_SGD_RANK, f"a matrix came back with rank {rank}"
+    return f"a matrix of rank {rank}"
+
+
+class _Residual:
+    """The first compressed bucket of a method: u and v before a step, and what NumPy says they are after it."""
+
+    def __init__(self, method: Method, gradients: Gradients, rank: int, step: int) -> None:
+        buckets = session(method.optimizer).exchange
+        self._engine: BucketEngine = next(engine for engine in buckets.engines if not engine.bucket.uncompressed)
+        self._exact = buckets.config.rule == "exact"
+        self._k = max(1, int(np.ceil(buckets.config.final_density * self._engine.bucket.numel)))
+        places = {name: i for i, name in enumerate(method.model.names)}
+        self._numbers = [places[segment.name] for segment in self._engine.bucket.segments]
+        g = np.concatenate([gradients.one(i, rank, step).view(-1).numpy() for i in self._numbers])
+        self._u = np.float32(MOMENTUM) * self._engine.state.momentum() + g
+        self._v = self._engine.state.v + self._u
+        self._method = method
+
+    def check(self) -> str:
+        """Everything that the algorithm promises of this bucket's step."""
+        u, v = self._engine.state.momentum(), self._engine.state.v
+        sent = self._v - v
+        positions = np.flatnonzero(sent)
+        least = self._k if self._exact else _LEAST_OF_K * self._k
+        assert least <= positions.size <= self._k, f"{positions.size} elements sent, k is {self._k}"
+        sizes = np.abs(self._v)
+        smallest = sizes[positions].min()
+        sizes[positions] = 0
+        assert smallest >= sizes.max(), "an element was sent that is smaller than one that was not"
+        expected_u = self._u.copy()
+        expected_u[positions] = 0
+        assert np.array_equal(u, expected_u), "u is not m*u + g, zero where it was sent"
+        self._check_update(positions, sent[positions])
+        return f"{positions.size} of {v.size} elements sent, the largest; u, v and the mean as NumPy has them"
+
+    def _check_update(self, positions: np.ndarray, values: np.ndarray) -> None:
+        """What stands in ``p.grad`` is the mean of what left the ranks' residuals."""
+        total = np.zeros(self._engine.bucket.numel, np.float32)
+        everyone = [hvd.allgather(torch.from_numpy(x), name=f"check.{x.dtype}") for x in (positions, values)]
+        np.add.at(total, everyone[0].numpy(), everyone[1].numpy())
+        update = np.concatenate([self._method.gradients[i].numpy() for i in self._numbers])
+        worst = np.abs(update - total / hvd.size()).max() / np.abs(total).max()
+        assert worst < 1e-6, f"the update is {worst:.2g} away from the mean of what was sent"

@@ -1,18 +1,11 @@
-"""The PyTorch adapter on real Horovod ranks that share the GPU: bit for bit the weights of the same ranks on the CPU.
-
-``python -m benchmarks.gpu.adapter FOLDER DEVICE``, started by ``horovodrun``, is one rank.
-"""
+"""The PyTorch adapter on real Horovod ranks that share the GPU: the weights of ranks on the CPU, bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,9 +57,7 @@ def study(device: str, say: Callable[[str], None]) -> dict[str, str]:
         return {}
     from benchmarks.ranks import launch  # needs psutil, which comes with Horovod
 
-    with tempfile.TemporaryDirectory() as folder:
-        launch("benchmarks.gpu.adapter", [folder, device], RANKS, None, TIMEOUT)
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    found = launch("benchmarks.gpu.adapter:rank", device, RANKS, None, TIMEOUT)
     verdicts = {name: _verdict([rank[name] for rank in found]) for name in found[0]}
     for name, wrong in verdicts.items():
         say(f"on Horovod's ranks, {name}: {wrong or 'ok'}")
@@ -79,11 +70,10 @@ def _verdict(ranks: list[dict[str, str]]) -> str:
     return "" if len(set(ranks[0].values())) == 1 else "the weights differ from those of the CPU's kernels"
 
 
-def main() -> None:
-    """Be one rank."""
+def rank(device: str) -> dict[str, dict[str, str]]:
+    """The hashes of one rank, by kind of compression and place."""
     import horovod.torch as hvd
 
-    folder, device = sys.argv[1:]
     hvd.init()
     interpreted = device == "cpu"
     assert interpreted or registry.choose(device).name == "triton", "the log says why Triton does not run"
@@ -95,9 +85,5 @@ def main() -> None:
         for place, backend in runs:
             os.environ["DGC_BACKEND"] = backend
             found[name][f"{place}, {backend}"] = trained(compression, place, shapes, hvd.rank())
-    (Path(folder) / f"{hvd.rank()}.json").write_text(json.dumps(found))
     hvd.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+    return found

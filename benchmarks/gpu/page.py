@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, ROOT, markdown, read_results, save_figure, write_into_page
+from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, save_figure, write_into_page
 
 SLOWER_AT_MOST, DECODE_AT_MOST = 1.5, 0.3
 OVER_TOPK, OVER_PUBLISHED = 10, 20
@@ -132,7 +132,7 @@ def main() -> None:
         "\n".join(f"- {line}" for line in verdicts(figures)),
     ]
     if (folder / "gpu-growth.svg").exists():
-        shutil.copy(folder / "gpu-growth.svg", ROOT / "docs" / "images")
+        shutil.copy(folder / "gpu-growth.svg", IMAGES)
         parts.insert(2, "![picoseconds an element over the number of elements](images/gpu-growth.svg)")
     write_into_page(ROOT / "docs" / "cuda.md", "gpu", "\n\n".join(parts))
 

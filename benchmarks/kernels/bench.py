@@ -1,19 +1,14 @@
-"""What the studies of kernels share: clocks, gradients that have been accumulated, engines over a model's shapes."""
+"""What the studies of kernels share: gradients that have been accumulated, engines over a model's shapes, C++ loops."""
 
 from __future__ import annotations
 
 import ctypes
-import statistics
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.adam import AdamStep
@@ -24,37 +19,7 @@ from dgc_horovod.core.workspace import Message
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels, MomentumCorrection
 from dgc_horovod.stats import Traffic
 
-RUNS, WARM_UP = 9, 3
 MOMENTUM = 0.9
-
-
-def timed(*actions: Callable[[], Any], before: Callable[[], Any] = lambda: None, runs: int = RUNS) -> list[float]:
-    """Median milliseconds of each of `actions`, taken in turns, so that all meet the same noise.
-
-    Args:
-        before: called before every action, not timed: each finds the caches alike.
-        runs: rounds that count, after a warm-up that does not.
-    """
-    seconds: list[list[float]] = [[] for _ in actions]
-    for round_number in range(WARM_UP + runs):
-        for action, record in zip(actions, seconds, strict=True):
-            before()
-            start = time.perf_counter()
-            action()
-            if round_number >= WARM_UP:
-                record.append(time.perf_counter() - start)
-    return [1e3 * statistics.median(record) for record in seconds]
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """torch, and with it our kernels, on `count` threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Gradients:
@@ -108,7 +73,7 @@ class Model:
         config: DGCConfig,
         kernels: Kernels,
         workers: int = 1,
-        gradients: Any = None,
+        gradients: Gradients | Recorded | None = None,
         adam: bool = False,
     ) -> None:
         self.config = config
@@ -124,7 +89,7 @@ class Model:
     @property
     def numel(self) -> int:
         """Elements of the whole model."""
-        return self.gradients.flat.size
+        return sum(segment.numel for engine in self.engines for segment in engine.bucket.segments)
 
     def compress(self) -> list[Message]:
         """One step of every bucket."""

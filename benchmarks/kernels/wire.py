@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def recorded_gradients() -> tuple[list[tuple[str, tuple[int, ...]]], list[list[n
     return [(name, tuple(p.shape)) for name, p in matrices.items()], steps
 
 
-def study(quick: bool) -> list[dict[str, Any]]:
+def wire(quick: bool) -> list[dict[str, Any]]:
     """Bits of every rule, density and value codec; index codecs compared; ratios of whole models."""
     shapes, steps = recorded_gradients()
     choices = [("exact", d, v) for d in (0.001, 0.01) for v in VALUE_CODECS]
@@ -112,37 +113,25 @@ def _ratio(name: str, values: str) -> dict[str, Any]:
     return {"study": "ratio", "model": name, "values": values, "bytes": sent, "ratio": 4 * numel(shapes) / sent}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def wire_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: three tables."""
     bits = [r for r in rows if r["study"] == "bits"]
     indices = [r for r in rows if r["study"] == "indices"]
     ratios = [r for r in rows if r["study"] == "ratio"]
     names = [name for name in indices[0] if name not in ("study", "density")]
+    by_choice = {(r["rule"], r["values"], r["density"]): r for r in bits}
+    lines = []
+    for rule, values in dict.fromkeys((r["rule"], r["values"]) for r in bits):
+        pair = [by_choice[rule, values, density] for density in (0.001, 0.01)]
+        shown = [*(f"{r['bits']:.2f}" for r in pair), *(f"{r['padding']:.1%}" for r in pair)]
+        lines.append([f"{rule}, {values}", *shown])
+    found = [[f"{r['model']}, {r['values']}", f"{r['bytes']:,}", f"{r['ratio']:,.0f}×"] for r in ratios]
     parts = [
-        markdown(
-            ["bits a selected element", "0.1%", "1%", "padding 0.1%", "padding 1%"],
-            [
-                [
-                    f"{a['rule']}, {a['values']}",
-                    f"{a['bits']:.2f}",
-                    f"{b['bits']:.2f}",
-                    f"{a['padding']:.1%}",
-                    f"{b['padding']:.1%}",
-                ]
-                for a in bits
-                for b in bits
-                if a["density"] == 0.001
-                and b["density"] == 0.01
-                and (a["rule"], a["values"]) == (b["rule"], b["values"])
-            ],
-        ),
+        markdown(["bits a selected element", "0.1%", "1%", "padding 0.1%", "padding 1%"], lines),
         markdown(
             ["bits an index", *(f"{r['density']:.1%}" for r in indices)],
             [[name, *(f"{r[name]:.2f}" for r in indices)] for name in names],
         ),
-        markdown(
-            ["whole model, 1-D tensors in 8 bits", "bytes a step", "less than fp32"],
-            [[f"{r['model']}, {r['values']}", f"{r['bytes']:,}", f"{r['ratio']:,.0f}×"] for r in ratios],
-        ),
+        markdown(["whole model, 1-D tensors in 8 bits", "bytes a step", "fp32 / these bytes"], found),
     ]
     return "\n\n".join(parts)

@@ -8,7 +8,7 @@ one other cell, ResNet-50 between two hosts whose link is not shaped, which is t
 * of dgc's kinds, the seconds of a step beside compressing, decoding and the network.
 
 For dgc, compressing and decoding are either the cell's own phases ("own phases": what a planner who measures on the
-machine knows), or those of that other cell, by elements ("nothing of its own").
+machine knows), or those of that other cell, by elements ("phases of the other cell").
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from benchmarks.exchange.tables import NAMES, Row
-from benchmarks.report import RESULTS, markdown, read_results
-from benchmarks.scaling import BITS, specs
+from benchmarks.exchange.tables import FILE, NAMES, Row, milliseconds
+from benchmarks.planning.scaling import BITS, specs
+from benchmarks.report import markdown, read_results
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
@@ -45,7 +45,7 @@ _ALONE = Machine(1e-9, overlap=0.0, compress=0.0, encode=0.0, decode=0.0, update
 
 
 class Prediction(NamedTuple):
-    """A row of the exchange study, milliseconds as predicted, and those predicted with nothing of its own."""
+    """A row of the exchange study, milliseconds as predicted, and those predicted without its phases."""
 
     row: Row
     ms: float
@@ -72,7 +72,7 @@ def _unshaped() -> float:
     """Bits a second: the link of the known cell, measured one way, as its nominal rate would be."""
     (link,) = (
         each["link_mbit"]
-        for each in read_results(RESULTS / "exchange.json").values()
+        for each in read_results(FILE).values()
         if tuple(each["rows"][0][name] for name in ("model", "workers", "rate")) == KNOWN
     )
     return float(1e6 * link[0] / PAYLOAD)
@@ -131,7 +131,8 @@ def summary(found: Sequence[Prediction]) -> str:
         for errors in ([abs(each.error) for each in mine], [abs(each.error_without) for each in mine]):
             texts += [f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"]
         lines.append(texts)
-    return markdown(["", "cells", "median error", "worst", "nothing of its own: median", "worst"], lines)
+    head = ["", "cells", "median error", "largest", "phases of the other cell: median error", "largest"]
+    return markdown(head, lines)
 
 
 def cells(found: Sequence[Prediction]) -> str:
@@ -139,13 +140,13 @@ def cells(found: Sequence[Prediction]) -> str:
     lines = [
         [
             f"{each.row['model']}, {NAMES[each.row['rate']]}, {each.row['method']}",
-            *(_ms(value) for value in (each.measured, each.ms)),
+            *(milliseconds(value) for value in (each.measured, each.ms)),
             f"{each.error:+.0%}",
             f"{each.error_without:+.0%}",
         ]
         for each in found
     ]
-    return markdown(["N = 2", "measured, ms", "planned, ms", "off", "nothing of its own"], lines)
+    return markdown(["N = 2", "measured, ms", "predicted, ms", "error", "error with the other cell's phases"], lines)
 
 
 def many(rows: Sequence[Row]) -> str:
@@ -153,14 +154,10 @@ def many(rows: Sequence[Row]) -> str:
     lines = []
     for workers in (4, 8):
         for each in predict(rows, workers):
-            network = _network_ms(each.row)
+            times = map(milliseconds, (each.measured, _network_ms(each.row)))
             phases: dict[str, Any] = each.row["phases_ms"]
-            waiting = _ms(phases["wait"]) if phases else ""
+            waiting = milliseconds(phases["wait"]) if phases else ""
             name = f"{each.row['model']}, N = {workers}, {each.row['method']}"
-            lines.append([name, _ms(each.measured), _ms(network), waiting, _ms(each.without)])
-    head = ["1 Gbps", "measured, ms", "network as planned", "waited, measured", "planned, a core each"]
+            lines.append([name, *times, waiting, milliseconds(each.without)])
+    head = ["1 Gbps", "measured, ms", "network, predicted", "wait, measured", "predicted with a core a rank"]
     return markdown(head, lines)
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

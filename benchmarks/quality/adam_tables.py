@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.quality.analysis import Outcome
-from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS
-from benchmarks.quality.tables import spread
+from benchmarks.quality.tasks import ALL_TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ADAM, ADAM_DENSE, LOCAL_BETAS, POWER_SGD, VARIANTS
-from benchmarks.report import markdown, save_figure
+from benchmarks.report import markdown, save_figure, spread
 
 TASK, LARGER, DENSE, DGC = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
 LEAST = "AdamW, dgc, 0.1% in 2 bits"

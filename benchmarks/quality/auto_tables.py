@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.quality.analysis import Outcome, rows
-from benchmarks.quality.tables import spread
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.variants import AUTOMATIC, UNMASKED, VARIANTS
-from benchmarks.report import markdown
+from benchmarks.report import markdown, spread
 
 FIRST_SEED = 700  # of this study
 

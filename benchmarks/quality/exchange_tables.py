@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from benchmarks.quality.analysis import Outcome, is_clear
 from benchmarks.quality.runs import LENGTHS, NODES
-from benchmarks.quality.tables import spread
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run
-from benchmarks.report import markdown
+from benchmarks.report import markdown, spread
 
 SHARDED = ("sharded, k", "sharded, 2k", "sharded, 4k")
 

@@ -1,22 +1,21 @@
 """Which residual norms, staleness and overlap runs have whose quality is known: the range that advice goes by.
 
-``python -m benchmarks.quality.health``: simulated runs, every fifth step of rank 0 after the density warm-up looked at.
-A quarter of an hour on one core. What was found is kept in ``benchmarks/results/quality-health.json``; the table goes
-into docs/tuning.md.
+Simulated runs; every fifth step of rank 0 after the density warm-up is looked at. A quarter of an hour on one core.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from benchmarks.command import Benchmark
 from benchmarks.quality.training import Run, train
-from benchmarks.report import RESULTS, ROOT, markdown, read_results, save, write_into_page
+from benchmarks.report import RESULTS, keep_all, markdown, read_results
 from dgc_horovod.advice import LOOKS
 from dgc_horovod.schedule import density_at
 
@@ -36,7 +35,7 @@ BEHIND = [
     Run("transformer", "DGC without masking", 4),
     Run("images", "dgc, rule=random", 4),
 ]
-PAGE, KEPT = ROOT / "docs" / "tuning.md", RESULTS / "quality-health.json"
+KEPT = RESULTS / "quality-health.json"
 _EVERY = 5  # steps
 _FIGURES: dict[str, Callable[[dict[str, float], float], float]] = {
     "residual / gradient": lambda figures, density: figures["residual_ratio"],
@@ -67,6 +66,9 @@ def described(rows: np.ndarray) -> dict[str, list[float]]:
     """Of each figure the median, and the highest that as many looks in a row as a warning takes stay at."""
     found = {}
     for name, values in zip(_FIGURES, rows.T, strict=True):
+        values = values[np.isfinite(values)]
+        if not len(values):
+            continue
         in_a_row = sliding_window_view(values, min(LOOKS, len(values)))
         found[name] = [float(np.median(values)), float(in_a_row.min(axis=1).max())]
     return found
@@ -86,24 +88,22 @@ def table(kept: Sequence[dict[str, Any]]) -> str:
     return markdown(["", *_FIGURES], lines)
 
 
-def texts() -> dict[tuple[Path, str], str]:
-    """What stands on the page, by marker."""
-    return {(PAGE, "health"): table(read_results(KEPT)["figures"])}
-
-
-def main() -> None:
-    """Do all runs, keep what was found, and write the table."""
+def measure(options: argparse.Namespace) -> None:
+    """Do all runs."""
     kept: list[dict[str, Any]] = []
     for run in (*SOUND, *BEHIND):
         found, rows = looked_at(run)
         figures = described(rows) if len(rows) else {}
-        row = {"run": dataclasses.asdict(run), "sound": run in SOUND, "diverged": found["diverged"], "figures": figures}
-        kept.append(row)
-        print(table([row]).splitlines()[-1], flush=True)
-    save(KEPT.stem, kept)
-    for (page, marker), text in texts().items():
-        write_into_page(page, marker, text)
+        kept.append(
+            {"run": dataclasses.asdict(run), "sound": run in SOUND, "diverged": found["diverged"], "figures": figures}
+        )
+        print(table(kept[-1:]).splitlines()[-1], flush=True)
+    keep_all(options.file, kept)
 
+
+COMMAND = Benchmark(
+    "quality.health", __doc__ or "", measure, lambda options: table(read_results(options.file)["figures"]), KEPT
+)
 
 if __name__ == "__main__":
-    main()
+    COMMAND.main()

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.quality.analysis import Outcome
-from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import ADAM_SEED, LENGTHS, WORKERS
-from benchmarks.quality.tables import spread
+from benchmarks.quality.tasks import ALL_TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import (
     AVERAGED,
@@ -22,7 +21,7 @@ from benchmarks.quality.variants import (
     OUTER,
     VARIANTS,
 )
-from benchmarks.report import markdown
+from benchmarks.report import markdown, spread
 
 DENSE = "AdamW, dense"
 # local variant -> the one without compression, and H

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.plots import IMAGES
 from benchmarks.quality import (
     adam_tables,
     analysis,
@@ -20,12 +19,10 @@ from benchmarks.quality import (
     tables,
 )
 from benchmarks.quality.analysis import Outcome
-from benchmarks.report import ROOT, read_results
-
-PAGE = ROOT / "docs" / "quality.md"
+from benchmarks.report import IMAGES, read_results
 
 
-def texts() -> dict[tuple[Path, str], str]:
+def texts() -> dict[str, str]:
     """The generated parts of the page, by marker."""
     (found, adam), kept = _found(), selection.load()
     made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
@@ -34,7 +31,7 @@ def texts() -> dict[tuple[Path, str], str]:
     made["quality"] = tables.by_length(found)
     made |= {"local": local_tables.table(found), "outer": local_tables.outer(found)}
     made |= exchange_tables.blocks(found) | adam_tables.blocks(found, adam) | auto_tables.blocks(found)
-    return {(PAGE, marker): text for marker, text in made.items()}
+    return made
 
 
 def _found() -> list[list[Outcome]]:

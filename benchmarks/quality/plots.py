@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.plots import IMAGES
 from benchmarks.quality import analysis
 from benchmarks.quality.analysis import Outcome
 from benchmarks.quality.runs import LENGTHS, LONGER, WORKERS
@@ -18,7 +17,8 @@ from benchmarks.quality.selection import BINS, WIDEST
 from benchmarks.quality.tables import COUNTED, GOALS
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.variants import ABLATION, CHOICES, WITHOUT
-from benchmarks.report import save_figure
+from benchmarks.report import IMAGES, save_figure
+from benchmarks.report import panels as make_panels
 
 COLOURS = {
     "dense": "#444444",
@@ -51,17 +51,10 @@ def draw(found: Sequence[Outcome], kept: dict[str, Any]) -> None:
     histograms(kept["gradients"], "lstm", IMAGES / "quality_histograms_lstm.png")
 
 
-def _panels(count: int, rows: int = 1, width: float = 4.2, height: float = 3.4, **more: Any) -> tuple[Any, Any]:
-    import matplotlib.pyplot as plt
-
-    size = (width * count, height * rows)
-    return plt.subplots(rows, count, figsize=size, layout="constrained", squeeze=False, **more)
-
-
 def gaps(found: Sequence[Outcome], file: Path) -> None:
     """Test loss less that of dense training: a line a variant, a panel a task, mean ± sd over seeds."""
     names = [name for name in (*ABLATION, *WITHOUT, *CHOICES) if name != "dense"]
-    figure, panels = _panels(len(TASKS), width=3.6, height=7, sharey=True)
+    figure, panels = make_panels(len(TASKS), width=3.6, height=7, sharey=True)
     for axes, task in zip(panels[0], TASKS, strict=True):
         rows = {
             (row.run.variant, row.run.workers): row
@@ -98,7 +91,7 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
 
 def curves(found: Sequence[Outcome], file: Path) -> None:
     """Test loss over the steps, mean of the seeds and their range."""
-    figure, panels = _panels(len(TASKS))
+    figure, panels = make_panels(len(TASKS))
     for axes, task in zip(panels[0], TASKS, strict=True):
         for variant in _CURVES:
             mine = [each for each in found if (each.run.task, each.run.variant) == (task, variant)]
@@ -120,7 +113,7 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
 
 def longer(found: Sequence[Outcome], file: Path) -> None:
     """The gap to dense over the length of the run; the goal is dotted."""
-    figure, panels = _panels(len(GOALS), height=4)
+    figure, panels = make_panels(len(GOALS), height=4)
     for axes, (task, goal) in zip(panels[0], GOALS.items(), strict=True):
         for workers, line in zip(WORKERS, ("-", "--"), strict=True):
             place = (task, workers)
@@ -153,7 +146,7 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
 
 def counts(found: Sequence[Outcome], file: Path) -> None:
     """Selected elements in k over the run: the mean, and the least and the most of any step of any seed."""
-    figure, panels = _panels(len(TASKS), sharey=True)
+    figure, panels = make_panels(len(TASKS), sharey=True)
     for axes, task in zip(panels[0], TASKS, strict=True):
         for variant in COUNTED[1:]:
             mine = [
@@ -187,7 +180,7 @@ def _ends(points: Iterable[Sequence[Sequence[float]]]) -> tuple[list[float], lis
 
 def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """What each rule leaves of Gaussian vectors, beside the bounds."""
-    figure, panels = _panels(1, width=5.4)
+    figure, panels = make_panels(1, width=5.4)
     axes, share = panels[0][0], np.array([row["k"] / row["numel"] for row in rows])
     for rule, colour in (("exact", "#0072b2"), ("gaussian", "#009e73"), ("random", "#d55e00")):
         name = "top-k" if rule == "exact" else rule
@@ -207,7 +200,7 @@ def histograms(kept: dict[str, list[dict[str, Any]]], task: str, file: Path) -> 
     """Of what is selected from, a column a matrix and a row a way to train, over a run; a Gaussian is dotted."""
     mine = {name.removeprefix(f"{task}, "): rows for name, rows in kept.items() if name.startswith(f"{task}, ")}
     tensors = list(dict.fromkeys(row["tensor"] for rows in mine.values() for row in rows))
-    figure, panels = _panels(len(tensors), len(mine), width=3.0, height=2.3, sharex=True, sharey=True)
+    figure, panels = make_panels(len(tensors), len(mine), width=3.0, height=2.3, sharex=True, sharey=True)
     edges = np.linspace(-WIDEST, WIDEST, BINS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
     gaussian = np.exp(-(middle**2) / 2) / math.sqrt(2 * math.pi)

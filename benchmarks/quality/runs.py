@@ -6,19 +6,14 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
-import tempfile
+import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks import ranks
-from benchmarks.quality.large import ALL_TASKS, digest
-from benchmarks.quality.processes import pool
-from benchmarks.quality.tasks import TASKS
+from benchmarks.quality.tasks import ALL_TASKS, TASKS, digest
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import (
     ABLATION,
@@ -44,6 +39,7 @@ from benchmarks.quality.variants import (
     WITH_OUTER,
     WITHOUT,
 )
+from benchmarks.ranks import launch
 from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
 
 KEPT, ADAM_KEPT = RESULTS / "quality.json.xz", RESULTS / "quality-adam.json.xz"
@@ -192,12 +188,8 @@ STUDIES = {
 
 def load(file: Path = KEPT) -> Results:
     """What is kept of runs as they would be done today."""
-    kept = _read(file)["runs"]
+    kept = read_results(file).get("runs", {})
     return {key: found for key, found in kept.items() if found["settings"] == settings(Run(**found["run"]))}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_results(file) if file.exists() else {"environment": environment(), "runs": {}}
 
 
 def settings(run: Run) -> str:
@@ -242,7 +234,9 @@ def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
         BrokenProcessPool: a process was killed.
         LaunchError: real ranks failed or took too long; nothing of them is left running.
     """
-    kept = _read(file)
+    from tqdm import tqdm
+
+    kept = read_results(file) or {"environment": environment(), "runs": {}}
     check_machine(file, [kept["environment"]])
     left = [run for run in dict.fromkeys(plan) if kept["runs"].get(run.key, {}).get("settings") != settings(run)]
     left.sort(key=lambda run: run.steps * run.workers, reverse=True)  # the longest first: no processor waits at the end
@@ -250,7 +244,7 @@ def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
 
         def keep(run: Run, found: dict[str, Any]) -> None:
             kept["runs"][run.key] = {"run": dataclasses.asdict(run), "settings": settings(run), **found}
-            _write(kept, file)
+            write_results(file, {**kept, "runs": dict(sorted(kept["runs"].items()))})
             bar.set_description(run.key, refresh=False)
             bar.update(run.steps)
 
@@ -263,19 +257,20 @@ def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
                 keep(run, _launch(run))
 
 
-def _write(kept: dict[str, Any], file: Path) -> None:
-    lines = ",\n".join(
-        f"  {json.dumps(key)}: {json.dumps(kept['runs'][key], allow_nan=False)}" for key in sorted(kept["runs"])
-    )
-    head = f' "environment": {json.dumps(kept["environment"])}'
-    write_results(file, f'{{\n{head},\n "runs": {{\n{lines}\n }}\n}}\n')  # a line a run
-
-
 def _launch(run: Run) -> dict[str, Any]:
     """Do a run on Horovod's ranks; what `train` gives on rank 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
-        words = [json.dumps(dataclasses.asdict(run)), str(file)]
-        seconds = _LAUNCH_SECONDS + _STEP_SECONDS * run.steps
-        ranks.launch("benchmarks.quality.worker", words, run.workers, None, seconds)
-        return json.loads(file.read_text())
+    seconds = _LAUNCH_SECONDS + _STEP_SECONDS * run.steps
+    found = launch("benchmarks.quality.worker:rank", dataclasses.asdict(run), run.workers, None, seconds)[0]
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """So many processes with an interpreter of their own; after an exception, an interrupt too, nothing goes on."""
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as made:
+        try:
+            yield made
+        except BaseException:
+            for child in multiprocessing.active_children():  # the pool itself would finish what is in its queue
+                child.kill()
+            raise

@@ -8,7 +8,6 @@ bound for top-k of bell-shaped vectors is ``(1 - k/d)^2``.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,9 +126,7 @@ def _described(x: np.ndarray, density: float) -> dict[str, Any]:
 
 def load(file: Path = KEPT) -> dict[str, Any]:
     """What is kept: ``vectors``, and ``gradients`` by task and variant."""
-    if not file.exists():
-        return {"environment": environment(), "vectors": [], "gradients": {}}
-    return read_results(file)
+    return read_results(file) or {"environment": environment(), "vectors": [], "gradients": {}}
 
 
 def beside(runs: Path) -> Path:
@@ -147,12 +144,8 @@ def complete(file: Path = KEPT) -> None:
     check_machine(file, [kept["environment"]])
     if not kept["vectors"]:
         kept["vectors"] = vectors()
-        _write(kept, file)
+        write_results(file, kept)
     left = [name for name in itertools.product(TASKS_LOOKED_AT, TRAINED) if ", ".join(name) not in kept["gradients"]]
     for task, variant in tqdm(left, desc="gradients", unit="run", ncols=100):
         kept["gradients"][f"{task}, {variant}"] = gradients(task, variant)
-        _write(kept, file)
-
-
-def _write(kept: dict[str, Any], file: Path) -> None:
-    write_results(file, json.dumps(kept, allow_nan=False) + "\n")
+        write_results(file, kept)

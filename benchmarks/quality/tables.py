@@ -10,12 +10,11 @@ from typing import Any
 
 from benchmarks.quality import analysis
 from benchmarks.quality.analysis import Outcome, Row
-from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.runs import LENGTHS, LONGER, LONGEST, WORKERS, Results
-from benchmarks.quality.tasks import TASKS
+from benchmarks.quality.tasks import ALL_TASKS, TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ABLATION, CHOICES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
-from benchmarks.report import markdown
+from benchmarks.report import markdown, spread
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,6 @@ def blocks(found: Sequence[Outcome]) -> dict[str, str]:
         "optimizers": _optimizers(found),
         "real": _real(found),
     }
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """Mean ± standard deviation over seeds; or how many diverged, if any."""
-    lost = sum(not math.isfinite(value) for value in values)
-    if lost or not values:
-        return f"{lost} of {len(values)} diverged" if lost else ""
-    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{deviation}"
 
 
 def _at(**fields: Any) -> Callable[[Run], bool]:

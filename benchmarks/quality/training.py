@@ -12,10 +12,9 @@ import torch
 from torch import Generator
 
 from benchmarks.quality.counts import Counts
-from benchmarks.quality.large import ALL_TASKS
 from benchmarks.quality.local_ranks import LocalRanks
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
-from benchmarks.quality.tasks import WORKERS, Task
+from benchmarks.quality.tasks import ALL_TASKS, WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 

@@ -22,10 +22,16 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.quality.tasks import RecurrentModel
+
 TEST_IMAGES, TRAIN_COPIES, TEST_COPIES = 500, 16, 4
 NOISE = 0.2  # of pixels that range from 0 to 1
 TEXT_BYTES, VOCABULARY, WINDOW = 2_000_000, 8000, 16
 VALIDATION_WINDOWS = 160  # a multiple of 2 and of 4 hosts
+STOCK = ("dense", "fp16")  # Horovod's own
+COMPRESSED = ("dgc", "gaussian")
+NO_OP = "no-op"  # the same step without any exchange
+NO_OP_STEPS = 60  # time only: they need not learn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +168,7 @@ class Tokens(Task):
 
     def make_model(self) -> nn.Module:
         """Embedding, one LSTM layer, linear output."""
-        return LanguageModel(VOCABULARY, self.width)
+        return RecurrentModel(VOCABULARY, self.width, self.width)
 
     def loss(self) -> Tensor:
         """Mean cross entropy of every next token in windows from random places of the text."""
@@ -176,22 +182,6 @@ class Tokens(Task):
 
     def _loss(self, windows: Tensor) -> Tensor:
         return functional.cross_entropy(self.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-class LanguageModel(nn.Module):
-    """Embedding, one LSTM layer, linear output."""
-
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-        self.output = nn.Linear(width, vocabulary)
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -0.1, 0.1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of every next token."""
-        return self.output(self.lstm(self.embedding(tokens))[0])
 
 
 def token_numbers() -> Tensor:
@@ -224,3 +214,10 @@ class Smoke(Tokens):
 
 TASKS: dict[str, type[Task]] = {"image": Images, "lstm": Tokens, "smoke": Smoke}
 STUDIED = ("image", "lstm")
+
+
+def whole_steps(task: type[Task], method: str) -> int:
+    """Length of a whole run, and of its learning-rate schedule."""
+    if method == NO_OP:
+        return min(NO_OP_STEPS, task.settings.steps)
+    return round(task.settings.steps * (task.settings.stretch if method in COMPRESSED else 1))

@@ -1,13 +1,10 @@
-"""One rank of a launch: ``python -m benchmarks.training.worker TASK SEED FILE METHOD=STEPS ...``, below horovodrun."""
+"""One rank of a launch: a task trained with one method after the other."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,22 +12,11 @@ import torch
 from torch import nn
 
 from benchmarks import connections
-from benchmarks.training.tasks import TASKS, Task, digest
+from benchmarks.training.tasks import COMPRESSED, NO_OP, TASKS, Task, digest, whole_steps
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 
-STOCK = ("dense", "fp16")  # Horovod's own
-COMPRESSED = ("dgc", "gaussian")
-NO_OP = "no-op"  # the same step without any exchange
 MOMENTUM = 0.9
-NO_OP_STEPS = 60  # time only: they need not learn
 EXACT_LOSSES = 20  # so many are kept to the last bit, to be compared with those of another run
-
-
-def whole_steps(task: type[Task], method: str) -> int:
-    """Length of a whole run, and of its learning-rate schedule."""
-    if method == NO_OP:
-        return min(NO_OP_STEPS, task.settings.steps)
-    return round(task.settings.steps * (task.settings.stretch if method in COMPRESSED else 1))
 
 
 def learning_rate(warmup: int, steps: int) -> Callable[[int], float]:
@@ -133,23 +119,14 @@ def traffic(task: Task, method: str, optimizer: Any, steps: int) -> dict[str, in
     return {"sent": sent, "received": int(ring * sent), "sent_fp32": full, "received_fp32": int(ring * full)}
 
 
-def main() -> None:
-    """Train with one method after the other as the command line says; rank 0 writes what was found."""
-    name, seed, file, *runs = sys.argv[1:]
-    torch.set_num_threads(1)
+def rank(order: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Train with every method of the order; each has connections of its own."""
     torch.set_flush_denormal(True)  # a run that diverges would take several times as long
-    hvd.init()
+    connections.start()
     found = []
-    for method, _, steps in (run.partition("=") for run in runs):
-        task = TASKS[name](hvd.rank(), hvd.size(), int(seed))  # each starts from the same weights and data
-        found.append(train(task, method, int(steps)))
-        # each has connections of its own: after seconds of dense gradients they are slower for all that follows
-        connections.shut_down()
-        hvd.init()
-    if hvd.rank() == 0:
-        Path(file).write_text(json.dumps(found))
+    for method, steps in order["methods"]:
+        task = TASKS[order["task"]](hvd.rank(), hvd.size(), order["seed"])  # each starts from the same weights and data
+        found.append(train(task, method, steps))
+        connections.renew()
     hvd.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+    return found

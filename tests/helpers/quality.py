@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.quality.processes import pool
+from benchmarks.quality.runs import pool
 from benchmarks.quality.training import MakeRanks, Run, simulated, train
 from benchmarks.training.tasks import digest
 

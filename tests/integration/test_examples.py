@@ -1,6 +1,6 @@
 """The examples run with the choices of compression, and their last line says what it should.
 
-Two epochs each: how good they become is measured by ``python -m benchmarks.settings examples``.
+Two epochs each: how good they become is measured by ``python -m benchmarks.scripts examples``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.quality.large import ALL_TASKS
+from benchmarks.quality.tasks import ALL_TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import LATER_LOCAL, VARIANTS
 from tests.helpers.quality import STEPS, followed, in_processes

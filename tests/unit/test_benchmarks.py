@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from benchmarks import page, report, scaling
-from benchmarks.exchange import against, cells, gradients, tables
-from benchmarks.exchange.cells import Cell
+from benchmarks import page, report
+from benchmarks.exchange import against, tables, worker
+from benchmarks.exchange.__main__ import Cell
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels import compress
-from benchmarks.nodes import __main__ as nodes
+from benchmarks.kernels import speed
+from benchmarks.planning import scaling
 from benchmarks.report import OtherMachine, check_machine
 from benchmarks.shapes import SHAPES, numel
 
@@ -42,8 +42,8 @@ def test_shapes_are_those_of_the_model(model):
 
 def test_gradients_differ_over_ranks_and_steps_but_not_over_calls(tmp_path):
     shapes = [(30, 40), (7,)]
-    gradients.write(tmp_path, [math.prod(shape) for shape in shapes])
-    source = gradients.Gradients(tmp_path, shapes)
+    worker.write(tmp_path, [math.prod(shape) for shape in shapes])
+    source = worker.Gradients(tmp_path, shapes)
     first = source.of(rank=0, step=0)
     assert [tuple(g.shape) for g in first] == shapes
     assert all((a == b).all() for a, b in zip(first, source.of(0, 0), strict=True))
@@ -77,11 +77,10 @@ def test_the_model_of_scaling_continues_what_was_measured():
 def test_ratios_are_medians_of_each_launchs_own():
     """Not of the medians of all: launches differ by more than what is compared."""
     flat, other = (
-        {"method": name, "hosts": 2, "ranks": 2, "ms": ms[1], "launch_medians_ms": ms, "card_bytes": 10**6,
-         "state_bytes": 0}
+        row(name, 2, ms[1], launch_medians_ms=ms, ranks=2, state_bytes=1)
         for name, ms in (("flat", [100.0, 200.0, 400.0]), ("hierarchical", [200.0, 300.0, 440.0]))
-    )  # fmt: skip
-    assert " 1.50× (1.10–2.00) " in nodes.table([flat, other])
+    )
+    assert " 1.50× (1.10–2.00) " in tables.node_table([flat, other])
     phases, rounds = {"compress": 1.0}, {"dgc": [10.0, 20.0, 40.0], "memory alone": [10.0, 10.0, 40.0]}
     rows = [
         {"package": package, "method": method, "ms": 20.0, "processor_ms": 1.0, "phases_ms": phases, "rounds_ms": ms}
@@ -115,27 +114,30 @@ def compressed(model: str, widest: str):
     return [*ours, *peers]
 
 
-def test_one_model_measured_on_a_machine_without_avx512(monkeypatch, capsys):
+def test_one_model_measured_on_a_machine_without_avx512(monkeypatch, capsys, tmp_path):
     """It had been a KeyError: its rows were looked up under the instructions of the models before it."""
     rows = [*compressed("vgg16", "AVX-512"), *compressed("resnet50", "AVX2")]
-    assert compress.table(rows).count("4.0×") == 4
-    monkeypatch.setattr(compress, "study", lambda quick, models: compressed(models[0], "AVX2"))
-    monkeypatch.setattr(kernels, "environment", lambda: {"processor": "another"})
-    monkeypatch.setattr("sys.argv", ["kernels", "--model", "resnet50", "compress"])
-    monkeypatch.setattr(kernels, "save", lambda *_: pytest.fail("figures of two machines in one table"))
-    kernels.main()
-    assert "printed only: what was kept is of another machine" in capsys.readouterr().out
+    assert speed.compress_table(rows).count("4.0×") == 4
+    monkeypatch.setattr(speed, "compress", lambda model: compressed(model, "AVX2"))
+    monkeypatch.setattr(report, "environment", lambda: {"processor": "another"})
+    command = ["kernels", "compress", "--models", "resnet50"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit, match=r"of another machine.*--file ANOTHER"):
+        kernels.COMMAND.main()
+    monkeypatch.setattr("sys.argv", [*command, "--file", str(tmp_path / "kernels.json")])
+    kernels.COMMAND.main()
+    assert "| resnet50, peer |  | 2 | 40.0 |  | 4.0× |" in capsys.readouterr().out
 
 
 def test_a_cell_is_of_one_run_and_of_one_machine(tmp_path, monkeypatch):
     file, cell = tmp_path / "exchange.json", Cell("resnet50", 2, "1gbit", 0.001)
     here = {"processor": "this", "torch": "2"}
     monkeypatch.setattr(report, "environment", lambda: here)
-    cells.keep(file, cell, {"environment": here, "rows": [row("dense", 2, 900.0), row("dgc", 2, 30.0)]})
-    assert cells.methods(cells.read(file), cell) == {"dense", "dgc"}
-    assert not cells.methods(cells.read(file), Cell("resnet50", 4, "1gbit", 0.001))
-    cells.keep(file, cell, {"environment": here, "rows": [row("dgc", 2, 31.0)]})
-    assert [each["ms"]["p50"] for each in cells.read(file)[cell.key]["rows"]] == [31.0]
+    report.keep(file, cell.key, {"rows": [row("dense", 2, 900.0), row("dgc", 2, 30.0)]})
+    assert cell.methods(report.read_results(file)) == {"dense", "dgc"}
+    assert not Cell("resnet50", 4, "1gbit", 0.001).methods(report.read_results(file))
+    report.keep(file, cell.key, {"rows": [row("dgc", 2, 31.0)]})
+    assert [each["ms"]["p50"] for each in report.read_results(file)[cell.key]["rows"]] == [31.0]
     check_machine(file, [here])
     with pytest.raises(OtherMachine, match="--file ANOTHER"):
         check_machine(file, [here, {**here, "processor": "another"}])

@@ -1,6 +1,6 @@
 """A script of a user of Horovod who clips gradients: it knows nothing of compression.
 
-    horovodrun -np 2 python benchmarks/clipping/script.py lstm after 0
+    horovodrun -np 2 python benchmarks/clipping_script.py lstm after --seed 0
 
 Clips after ``synchronize()``, as Horovod's documentation says, or before ``step()``, as most scripts for one worker do.
 """
@@ -23,16 +23,16 @@ CHOICES = {
 
 def main() -> None:
     """Train on all ranks and report from rank 0."""
-    name, idiom, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    name, idiom, _, seed = sys.argv[1:]
     hvd.init()
     torch.set_num_threads(1)
-    task = TASKS[name](seed)
+    task = TASKS[name](int(seed))
     clip, make = CHOICES[name]
     optimizer = hvd.DistributedOptimizer(make(task.model.parameters()), task.model.named_parameters())
     hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    draw = torch.Generator().manual_seed(100 * seed + hvd.rank())
+    draw = torch.Generator().manual_seed(100 * int(seed) + hvd.rank())
     for _ in range(STEPS):
         optimizer.zero_grad()
         task.loss(8, draw).backward()

@@ -1,1 +1,0 @@
-"""`--compression auto` beside what a user would choose by hand, on emulated hosts with real computing."""

@@ -1,1 +1,0 @@
-"""Scripts that clip by themselves, under ``dgcrun``: what comes of it."""

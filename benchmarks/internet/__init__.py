@@ -1,1 +1,0 @@
-"""Training over links like those of the internet: ``python -m benchmarks.internet``."""

@@ -1,0 +1,237 @@
+"""Times of the kernels: compress beside the floor that memory sets and the published flows, its growth, and decode."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.baselines import FLOWS
+from benchmarks.kernels.bench import MOMENTUM, Model, Scatter, Stream
+from benchmarks.report import markdown, panels, save_figure
+from benchmarks.shapes import SHAPES
+from benchmarks.timing import timed, torch_threads
+from dgc_horovod import DGCConfig
+from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.kernels.torch_eager import TorchEagerKernels
+
+STEPS = 50
+MILLIONS = (20, 50, 100, 200, 400)
+THRESHOLD = 0.9  # about 0.1% of these gradients' residual
+GROWTH_STEPS = 12  # enough for thresholds to follow; the largest vectors take seconds a step to make
+OURS = ("decode_ms", "add_ms")
+Row = Mapping[str, Any]
+
+
+def compress(model: str) -> list[dict[str, Any]]:
+    """A row for each rule, instruction set and number of threads."""
+    rows = []
+    for rule, density in (("exact", 0.001), ("sampled", 0.001), ("gaussian", 0.001), ("exact", 0.01)):
+        rows += _ours(model, rule, DGCConfig(rule=rule, density=density))
+    rows += _ours(model, "exact, bf16 momentum", DGCConfig(momentum_dtype="bf16"))
+    for density in (0.001, 0.01):
+        rows += _ours(model, "exact, AdamW", DGCConfig(density=density), adam=True)
+    return rows + _baselines(model)
+
+
+def _model(name: str, config: DGCConfig, adam: bool = False) -> Model:
+    model = Model(SHAPES[name](), config, NativeKernels(), adam=adam)
+    model.accumulate(STEPS)
+    return model
+
+
+def _ours(name: str, rule: str, config: DGCConfig, adam: bool = False) -> list[dict[str, Any]]:
+    model, rows = _model(name, config, adam), []
+    stream, kernels = Stream(model.numel, momentum=not adam), NativeKernels()
+    widest = kernels.instructions
+    plain = ["plain"] if config == DGCConfig() and not adam else []
+    for instructions, threads in [(name, 1) for name in (*plain, "AVX2", "AVX-512")] + [(widest, 2)]:
+        if not kernels.use_instructions(instructions):
+            continue
+        try:
+            with torch_threads(threads):
+                floor_run = partial(stream.run, model.gradients.flat)
+                ours, floor = timed(model.compress, floor_run, before=model.gradients.advance)
+        finally:
+            kernels.use_instructions(widest)
+        row = {"model": name, "rule": rule, "density": config.density, "instructions": instructions, "threads": threads}
+        rows.append({**row, "ms": ours, "floor_ms": floor})
+    return rows
+
+
+def _baselines(name: str) -> list[dict[str, Any]]:
+    """The published flows, from the state that ours has after the same steps, on the same gradients."""
+    model, rows = _model(name, DGCConfig()), []
+    sparse = [engine for engine in model.engines if not engine.bucket.uncompressed]
+    segments = [(engine, segment) for engine in sparse for segment in engine.bucket.segments]
+    gradients = [torch.from_numpy(g) for g in model.gradients.arrays[: len(segments)]]
+    eager = Model(SHAPES[name](), DGCConfig(), TorchEagerKernels())
+    eager.gradients.arrays = [torch.from_numpy(g) for g in model.gradients.arrays]  # type: ignore[misc]
+    for ours, theirs in zip(model.engines, eager.engines, strict=True):
+        theirs.state.v.copy_(torch.from_numpy(ours.state.v))
+        if ours.state.u is not None:
+            theirs.state.u = torch.from_numpy(ours.state.u.copy())
+    for threads in (1, 2):
+        with torch_threads(threads):
+            for flow in FLOWS:
+                baseline = flow([(segment.numel,) for _, segment in segments], 0.001, MOMENTUM)
+                for i, (engine, segment) in enumerate(segments):
+                    baseline.u[i].copy_(torch.from_numpy(engine.state.u[segment.place]))
+                    baseline.v[i].copy_(torch.from_numpy(engine.state.v[segment.place]))
+                (ms,) = timed(partial(baseline.step, gradients), before=model.gradients.advance, runs=7)
+                rows.append({"model": name, "rule": baseline.name, "density": 0.001, "threads": threads, "ms": ms})
+            (ms,) = timed(eager.compress, before=model.gradients.advance, runs=7)
+            rows.append({"model": name, "rule": "ours, torch_eager", "density": 0.001, "threads": threads, "ms": ms})
+    return rows
+
+
+def compress_table(rows: Sequence[Row]) -> str:
+    """Markdown: time, times the floor, and how many times faster the exact rule is than the row."""
+    exact = {
+        (r["model"], r["threads"]): r["ms"]
+        for r in rows
+        if (r["rule"], r["density"]) == ("exact", 0.001) and r["instructions"] == _widest(rows, r["model"])
+    }
+    floors = {r["model"]: statistics.median(_floors(rows, r["model"])) for r in rows}
+    lines = []
+    for r in rows:
+        of_floor = f"{r['ms'] / r.get('floor_ms', floors[r['model']]):.2f}×" if r["threads"] == 1 else ""
+        against = f"{r['ms'] / exact[r['model'], r['threads']]:.1f}×" if "floor_ms" not in r else ""
+        name = f"{r['model']}, {r['rule']}" + (f" {r['density']:.1%}" if r["density"] != 0.001 else "")
+        lines.append([name, r.get("instructions", ""), r["threads"], f"{r['ms']:.1f}", of_floor, against])
+    head = ["", "instructions", "threads", "ms", "time / loop (20 bytes an element, AdamW 12)", "time / ours (exact)"]
+    return markdown(head, lines)
+
+
+def _floors(rows: Sequence[Row], model: str) -> list[float]:
+    own = [r for r in rows if r["model"] == model and "floor_ms" in r and r["threads"] == 1]
+    return [r["floor_ms"] for r in own if "AdamW" not in r["rule"]]
+
+
+def _widest(rows: Sequence[Row], model: str) -> str:
+    """The instruction set that two threads were measured with; without AVX-512 a processor has another."""
+    return next(r["instructions"] for r in rows if r["model"] == model and r["threads"] == 2 and "instructions" in r)
+
+
+def decode(quick: bool) -> list[dict[str, Any]]:
+    """N packets of k elements of one bucket of n; the same k from two sizes of n, and two k of the same n."""
+    rows = []
+    for millions, density in ((5, 0.001),) if quick else ((25, 0.001), (25, 0.004), (100, 0.001)):
+        for workers in (2, 8) if quick else (2, 8, 32):
+            rows.append(_decoded(millions * 10**6, density, workers))
+    return rows
+
+
+def _decoded(numel: int, density: float, workers: int) -> dict[str, Any]:
+    config = DGCConfig(density=density, bucket_bytes=4 * numel)
+    model = Model([("weight", (1000, numel // 1000))], config, NativeKernels(), workers)
+    (engine,) = model.engines
+    packets = []
+    for _ in range(workers):  # packets of one step that differ: the same rank, over and over
+        model.step = 1
+        packets.append(model.compress()[0].payload.copy())
+        model.gradients.advance()
+    received, output = np.concatenate(packets), np.empty(numel, np.float32)
+    engine.outputs.put(0, output)
+    k = int(density * numel)
+    scatters = [Scatter(numel, k, seed) for seed in range(workers)]
+
+    def alone() -> None:
+        output.fill(0)
+        for scatter in scatters:
+            scatter.add_to(output)
+
+    with torch_threads(1):
+        decode, add, zero, scattered = timed(
+            lambda: engine.receive(received), lambda: engine.aggregate_into(1 / workers), lambda: output.fill(0), alone
+        )
+    times = {"decode_ms": decode, "add_ms": add, "zeroing_ms": zero, "scatter_ms": scattered}
+    return {"n": numel, "k": k, "workers": workers, **times}
+
+
+def nanoseconds_an_element(rows: Sequence[Row], row: Row, parts: Sequence[str] = OURS) -> float | None:
+    """What each element costs that comes in beyond those of two workers, for which the zeroing is the same."""
+    two = next(r for r in rows if (r["n"], r["k"], r["workers"]) == (row["n"], row["k"], 2))
+    more = (row["workers"] - 2) * row["k"]
+    return 1e6 * sum(row[part] - two[part] for part in parts) / more if more else None
+
+
+def decode_table(rows: Sequence[Row]) -> str:
+    """Markdown: the parts, what NumPy takes to zero the update, and what each more element received costs."""
+    lines = []
+    for r in rows:
+        each = nanoseconds_an_element(rows, r), nanoseconds_an_element(rows, r, ["scatter_ms"])
+        name = f"n = {r['n'] // 10**6} M, k = {r['k']:,}, N = {r['workers']}"
+        times = [f"{r[part]:.1f}" for part in (*OURS, "zeroing_ms")]
+        lines.append([name, *times, *("" if ns is None else f"{ns:.1f}" for ns in each)])
+    head = ["", "check, decode ms", "zero, add ms", "zeroing by NumPy ms", "ns a further element", "of it memory alone"]
+    return markdown(head, lines)
+
+
+def growth(quick: bool) -> list[dict[str, Any]]:
+    """Milliseconds of accumulate, select and encode of one bucket of d elements at 0.1%, one thread."""
+    rows = []
+    for millions in MILLIONS[:2] if quick else MILLIONS:
+        numel = millions * 10**6
+        with torch_threads(1):
+            for rule in ("random", "threshold", "gaussian", "sampled", "exact"):
+                model = _of_one_bucket(rule, numel)
+                model.accumulate(GROWTH_STEPS)
+                (ms,) = timed(model.compress, before=model.gradients.advance, runs=7)
+                rows.append({"millions": millions, "rule": rule, "ms": ms})
+            (ms,) = timed(partial(_topk, *_tensors(model)), before=model.gradients.advance, runs=7)
+            rows.append({"millions": millions, "rule": "torch.topk", "ms": ms})
+    return rows
+
+
+def _of_one_bucket(rule: str, numel: int) -> Model:
+    config = (
+        DGCConfig(rule=rule, bucket_bytes=4 * numel, density=0.001)
+        if rule != "threshold"
+        else DGCConfig(rule=rule, bucket_bytes=4 * numel, threshold=THRESHOLD, max_density=0.002)
+    )
+    return Model([("weight", (1000, numel // 1000))], config, NativeKernels())
+
+
+def _tensors(model: Model) -> list[torch.Tensor]:
+    state = model.engines[0].state
+    return [torch.from_numpy(x) for x in (state.u, state.v, model.gradients.flat)]
+
+
+def _topk(u: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> None:
+    u.mul_(MOMENTUM).add_(g)
+    v.add_(u)
+    chosen = torch.topk(v.abs(), v.numel() // 1000, sorted=False).indices
+    v.index_fill_(0, chosen, 0)
+    u.index_fill_(0, chosen, 0)
+
+
+def growth_table(rows: Sequence[Row]) -> str:
+    """Markdown: nanoseconds an element."""
+    sizes = sorted({row["millions"] for row in rows})
+    figures = {(row["rule"], row["millions"]): f"{row['ms'] / row['millions']:.2f}" for row in rows}
+    rules = list(dict.fromkeys(row["rule"] for row in rows))
+    head = ["ns an element", *(f"{size} M" for size in sizes)]
+    return markdown(head, [[rule, *(figures[rule, size] for size in sizes)] for rule in rules])
+
+
+def draw_growth(rows: Sequence[Row], file: Path) -> None:
+    """Time over size, both logarithmic."""
+    figure, ((axes,),) = panels(width=6.4, height=4.2)
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        points = [(row["millions"], row["ms"]) for row in rows if row["rule"] == rule]
+        style = {"color": "0.45", "linestyle": "--"} if rule == "torch.topk" else {}
+        axes.loglog(*zip(*points, strict=True), marker="o", label=rule, **style)
+    sizes = sorted({row["millions"] for row in rows})
+    axes.set_xticks(sizes, [f"{size} M" for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("elements")
+    axes.set_ylabel("milliseconds: accumulate, select, encode")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    save_figure(figure, file)

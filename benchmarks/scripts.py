@@ -1,0 +1,316 @@
+"""Scripts trained with and without compression, on real ranks of this machine, several seeds each.
+
+Examples and what a setting does to them; scripts that nobody has edited, under ``dgcrun``; scripts that clip by
+themselves. Every run is kept: studies share runs, and a study that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.command import Benchmark, argument
+from benchmarks.ranks import LaunchError, found_in, output_of
+from benchmarks.report import RESULTS, ROOT, markdown, read_results, remembered, spread
+
+FILE, TIMEOUT_SECONDS = RESULTS / "scripts.json", 600
+LSTM_CLIP = 0.1  # the LSTM example's own --clip-norm
+CONTROLLERS = {"Gloo": ("--gloo",), "MPI": ("--mpi", "--mpi-args=--oversubscribe --allow-run-as-root")}
+Found = Sequence[Mapping[str, Any]]  # of a job, by seed
+
+
+def _result(said: str) -> dict[str, Any]:
+    """The RESULT line of an example."""
+    return dict(json.loads(found_in(said, r"RESULT (\{.*\})")))
+
+
+def _accuracy(said: str) -> dict[str, Any]:
+    """The accuracy of an unedited script, and what its summary line says of the bytes."""
+    ratio = re.search(r"(\S+)x less than fp32", said)
+    return {"accuracy": float(found_in(said, r"accuracy (\d\.\d+)")), "ratio": float(ratio[1]) if ratio else None}
+
+
+def _loss(said: str) -> dict[str, Any]:
+    return {"loss": float(found_in(said, r"loss (\d\S+)"))}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script under a launcher, from one seed.
+
+    Args:
+        key: its name in the file of results, before the seed.
+        launcher, script: the two parts of its command, before the seed.
+        found: function of what it prints: its figures.
+        saves: whether it saves the weights of each rank, whose bits must be the same.
+    """
+
+    key: str
+    launcher: tuple[str, ...]
+    script: tuple[str, ...]
+    found: Callable[[str], dict[str, Any]] = _result
+    saves: bool = False
+
+    def train(self, seed: int) -> dict[str, Any]:
+        """Its figures; LaunchError if the ranks' weights differ."""
+        with tempfile.TemporaryDirectory() as folder:
+            save = ["--save", f"{folder}/weights"] if self.saves else []
+            words = [*self.launcher, sys.executable, *self.script, "--seed", str(seed), *save]
+            said = output_of(words, TIMEOUT_SECONDS, {"TF_CPP_MIN_LOG_LEVEL": "3"})
+            replicas = [_weights(file) for file in sorted(Path(folder).iterdir())]
+        if self.saves and (len(replicas) != 2 or replicas[0] != replicas[1]):
+            raise LaunchError(f"{' '.join(words)}: the replicas differ")
+        return self.found(said)
+
+
+def _weights(file: Path) -> list[bytes]:
+    """The bits of every array that a rank has saved."""
+    if file.suffix == ".npz":
+        return [array.tobytes() for array in np.load(file).values()]
+    return [tensor.numpy().tobytes() for tensor in torch.load(file).values()]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table.
+
+    Args:
+        page: that shows it.
+        rows: by name, the jobs that are compared with each other.
+        head: of the columns beside the name.
+        cells: function of what the jobs of a row have found.
+        caption: below it.
+    """
+
+    page: str
+    rows: Mapping[str, tuple[Job, ...]]
+    head: tuple[str, ...]
+    cells: Callable[..., Sequence[str]]
+    caption: str
+
+    def keys(self, seeds: Sequence[int]) -> list[tuple[Job, int, str]]:
+        """Every job with every seed, and its key; each once."""
+        jobs = dict.fromkeys(job for row in self.rows.values() for job in row)
+        return [(job, seed, f"{job.key} --seed {seed}") for seed in seeds for job in jobs]
+
+    def table(self, name: str, kept: Mapping[str, Any]) -> str:
+        """Of the seeds that every job has."""
+        jobs = [job for row in self.rows.values() for job in row]
+        seeds = [n for n in range(100) if all(f"{job.key} --seed {n}" in kept for job in jobs)]
+        if not seeds:
+            return "No seed has all runs of this table yet."
+        found = {job: [kept[f"{job.key} --seed {n}"] for n in seeds] for job in jobs}
+        lines = [[row, *self.cells(*(found[job] for job in mine))] for row, mine in self.rows.items()]
+        places = {(r["environment"]["processor"], r["environment"]["torch"]) for each in found.values() for r in each}
+        others = f" Rows are of {len(places)} machines or versions." if len(places) > 1 else ""
+        caption = f"{self.caption}; mean ± sd over {len(seeds)} seeds.{others}"
+        return f"{markdown(self.head, lines)}\n\n{caption} Made by `python -m benchmarks.scripts {name}`."
+
+
+def _example(script: str, *options: str, ranks: int = 2) -> tuple[Job, ...]:
+    launcher = ("horovodrun", "--gloo", "-np", str(ranks))
+    return (Job(" ".join([script, f"-np {ranks}", *options]), launcher, (f"examples/{script}", *options)),)
+
+
+def _compared(script: str, *options: str) -> tuple[Job, ...]:
+    return _example(script, "--compression", *options)
+
+
+def _examples(choices: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Job, ...]]:
+    return {
+        f"{example}, {name}": _compared(f"torch_{example}.py", *options)
+        for example in ("digits", "lstm")
+        for name, options in choices.items()
+    }
+
+
+def _clip(factor: float) -> tuple[Job, ...]:
+    return _example("torch_lstm.py", "--compression", "dgc", "--clip-norm", str(LSTM_CLIP * factor), ranks=4)
+
+
+def _quality(runs: Found) -> list[str]:
+    name, accuracy = runs[0]["quality_name"], runs[0]["quality_name"] == "accuracy"
+    values = [run["quality"] * (100 if accuracy else 1) for run in runs]
+    quality = f"{spread(values, '.2f')} %" if accuracy else f"{spread(values, '.3f')} {name}"
+    return [quality, f"{statistics.mean(run['ratio'] for run in runs):.0f}×"]
+
+
+def _of_settings(page: str, caption: str, rows: Mapping[str, tuple[Job, ...]]) -> Study:
+    return Study(page, rows, ("", "quality", "less sent"), _quality, caption)
+
+
+_DGC = ("dgcrun", "--dgc", "--density", "0.01")
+_DENSE_KERAS = ("dgcrun", "--compression", "none")  # plain horovodrun cannot train it under Keras 3
+
+
+def _unmodified(launcher: tuple[str, ...], script: tuple[str, ...], controller: str, named: bool = True) -> Job:
+    key = " ".join([launcher[0], *([controller] if named else []), *launcher[1:], *script])
+    words = (launcher[0], *CONTROLLERS[controller], "-np", "2", *launcher[1:])
+    return Job(key, words, (f"examples/{script[0]}", *script[1:]), _accuracy, saves=True)
+
+
+def _existing() -> dict[str, tuple[Job, ...]]:
+    torch_script = ("unmodified_torch.py", "--fp16-allreduce")
+    scripts: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+        "torch, fp16 flag": (torch_script, ("horovodrun",), _DGC),
+        **{
+            f"torch, clipping at {c}": ((*torch_script, "--clip", c), ("horovodrun",), (*_DGC, "--dgc-clip-norm", c))
+            for c in ("1.0", "0.5")  # now and then, and in most steps
+        },
+        "Keras, model.fit": (("unmodified_keras.py",), _DENSE_KERAS, _DGC),
+    }
+    return {
+        f"{name}, {controller}": tuple(_unmodified(launcher, script, controller) for launcher in launchers)
+        for name, (script, *launchers) in scripts.items()
+        for controller in CONTROLLERS
+    }
+
+
+def _keras_clips(limit: str = "0.5") -> dict[str, tuple[Job, ...]]:
+    launchers = (_DENSE_KERAS, _DGC, (*_DGC, "--dgc-clip-norm", limit))
+    return {
+        f"`model.fit`, `{name}={limit}`": tuple(
+            _unmodified(launcher, ("unmodified_keras.py", "--clip", name, "--limit", limit), "Gloo", named=False)
+            for launcher in launchers
+        )
+        for name in ("global_clipnorm", "clipnorm")
+    }
+
+
+def _gaps(runs: Found, others: Found, form: str, field: str = "accuracy", scale: float = 100) -> str:
+    """Pairs of the same seed."""
+    return spread([round(scale * (b[field] - a[field]), 6) for a, b in zip(runs, others, strict=True)], form)
+
+
+def _accuracies(*columns: Found) -> list[str]:
+    return [spread([100 * run["accuracy"] for run in column], ".2f") for column in columns]
+
+
+def _existing_cells(dense: Found, dgc: Found) -> list[str]:
+    less = statistics.mean(run["ratio"] for run in dgc)
+    return [*_accuracies(dense, dgc), _gaps(dense, dgc, "+.2f"), f"{less:.0f}×"]
+
+
+def _clipping() -> dict[str, tuple[Job, ...]]:
+    idioms = {"after": "after synchronize()", "before": "before step()"}
+
+    def job(launcher: tuple[str, ...], task: str, idiom: str) -> Job:
+        script = ("-m", "benchmarks.clipping_script", task, idiom)
+        words = (launcher[0], "--gloo", "-np", "2", *launcher[1:])
+        return Job(" ".join([*launcher, task, idiom]), words, script, _loss)
+
+    return {
+        f"{task}, {optimizer}, clips to {clip} {text}": (
+            job(("horovodrun",), task, "after"),
+            job((*_DGC, "--dgc-clip-norm", clip), task, idiom),
+            job(_DGC, task, idiom),
+        )
+        for task, optimizer, clip in (("lstm", "SGD", "0.1"), ("transformer", "AdamW", "0.25"))
+        for idiom, text in idioms.items()
+    }
+
+
+def _clipping_cells(dense: Found, given: Found, alone: Found) -> list[str]:
+    means = [f"{statistics.mean(run['loss'] for run in each):.3f}" for each in (dense, given, alone)]
+    return [*means, _gaps(given, alone, "+.3f", "loss", 1)]
+
+
+_PLAIN = ("none", "fp16", "dgc", "topk", "gaussian", "random")
+_VALUES = (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "8bit"), ("4bit", "8bit"), ("2bit", "8bit"))
+_SAME_BITS = "the replicas of every run have the same bits"
+STUDIES = {
+    "examples": _of_settings(
+        "examples/README.md",
+        "2 ranks, the examples' default settings",
+        _examples({name: (name,) for name in _PLAIN}),
+    ),
+    "keras": _of_settings(
+        "examples/README.md",
+        "2 ranks, the examples' default settings",
+        {
+            **{f"model.fit, {x}": _compared("keras_digits.py", x) for x in ("none", "fp16", "dgc", "gaussian")},
+            **{f"own loop, {x}": _compared("keras_loop.py", x) for x in ("none", "dgc")},
+            "own loop, topk by the tape": _compared("keras_loop.py", "topk", "--tape"),
+        },
+    ),
+    "scope": _of_settings(
+        "docs/decisions/core.md",
+        "The examples on 2 ranks, their default settings",
+        _examples({
+            "dense": ("none",),
+            "largest of the bucket": ("dgc",),
+            "largest of each tensor": ("dgc", "--scope", "tensor"),
+        }),
+    ),
+    "values": _of_settings(
+        "docs/decisions/wire.md",
+        "The examples on 2 ranks, compression dgc, their default settings",
+        _examples({
+            f"{values}, small tensors {dense}": ("dgc", "--values", values, "--dense-values", dense)
+            for values, dense in _VALUES
+        }),
+    ),
+    "clip-rule": _of_settings(
+        "docs/algorithm.md",
+        "The LSTM example on 4 ranks, c = 0.1, everything else at its default",
+        {
+            "dense, clipped at c": _example("torch_lstm.py", "--compression", "none", ranks=4),
+            "each rank clipped at sqrt(N)*c (ours)": _clip(1),
+            "at c": _clip(1 / math.sqrt(4)),
+            "at c/sqrt(N) (the paper's letter)": _clip(1 / 4),
+        },
+    ),
+    "existing": Study(
+        "examples/README.md", _existing(),
+        ("accuracy, %", "dense", "dgc at density 0.01", "points", "less sent than fp32"), _existing_cells,
+        f"2 ranks; points: of pairs of the same seed; {_SAME_BITS}",
+    ),
+    "keras-clipping": Study(
+        "docs/tensorflow.md", _keras_clips(),
+        ("accuracy, %", "dense", "script's clipping", "with `--dgc-clip-norm`", "difference of the two, points"),
+        lambda dense, own, given: [*_accuracies(dense, own, given), _gaps(given, own, "+.2f")],
+        f"`dgcrun --dgc --density 0.01`, 2 ranks; differences are of pairs of the same seed; {_SAME_BITS}",
+    ),
+    "clipping": Study(
+        "docs/quality.md", _clipping(),
+        ("loss, nats", "dense, clips after synchronize()", "`--dgc-clip-norm c`", "script's clipping", "difference"),
+        _clipping_cells, "2 ranks, density 1%",
+    ),
+}  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Train what is not kept yet."""
+    from tqdm import tqdm
+
+    study = STUDIES[options.study]
+    for job, seed, key in tqdm(study.keys(range(options.seeds)), unit="run"):
+        remembered(options.file, key, lambda job=job, seed=seed: job.train(seed))  # type: ignore[misc]
+
+
+def texts() -> dict[tuple[Path, str], str]:
+    """The table of every study, by page and marker."""
+    kept = read_results(FILE)
+    return {(ROOT / study.page, name): study.table(name, kept) for name, study in STUDIES.items()}
+
+
+COMMAND = Benchmark(
+    "scripts", __doc__ or "", measure,
+    lambda options: STUDIES[options.study].table(options.study, read_results(options.file)), FILE,
+    (argument("study", choices=STUDIES), argument("--seeds", type=int, default=3, help="runs of each job")),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    COMMAND.main()
