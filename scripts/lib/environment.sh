@@ -80,8 +80,11 @@ check_compiler() {
 # An MPI outside .venv is used as it is; pip's stands in where there is none.
 have_system_mpi() {
     local mpirun
-    mpirun=$(PATH=${PATH//"$VENV/bin:"/} command -v mpirun) && [ "$mpirun" != "$VENV/bin/mpirun" ] &&
-        PATH=${PATH//"$VENV/bin:"/} command -v mpicxx >/dev/null
+    while read -r mpirun; do
+        # that of a virtual environment, ours or another, is pip's
+        if [ ! -e "${mpirun%/*}/../pyvenv.cfg" ] && [ -x "${mpirun%/*}/mpicxx" ]; then return 0; fi
+    done < <(type -aP mpirun)
+    return 1
 }
 
 # Everything that the commands in .venv need to find each other. Call before and after it is filled.
