@@ -49,7 +49,7 @@ def test_the_cause_of_a_difference_is_named_where_it_can_be_known(ranks):
     assert found[0] == found[1] == found[2]
     assert "The lr of parameter group 0 is 0.1 on rank 0 and 0.025 on rank 2. Give" in found[0]["rate"]
     assert "The loss scale is 3.0 on rank 0 and 1000.0 on rank 1. Give" in found[0]["scale"]
-    assert "'table.weight'. An Embedding with max_norm has 'table.weight'" in found[0]["embedding"]
+    assert "'table.weight'. 'table.weight' belongs to an Embedding with max_norm" in found[0]["embedding"]
     assert not any("Broadcast" in text for text in found[0].values())
     drifted = ranks[0]["checks.drifting"]["stop"]["error"]
     assert "They were alike after step 4. What the optimizer steps with (learning rate, ...) is the same" in drifted

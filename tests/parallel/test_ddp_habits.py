@@ -37,8 +37,8 @@ def test_an_optimizer_that_is_stepped_by_another_method_is_an_error(ranks):
     assert first["inside"] < 1e-5 and first["finite"] and max(first["a wrapper"]) < 1e-5
     for name in ("dgc", "local", "auto", "without DDP"):
         text = first[f"around, {name}"]
-        assert text.startswith("UnsupportedUse: Sam was given to register() or DistributedOptimizer(), and SGD"), text
-        assert "Give it optimizer.base instead" in text and first.get(f"stays, {name}", True), name
+        assert text.startswith("UnsupportedUse: Sam was passed to register() or DistributedOptimizer(), but its inner")
+        assert "Pass optimizer.base instead" in text and first.get(f"stays, {name}", True), (name, text)
     for name in ("zero_grad", "backward"):
         assert (
             "ByHand has applied an update without step() (its other methods: second_step())"

@@ -116,7 +116,7 @@ def test_weights_that_a_script_sets_within_a_round(ranks):
 def test_a_second_optimizer_begins_with_the_same_weights_on_every_rank(ranks):
     for found in (rank["local_steps_around.handed_over"] for rank in ranks):
         said = found.pop("kept by one rank")
-        assert found == {"begun": 0, "ended": 0} and "which exchange() ends" in said and "RankMismatch" in said
+        assert found == {"begun": 0, "ended": 0} and "(call exchange())" in said and "RankMismatch" in said
 
 
 def test_steps_of_another_kind_of_run_are_not_counted_as_exchanges(ranks):

@@ -106,7 +106,7 @@ def test_what_stands_on_the_object_that_is_wrapped(ranks):
     for rank in ranks:
         found = rank["script_habits.wrapped_before"]
         assert found["calls"] == [] and found["distance"] < 1e-5
-        assert "SGD, which it has as .base, was stepped outside of _Around.step()" in found["inside"]
+        assert "its inner optimizer .base (SGD) was stepped outside of _Around.step()" in found["inside"]
 
 
 def test_a_function_around_a_method_of_the_class_stays(ranks):
@@ -120,7 +120,7 @@ def test_weights_that_the_script_has_written_to_are_told_from_another_step(ranks
     first, second = (rank["script_habits.written_weights"] for rank in ranks)
     assert first == second and len(first["cleared"]) == 64
     assert "(its other methods: adjust()), or the script has written to all weights" in first["not cleared"]
-    assert "calls optimizer.zero_grad() between the two" in first["not cleared"]
+    assert "must call optimizer.zero_grad() between the two" in first["not cleared"]
 
 
 def test_gradients_that_a_script_takes_away_do_not_come_later(ranks):

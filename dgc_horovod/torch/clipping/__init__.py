@@ -1,1 +1,1 @@
-"""A script's calls that clip, and the local clipping that they become."""
+"""A script's clipping calls, and the local clipping that replaces them."""

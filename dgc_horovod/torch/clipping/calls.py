@@ -1,6 +1,6 @@
-"""A script's own clipping, seen where scripts do it: ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``.
+"""Observation of a script's own clipping by ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``.
 
-For gradients that no optimizer of ours is exchanging they do what they did.
+For gradients that no optimizer of ours exchanges these functions are unchanged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
 
 def watch() -> None:
-    """From now on tell every compressed optimizer of calls that clip gradients of its parameters."""
+    """Report calls that clip gradients to the compressed optimizer of the parameters, from now on."""
     for name in _NAMES:
         stock = getattr(clip_grad, name)
         if not hasattr(stock, "_dgc_stock"):
@@ -36,7 +36,7 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def clip(parameters: torch.Tensor | Iterable[torch.Tensor], *args: object, **kwargs: object) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         arguments = signature.bind(parameters, *args, **kwargs)
         arguments.apply_defaults()
@@ -59,7 +59,7 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
-    """The norms of gradients whose ranks clip them already, and the parameters that are left to torch."""
+    """Return the norms of gradients that are clipped locally already, and the parameters that torch must clip."""
     norms, left, known = [], parameters, _is_known(limit, p)
     for session in all_alive():
         own = tuple(x for x in parameters if x in session.exchange.names)
@@ -76,11 +76,11 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
 
 
 def _is_known(limit: float, p: float) -> bool:
-    return 0 < limit < math.inf and (math.isnan(p) or p > 0)  # a norm of order p <= 0 is torch's affair
+    return 0 < limit < math.inf and (math.isnan(p) or p > 0)  # norms of order p <= 0 are left to torch
 
 
 def _note(session: Session, clip: Clip) -> float | None:
-    """The script has made a call; see `LocalClipping.note`. None: what stands in ``p.grad`` is torch's to clip."""
+    """Record a call of the script, see `LocalClipping.note`. Return None if torch must clip ``p.grad``."""
     clipping, synchronized = session.exchange.clipping, session.passes.synchronized
     norm: float | None = clipping.note(dataclasses.replace(clip, updates=synchronized))
     if clipping.given is None:
@@ -93,7 +93,7 @@ def _note(session: Session, clip: Clip) -> float | None:
 
 
 def _cut(session: Session, clip: Clip) -> float:
-    """The script's first call: clip the updates of this step as it says, but for those that are no gradients."""
+    """Clip the updates of this step at the script's first call, except updates that are Adam's directions."""
     steps = set(session.exchange.sparse if session.update.sends_directions else ())
     norm: float = session.exchange.clipping.cut(clip, steps)
     session.watch.look_again()
@@ -101,13 +101,13 @@ def _cut(session: Session, clip: Clip) -> float:
 
 
 def cut_late(session: Session) -> None:
-    """Clip the updates of a step whose gradients the script has clipped in vain, as it does not know yet."""
+    """Clip the updates of a step if the script's first call came after its gradients had been taken."""
     for clip in session.exchange.clipping.take_late():
         _cut(session, clip)
 
 
 def end_step(session: Session) -> None:
-    """What the script has asked for in this step holds from now on."""
+    """End the step: the script's clipping calls in it apply from the next step on."""
     exchange, clipping = session.exchange, session.exchange.clipping
     if (first := clipping.first_clip) is not None:
         exchange.clip_first(*first)
@@ -115,13 +115,13 @@ def end_step(session: Session) -> None:
 
 
 def _look_again() -> None:
-    """What torch's function has just done to gradients is known: it is no change that a script should hear of."""
+    """Accept the changes that torch's function has just made to gradients, without a notice to the script."""
     for session in live():
         session.watch.look_again()
 
 
 def _as_tensor(norm: float, parameters: list[torch.Tensor]) -> torch.Tensor:
-    """Where the gradients are, of their dtype, but fp32 at least: bfloat16, the default dtype or not, has 3 digits."""
+    """Return `norm` as a tensor on the gradients' device, of their dtype but at least fp32."""
     grads = [x.grad for x in parameters if x.grad is not None]
     dtype = next((grad.dtype for grad in grads if grad.is_floating_point()), torch.float32)
     device = grads[0].device if grads else None

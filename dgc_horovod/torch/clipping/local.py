@@ -1,8 +1,8 @@
-"""Clipping as DGC does it: each rank its own gradient, before the momentum; whoever asks for it.
+"""Local gradient clipping (DGC section 3.1): each rank clips its own gradient, before the momentum.
 
-Local gradient clipping (DGC section 3.1) is asked for by ``clip_norm``, or by the script itself: its calls of
-``clip_grad_norm_`` and ``clip_grad_value_`` are seen by `calls` and recorded here. Such a call comes when the
-gradients have been taken already, so it holds for the next step, in which it is renewed or ends.
+The limit is ``clip_norm``, or comes from the script: its calls of ``clip_grad_norm_`` and ``clip_grad_value_`` are
+observed by `calls` and recorded here. Such a call comes after the gradients have been taken, so it applies to the next
+step, in which it is renewed or ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dgc_horovod.torch.clipping.norms import finite_norm, total_norm
 from dgc_horovod.torch.gradients.collectives import Collectives
 
 Parameter = torch.Tensor
-MOST = 16  # norms that a message to all ranks has room for
-ELEMENTS = math.nan  # in place of the p of a norm: each element is limited by itself
+MOST = 16  # number of norms in a message to all ranks
+ELEMENTS = math.nan  # stands for the order of a norm: each element is limited separately
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Clip:
     """One limit.
 
     Args:
-        parameters: parameters whose gradients are limited, by their norm together.
-        limit: limit of the averaged gradient, > 0; inf measures and clips nothing.
+        parameters: parameters whose gradients are limited by their common norm.
+        limit: limit of the averaged gradient, > 0; inf measures the norm and clips nothing.
         p: order of the norm, > 0 or inf; `ELEMENTS` limits each element's magnitude.
         updates: whether the script clips after synchronize(), where every rank sees the same numbers.
     """
@@ -47,12 +47,12 @@ class Clip:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What stays the same from one call of a line in a script to the next."""
+        """Key that is equal in repeated calls from one line of a script."""
         return (math.isnan(self.p), *map(id, self.parameters))
 
 
 def records_of(clips: Iterable[Clip], names: Mapping[Parameter, str]) -> list[list[Any]]:
-    """`clips` as plain values: names of the parameters, limit, order of the norm or None, whether of updates."""
+    """Return `clips` as plain values: names of the parameters, limit, order of the norm or None, `Clip.updates`."""
     return [
         [[names[p] for p in clip.parameters], clip.limit, None if math.isnan(clip.p) else clip.p, clip.updates]
         for clip in clips
@@ -60,7 +60,7 @@ def records_of(clips: Iterable[Clip], names: Mapping[Parameter, str]) -> list[li
 
 
 def clips_of(records: Iterable[Sequence[Any]], names: Mapping[Parameter, str]) -> list[Clip]:
-    """What `records_of` was given, but for parameters that are not there any more."""
+    """Restore the clips from `records_of`, without parameters that do not exist any more."""
     of_name, found = {name: p for p, name in names.items()}, []
     for of, limit, p, updates in records:
         parameters = tuple(of_name[name] for name in of if name in of_name)
@@ -70,11 +70,11 @@ def clips_of(records: Iterable[Sequence[Any]], names: Mapping[Parameter, str]) -
 
 
 class LocalClipping(StatePart):
-    """What limits the gradients of one optimizer on this rank.
+    """The limits of one optimizer's gradients on this rank.
 
     Args:
-        given: ``clip_norm`` of the compression, > 0; None: what the script itself asks for.
-        names: name of every parameter of the optimizer that is exchanged.
+        given: ``clip_norm`` of the compression, > 0; None: limits come from the script's calls.
+        names: name of every exchanged parameter of the optimizer.
         workers: N >= 1.
         averages: whether gradients are averaged (True) or summed.
     """
@@ -82,16 +82,16 @@ class LocalClipping(StatePart):
     def __init__(self, given: float | None, names: Mapping[Parameter, str], workers: int, averages: bool) -> None:
         self.given, self._names, self._workers, self._averages = given, names, workers, averages
         self._all = tuple(names)
-        # with no limit the first step is measured only, should the script clip in it
+        # without clip_norm the first step is measured, in case the script clips in it
         first = Clip(self._all, math.inf)
         self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
         self._refusal = ""
-        self.adds_decay = False  # whether weight decay enters with some gradient: that is not clipped, as in stock
-        self._own_norm = 0.0  # of this rank's gradients in the step under way
+        self.adds_decay = False  # whether weight decay is added to a gradient; as in stock, the decay is not clipped
+        self._own_norm = 0.0  # of this rank's gradients in the present step
         self._late: list[Clip] = []  # first calls that came before the updates were there
-        self.norms: dict[tuple[object, ...], float] = {}  # by the key of a clip, before it; of the step under way
+        self.norms: dict[tuple[object, ...], float] = {}  # norms before clipping in the present step, by a clip's key
         self._noted: dict[tuple[object, ...], Clip] = {}
-        self._uncompressed: dict[tuple[object, ...], Clip] = {}  # the same of steps of the framework's own exchange
+        self._uncompressed: dict[tuple[object, ...], Clip] = {}  # calls in steps of the framework's own exchange
         self._factors: dict[Parameter, float] = {}
         self._bounds: dict[Parameter, float] = {}
         self._shared: SharedNorms | None = None  # norms on their way to all ranks
@@ -99,29 +99,29 @@ class LocalClipping(StatePart):
 
     @property
     def active(self) -> bool:
-        """Whether anything is clipped in this step: no gradient can be sent before all are there."""
+        """Whether anything is clipped or measured in this step: then all gradients must be there before one is sent."""
         return bool(self.clips)
 
     @property
     def is_of_all(self) -> bool:
-        """Whether the one limit there is, is of the L2 norm of all gradients together, and one factor will do."""
+        """Whether the only limit is one of the L2 norm of all gradients, so that one factor is enough."""
         return self._whole() is not None and not self.adds_decay
 
     @property
     def is_of_updates(self) -> bool:
-        """Whether the script has clipped after synchronize() in the last step, where ranks should see equal norms."""
+        """Whether the script clipped after synchronize() in the last step, where all ranks must see equal norms."""
         return any(clip.updates for clip in self.clips)
 
     def refuse(self, why: str) -> None:
-        """From now on a limit of the script is an error with the text `why`."""
+        """Raise UnsupportedUse with the text `why` for clipping calls of the script from now on."""
         self.clips, self._refusal = (), why
 
     def note(self, clip: Clip) -> float | None:
-        """The script has made a call; it will hold for the next step.
+        """Record a call of the script, which applies from the next step on.
 
         Returns:
-            Norm of the same gradients before they were clipped, 0 for elements, if a limit of them holds in this step
-            already, so that the call is to change nothing; None if none does.
+            If these gradients have a limit in this step already, their norm before clipping, 0 for elements: the call
+            must then change nothing. None if they have no limit.
         """
         if self._refusal:
             raise UnsupportedUse(self._refusal)
@@ -136,28 +136,28 @@ class LocalClipping(StatePart):
         return None
 
     def _keep(self, clip: Clip) -> None:
-        """Record a call of this step; of several the least limit holds, as a large one only measures."""
+        """Record a call of this step; the least limit of several applies, as scripts measure norms with a large one."""
         before = self._noted.get(clip.key, clip)
-        if before.p != clip.p and not math.isnan(clip.p):  # of another norm: the last one holds
+        if before.p != clip.p and not math.isnan(clip.p):  # of another norm: the last one applies
             before = clip
         updates, limit = clip.updates or before.updates, min(clip.limit, before.limit)
         self._noted[clip.key] = dataclasses.replace(clip, limit=limit, updates=updates)
 
     def _norm_before(self, clip: Clip) -> float:
-        """As measured; of ``p.grad``, which is a gradient still, where not all gradients have been there to measure."""
+        """Return the measured norm; if it was not measured, the norm of ``p.grad``, which still holds gradients."""
         if clip.key in self.norms or math.isnan(clip.p):
             return self.norms.get(clip.key, 0.0)
         return total_norm([finite_norm(p.grad, clip.p) for p in clip.parameters if p.grad is not None], clip.p)
 
     def cut(self, clip: Clip, steps: Collection[Parameter]) -> float:
-        """A call that holds from the next step on: clip the updates of this one, in ``p.grad``, as it says.
+        """Clip the updates of this step, in ``p.grad``, for a call that applies from the next step on.
 
         Args:
             clip: limit of the call, recorded already.
-            steps: parameters whose updates are no gradients; they stay as they are.
+            steps: parameters whose updates are not gradients; they are not clipped.
 
         Returns:
-            The norm before; 0 for elements.
+            The norm before clipping; 0 for elements.
         """
         grads = [p.grad for p in clip.parameters if p.grad is not None and not p.grad.is_sparse and p not in steps]
         if math.isnan(clip.p):
@@ -172,25 +172,23 @@ class LocalClipping(StatePart):
 
     @property
     def first_clip(self) -> tuple[float, float] | None:
-        """Where the script clips all gradients in the first step: this rank's limit, and what u and v are times too
-        large; None where it does not.
-        """
+        """This rank's limit and factor of u and v if the script clips all gradients in the first step, else None."""
         noted = self._noted.get(self.clips[0].key) if self.clips else None
         if noted is None or not self._is_of_first(noted):
             return None
         return self._local(noted.limit), self._factor(noted, self._own_norm)
 
     def _is_of_first(self, clip: Clip) -> bool:
-        """Whether `clip` limits what the first step has measured, which is under way."""
+        """Return whether `clip` limits the norm that the present step, the first, has measured."""
         first = self.clips[0] if self.clips else None
         return first is not None and math.isinf(first.limit) and clip.p == 2 and clip.key in self.norms
 
     def goes_on(self, asked: Iterable[Clip] = (), first: bool = False) -> None:
-        """u and v are of earlier steps too: there is no first one any more.
+        """End the measurement of the first step: u and v hold gradients of earlier steps.
 
         Args:
-            asked: limits that hold from now on, beside those that do and those of uncompressed steps.
-            first: whether no step was made after all, on any rank: the next one is the first, and nothing changes.
+            asked: more limits that apply from now on, beside the present ones and those of uncompressed steps.
+            first: whether no rank has made a step: the next step is the first, and nothing changes.
         """
         if first:
             return
@@ -201,7 +199,7 @@ class LocalClipping(StatePart):
             self.clips = tuple({clip.key: clip for clip in given if clip.limit < math.inf}.values())
 
     def put(self, state: ResidualState) -> None:
-        """See `StatePart`: what the script has asked for, and holds in the next step."""
+        """See `StatePart`: saves the script's limits of the next step."""
         asked = [clip for clip in self.clips[self.given is not None :] if clip.limit < math.inf]
         state.clips = records_of(asked, self._names)
 
@@ -210,23 +208,23 @@ class LocalClipping(StatePart):
         self.goes_on(clips_of(state.clips, self._names), first=not state.step)
 
     def note_uncompressed(self, clip: Clip) -> None:
-        """The script clips what the framework's own exchange brings: so it will when compression begins."""
+        """Record a clipping call in a step of the framework's own exchange, for the begin of compression."""
         self._keep(clip)
 
     def uncompressed_step_ends(self) -> None:
-        """What the script has clipped in this step holds if the next one is compressed."""
+        """End an uncompressed step: its clipping calls apply if the next step is compressed."""
         self._uncompressed, self._noted = self._noted, {}
 
     def take_late(self) -> list[Clip]:
-        """The limits of calls that have clipped gradients of this step in vain, as they had been taken already."""
+        """Return and clear the calls that came after the gradients of this step had been taken."""
         late, self._late = self._late, []
         return late
 
     def step_ends(self, in_join: bool = False) -> None:
-        """What was recorded in this step holds in the next.
+        """End the step: its recorded calls apply in the next step.
 
         Args:
-            in_join: whether no script has made this step: what holds goes on, as on the ranks whose scripts do.
+            in_join: whether this rank is in join, without calls of a script: the present limits stay.
         """
         self.goes_on()
         if not in_join:
@@ -238,7 +236,7 @@ class LocalClipping(StatePart):
     # -- one step
 
     def of_all(self, squares: float, loss_scale: float) -> float:
-        """Where `is_of_all`: the factor, in (0, 1], of all gradients, whose `squares` these are."""
+        """Return the factor, in (0, 1], of all gradients from their sum of squares; only if `is_of_all`."""
         (whole,) = self.clips
         self._factors.clear()
         self._bounds.clear()
@@ -246,7 +244,7 @@ class LocalClipping(StatePart):
         return self._factor(whole, norm)
 
     def measure(self, gradients: Mapping[Parameter, torch.Tensor], loss_scale: float) -> None:
-        """Find what `clipped` does, in the order of the script's calls.
+        """Compute the factors and bounds for `clipped`, in the order of the script's calls.
 
         Args:
             gradients: all gradients of this rank, by parameter.
@@ -254,7 +252,7 @@ class LocalClipping(StatePart):
 
         Cost: a read of each gradient for each norm that it is part of.
         """
-        self._factors.clear()  # of a step that a GradScaler has skipped
+        self._factors.clear()  # left from a step that a GradScaler has skipped
         self._bounds.clear()
         for clip in self.clips:
             there = [p for p in clip.parameters if p in gradients]
@@ -271,31 +269,31 @@ class LocalClipping(StatePart):
             self._factors.update({p: factor * self._factors.get(p, 1.0) for p in there})
 
     def clipped(self, p: Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """`gradient` of `p` within what limits it apart from the others; itself if nothing does."""
+        """Return `gradient` of `p` clipped by its factor and bound; the same tensor if there is no limit."""
         if not (self._factors or self._bounds):
             return gradient
         factor, bound = self._factors.get(p, 1.0), self._bounds.get(p, math.inf)
         if factor < 1:
             gradient = gradient * factor
-        if bound < math.inf:  # an overflow must still be seen as one
+        if bound < math.inf:  # an infinity must stay one
             gradient = torch.where(gradient.isinf(), gradient, gradient.clamp(-bound, bound))
         return gradient
 
     def share(self, collectives: Collectives) -> None:
-        """Start telling all ranks, unless that is done, the norms that this one's script will ask for."""
+        """Start sending the norms of this rank's script to all ranks, if not started yet."""
         if self._shared is None:
             squares = {what: self.norms[key] ** 2 for what, key in self._told.items()}
             self._shared = SharedNorms(squares, collectives)
 
     def take(self) -> None:
-        """From now on norms that were told are the same on every rank that has measured them."""
+        """Wait for shared norms, and replace this rank's norms by the common ones."""
         if self._shared is not None:
             shared, self._shared = self._shared, None
             self.norms.update({self._told[what]: norm for what, norm in shared.wait().items()})
 
     @property
     def _told(self) -> dict[int, tuple[object, ...]]:
-        """Key of each norm of this step that all ranks may hear of, by a number that is the same on every rank."""
+        """Key of each norm that is shared in this step, by a number that is the same on every rank."""
         asked = [clip for clip in self.clips if clip.updates and not math.isnan(clip.p) and clip.key in self.norms]
         return {self._digest(clip): clip.key for clip in asked}
 
@@ -304,7 +302,7 @@ class LocalClipping(StatePart):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def abandon(self) -> None:
-        """The step under way is given up; what the script asks for holds all the same, as on other ranks."""
+        """Give up the present step; the script's limits stay, as on other ranks."""
         self._shared = None
         for kept in (self.norms, self._factors, self._bounds, self._late):
             kept.clear()
@@ -322,12 +320,12 @@ class LocalClipping(StatePart):
 
 
 class SharedNorms:
-    """Norms of one step, on their way to all ranks in messages of one size: what a rank measures alone makes none wait.
+    """An exchange of norms of one step, in messages of one size, so that ranks with different norms do not block.
 
     Args:
-        squares: square of each norm of this rank, by a number of 64 bits that says of what it is one, the same on every
-            rank; of the first `MOST` the others are told.
-        collectives: transport of all ranks, each of which makes one of these.
+        squares: square of each norm of this rank, by a 64-bit number that identifies the norm on every rank; the first
+            `MOST` are sent.
+        collectives: transport of all ranks, each of which makes a SharedNorms.
     """
 
     def __init__(self, squares: Mapping[int, float], collectives: Collectives) -> None:
@@ -340,7 +338,7 @@ class SharedNorms:
         self._pending = collectives.allgather(message.view(-1), "clip.norms")
 
     def wait(self) -> dict[int, float]:
-        """The root mean square, over the ranks that have measured it, of each norm of this rank's that was told."""
+        """Return each norm that this rank has sent, as the root mean square over the ranks that have measured it."""
         gathered = self._collectives.wait(self._pending).view(-1, 2, MOST)
         found = defaultdict(list)
         for what, square in zip(gathered[:, 0].flatten().tolist(), _numbers(gathered[:, 1]), strict=True):
@@ -349,6 +347,6 @@ class SharedNorms:
 
 
 def _numbers(words: torch.Tensor) -> list[float]:
-    """What lies in integers of 64 bits as floating-point numbers."""
+    """Return the 64-bit words as floating-point numbers."""
     found: list[float] = words.contiguous().view(torch.float64).flatten().tolist()
     return found

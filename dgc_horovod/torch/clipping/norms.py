@@ -1,4 +1,4 @@
-"""Norms of gradients, each read once, and limits of what the framework's own exchange has averaged."""
+"""Norms of gradients, each read once, and clipping of gradients averaged by the framework's own exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Parameter = torch.Tensor
 
 
 def clip_all(parameters: Iterable[Parameter], limit: float) -> None:
-    """As torch's `clip_grad_norm_`, which has no norm of a sparse gradient."""
+    """Clip as torch's `clip_grad_norm_`, with sparse gradients too, which that function does not support."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not any(grad.is_sparse for grad in grads):
         torch.nn.utils.clip_grad_norm_(list(parameters), limit)
@@ -23,7 +23,7 @@ def clip_all(parameters: Iterable[Parameter], limit: float) -> None:
 
 
 def total_norm(norms: Sequence[float], p: float = 2.0) -> float:
-    """The p-norm of all elements, from the p-norms of the parts."""
+    """Return the p-norm of all elements from the p-norms of the parts."""
     if not norms:
         return 0.0
     if math.isinf(p):
@@ -32,10 +32,10 @@ def total_norm(norms: Sequence[float], p: float = 2.0) -> float:
 
 
 def finite_norm(gradient: torch.Tensor, p: float) -> float:
-    """The p-norm in fp32; what is not finite counts as zero, as it does where it enters the momentum."""
+    """Return the p-norm in fp32; elements that are not finite count as zero, as they enter the momentum."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    if gradient.dtype == torch.float64:  # of which torch takes no norm in less precision
+    if gradient.dtype == torch.float64:  # torch computes no fp32 norm of it
         gradient = gradient.float()
     norm = float(torch.linalg.vector_norm(gradient, p, dtype=torch.float32))
     if math.isfinite(norm):
@@ -44,19 +44,19 @@ def finite_norm(gradient: torch.Tensor, p: float) -> float:
 
 
 def limit_averages(optimizer: torch.optim.Optimizer, limit: float | None) -> None:
-    """Clip what stock Horovod or DDP brings.
+    """Clip gradients that stock Horovod or DDP has averaged, before each step.
 
     Args:
         optimizer: optimizer of stock Horovod, or one whose gradients DDP exchanges.
-        limit: limit of the L2 norm of all gradients, > 0; None: there is none.
+        limit: limit of the L2 norm of all gradients, > 0; None: no limit.
     """
     if limit is not None:
         optimizer.register_step_pre_hook(partial(_clip, limit))
 
 
 def _clip(limit: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if getattr(optimizer, "_handles", None):  # the step of stock Horovod comes to the hooks before it waits, and after
+    if getattr(optimizer, "_handles", None):  # stock Horovod's step runs the hooks before it waits, and again after
         return
-    scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, whose gradients are scaled still
+    scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales the gradients later
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     clip_all(parameters, limit if scale is None else limit * float(scale))

@@ -1,4 +1,4 @@
-"""Collectives of torch tensors with a deadline, and the dense path of the tensors that are in no bucket."""
+"""Collectives of torch tensors with a deadline, and the dense path of tensors that are in no bucket."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Pending:
     """A collective under way.
 
     Args:
-        handle: handle of the transport; None where there was nobody to talk to.
-        result: result of the collective, where there is no handle.
+        handle: handle of the transport; None with one worker.
+        result: result of the collective, if there is no handle.
         name: full name of the collective.
         home: tensor that gets the result, if a copy on the host was sent; else None.
     """
@@ -42,14 +42,14 @@ class Collectives(ABC):
 
     Args:
         rank: index of this worker in the group, 0 <= rank < workers.
-        workers: N >= 1; where it is 1 nothing is sent.
-        tag: prefix of every name; names are fixed over the run, so that caches of them always hit.
-        timeout: seconds to wait for the others, > 0; None: DGC_TIMEOUT.
+        workers: N >= 1; with 1 nothing is sent.
+        tag: prefix of every name; names are fixed over the run, so that Horovod's response cache always hits.
+        timeout: seconds to wait for other ranks, > 0; None: DGC_TIMEOUT.
     """
 
-    failures: tuple[type[Exception], ...] = ()  # what a collective raises once another rank has ended
-    # Whether those of all ranks meet by name, in whatever order a rank starts them, and small ones are put together. If
-    # not, every rank must start the same ones in the same order.
+    failures: tuple[type[Exception], ...] = ()  # exceptions of a collective after another rank has ended
+    # Whether collectives match by name, for any order of starts, and the transport fuses small ones. If not, every rank
+    # must start the same collectives in the same order.
     by_name = True
 
     def __init__(self, rank: int, workers: int, tag: str, timeout: float | None = None) -> None:
@@ -59,11 +59,11 @@ class Collectives(ABC):
 
     @abstractmethod
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
-        """Start an allgather of vectors; the result holds them in rank order."""
+        """Start an allgather of vectors; the result has them in rank order."""
 
     @abstractmethod
     def alltoall(self, tensor: torch.Tensor, name: str) -> Pending:
-        """Start an exchange of N equal parts of a vector; the result holds what came, in rank order."""
+        """Start an exchange of N equal parts of a vector; the result has the received parts in rank order."""
 
     @abstractmethod
     def allreduce(
@@ -77,11 +77,11 @@ class Collectives(ABC):
 
     @abstractmethod
     def _is_done(self, handle: Any) -> bool:
-        """Whether `_result` would return at once."""
+        """Return whether the collective is done."""
 
     @abstractmethod
     def _result(self, handle: Any) -> torch.Tensor:
-        """What has come of a collective that is done."""
+        """Return the result of a collective that is done."""
 
     def _timed_out(self, text: str) -> CollectiveTimeout:
         return CollectiveTimeout(text)
@@ -90,18 +90,18 @@ class Collectives(ABC):
         return f"dgc.{self.tag}.{name}"
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
-        """The `data` of every rank, of any length, in rank order. Blocks; two collectives."""
+        """Gather the `data` of every rank, of any length, in rank order. Blocks; two collectives."""
         own = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         lengths = torch.tensor([len(data)], dtype=torch.int64)
         sizes = self.wait(self.allgather(lengths, f"{name}.lengths")).tolist()
         return cut(self.wait(self.allgather(own, name)).numpy().tobytes(), sizes)
 
     def done(self, pending: Pending) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return pending.handle is None or self._is_done(pending.handle)
 
     def wait(self, pending: Pending) -> torch.Tensor:
-        """The result of a collective.
+        """Wait for a collective; return its result.
 
         Raises:
             CollectiveTimeout: it did not finish within DGC_TIMEOUT seconds.
@@ -114,7 +114,7 @@ class Collectives(ABC):
                 if time.monotonic() > deadline:
                     raise self._timed_out(timed_out(self.rank, self.workers, pending.name, self._timeout))
                 time.sleep(pause)
-                pause = min(1.1 * pause, _LONGEST_PAUSE)  # a tenth of what it has waited
+                pause = min(1.1 * pause, _LONGEST_PAUSE)  # a tenth of the time waited so far
             result = self._result(pending.handle)
         return result if pending.home is None else pending.home.copy_(result)
 
@@ -124,11 +124,11 @@ Parameter = torch.Tensor
 
 @dataclass(frozen=True)
 class ReduceSettings:
-    """How the gradients of all ranks are combined.
+    """The reduction of the gradients of all ranks.
 
     Args:
         averages: whether gradients are averaged (True) or summed.
-        gradient_predivide_factor: divisor of the gradients before the sum, made good after it, > 0.
+        gradient_predivide_factor: divisor of the gradients before the sum and factor after it, > 0.
         sparse_as_dense: whether sparse gradients are made dense.
     """
 
@@ -144,14 +144,14 @@ class ReduceSettings:
 
 
 def laid_out_as(result: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """`result` in the dtype and memory format of `grad`: fused optimizers walk both in memory order."""
+    """Return `result` in the dtype and memory format of `grad`, as fused optimizers read both in memory order."""
     if grad.is_sparse or grad.stride() == result.stride():
         return result.to(grad.dtype)
     return torch.empty_like(grad).copy_(result)
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether every element is finite; the host waits once for each device, not for each tensor."""
+    """Return whether every element is finite; the host waits once for each device, not for each tensor."""
     flags: dict[torch.device, list[torch.Tensor]] = {}
     for x in tensors:
         flags.setdefault(x.device, []).append(torch.isfinite(x).all())
@@ -159,20 +159,20 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def not_finite_of(names: Mapping[torch.Tensor, str]) -> str:
-    """The name of the first of these tensors that is not finite; "" if all are. Costs a read of each."""
+    """Return the name of the first tensor that is not finite, or "". Cost: a read of each tensor."""
     return "" if all_finite(names) else next(name for x, name in names.items() if not all_finite([x]))
 
 
 class DensePath:
-    """The dense tensors of one optimizer, and how far this step has come.
+    """The dense tensors of one optimizer, and their progress in the present step.
 
     Args:
         names: name of each dense parameter.
         collectives: transport of this optimizer's group.
         settings: Horovod's arguments.
-        loss_scale: function that gives the present factor of the gradients, > 0.
-        residuals: see `OptimizerExchange.dense_residuals`; they go with the next step.
-        half: whether gradients travel as fp16, as with Horovod's own Compression.fp16.
+        loss_scale: function that returns the present factor of the gradients, > 0.
+        residuals: see `OptimizerExchange.dense_residuals`; they are sent with the next step.
+        half: whether gradients are sent as fp16, as with Horovod's own Compression.fp16.
     """
 
     def __init__(
@@ -188,23 +188,23 @@ class DensePath:
         self._loss_scale, self._residuals = loss_scale, residuals
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._pending: dict[Parameter, Pending] = {}
-        self._waiting: dict[Parameter, torch.Tensor] = {}  # where small collectives are not put together: for one
+        self._waiting: dict[Parameter, torch.Tensor] = {}  # for one common allreduce, if the transport fuses none
         self._results: dict[Parameter, torch.Tensor] = {}
 
     @property
     def complete(self) -> bool:
-        """Whether every tensor's gradient is here."""
+        """Whether every tensor's gradient is there."""
         return len(self.gradients) == len(self.names)
 
     @property
     def pending(self) -> list[Pending]:
-        """What is under way."""
+        """Collectives under way."""
         return list(self._pending.values())
 
     def launch(self, p: Parameter, clip: float = 1.0) -> None:
-        """Start the allreduce of ``clip * gradient``, of a copy: autograd may have given that memory to others too."""
+        """Start the allreduce of a copy of ``clip * gradient``: autograd may share the gradient's memory."""
         gradient = self.gradients[p]
-        if gradient.dtype == torch.bfloat16:  # Horovod's torch operations refuse it
+        if gradient.dtype == torch.bfloat16:  # Horovod's torch operations do not support it
             gradient = gradient.float()
         gradient = (gradient * clip).contiguous()
         residual = self._residuals.get(self.names[p])
@@ -225,7 +225,7 @@ class DensePath:
             self.launch(p, clip)
 
     def _launch_together(self) -> None:
-        """One allreduce for each dtype and device."""
+        """Start one allreduce for each dtype and device."""
         alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         for p in self.names:
             alike.setdefault((self._waiting[p].dtype, self._waiting[p].device), []).append(p)
@@ -240,7 +240,7 @@ class DensePath:
         return self.collectives.allreduce(gradient, f"dense.{name}", settings.averages, *settings.scales)
 
     def result(self, p: Parameter) -> torch.Tensor:
-        """Wait for the allreduce; what belongs into ``p.grad``, in its dtype."""
+        """Wait for the allreduce; return the update for ``p.grad``, in its dtype."""
         assert p.grad is not None
         if p not in self._results:
             pending = self._pending[p]
@@ -255,7 +255,7 @@ class DensePath:
         return all_finite(self._results.values())
 
     def clear(self) -> None:
-        """Forget the step."""
+        """Discard the step."""
         self.gradients.clear()
         self._pending.clear()
         self._waiting.clear()

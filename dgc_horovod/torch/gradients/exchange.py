@@ -1,4 +1,4 @@
-"""One torch optimizer's gradients: put into buckets as they become ready, exchanged, handed back."""
+"""The exchange of one torch optimizer: gradients are put into buckets as they become ready, and exchanged."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 @dataclass
 class BucketRun:
-    """A bucket, its parameters in segment order, and how far this step has come."""
+    """A bucket, its parameters in segment order, and its progress in the present step."""
 
     engine: BucketEngine
     parameters: tuple[Parameter, ...]
-    arrived: int = 0  # gradients
+    arrived: int = 0  # number of gradients
     pending: Pending | None = None
     finite: bool | None = None  # None until the ranks' messages are back
-    outputs: list[torch.Tensor] = field(default_factory=list)  # where the engine puts each update
-    narrow: bool = False  # whether an update goes into another dtype than fp32
-    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which its gradients have been made
+    outputs: list[torch.Tensor] = field(default_factory=list)  # memory that the engine writes each update to
+    narrow: bool = False  # whether an update is converted to another dtype than fp32
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # streams that its gradients were computed on
 
     def __post_init__(self) -> None:
         self.sizes = [segment.numel for segment in self.engine.whole.segments]
@@ -69,20 +69,20 @@ class BucketRun:
 
 
 class GradientExchange(OptimizerExchange):
-    """The exchange of a torch optimizer: everything between ``p.grad`` of one rank and ``p.grad`` of all.
+    """The exchange of a torch optimizer: it turns this rank's ``p.grad`` into the update of all ranks.
 
     Args:
         parameters: parameters by name, in the model's order; only those that require a gradient.
         boundaries: number of each parameter; tensors of different numbers never share a bucket.
         config: compression settings.
         collectives: transport of this optimizer's group.
-        settings: how gradients are combined.
-        loss_scale: function that gives the present factor of the loss, and of gradients, > 0.
-        transports, node_size: transport of each group of workers, and G >= 1; None and 1: no nodes are known.
+        settings: reduction of the gradients.
+        loss_scale: function that returns the present factor of the loss and of gradients, > 0.
+        transports, node_size: transport of each group of workers, and G >= 1; None and 1: without nodes.
 
     Attributes:
         names: name of each parameter.
-        sparse: the same of those on the sparse path.
+        sparse: name of each parameter on the sparse path.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class GradientExchange(OptimizerExchange):
         self.collectives, self.settings = collectives, settings
         self._transports, self._host = transports or {ALL: collectives}, torch.device("cpu") if config.offload else None
         self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
-        self._scale_now = StepScale(loss_scale)  # no method: what others hold of it must not hold this exchange
-        self._taken = TakenMemory()  # into which something of this step will be written
+        self._scale_now = StepScale(loss_scale)  # not a method: references to it must not keep this exchange alive
+        self._taken = TakenMemory()  # of updates of this step
         self.lock = threading.Lock()  # backward of several devices calls hooks from several threads
         self._kernels: dict[str, Kernels] = {}
         super().__init__(
@@ -123,15 +123,15 @@ class GradientExchange(OptimizerExchange):
         half = config.dense_values == "fp16"
         self._dense_path = DensePath(dense, collectives, settings, self._scale_now, self.dense_residuals, half)
         self._decays: Mapping[Parameter, float] = {}  # of this step
-        self._launched: deque[BucketRun] = deque()  # whose exchange is under way
-        self._untaken = deque(self.runs)  # in this step, where they leave in one order
-        self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines are given
-        self._shares_norms = False  # whether all ranks do in the present step
-        self._sums: Pending | None = None  # of what ranks see of Adam's second moment
+        self._launched: deque[BucketRun] = deque()  # buckets whose exchange is under way
+        self._untaken = deque(self.runs)  # not sent in this step, for transports that need one order
+        self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines get
+        self._shares_norms = False  # whether all ranks share norms in the present step
+        self._sums: Pending | None = None  # of the ranks' measurements for Adam's second moments
         self.clipping = LocalClipping(config.clip_norm, self.names, self.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
-        """The kernels for the device on which `p` is compressed, chosen once a device."""
+        """Return the kernels for the device on which `p` is compressed, chosen once a device."""
         device = str(self._host or p.device)
         if device not in self._kernels:
             self._kernels[device] = registry.choose(device)
@@ -144,22 +144,22 @@ class GradientExchange(OptimizerExchange):
 
         Args:
             accumulations: see `OptimizerExchange`.
-            decays: weight decay that is added to gradients before; none to those that are not in it.
+            decays: weight decay that is added to the gradients of these parameters.
         """
         self.begin()
         self.accumulations, self._decays = accumulations, decays
 
     def take(self, p: Parameter) -> Callable[[], torch.Tensor]:
-        """The gradient of `p` is ready; start what it was the last one for.
+        """Take the gradient of `p`; start the exchange of its bucket if it completes the bucket.
 
-        This is called between the passes over two buckets, whose data have just gone through the caches: it does
-        little, and what a bucket's tensors need is done when all of them are there.
+        This is called between passes over buckets, whose data fill the caches: it does little work, and the work on a
+        bucket's tensors is done when all are there.
 
         Args:
             p: parameter with a gradient.
 
         Returns:
-            A function that waits for the exchange and gives what belongs into ``p.grad``, in its dtype.
+            A function that waits for the exchange and returns the update for ``p.grad``, in its dtype.
         """
         run, i = self._run_of.get(p, (None, 0))
         with self.lock:
@@ -179,14 +179,14 @@ class GradientExchange(OptimizerExchange):
                     self._dense_path.launch(p)
                 elif run.complete:
                     self._send(run)
-            except BaseException:  # this gradient was refused: it may come again
+            except BaseException:  # the gradient was refused, and may come again
                 if run is not None:
                     run.arrived = arrived
                 raise
         return partial(self._dense_result, p) if run is None else partial(self._result, p, run, i)
 
     def _given(self, run: BucketRun, i: int) -> torch.Tensor:
-        """``p.grad`` of the bucket's i-th parameter."""
+        """Return ``p.grad`` of the bucket's i-th parameter, checked."""
         return given_as_wrapped(run.parameters[i], self.names, run.sizes[i], run.device, self._host is not None)
 
     def _gradient(self, p: Parameter, grad: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ class GradientExchange(OptimizerExchange):
     # -- exchange
 
     def _add_gradients(self, run: BucketRun) -> None:
-        """Give the engine every gradient of a bucket."""
+        """Add every gradient of a bucket to the engine."""
         kernels = run.engine.kernels
         wait_for_streams(run.streams)
         run.outputs.clear()
@@ -211,7 +211,7 @@ class GradientExchange(OptimizerExchange):
         run.arrived = 0
 
     def _send(self, run: BucketRun, clip: float = 1.0) -> None:
-        """Send a bucket, whose gradients are all there, or with the engine."""
+        """Compress and send a bucket whose gradients are complete, or added to the engine already."""
         engine = run.engine
         if run.complete:
             self._add_gradients(run)
@@ -222,13 +222,13 @@ class GradientExchange(OptimizerExchange):
         self._launched.append(run)
 
     def _go_on(self) -> None:
-        """Start the next round of every bucket whose present one is through, while the backward pass goes on."""
+        """Start the next round of every bucket whose present round is done, while the backward pass goes on."""
         for run in self._launched if self.collectives.by_name else ():
             while run.engine.has_more_rounds and run.pending is not None and self.collectives.done(run.pending):
                 self._take_round(run)
 
     def _take_round(self, run: BucketRun) -> bool:
-        """Wait for the round of a bucket that is under way, and start the next; returns whether there is none."""
+        """Wait for the present round of a bucket, and start the next; return whether it was the last."""
         assert run.pending is not None
         received = self.collectives.wait(run.pending).numpy()
         buffer = self.receive(run.engine, received)
@@ -237,7 +237,7 @@ class GradientExchange(OptimizerExchange):
         return buffer is None
 
     def _send_in_order(self) -> None:
-        """Send what is complete, in the order of the buckets; the dense path comes after the last."""
+        """Send complete buckets in their order; the dense path follows the last bucket."""
         while self._untaken and self._untaken[0].complete:
             self._send(self._untaken[0])
             self._untaken.popleft()
@@ -246,7 +246,7 @@ class GradientExchange(OptimizerExchange):
             self._share_norms()
 
     def _take_all(self) -> None:
-        """With clipping: the norm needs every gradient, so everything starts with the last one."""
+        """Clip and send all gradients after the last one has come: the norm needs every gradient."""
         clip, dense = 1.0, self._dense_path.gradients
         if self.clipping.is_of_all:
             for run in self.runs:
@@ -261,7 +261,7 @@ class GradientExchange(OptimizerExchange):
         self._send_all(clip)
 
     def _bucketed(self) -> dict[Parameter, torch.Tensor]:
-        """The gradient of every parameter that is in a bucket."""
+        """Return the gradient of every parameter that is in a bucket."""
         return {p: self._gradient(p, self._given(run, i)) for p, (run, i) in self._run_of.items()}
 
     def _send_all(self, clip: float) -> None:
@@ -271,7 +271,7 @@ class GradientExchange(OptimizerExchange):
         self._share_norms()
 
     def _share_norms(self) -> None:
-        """At one place among the collectives of every rank, that of a rank whose script clips nothing now as well."""
+        """Start sharing norms, at the same place among the collectives on every rank, even if nothing is clipped."""
         if self._shares_norms:
             self.clipping.share(self.collectives)
 
@@ -288,65 +288,65 @@ class GradientExchange(OptimizerExchange):
         return grad if is_in(output, grad) else laid_out_as(output.view(p.shape).to(p.device), grad)
 
     def _decode_launched(self) -> None:
-        """Wait for all that is under way, in order of launch: one bucket is decoded while the next is on the wire."""
+        """Wait for all buckets in order of launch: one is decoded while the next is on the wire."""
         self.share_second()
         while self._launched:  # after an error the rest can still be waited for
             run = self._launched[0]
             if not self._take_round(run):
-                self._launched.rotate(-1)  # the first rounds of the others are waited for meanwhile
+                self._launched.rotate(-1)  # meanwhile wait for the first rounds of the other buckets
                 continue
             run.finite = self.aggregate(run.engine, self._scale_now())
             self._launched.popleft()
 
     def share_second(self) -> None:
-        """Every gradient is with its engine: unless that is done, begin to add up what ranks see of second moments."""
+        """Start the allreduce of the measurements of second moments, once, after all gradients are added."""
         message = self.adam.message() if self._sums is None else None
         if message is not None:
-            name = f"second moments {self.adam.step % INTERVAL}"  # of one length each: Horovod knows them again
+            name = f"second moments {self.adam.step % INTERVAL}"  # one length for each name: Horovod caches them
             self._sums = self.collectives.allreduce(torch.from_numpy(message), name)
 
     def take_second(self) -> None:
-        """Wait for it, where something is under way."""
+        """Wait for the allreduce of measurements, if it is under way."""
         if self._sums is not None:
             self.adam.receive(self.collectives.wait(self._sums).numpy())
             self._sums = None
 
     @property
     def arrived(self) -> bool:
-        """Whether everything that is under way has come back."""
+        """Whether all collectives under way are done."""
         self._go_on()
         pending = [*(run.pending for run in self._launched), *self._dense_path.pending, self._sums]
         return all(each is None or self.collectives.done(each) for each in pending)
 
     def _output_for(self, run: BucketRun, i: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The i-th and next of the bucket's targets: the memory of `grad`, of `_given`, or some beside it.
+        """Add the memory of the bucket's i-th update to `outputs`: that of `grad` if possible, else new memory.
 
         Returns:
-            The target; whether it lies where `grad` does.
+            The output; whether it has the memory of `grad`.
         """
         plain = is_plain(grad)
         run.narrow |= not plain
         fits = plain and self._host is None and self._taken.is_first_in(grad)
-        # detached, it keeps the memory, should the script give p.grad another
+        # a detached tensor keeps the memory if the script replaces p.grad
         beside = self._host or run.device
         output = grad.detach() if fits else torch.empty(run.sizes[i], dtype=torch.float32, device=beside)
         run.outputs.append(output)
         return output, fits
 
     def finish(self) -> bool:
-        """Close the step after every result has been taken; returns whether it may be applied.
+        """End the step after every result has been taken; return whether it may be applied.
 
-        If a gradient was not finite on any rank, every rank takes back what it had sent; if an update alone is not, in
-        its parameter's dtype, it is left out. Every ``p.grad`` becomes NaN: a GradScaler skips, too.
+        If a gradient was not finite on any rank, every rank rolls back; if only an update is not finite, in its
+        parameter's dtype, the update is dropped. Every ``p.grad`` becomes NaN, so that a GradScaler skips the step too.
         """
-        self._share_norms()  # unless that is done
+        self._share_norms()  # if not started yet
         self.clipping.take()
         self.take_second()
         finite = all(run.finite for run in self.runs)
-        narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a dtype of less range
+        narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a smaller range than fp32
         finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
         finite = self.end(finite, self._dense_path.finite, self._scale_now)
-        self._shares_norms = self.all_clip and not self.ranks_in_join  # as all messages have said
+        self._shares_norms = self.all_clip and not self.ranks_in_join  # known from all ranks' messages
         if not finite:
             for p in self.names:
                 if p.grad is not None and not p.grad.is_sparse:
@@ -360,7 +360,7 @@ class GradientExchange(OptimizerExchange):
         for run in self.runs:
             run.pending, run.finite, run.narrow = None, None, False
             for each in (run.outputs, run.engine.outputs):
-                each.clear()  # they would keep gradients alive that the script has let go of
+                each.clear()  # they would keep gradients alive that the script has released
         self._launched.clear()
         self._sums, self._untaken, self._decays = None, deque(self.runs), {}
         self._taken.clear()
@@ -368,7 +368,7 @@ class GradientExchange(OptimizerExchange):
         self._dense_path.clear()
 
     def abandon(self) -> None:
-        """Give up the step under way, if there is one: other weights come."""
+        """Give up the present step, if there is one, before a change of weights."""
         self.rollback()
         self.clipping.abandon()
         for run in self.runs:

@@ -1,4 +1,4 @@
-"""One torch optimizer's gradients where workers share nodes: averaged inside the node first, then as ever."""
+"""The exchange of one torch optimizer with nodes: gradients are averaged inside the node, then exchanged."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dgc_horovod.torch.gradients.memory import handed, squares_of, wait_for_stre
 from dgc_horovod.wire.bucket import PADDING
 
 CLIPS_NODES = (
-    "the script clips gradients, and with a hierarchical exchange a limit is one of a node's gradient: pass "
+    "the script clips gradients, but with a hierarchical exchange a limit applies to the gradient of a node: pass "
     "clip_norm=... to the compression (dgcrun: --dgc-clip-norm), or exchange='flat'"
 )
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """The gradients of one bucket on their way through the node.
+    """The average of one bucket's gradients inside the node, under way.
 
     Args:
         pending: collective under way.
         flat: this worker's gradients, one after another, padded with zeros to G equal slices.
-        whole: whether every worker gets the whole average, not its slice alone.
+        whole: whether every worker gets the whole average, not only its slice.
     """
 
     pending: Pending
@@ -60,8 +60,8 @@ class NodeAverage:
         Args:
             name: name of the bucket.
             gradients: gradients, dense, of any dtype and layout; copied.
-            numel: number of their elements together.
-            whole: whether every worker is to get the whole average: twice the bytes.
+            numel: number of elements of all gradients together.
+            whole: whether every worker gets the whole average, for twice the bytes.
             scale: factor of this worker's gradients.
         """
         workers, traffic = self._inside.workers, self._inside.traffic
@@ -84,30 +84,30 @@ class NodeAverage:
         flat = self._memory.get(name)
         if flat is None or flat.device != device:
             flat = self._memory[name] = torch.empty(numel, dtype=torch.float32, device=device)
-        flat[-self._inside.workers :] = 0  # the padding is shorter than that
+        flat[-self._inside.workers :] = 0  # the padding is shorter
         return flat
 
     def done(self, averaging: Averaging) -> bool:
-        """Whether `take` would return at once."""
+        """Return whether `take` would return at once."""
         return self._inside.done(averaging.pending)
 
     def take(self, averaging: Averaging) -> torch.Tensor:
-        """Wait, once; the average of this worker's slice, or of all elements, padding included, as was asked for."""
+        """Wait; return the average of this worker's slice, or of all elements if `whole`, padding included."""
         received = self._inside.wait(averaging.pending)
         if averaging.whole:
             return received
         by_worker, flat = received.view(self._inside.workers, -1), averaging.flat
-        if received.data_ptr() == flat.data_ptr():  # by way of the host and back
+        if received.data_ptr() == flat.data_ptr():  # copied to the host and back
             return by_worker.mean(0)
-        return torch.mean(by_worker, 0, out=flat[: by_worker.shape[1]])  # what was sent is not needed any more
+        return torch.mean(by_worker, 0, out=flat[: by_worker.shape[1]])  # the sent gradients are not needed any more
 
 
 class NodeGradientExchange(GradientExchange):
     """`GradientExchange` with a hierarchical exchange; gradients are averaged, not summed.
 
     Without ``clip_norm``, each worker of a node gets the average of its slice of a bucket and selects from it while the
-    backward pass goes on. A limit is one of the node's gradient, all of which has to be there first: then every worker
-    gets the whole average. What the script itself clips is not learned: workers of a node might differ in it.
+    backward pass goes on. ``clip_norm`` limits the node's whole gradient, so every worker gets the whole average after
+    the backward pass. A script's own clipping is an error: workers of a node might clip differently.
 
     Args:
         parameters, boundaries, config, settings, loss_scale: see `GradientExchange`.
@@ -128,14 +128,14 @@ class NodeGradientExchange(GradientExchange):
             parameters, boundaries, config, transports[ALL], settings, loss_scale, transports, inside.workers
         )
         self._node = NodeAverage(inside)
-        self._engine_scale = lambda: 1.0  # taken away before the average: a rank in join does not know that of others
+        self._engine_scale = lambda: 1.0  # gradients are unscaled before the average: a rank in join has no loss scale
         if config.clip_norm is None:
             self.clipping.refuse(CLIPS_NODES)
-        self._averaged: deque[tuple[BucketRun, Averaging]] = deque()  # inside the node, or about to be
+        self._averaged: deque[tuple[BucketRun, Averaging]] = deque()  # averages under way or done, not taken yet
         self._dense_averaging: Averaging | None = None
 
     def _send(self, run: BucketRun, clip: float = 1.0) -> None:
-        """Of gradients that are all there, start to average them; send those that are with the engine."""
+        """Start the average of a complete bucket; send a bucket whose gradients are added to the engine."""
         if run.complete:
             self._average(run, whole=False)
             self._launch_averaged()
@@ -152,7 +152,7 @@ class NodeGradientExchange(GradientExchange):
         self._launch_averaged()
 
     def _average(self, run: BucketRun, whole: bool) -> None:
-        """Start to average a bucket inside the node; `_launch_averaged` goes on with it."""
+        """Start the average of a bucket inside the node; `_launch_averaged` continues with it."""
         bucket, run.arrived = run.engine.whole, 0
         wait_for_streams(run.streams)
         gradients = (self._gradient(p, self._given(run, i)) for i, p in enumerate(run.parameters))
@@ -160,7 +160,7 @@ class NodeGradientExchange(GradientExchange):
         self._averaged.append((run, averaging))
 
     def _launch_averaged(self, wait: bool = False) -> None:
-        """Go on with what is averaged inside the node by now; with everything if `wait`."""
+        """Send buckets whose average inside the node is done; wait for all if `wait`."""
         while self._averaged:
             run, averaging = self._averaged[0]
             if averaging.whole:
@@ -177,7 +177,7 @@ class NodeGradientExchange(GradientExchange):
             self._send(run)
 
     def _clip_and_launch(self) -> None:
-        """Clip the gradient of the node, all of which is here, and send it: the same on all of its workers."""
+        """Clip the node's complete gradient, the same on all of its workers, and send it."""
         dense, gradients, averages = self._dense_path.gradients, {}, []
         if self._dense_averaging is not None:
             start, flat = 0, self._node.take(self._dense_averaging)
@@ -202,7 +202,7 @@ class NodeGradientExchange(GradientExchange):
         self._send_all(clip)
 
     def _add_slice(self, run: BucketRun, gradients: torch.Tensor) -> None:
-        """Give the engine its slice of the node's gradients, and all of the bucket's targets."""
+        """Add this worker's slice of the node's gradients to the engine, and all outputs of the bucket."""
         engine, kernels = run.engine, run.engine.kernels
         run.outputs.clear()
         parameters = dict(zip((segment.name for segment in engine.whole.segments), run.parameters, strict=True))
@@ -247,13 +247,13 @@ def agreed_transports(
     speed: float,
     make: Callable[[Topology], Mapping[str, Collectives]],
 ) -> Mapping[str, Collectives]:
-    """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
+    """Return the transport of each group if all ranks can use a hierarchical exchange, else the transport of all.
 
     Args:
         collectives: transport of all workers.
         config, launched, averages, speed: see `agree`.
         parameters: parameters by name, in the model's order.
-        make: function that gives the transports of `BETWEEN` and `INSIDE` on a topology, called on every rank.
+        make: function that returns the transports of `BETWEEN` and `INSIDE` on a topology, called on every rank.
     """
     specs = [TensorSpec(name, tuple(p.shape)) for name, p in parameters.items()]
     topology = agree(collectives, config, launched, averages, specs, speed)
@@ -271,7 +271,7 @@ def exchange_of(
     settings: ReduceSettings,
     loss_scale: Callable[[], float],
 ) -> GradientExchange:
-    """The exchange over these transports: of nodes, where there are those of a node; see `NodeGradientExchange`."""
+    """Return the exchange over these transports: `NodeGradientExchange` if there is one inside a node."""
     if INSIDE in transports:
         return NodeGradientExchange(parameters, boundaries, config, transports, settings, loss_scale)
     return GradientExchange(parameters, boundaries, config, transports[ALL], settings, loss_scale)

@@ -1,4 +1,4 @@
-"""The comparison of weights between the ranks of a torch optimizer, in the shadow of the backward pass."""
+"""The comparison of weights between the ranks of a torch optimizer, overlapped with the backward pass."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from dgc_horovod.torch.session.session import Session
 
 _RENORMALIZES = (
-    "An Embedding with max_norm has {name!r}: in the forward pass each rank scales down the rows that it looks up "
-    "itself. Leave max_norm out, and scale the rows on every rank alike, after the step"
+    "{name!r} belongs to an Embedding with max_norm: in the forward pass each rank scales down only the rows that it "
+    "looks up. Remove max_norm, and scale the rows after the step, the same on every rank"
 )
 
 
 class Replicas:
-    """The weights of one optimizer on this rank, as `ReplicaCheck` sees them.
+    """The weights of one optimizer on this rank, for `ReplicaCheck`.
 
     Args:
         parameters: parameters of the optimizer, by name.
@@ -40,10 +40,10 @@ class Replicas:
         self._parameters, self._names, self._collectives = parameters, list(parameters), collectives
         self._check = replicas.ReplicaCheck([p.nbytes for p in parameters.values()], config, collectives)
         self._under_way: tuple[Pending, int, int] | None = None
-        self._before: dict[str, int] | None = None  # checksums before the first step, of what is compared after it
+        self._before: dict[str, int] | None = None  # checksums, before the first step, of the weights compared after it
 
     def begin(self, step: int) -> None:
-        """After `step` steps: send this rank's checksum, if one is due."""
+        """Send this rank's checksum after `step` steps, if one is due."""
         part = self._check.due(step)
         if part >= 0:
             found = replicas.checksum(_flat_bytes(self._parameters[name]) for name in self._names_in(part))
@@ -52,7 +52,7 @@ class Replicas:
                 self._under_way = self._collectives.allgather(sent, "replicas"), step, part
 
     def end(self, session: Session) -> None:
-        """Before the next step is applied: compare with the other ranks'.
+        """Compare the checksum with the other ranks', before the next step is applied.
 
         Raises:
             ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
@@ -69,7 +69,7 @@ class Replicas:
         names = self._names_in(part)
         told = replicas.ask(self._collectives, self._circumstances(session, step, part))
         found = replicas.compared(step, names, [each.record for each in told])
-        if found is not None:  # else the script has set it right in the meantime
+        if found is not None:  # None: the script has repaired the weights in the meantime
             self._check.stop_or_tell(found, told)
             self.take_over(session)
 
@@ -98,7 +98,7 @@ class Replicas:
         return {name: replicas.checksum([_flat_bytes(self._parameters[name])]) for name in names}
 
     def take_over(self, session: Session, root: int = 0) -> None:
-        """Weights and optimizer state of rank `root`, which says what there is: others may have something else."""
+        """Copy weights and optimizer state of rank `root` to all ranks; `root` says which entries there are."""
         optimizer, second = session.optimizer, session.exchange.second
         own = {
             name: {key: _described(x) for key, x in optimizer.state[p].items()} for name, p in self._parameters.items()
@@ -125,7 +125,7 @@ class Replicas:
         second.unpack(values.numpy())
 
     def fingerprint(self, optimizer: torch.optim.Optimizer) -> int:
-        """A checksum of all weights and of the optimizer's state and options."""
+        """Return a checksum of all weights and of the optimizer's state and options."""
         found = replicas.checksum(map(_flat_bytes, self._parameters.values()))
         for name, p in self._parameters.items():
             for key, x in sorted(optimizer.state.get(p, {}).items()):
@@ -145,19 +145,19 @@ def _flat_bytes(x: torch.Tensor) -> np.ndarray:
     return x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
 
 
-def _described(x: Any) -> list[Any]:
-    """Of an entry of an optimizer's state: dtype and shape of a tensor, or "", None and its value."""
+def _described(x: object) -> list[Any]:
+    """Describe an entry of an optimizer's state: dtype and shape of a tensor, or "", None and the value."""
     if isinstance(x, torch.Tensor):
         return [str(x.dtype).removeprefix("torch."), list(x.shape), None]
     return ["", None, x]
 
 
-def _plain(value: Any) -> str:
-    """A text that is the same for the same number, on whatever device it is."""
+def _plain(value: object) -> str:
+    """Return a text that is the same for equal numbers on any device."""
     return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
 def _renormalized() -> set[int]:
-    """The ids of weights of embeddings that scale rows down when they are looked up; of all objects that there are."""
+    """Return the ids of the weights of all embeddings with ``max_norm`` in the process."""
     modules = [x for x in gc.get_objects() if issubclass(type(x), (nn.Embedding, nn.EmbeddingBag))]
     return {id(module.weight) for module in modules if module.max_norm is not None}

@@ -1,4 +1,4 @@
-"""The loss scale of a script that nobody has edited: its GradScalers are seen when they are used."""
+"""The loss scale of an unmodified script, found by observing its uses of GradScaler."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _SEEN = (
 
 
 class _Uses:
-    """What scripts of this process have done with GradScalers, whose class is wrapped once for all of them.
+    """The uses of GradScalers in this process; the methods of their class are wrapped once.
 
     Attributes:
         stepping: the scaler whose `step` is under way.
-        at: when a scaler has scaled a loss last, if it was after its `update`, and when an optimizer's last step ended.
-        ticks: a clock.
+        at: time of a scaler's last scaled loss since its `update`, and of the end of an optimizer's last step.
+        ticks: a logical clock.
     """
 
     def __init__(self) -> None:
         self.stepping: GradScaler | None = None
         self.ticks = itertools.count(1)
         self.at: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._last: weakref.ref[GradScaler] | None = None  # the one that has scaled a loss last
-        # the last backward pass that went through a scaled loss, and whose scaler's
+        self._last: weakref.ref[GradScaler] | None = None  # the scaler that has scaled a loss last
+        # the last backward pass through a scaled loss, and the loss's scaler
         self._pass: tuple[int, Callable[[], GradScaler | None]] = -1, lambda: None
-        # an optimizer's scaler, None: none
+        # the scaler that drives an optimizer; None: its last step was without a scaler
         self._drivers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler] | None]
         self._drivers = weakref.WeakKeyDictionary()
 
-    # -- what is found out
+    # -- queries
 
     def of_step(self, optimizer: Optimizer) -> GradScaler | None:
-        """The scaler that has scaled the gradients of the step under way."""
+        """Return the scaler of the gradients of the present step."""
         if self.stepping is not None:
             return self.stepping
         if _in_backward() and self._pass[0] == torch._C._current_graph_task_id():
@@ -56,7 +56,7 @@ class _Uses:
         return self.of_last_step(optimizer) if _has_no_loss(optimizer) else None
 
     def of_last_step(self, optimizer: Optimizer) -> GradScaler | None:
-        """That of the last step; where it is gone, or before the first step, the one that scaled a loss last."""
+        """Return the scaler of the last step; without one, the scaler that scaled a loss last."""
         if optimizer in self._drivers and self._drivers[optimizer] is None:
             return None
         return self._driver_of(optimizer) or self._newest
@@ -73,37 +73,37 @@ class _Uses:
         return self.at.get(scaler, 0) > self.at.get(optimizer, 0)
 
     def _is_for_others(self, scaler: GradScaler, optimizer: Optimizer) -> bool:
-        """Whether the last loss that `scaler`, not the driver of `optimizer`, has scaled seems to be another's.
+        """Return whether the last loss scaled by `scaler`, which does not drive `optimizer`, is for other optimizers.
 
-        One loss may be for two. Its backward pass is over when the first of them is stepped, even if the exchange of
-        the other begins later.
+        One loss may be for two optimizers. Its backward pass is over when the first of them is stepped, even if the
+        exchange of the other begins later.
         """
         others = [other for other in self._drivers if other is not optimizer and self._driver_of(other) is scaler]
         if optimizer in self._drivers and self._drivers[optimizer] is None:
             return bool(others)
         return _in_backward() and any(self.at.get(other, 0) > self.at[scaler] for other in others)
 
-    # -- what is noticed
+    # -- events
 
-    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer has stepped: a hook of it."""
-        if self.stepping is not None:  # perhaps of an optimizer around this one
+    def stepped(self, optimizer: Optimizer, *_: object) -> None:
+        """Record a step of an optimizer; a step hook."""
+        if self.stepping is not None:  # perhaps the step of an optimizer around this one
             self._drivers[optimizer] = weakref.ref(self.stepping)
         elif not already_unscaled(self._driver_of(optimizer), optimizer):
             self._drivers[optimizer] = None
         self.at[optimizer] = next(self.ticks)
 
     def noticed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`method` of GradScaler, whose calls are noticed."""
+        """Wrap `method` of GradScaler to record its calls."""
 
         @functools.wraps(method)
-        def noticed(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        def noticed(scaler: GradScaler, *args: object, **kwargs: object) -> Any:
             optimizer = args[0] if args else kwargs.get("optimizer")
             if isinstance(optimizer, Optimizer):
                 self._drivers[optimizer] = weakref.ref(scaler)
             elif name == "scale" and torch.is_grad_enabled():  # else for evaluation, which has no backward pass
                 self._last, self.at[scaler] = weakref.ref(scaler), next(self.ticks)
-            elif name == "update":  # no gradient that is still to be stepped has the scale of before
+            elif name == "update":  # gradients from before the update are not stepped any more
                 self.at.pop(scaler, None)
             if name == "step":
                 return self._step(scaler, optimizer, lambda: method(scaler, *args, **kwargs))
@@ -114,8 +114,8 @@ class _Uses:
 
         return noticed
 
-    def _mark(self, losses: Any, scaler: GradScaler) -> None:
-        """Let the backward pass through any of `losses` be known for that of `scaler`."""
+    def _mark(self, losses: object, scaler: GradScaler) -> None:
+        """Record `scaler` when a backward pass goes through any of `losses`."""
         reference = weakref.ref(scaler)
 
         def passes(_: torch.Tensor) -> None:
@@ -126,7 +126,7 @@ class _Uses:
                 loss.register_hook(passes)
 
     def _step(self, scaler: GradScaler, optimizer: object, step: Callable[[], Any]) -> Any:
-        """Call `step`, which `scaler` may skip; no hook of the optimizer runs then."""
+        """Call `step` and record it; if `scaler` skips it, no hook of the optimizer runs."""
         before, self.stepping = self.stepping, scaler
         try:
             result = step()
@@ -137,46 +137,46 @@ class _Uses:
         return result
 
 
-_uses = _Uses()  # of this process: GradScaler is one class for all of its optimizers
+_uses = _Uses()  # one for the process, as the class GradScaler is
 
 
 class SeenScaler:
-    """Stands for the GradScaler that has scaled the loss of the present step of an optimizer, if one has.
+    """The GradScaler that has scaled the loss of an optimizer's present step, if there is one.
 
-    Of a backward pass that goes through a loss that a scaler has scaled it is that scaler. Of another one (in fp32, or
-    a reentrant checkpoint's own), a scaler counts if it has scaled a loss since the optimizer's last step, and since
-    its own last ``update``. First comes the one that has stepped or unscaled the optimizer last, then the one that has
-    scaled a loss last. That one may be for other optimizers only: so it is taken to be if it drives others while this
-    one's last step was without a scaler, and if it has stepped another before this backward pass.
+    A backward pass through a scaled loss has the scaler of that loss. For any other backward pass (fp32, or a reentrant
+    checkpoint's own) a scaler counts if it has scaled a loss since the optimizer's last step and since its own last
+    ``update``. The scaler that last stepped or unscaled the optimizer comes first, then the scaler that last scaled a
+    loss. The latter is taken to be for other optimizers only if it drives others while this optimizer's last step was
+    without a scaler, or if it has stepped another optimizer before this backward pass.
 
     A step without a backward pass on this rank (in join, or without a batch) has the scaler of the step before.
 
-    Two cases remain in which it errs. The first step of an optimizer in fp32, where another's scaled loss comes before
-    its own backward pass and is stepped after it. And the first scaled step after some in fp32, where the scaler drives
-    another optimizer already.
+    It is wrong in two cases: at the first step of an optimizer in fp32, if another optimizer's loss is scaled before
+    its backward pass and stepped after it; and at the first scaled step after steps in fp32, if the scaler already
+    drives another optimizer.
     """
 
     def __init__(self) -> None:
         self._optimizer: weakref.ref[Optimizer] | None = None
-        self._found: weakref.ref[GradScaler] | None = None  # what a backward pass has found last
+        self._found: weakref.ref[GradScaler] | None = None  # the scaler of the last backward pass
         self._found_at = 0
 
     def belongs_to(self, optimizer: Optimizer) -> None:
-        """From now on watch `optimizer`, which is the wrapped one."""
+        """Observe `optimizer`, the wrapped one, from now on."""
         self._optimizer = weakref.ref(optimizer)
         optimizer.register_step_post_hook(_uses.stepped)
 
     def is_enabled(self) -> bool:
-        """True: whether a script has a scaler shows only when it is used."""
+        """Return True: a script's scaler is only known once it is used."""
         return True
 
     def get_scale(self) -> float:
-        """The factor by which the present gradients are multiplied."""
+        """Return the factor of the present gradients."""
         scaler = self._of_step()
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _of_step(self) -> GradScaler | None:
-        """What a backward pass has found holds until the end of its step."""
+        """Return the scaler of the present step; the result of a backward pass holds until the end of its step."""
         optimizer, in_backward = self._watched, _in_backward()
         if optimizer is None:
             return None
@@ -197,26 +197,26 @@ class SeenScaler:
 
     @property
     def _scaler(self) -> GradScaler | None:
-        """That of the last step, whether or not it has scaled a loss since."""
+        """The scaler of the last step, also if it has not scaled a loss since."""
         optimizer = self._watched
         return _uses.of_last_step(optimizer) if optimizer is not None else None
 
 
 def _in_backward() -> bool:
-    """Whether a backward pass is under way in this thread."""
+    """Return whether a backward pass is under way in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _has_no_loss(optimizer: Optimizer) -> bool:
-    """Whether no backward pass on this rank has reached an optimizer in the step under way."""
-    session = getattr(optimizer, "_dgc", None)  # which may not be there yet
+    """Return whether no backward pass on this rank has reached an optimizer in the present step."""
+    session = getattr(optimizer, "_dgc", None)  # None while the optimizer is being wrapped
     if session is None or session.exchange.in_join:
         return session is not None
     return session.passes.none_yet and not session.carrier.exchanges_in_backward
 
 
 def watch_scalers() -> None:
-    """From now on notice every use of a GradScaler."""
+    """Record every use of a GradScaler from now on."""
     for name in _SEEN:
         method = getattr(GradScaler, name)
         if not hasattr(method, "__wrapped__"):
@@ -224,23 +224,23 @@ def watch_scalers() -> None:
 
 
 def stop_watching() -> None:
-    """Put torch's own methods back."""
+    """Restore torch's own methods."""
     for name in _SEEN:
         setattr(GradScaler, name, getattr(getattr(GradScaler, name), "__wrapped__", getattr(GradScaler, name)))
 
 
 def already_unscaled(scaler: GradScaler | SeenScaler | None, optimizer: Optimizer) -> bool:
-    """Whether a GradScaler has unscaled the gradients of `optimizer` in this step."""
+    """Return whether a GradScaler has unscaled the gradients of `optimizer` in this step."""
     states = getattr(scaler, "_per_optimizer_states", {})
     stage = states[id(optimizer)].get("stage") if id(optimizer) in states else None
     return getattr(stage, "name", "") == "UNSCALED"
 
 
 class StepScale:
-    """The loss scale of the step under way, asked once: a GradScaler's lies on the device, behind the backward pass.
+    """The loss scale of the present step, read once: reading a GradScaler's scale waits for the device.
 
     Args:
-        ask: function that gives the present one, > 0.
+        ask: function that returns the present loss scale, > 0.
     """
 
     def __init__(self, ask: Callable[[], float]) -> None:
@@ -248,18 +248,18 @@ class StepScale:
         self._known: float | None = None
 
     def __call__(self) -> float:
-        """That of this step."""
+        """Return the scale of this step."""
         if self._known is None:
             self._known = self._ask()
         return self._known
 
     def forget(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._known = None
 
 
 def scale_of(grad_scaler: GradScaler | SeenScaler | None) -> Callable[[], float]:
-    """A function that gives the present factor of the gradients, 1 without a scaler."""
+    """Return a function that returns the present factor of the gradients, 1 without a scaler."""
     if grad_scaler is None:
         return lambda: 1.0
     return lambda: float(grad_scaler.get_scale())

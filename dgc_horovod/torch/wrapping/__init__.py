@@ -1,1 +1,1 @@
-"""What is looked at when an optimizer is wrapped, and said of it."""
+"""Checks when an optimizer is wrapped, and messages to the user."""

@@ -1,4 +1,4 @@
-"""Arguments, optimizers and models are checked when an optimizer is wrapped: the same words on every rank."""
+"""Checks of arguments, optimizers and models when an optimizer is wrapped, with the same error on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +19,10 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.session.session import Session, session_of
 
 
-def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """`named_parameters` as a list, or Horovod's own names where None was given.
+def checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return `named_parameters` as a list, or Horovod's own names for None.
 
     Raises:
         ConfigError: names are repeated or missing.
@@ -49,8 +50,8 @@ def checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> li
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ConfigError(
-            f"named_parameters has repeated names: {', '.join(repeated)}; each parameter needs a name of its own, e.g. "
-            "prefix those of each model"
+            f"named_parameters has repeated names: {', '.join(repeated)}; each parameter needs a unique name, for "
+            "example with a prefix for each model"
         )
     known = {id(p) for _, p in named}
     missing = [_shape(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -66,14 +67,14 @@ def _shape(p: torch.Tensor) -> tuple[int, ...] | str:
     return "not known yet" if is_lazy(p) else tuple(p.shape)
 
 
-def choice_fields(compression: Any, refused: str) -> dict[str, str]:
-    """What ranks compare before they agree on anything else: whether they compress, and what they refuse."""
+def choice_fields(compression: object, refused: str) -> dict[str, str]:
+    """Return the fields that ranks compare first: the choice of compression, and the reason of a refusal."""
     name = compression if isinstance(compression, str) else getattr(compression, "__name__", repr(compression))
     return {"version": __version__, "compression": name, "refused": refused}
 
 
 def agreed_fields(session: Session) -> dict[str, str]:
-    """What the ranks must have in common, whoever carries bytes: one text each; lists one entry a line."""
+    """Return the fields that are equal on all ranks, for any carrier: one text each, lists with one entry a line."""
     parameters, scaler = session.parameters, session.scaler
     return {
         "optimizer": type(session.optimizer).__name__,
@@ -83,11 +84,11 @@ def agreed_fields(session: Session) -> dict[str, str]:
         "names": "\n".join(parameters),
         "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
         "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
-        "rounds of earlier optimizers, which exchange() ends": str(len(session.still_apart())),
+        "unfinished local rounds of earlier optimizers (call exchange())": str(len(session.still_apart())),
     }
 
 
-# modules of optimizers that shard their state, or send weights or gradients by themselves
+# modules of optimizers that shard their state, or exchange weights or gradients themselves
 _DISTRIBUTED = (
     "torch.distributed.optim.",
     "deepspeed.runtime.",
@@ -99,12 +100,12 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class NoChoice(UnsupportedUse):
-    """What cannot be compressed, of an optimizer whose exchange was to be chosen: nothing has been changed in it."""
+    """The refusal of an optimizer with ``Compression.auto`` that cannot be compressed; the optimizer is unchanged."""
 
 
 @contextmanager
 def without_a_choice(automatic: bool) -> Iterator[None]:
-    """Let a refusal be told from others, where the framework's own exchange can do without compression."""
+    """Turn UnsupportedUse into `NoChoice` if `automatic`: training continues with the framework's own exchange."""
     try:
         yield
     except UnsupportedUse as refused:
@@ -112,22 +113,22 @@ def without_a_choice(automatic: bool) -> Iterator[None]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sparse_as_dense: bool) -> None:
-    """Raise UnsupportedUse for an optimizer, not yet wrapped, whose steps are none that an exchanged gradient fits."""
+    """Raise UnsupportedUse for an optimizer, not yet wrapped, whose step() does not work with exchanged gradients."""
     name, step = type(optimizer).__name__, inspect.unwrap(type(optimizer).step)
     if any(base.__module__.startswith(_DISTRIBUTED) for base in type(optimizer).__mro__):
         raise UnsupportedUse(
-            f"{name} is distributed itself: each rank holds a part of its state, or it sends whole weights, which "
-            "nothing compresses; use the optimizer that is inside of it, such as AdamW"
+            f"{name} is a distributed optimizer: it shards its state, or exchanges weights or gradients itself; pass "
+            "its inner optimizer, such as AdamW"
         )
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedUse(
-            f"{name} calls its closure several times in a step, for a gradient each, but gradients are exchanged once "
-            "in a step; use an optimizer that steps without a closure, such as SGD or AdamW"
+            f"{name} calls its closure several times in a step, for a new gradient each time, but gradients are "
+            "exchanged once a step; use an optimizer that steps without a closure, such as SGD or AdamW"
         )
     if isinstance(optimizer, torch.optim.SparseAdam) and not sparse_as_dense:
         raise UnsupportedUse(
-            "SparseAdam takes sparse gradients, and what is exchanged is dense; pass sparse_as_dense=True, or use "
+            "SparseAdam takes sparse gradients, but compressed gradients are dense; pass sparse_as_dense=True, or use "
             "Adam, with sparse=False in the embedding"
         )
 
@@ -139,7 +140,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Sequence[tuple[str
         for p, times in Counter(group["params"]).items():
             if times > 1:
                 raise UnsupportedUse(
-                    f"{name_of[p]!r} is {times} times in one parameter group, and would move as often in each step"
+                    f"{name_of[p]!r} is {times} times in one parameter group, and would be updated as often in each "
+                    "step; list it once"
                 )
     for p, name in _trained(optimizer, names).items():
         if problem := _problem(p):
@@ -147,64 +149,59 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Sequence[tuple[str
 
 
 def check_plain_models(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise UnsupportedUse where DistributedDataParallel exchanges gradients as well."""
+    """Raise UnsupportedUse if DistributedDataParallel exchanges gradients of the optimizer as well."""
     trained = _trained(optimizer, names)
     for p in data_parallel_around(trained):
         raise UnsupportedUse(
             f"{trained[p]!r} belongs to a model in DistributedDataParallel, which exchanges every gradient "
-            "itself, uncompressed; leave the model plain, without DistributedDataParallel around it"
+            "itself, uncompressed; leave the model plain, without DistributedDataParallel"
         )
 
 
 def _trained(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
-    """Name of each parameter that requires a gradient."""
+    """Return the name of each parameter that requires a gradient."""
     name_of = {p: name for name, p in names}
     return {p: name_of[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _problem(p: torch.Tensor) -> str:
-    """Why `p` cannot be exchanged and what to do, or ""."""
+    """Return why `p` cannot be exchanged and what to do, or ""."""
     if hasattr(p, "_in_backward_optimizers"):
-        return "has an optimizer in the backward pass; momentum correction is part of the optimizer's step()"
+        return "is stepped by an optimizer in the backward pass; compression needs the step() of a wrapped optimizer"
     if is_lazy(p):
         return "has no shape yet (a lazy module); call the model once, on any batch, before wrapping the optimizer"
     if p.is_meta:
         return "is on the meta device, without data; call model.to_empty(device=...) and initialize it before wrapping"
     if _is_sharded(p):
         return (
-            "is sharded over the ranks (FSDP, DTensor, tensor parallel), and what is averaged are whole gradients of "
-            "replicas; wrap the optimizer of a model that is whole on every rank"
+            "is sharded over the ranks (FSDP, DTensor, tensor parallel), but only whole gradients of replicas can be "
+            "averaged; wrap the optimizer of a model that is whole on every rank"
         )
     if is_traceable_wrapper_subclass(p):
-        return f"is a {type(p).__name__}, which has no plain memory to exchange; use a plain torch.nn.Parameter"
+        return f"is a {type(p).__name__}, a tensor without plain memory; use a plain torch.nn.Parameter"
     if p.layout != torch.strided:
         return f"has the layout {p.layout}; only dense tensors can be exchanged (p.to_dense())"
     if p.is_complex():
-        return (
-            "is complex, which the compression cannot exchange; make its real view (torch.view_as_real) the parameter"
-        )
+        return "is complex, but only real tensors can be compressed; use its real view (torch.view_as_real) instead"
     if p.dtype not in _DTYPES:
-        return f"is of {p.dtype}; gradients of float16, bfloat16, float32 and float64 can be exchanged"
+        return f"is of {p.dtype}; parameters must be of float16, bfloat16, float32 or float64"
     return ""
 
 
 def _is_sharded(p: torch.Tensor) -> bool:
     if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         return True
-    if hasattr(p, "_st_info"):  # DDP made it of a DTensor; after a step the model has it no more, nor has a checkpoint
+    if hasattr(p, "_st_info"):  # DDP made it from a DTensor; it is in neither model nor checkpoint after a step
         return True
     distributed = getattr(torch.distributed, "tensor", None)  # without it, nothing is a DTensor
     return distributed is not None and isinstance(p, distributed.DTensor)
 
 
 def data_parallel_around(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `parameters` that a living DistributedDataParallel exchanges.
-
-    Parameters do not know of it; without a process group there is none.
-    """
+    """Return the parameters that a DistributedDataParallel exchanges; it is found among all objects of the process."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
-    gc.collect()  # of those that are not in use any more none counts
+    gc.collect()  # drop models that are not in use any more
     models = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
     exchanged = {p for model in models for p in model.parameters()}
     return [p for p in parameters if p in exchanged]

@@ -1,4 +1,4 @@
-"""Steps that reach an optimizer in other ways than by its own ``step``, and notices to a script."""
+"""Detection of steps that bypass an optimizer's own ``step``, and messages to a script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 LATE_CHANGE = (
-    "p.grad was changed between backward() and synchronize(), when it had been taken already; the change has no "
+    "p.grad was changed between backward() and synchronize(), after the exchange had taken it; the change has no "
     "effect. To clip, pass clip_norm=c to the compression (dgcrun: --dgc-clip-norm c)"
 )
 UNSCALED_TOO_EARLY = (
@@ -25,62 +25,62 @@ UNSCALED_TOO_EARLY = (
     "scaler.unscale_(optimizer) and scaler.step(optimizer), the latter inside `with optimizer.skip_synchronize():`"
 )
 SCALER_NOT_PASSED = (
-    "a GradScaler drives this optimizer, which does not know its scale, so residuals of different scales would be "
-    "added up; pass grad_scaler=scaler to DistributedOptimizer"
+    "a GradScaler drives this optimizer, but the optimizer does not know its scale, and would add residuals of "
+    "different scales; pass grad_scaler=scaler to DistributedOptimizer"
 )
 SCALER_LEFT_OUT = (
-    "step() without the GradScaler that was passed as grad_scaler: gradients would be divided by its scale, which they "
-    "do not have. Call scaler.step(optimizer); to go on without it, scale every loss by one that is not enabled"
+    "step() without the GradScaler that was passed as grad_scaler: the exchange would divide the gradients by its "
+    "scale, but the loss was not scaled. Call scaler.step(optimizer); to train without a scale, pass a GradScaler that "
+    "is not enabled"
 )
 CHANGED_UPDATE = (
     "the script changed p.grad between synchronize() and step(), by other means than clip_grad_norm_ and "
-    "clip_grad_value_ of torch.nn.utils. After compression it is an update that arrives in bursts, and what is clipped "
-    "off it is lost. To clip, pass clip_norm=c to the compression (dgcrun: --dgc-clip-norm c), or call "
-    "clip_grad_norm_, and take the script's own clipping away"
+    "clip_grad_value_ of torch.nn.utils. After compression p.grad is an update that arrives in bursts; a part that is "
+    "clipped off is lost. To clip, pass clip_norm=c to the compression (dgcrun: --dgc-clip-norm c), or call "
+    "clip_grad_norm_, and remove the script's own clipping"
 )
 TAKEN_AWAY = (
-    "the script has set the gradient of {name!r} to None between backward() and step(): its update is left out, and "
-    "what waits of it and its momentum are dropped, else they would come in a burst later on"
+    "the script has set the gradient of {name!r} to None between backward() and step(): its update is not applied, and "
+    "its residual and momentum are dropped; otherwise they would be applied in a later burst"
 )
 DROPPED = (
-    "zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum, and a "
-    "part of them comes with later updates. To keep gradients that are too large out, limit them before they are "
-    "exchanged (clip_norm=c); keep a backward pass that is not this model's away from it (detach(), or "
-    "requires_grad_(False) meanwhile)"
+    "zero_grad() has dropped an update that was not applied. Its gradients have entered the momentum, so a part of "
+    "them comes with later updates. To limit large gradients, clip them before the exchange (clip_norm=c). If the "
+    "backward pass was for another model, keep it away from this one (detach(), or requires_grad_(False) meanwhile)"
 )
 ADDED_TO_UPDATE = (
-    "backward() was called between synchronize() and step(): its gradient was added to an update, which has been "
-    "through the exchange and the momentum, and would go through them once more. Sum all backward passes of a step "
-    "before they are exchanged (backward_passes_per_step), or call step() after each; to give the update up, call "
-    "optimizer.zero_grad() before backward()"
+    "backward() was called between synchronize() and step(): its gradient was added to an update, which would pass "
+    "through the exchange and the momentum a second time. Sum all backward passes of a step before they are exchanged "
+    "(backward_passes_per_step), or call step() after each; to drop the update, call optimizer.zero_grad() before "
+    "backward()"
 )
 SUPERSEDED = (
-    "parameters of this DistributedOptimizer have been wrapped by another one since, which has their gradients now; "
-    "step that one. Two optimizers over one model: give each its own parameters, or step them both inside one torch "
-    "optimizer with two parameter groups"
+    "parameters of this DistributedOptimizer have been wrapped by another one since, which gets their gradients now; "
+    "step that one. For two optimizers over one model, give each its own parameters, or use one torch optimizer with "
+    "two parameter groups"
 )
 STEPPED_TWICE = (
     "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still holds the "
     "update that has been applied. Call backward() first"
 )
 STEPPED_INSIDE = (
-    "{outer} was given to register() or DistributedOptimizer(), and {inner}, which it has as .{name}, was stepped "
+    "{outer} was passed to register() or DistributedOptimizer(), but its inner optimizer .{name} ({inner}) was stepped "
     "outside of {outer}.step(). Checks for gradients that are not finite and for equal replicas, and local steps, are "
-    "part of step(), and were left out. Give it optimizer.{name} instead; with Horovod, put what is returned back there"
+    "part of step(), and were skipped. Pass optimizer.{name} instead; with Horovod, assign the result to it"
 )
 STEPPED_OTHERWISE = (
     "{optimizer} has applied an update without step() (its other methods: {methods}), or the script has written to all "
-    "weights. Checks for gradients that are not finite and for equal replicas are part of step(), and were left out. "
-    "Call step(), or use an optimizer whose step() makes the update. A script that drops the update, and writes to "
-    "weights (clamp_, load_state_dict), calls optimizer.zero_grad() between the two"
+    "weights. Checks for gradients that are not finite and for equal replicas are part of step(), and were skipped. "
+    "Call step(), or use an optimizer whose step() makes the update. A script that drops the update and writes to "
+    "weights (clamp_, load_state_dict) must call optimizer.zero_grad() between the two"
 )
 LATE_HOOK = (
-    "register_post_accumulate_grad_hook() was called after the optimizer had been wrapped: that hook runs when the "
-    "exchange may have taken the gradient, and what it changes may take no part. Register it before wrapping"
+    "register_post_accumulate_grad_hook() was called after the optimizer had been wrapped: the hook runs when the "
+    "exchange may have taken the gradient, so its changes may have no effect. Register it before wrapping"
 )
 ADDED_LATER = (
-    "a parameter of shape {shape} was added to the torch optimizer after it had been wrapped: the ranks have already "
-    "agreed on names and buckets. Add the group first, then wrap"
+    "a parameter of shape {shape} was added to the torch optimizer after it had been wrapped, when the ranks had "
+    "already agreed on names and buckets. Add the group first, then wrap"
 )
 LEFT_OUT = (
     "optimizer.state_dict() holds no residuals: gradients that are not applied yet are lost where training resumes "
@@ -88,8 +88,8 @@ LEFT_OUT = (
     "optimizer.flush() on every rank before it"
 )
 LOADED_TWICE = (
-    "a second load_state_dict() without a step after the first has emptied what load_checkpoint() had brought of u and "
-    "v. accelerator.prepare(optimizer) does so: call load_checkpoint() after it"
+    "a second load_state_dict() before the next step has emptied the residuals and momentum that load_checkpoint() had "
+    "loaded. accelerator.prepare(optimizer) calls load_state_dict(): call load_checkpoint() after it"
 )
 SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). The second "
@@ -98,26 +98,26 @@ SYNCHRONIZED_TWICE = (
 
 
 def clipping_learned(limit: float, elements: bool = False) -> str:
-    """What is said of a script that clips by itself, once it is done locally instead."""
+    """Return the notice for a script whose own clipping becomes local clipping."""
     return (
         f"the script clips {'the elements of ' if elements else ''}gradients to {limit:g}. From the next step on each "
         f"rank clips its own gradient, to sqrt(N)*{limit:g}, before it enters the momentum (DGC 3.1), and the script's "
-        "clipping of what comes back is left out. clip_norm=c, or --dgc-clip-norm c with dgcrun, sets another norm"
+        "clipping of updates is skipped. To set another norm, pass clip_norm=c (dgcrun: --dgc-clip-norm c)"
     )
 
 
 def clipping_left_out(limit: float, given: float) -> str:
-    """What is said of a script that clips to another norm than it was given."""
+    """Return the notice for a script that clips to another norm than ``clip_norm``."""
     return (
-        f"the script clips gradients to {limit:g}; clip_norm={given:g} holds instead, for each rank's own gradient, "
-        "and the script's clipping is left out"
+        f"the script clips gradients to {limit:g}, but clip_norm={given:g} is set: each rank clips its own gradient by "
+        "clip_norm, and the script's clipping is skipped"
     )
 
 
 def is_trial(session: Session) -> bool:
-    """Whether this step only fills the state: ``torch.distributed.checkpoint`` makes it before the first real one.
+    """Return whether this step only fills the state, as ``torch.distributed.checkpoint`` does before the first step.
 
-    Its learning rates and gradients are zeros, and it may be one rank's alone: nothing may be exchanged in it.
+    Its learning rates and gradients are zeros. One rank may make it alone, so nothing may be exchanged in it.
     """
     optimizer = session.optimizer
     if optimizer.state or session.passes.results or session.passes.synchronized:
@@ -126,15 +126,15 @@ def is_trial(session: Session) -> bool:
     if any(group.get("lr", 0) for group in groups):
         return False
     grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
-    if any(session.watch.has_applied(grad) for grad in grads):  # the script's own, which it has zeroed in place
+    if any(session.watch.has_applied(grad) for grad in grads):  # a script's gradients, zeroed in place
         return False
     return all(grad is not None and not grad.is_sparse and not grad.any() for grad in grads)
 
 
 def watch_inside(outer: torch.optim.Optimizer) -> None:
-    """From now on an optimizer inside `outer`, as a wrapper has one, may step within the ``step`` of `outer` alone.
+    """Raise an error from now on if an inner optimizer of `outer` steps outside the ``step`` of `outer`.
 
-    Wrappers with other methods (SAM's ``second_step``) would leave out everything that our ``step`` does.
+    Wrappers with other methods (SAM's ``second_step``) would skip everything that our ``step`` does.
     """
     own = {p for group in outer.param_groups for p in group["params"]}
     for name, inner in vars(outer).items():
@@ -143,24 +143,27 @@ def watch_inside(outer: torch.optim.Optimizer) -> None:
                 inner.register_step_pre_hook(partial(_only_within, weakref.ref(outer), name))
 
 
-def _only_within(reference: Any, name: str, inner: torch.optim.Optimizer, *_: object) -> None:
+def _only_within(reference: weakref.ref[Any], name: str, inner: torch.optim.Optimizer, *_: object) -> None:
     outer = reference()
     if outer is not None and not (outer._dgc.superseded or outer._dgc.stepping):
         raise UnsupportedUse(STEPPED_INSIDE.format(outer=type(outer).__name__, inner=type(inner).__name__, name=name))
 
 
 def other_methods(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Methods that the user's class has and torch's optimizers have not, one of which may step."""
-    own, known = type(optimizer).__mro__[1], {*dir(torch.optim.Optimizer), "train", "eval"}  # weights of two kinds
+    """Return methods of the user's class that torch's optimizers do not have; one of them may step."""
+    own, known = type(optimizer).__mro__[1], {*dir(torch.optim.Optimizer), "train", "eval"}  # they only switch weights
     names = [name for name in dir(own) if not name.startswith("_") and name not in known]
     return [f"{name}()" for name in names if callable(getattr(own, name))]
 
 
 def check_update_left(session: Session, p: torch.Tensor) -> None:
-    """A backward pass has brought a gradient of `p`, and no step has applied the update that stood in ``p.grad``.
+    """Check ``p.grad`` after a backward pass when no step has applied the update in it.
 
-    Where a momentum has made it, it must not enter that again; with error feedback alone it is a gradient, as in stock
-    Horovod. If the gradient is not added to it, the model's own ``zero_grad`` has dropped it.
+    An update with momentum must not enter the momentum again; with error feedback alone it is a gradient, as in stock
+    Horovod. If the gradient was not added to the update, the model's own ``zero_grad`` has dropped the update.
+
+    Raises:
+        UnsupportedUse: the gradient was added to an update with momentum.
     """
     if not session.watch.brought:
         return
@@ -171,7 +174,7 @@ def check_update_left(session: Session, p: torch.Tensor) -> None:
 
 
 def check_not_stepped_otherwise(session: Session) -> None:
-    """The update that stands in ``p.grad`` is to go, and ``step`` has not applied it."""
+    """Raise UnsupportedUse if another method than ``step`` has applied the update that is to be cleared."""
     methods = other_methods(session.optimizer)
     if methods and session.watch.weights_changed():
         name = type(session.optimizer).__name__
@@ -179,10 +182,10 @@ def check_not_stepped_otherwise(session: Session) -> None:
 
 
 def lead_to_ours(optimizer: torch.optim.Optimizer) -> None:
-    """Let whoever has taken a method of `optimizer` before its class became ours call that of the class of now.
+    """Redirect references to methods of `optimizer` from before its class was replaced to the methods of its new class.
 
-    So a function that stands around ``step`` on the object (a scheduler's, the script's own) stays and ends in our
-    ``step``. Followed are closures, attributes and names of modules; not a local variable, nor arguments of a partial.
+    A function around ``step`` on the object (a scheduler's, the script's own) then calls our ``step``. Closures,
+    attributes and names of modules are redirected; local variables and arguments of a partial are not.
 
     Cost: two passes over all objects of the process.
     """
@@ -200,8 +203,8 @@ def lead_to_ours(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _replace(old: object, new: object) -> None:
-    """Let whatever holds `old` under a name hold `new`."""
-    for holder in gc.get_referrers(old):  # no comprehension, whose cell for `old` would be one of them
+    """Replace `old` by `new` in every closure, attribute and dict that holds it."""
+    for holder in gc.get_referrers(old):  # not a comprehension, whose cell for `old` would be a referrer too
         if isinstance(holder, CellType):
             holder.cell_contents = new
             continue
@@ -211,5 +214,5 @@ def _replace(old: object, new: object) -> None:
                 held[name] = new
 
 
-def _knows(closure: tuple[Any, ...], optimizer: Any) -> bool:
+def _knows(closure: tuple[object, ...], optimizer: object) -> bool:
     return any(isinstance(x, weakref.ref) and x() is optimizer for x in gc.get_referents(*closure))
