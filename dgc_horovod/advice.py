@@ -1,6 +1,6 @@
-"""What is said while a run goes on, once, where a figure leaves the range in which compression was seen to be sound.
+"""Warnings during a run: each once, when a figure leaves the range of runs in which compression was sound.
 
-docs/tuning.md has for each what it means and what to do.
+docs/tuning.md explains each of them, and what to do.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dgc_horovod.stats import PROCESS
 
 _log = logging.getLogger("dgc_horovod")
 _PAGE = "docs/tuning.md#while-it-runs"
-FEW_STEPS = 50  # of which nothing is said yet
-MOST_LOST = 0.25  # of a step, in which the others wait for the slowest rank
+FEW_STEPS = 50  # before which no wait is judged
+MOST_LOST = 0.25  # share of a step in which the others wait for the slowest rank
 # After the density warm-up. Sound runs stay below (`python -m benchmarks.quality.health`)
-MOST_WAITING = 100.0  # norm of the residual in that of the gradient, times the root of the density
-MOST_STALE = 10.0  # steps that 99% of what is sent waited, times the density
-MOST_OVERLAP = 0.1  # of the ranks' selections, beyond the density, which chance alone gives
-LOOKS = 5  # in a row: a gradient may be small once
+MOST_WAITING = 100.0  # norm of the residual over that of the gradient, times the root of the density
+MOST_STALE = 10.0  # steps within which 99% of the sent elements were sent before, times the density
+MOST_OVERLAP = 0.1  # overlap of the ranks' selections above the density, which chance alone gives
+LOOKS = 5  # examinations in a row: a gradient may be small once
 
 
 def tell(found: Mapping[str, str]) -> None:
-    """Log what has not been said yet. For rank 0.
+    """Log warnings that were not given yet. For rank 0.
 
     Args:
-        found: texts by kind, of which each is said once.
+        found: texts by kind; each kind is logged once.
     """
     for kind, text in found.items():
         if kind not in PROCESS.advice:
@@ -37,18 +37,18 @@ def tell(found: Mapping[str, str]) -> None:
 
 
 def given() -> list[str]:
-    """All that was said."""
+    """Return all warnings that were given."""
     return list(PROCESS.advice.values())
 
 
 class Compression:
-    """What is to be said of how one optimizer's gradients are compressed, once several looks in a row agree on it."""
+    """Warnings on the compression of one optimizer's gradients, after several examinations in a row that agree."""
 
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
 
     def on(self, figures: Mapping[str, float], density: float) -> dict[str, str]:
-        """What is to be said after another look.
+        """Return the warnings after another examination.
 
         Args:
             figures: figures of a step after the density warm-up, see `Diagnostics.close`; with ``staleness_99``.
@@ -60,35 +60,37 @@ class Compression:
 
 
 def _outside(figures: Mapping[str, float], density: float) -> dict[str, str]:
-    """What has left the range, by kind."""
+    """Return a text for each figure outside its range, by kind."""
     found = {}
     ratio, waited = figures.get("residual_ratio", 0.0), figures.get("staleness_99", 0.0)
     if ratio * math.sqrt(density) > MOST_WAITING:
         most = MOST_WAITING / math.sqrt(density)
-        found["residual"] = f"{ratio:.0f} times a gradient waits on a rank; sound runs stay below {most:.0f} here"
+        found["residual"] = (
+            f"the norm of the residual is {ratio:.0f} times that of the gradient; sound runs stay below {most:.0f}"
+        )
     if waited * density > MOST_STALE:
         found["staleness"] = (
-            f"1% of what is sent has waited for more than {waited:.0f} steps; sound runs stay below "
-            f"{MOST_STALE / density:.0f} here"
+            f"1% of the sent elements have waited for more than {waited:.0f} steps; sound runs stay below "
+            f"{MOST_STALE / density:.0f}"
         )
     if figures.get("overlap", 0.0) > MOST_OVERLAP + density:
         found["overlap"] = (
-            f"{figures['overlap']:.0%} of what a rank sends another one sends as well; sound runs stay below "
-            f"{MOST_OVERLAP + density:.0%} here"
+            f"{figures['overlap']:.0%} of the elements that a rank sends are sent by another one as well; sound runs "
+            f"stay below {MOST_OVERLAP + density:.0%}"
         )
     return found
 
 
 class Straggler:
-    """The rank that waits least for the others, and what that costs them.
+    """The rank that waits least for the others, and the time that it costs them.
 
-    Seconds of waiting hold the transfer itself too, which all ranks have alike: only differences are looked at.
+    Seconds of waiting include the transfer itself, which is the same on all ranks: only differences are compared.
 
     Args:
-        ranks: what each rank tells of itself, see `recording.rank_figures`; at least one.
+        ranks: figures of each rank, see `recording.rank_figures`; at least one.
 
     Attributes:
-        figures: what the slowest rank tells.
+        figures: those of the slowest rank.
         lost: mean seconds of a step in which a rank of the others waits for it.
         share: `lost` in the length of a step.
     """
@@ -102,7 +104,7 @@ class Straggler:
 
     @property
     def notable(self) -> bool:
-        """Whether it costs so much that something should be done."""
+        """Whether it costs so much that the user should be told."""
         return self.share > MOST_LOST
 
 
@@ -112,7 +114,7 @@ def waiting(figures: Mapping[str, Any]) -> float:
 
 
 def on_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What is to be said of the differences between ranks."""
+    """Return the warning on a slow rank, if there is one."""
     if len(ranks) < 2 or min(figures["timed_steps"] for figures in ranks) < FEW_STEPS:
         return {}
     slowest = Straggler(ranks)

@@ -1,16 +1,16 @@
-"""How an optimizer's arithmetic is split, once for all frameworks: what enters the residual, and what is applied after.
+"""The split of an optimizer's arithmetic, once for all frameworks: the part before selection, and the part after.
 
-Error feedback alone: the gradient enters the residual, and the user's optimizer takes what the exchange brings as one.
-Where momentum is corrected the arithmetic is split. What concerns a rank's own gradient comes before selection; what
-comes back is applied by the plain step, beside what is the same on every rank::
+With error feedback alone the gradient enters the residual, and the user's optimizer steps with the exchanged update.
+Momentum correction splits the arithmetic. Momentum and second moments act on a rank's own gradient, before selection;
+the exchanged sum is applied by a plain step, together with weight decay, which is the same on every rank::
 
     SGD     u = m*u + g;  v += u    (Nesterov: v += g; v += m*u)    w -= lr*(b + mean(s)),  b = m*b + wd*w
     Adam    v += g / den            (`SecondMoments`)               w -= lr*mean(s)
     local   v += change of weights                                  w -= rate*mean(s)
 
-What stock keeps of a tensor, its slots, are parts of a record: velocity (u), first and second moment. They are taken
-over when compression begins, and given back by a flush: by linearity nothing is lost, and nothing applied twice. An
-adapter names the slots of its framework, reads and sets them, and applies a `Change` to weights and slots.
+The slots of the stock optimizer are parts of a record: velocity (u), first and second moment. They are taken over when
+compression begins, and given back by a flush: by linearity nothing is lost, and nothing applied twice. An adapter names
+the slots of its framework, reads and sets them, and applies a `Change` to weights and slots.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from dgc_horovod.notices import ADAM_AFTER, ADAM_DIRECTIONS, no_momentum, of_oth
 from dgc_horovod.state.parts import ADAM_UPDATES, CHANGES, GRADIENTS, SGD_UPDATES
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
 
-Left = Mapping[str, Array]  # of a tensor, what all ranks together have kept, by part
+Left = Mapping[str, Array]  # state of a tensor, combined over the ranks, by part
 _correction = functools.lru_cache(maxsize=16)(MomentumCorrection)  # one for all tensors of a group
 
 
 class Options(NamedTuple):
-    """What an optimizer's arithmetic depends on, as it stands for a tensor now; what it does not know does nothing.
+    """Options of an optimizer for a tensor, as they are now; the defaults have no effect.
 
     Args:
         momentum, nesterov, dampening: SGD's.
         b1, b2, eps, amsgrad: Adam's.
         decay: factor of weight decay.
-        decoupled: whether that is taken off the weights, and is no part of the gradient.
-        maximize: whether gradients are ascended; stock's slots are of what is descended.
+        decoupled: whether weight decay acts on the weights, and not on the gradient.
+        maximize: whether steps go up the gradient; the slots hold negated gradients then.
     """
 
     momentum: float = 0.0
@@ -58,15 +58,15 @@ class Options(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a flush does to a tensor.
+    """The change of a tensor by a flush.
 
     Args:
-        step: what is applied as if it were an update; None: nothing.
-        ahead: factor of it.
-        rate: the rate by which it is applied; None: that of the optimizer.
-        momentum: what is added to the velocity, in units of gradients; None: nothing.
-        slots: what slots become, by part.
-        kept: what cannot be applied and goes on waiting, on every rank; None: nothing.
+        step: array that is applied as an update; None: nothing.
+        ahead: factor of `step`.
+        rate: learning rate of `step`; None: that of the optimizer.
+        momentum: array that is added to the velocity, in units of gradients; None: nothing.
+        slots: new values of slots, by part.
+        kept: array that cannot be applied and stays in the residual of every rank; None: nothing.
     """
 
     step: Array | None = None
@@ -78,19 +78,19 @@ class Change(NamedTuple):
 
 
 class Arithmetic:
-    """Error feedback alone; also an optimizer of whose arithmetic nothing is known.
+    """Error feedback alone; also for optimizers of unknown arithmetic.
 
     Attributes:
-        slots: what stock keeps of a tensor, parts of a record in stock's order. The first is a sum of gradients.
-        parts: what a rank keeps of a compressed tensor, and a flush gives back.
+        slots: slots of the stock optimizer, parts of a record in its order. The first is a sum of gradients.
+        parts: parts that a rank keeps of a compressed tensor, and a flush gives back.
         own: slots that are each rank's own, in its record.
-        holds: what residuals hold, in words that are in checkpoints.
-        is_split: whether compressed tensors are stepped by what comes back alone.
-        is_linear: whether that is linear in all gradients, so that stock's slots may go on beside what is kept.
+        holds: content of the residuals, in words that are in checkpoints.
+        is_split: whether compressed tensors are stepped by the exchanged sum alone.
+        is_linear: whether that is linear in all gradients, so that the stock slots may go on beside the engine's state.
         dense_is_stock: whether a step at which everything is sent is the user's optimizer's own.
         flush_is_step: whether a flush is a step of the user's optimizer.
-        notices: what a user is told of it, once.
-        notices_unsplit: what a user is told where error feedback alone takes its place.
+        notices: notices to the user, each logged once.
+        notices_unsplit: notices if error feedback alone is used in its place.
     """
 
     slots: tuple[str, ...] = ()
@@ -102,10 +102,10 @@ class Arithmetic:
     notices_unsplit: tuple[str, ...] = ()
 
     def check(self, options: Options) -> None:
-        """Raise UnsupportedUse for options that the split would get wrong."""
+        """Raise UnsupportedUse for options that the split does not support."""
 
     def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
-        """How the gradient of the compressed tensor `name` enters the residual at this step."""
+        """Return the way in which the gradient of the compressed tensor `name` enters the residual at this step."""
         return ErrorFeedback()
 
     def decay_before(self, options: Options) -> float:
@@ -113,38 +113,38 @@ class Arithmetic:
         return 0.0
 
     def shared(self, weights: Array, velocity: Array | None, options: Options) -> Array | None:
-        """What stock would apply for a gradient of zero, the same on every rank; advances `velocity` in place."""
+        """Return the stock update for a gradient of zero, equal on every rank; advances `velocity` in place."""
         return None
 
     # -- stock's slots
 
     def owes(self, options: Options) -> float:
-        """How much of what stands in the first slot stock would still apply, in gradients."""
+        """Return the factor of the first slot that stock would still apply, in gradients."""
         return 1.0
 
     def take_over(self, buckets: OptimizerExchange, name: str, slots: Arrays, options: Options, steps: int) -> None:
-        """Put what stood in the slots of a tensor into `buckets`.
+        """Move the content of a tensor's slots into `buckets`.
 
         Args:
-            buckets: all that this rank keeps.
+            buckets: exchange of the optimizer.
             name: name of the tensor there.
-            slots: whole and flat, float32, by part; the first as this rank's part of the gradients that it owes.
-            options: of the tensor.
+            slots: whole and flat, float32, by part; the first as this rank's part of the gradients not applied yet.
+            options: options of the tensor.
             steps: number of steps that the optimizer has made, >= 1.
         """
 
     def give_back(self, buckets: OptimizerExchange, name: str, options: Options, steps: int) -> Arrays:
-        """The reverse: what `buckets` have of a tensor's slots, the first in gradients; {} where it is in the slots."""
+        """Return a tensor's slots as `buckets` hold them, the first in gradients; {} if the slots themselves do."""
         return {}
 
     def flushed(self, left: Left, options: Options, is_gradient: bool, ends: bool) -> Change:
-        """What becomes of all that the ranks have kept of a tensor.
+        """Return the change of a tensor by a flush.
 
         Args:
-            left: that, by part; of Adam the second moment, too.
-            options: of the tensor.
-            is_gradient: whether the residual holds gradients, as that of a tensor that is sent whole, and no updates.
-            ends: whether there is no next step, whose gradient a gradient could join.
+            left: state of the tensor, combined over the ranks, by part; for Adam with the second moment.
+            options: options of the tensor.
+            is_gradient: whether the residual holds gradients, as that of a tensor that is sent dense, and no updates.
+            ends: whether no step follows, to whose gradient the residual could be added.
         """
         return Change(kept=left[RESIDUAL])
 
@@ -152,8 +152,8 @@ class Arithmetic:
 class SGD(Arithmetic):
     """SGD: u carries the local gradient.
 
-    Stock's velocity b may go on beside u, as it must where weight decay has a momentum of its own: by linearity both
-    together are the stock velocity, so that a stock checkpoint's may stand in either.
+    Stock's velocity b may go on beside u, as it must where weight decay has a momentum of its own: by linearity their
+    sum is the stock velocity, so that the velocity of a stock checkpoint may be in either.
     """
 
     slots, parts, holds = (MOMENTUM,), (RESIDUAL, MOMENTUM), SGD_UPDATES
@@ -192,7 +192,7 @@ class SGD(Arithmetic):
         return {part: x for part, x in engine.state.read(i).items() if part == MOMENTUM}
 
     def flushed(self, left: Left, options: Options, is_gradient: bool, ends: bool) -> Change:
-        """All of v is applied, and u joins the velocity. Of a gradient the momentum is still to come."""
+        """Apply all of v, and add u to the velocity. A residual of gradients has no momentum yet."""
         v = left[RESIDUAL]
         if is_gradient and not ends:
             return Change(kept=v)
@@ -204,9 +204,9 @@ class SGD(Arithmetic):
 class Adam(Arithmetic):
     """Adam, AdamW: gradients enter over the root of a second moment that all ranks share, see `SecondMoments`.
 
-    The first moment is left out, beta1 = 0: what waits in v is delayed, and so has momentum. Where steps of stock's
-    come first, or its checkpoint, the shared second moment begins with theirs, and what their first moment still holds
-    of each gradient, ``b1/(1-b1) * m``, enters v.
+    The first moment is left out, beta1 = 0: the delay in v has the effect of momentum. After stock steps, or a stock
+    checkpoint, the shared second moment begins with theirs, and the part of each gradient that their first moment has
+    not applied yet, ``b1/(1-b1) * m``, enters v.
     """
 
     slots, parts, holds = (FIRST, SECOND), (RESIDUAL, SECOND), ADAM_UPDATES
@@ -239,10 +239,10 @@ class Adam(Arithmetic):
         return {FIRST: np.zeros_like(square), SECOND: square * np.float32(1 - options.b2**steps)}
 
     def flushed(self, left: Left, options: Options, is_gradient: bool, ends: bool) -> Change:
-        """All of v is applied, and stock Adam can go on with the second moment.
+        """Apply all of v, and give the second moment to stock Adam.
 
-        A gradient that waits, what coding has left of one that was sent whole, is not applied: Adam would take a full
-        step for it, however small it is.
+        A residual of gradients, the rounding error of a tensor that is sent dense, is not applied: Adam would take a
+        full step for it, however small it is.
         """
         if is_gradient:
             return Change(kept=left[RESIDUAL])
@@ -250,10 +250,10 @@ class Adam(Arithmetic):
 
 
 class Local(Arithmetic):
-    """Local steps: the inner optimizer takes its own gradients, and what waits are changes of weights.
+    """Local steps: the inner optimizer takes its own gradients, and residuals hold changes of weights.
 
     Args:
-        inner: the inner optimizer's own; its slots are kept of every rank, those of one that is not known of the first.
+        inner: arithmetic of the inner optimizer; its slots are saved on every rank, unknown ones on the first only.
         rate: outer learning rate, > 0.
     """
 
@@ -263,23 +263,23 @@ class Local(Arithmetic):
         self.own, self._rate = inner.slots, rate
 
     def flushed(self, left: Left, options: Options, is_gradient: bool, ends: bool) -> Change:
-        """A change of weights is applied, of which nothing is left."""
+        """Apply the change of weights, all of it."""
         return Change(left[RESIDUAL], rate=self._rate)
 
 
 def choose(
     stock: Arithmetic, user_class: type, options: Iterable[Options], config: DGCConfig
 ) -> tuple[Arithmetic, list[str]]:
-    """The arithmetic of what is exchanged, and what the user is told of it.
+    """Return the arithmetic of the exchange, and notices to the user.
 
     Args:
-        stock: that of the user's optimizer.
-        user_class: class of it.
-        options: of each of its groups.
+        stock: arithmetic of the user's optimizer.
+        user_class: class of the user's optimizer.
+        options: options of each of its groups.
         config: compression settings.
 
     Raises:
-        UnsupportedUse: an option of the optimizer that the split would get wrong.
+        UnsupportedUse: an option that the split does not support.
     """
     if config.exchanges_weights:
         return Local(stock, config.outer_rate), []
@@ -297,15 +297,15 @@ def choose(
 def without_own(
     state: ResidualState, own: Collection[str], numel: Mapping[str, int]
 ) -> tuple[ResidualState, dict[str, Arrays]]:
-    """A record without the slots that are the rank's own, and these, by name of the tensor; nothing is changed.
+    """Split the rank's own slots off a record: return the rest, and these slots by tensor; `state` is not changed.
 
     Args:
         state: record of this rank.
-        own: parts that they are there.
+        own: parts of the record that are the rank's own slots.
         numel: number of elements of each tensor of the model.
 
     Raises:
-        CheckpointError: they are of another model.
+        CheckpointError: the slots are of another model.
     """
     if not own:
         return state, {}

@@ -1,6 +1,6 @@
-"""The last line of a job: what compression has saved, or why there was none, and what was not as sound as it may look.
+"""The last line of a job: the savings of compression, or why nothing was compressed, and warnings about the run.
 
-A script that compresses by itself has it by `watch`; an activated one by `launch.summary`, which adds the exit code.
+`watch` prints it for a script that compresses by itself, `launch.summary` for an activated one, with the exit code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pending() -> int:
 
 
 def skipped(stats: Mapping[str, float]) -> str:
-    """How many of all steps, or exchanges, were applied on no rank; "" if all were applied.
+    """Return a text on skipped steps, or exchanges; "" if all were applied.
 
     Args:
         stats: counters of all exchanges together, see `stats.total`.
@@ -38,16 +38,16 @@ def skipped(stats: Mapping[str, float]) -> str:
 
 
 def warnings(ranks: Sequence[Mapping[str, Any]] = ()) -> list[str]:
-    """What else is to be said of the run; nothing where it was sound.
+    """Return warnings about the run; none if it was sound.
 
     Args:
-        ranks: what each rank tells of itself, see `recording.rank_figures`.
+        ranks: figures of each rank, see `recording.rank_figures`.
     """
     left, checks, found = pending(), PROCESS.replica_checks, []
     if checks.differed:
         found.append(f"the ranks' weights differed at {checks.differed:,} of {checks.made:,} comparisons")
     found += [
-        f"rank {each['rank']} left out {each['left_out']:,} of its local steps, whose gradient was not finite"
+        f"rank {each['rank']} skipped {each['left_out']:,} of its local steps, whose gradient was not finite"
         for each in ranks
         if each.get("left_out")
     ]
@@ -60,16 +60,16 @@ def warnings(ranks: Sequence[Mapping[str, Any]] = ()) -> list[str]:
 
 
 def why_nothing(config: DGCConfig, no_step: str = NO_STEP) -> str:
-    """Why exchanges that were made have compressed nothing; "" if they have.
+    """Return the reason why nothing was compressed; "" if something was.
 
     Args:
         config: compression settings of the job.
-        no_step: what is said where no step was made.
+        no_step: reason if no step was made.
     """
     stats = total(list(PROCESS.exchanges))
     if not stats["steps"]:
         if left := pending():
-            return f"its optimizer has made {left} local steps, fewer than come before an exchange (local_steps)"
+            return f"its optimizer has made {left} local steps, fewer than local_steps, after which ranks exchange"
         return no_step
     if not stats["elements"] and not config.automatic:
         return f"every tensor is 1-D or has fewer than min_numel={config.min_numel} elements"
@@ -77,13 +77,13 @@ def why_nothing(config: DGCConfig, no_step: str = NO_STEP) -> str:
 
 
 def line(method: str, stats: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]] = (), fp16: bool = False) -> str:
-    """What the exchanges of a job have sent, and how much less that was.
+    """Return a text on the bytes that the exchanges of a job have sent, and on their savings.
 
     Args:
         method: name of the compression method.
         stats: counters of all exchanges together, see `stats.total`.
         ranks: see `warnings`.
-        fp16: whether the script itself has asked for half precision.
+        fp16: whether the script itself asked for half precision.
     """
     if not stats["bytes_sent"]:
         return f"{method}: the uncompressed exchange is not counted"
@@ -95,28 +95,28 @@ def line(method: str, stats: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
 
 
 def not_active(method: str, reason: str) -> str:
-    """What a user is told of a job that was not compressed."""
+    """Return the last line of a job that was not compressed."""
     return f"NOT ACTIVE: compression {method} was asked for, but {reason}"
 
 
 def failed() -> bool:
-    """Whether an error of its own has ended the script, or is why it ends."""
+    """Whether the script ends by an error."""
     return getattr(sys, "last_value", None) is not None or leaving.has_given_up.is_set()
 
 
 def say(text: str, inactive: str) -> None:
-    """Print the last line; nothing of a job that was ended by an error before anything was compressed.
+    """Print the last line; nothing if an error ended the job before anything was compressed.
 
     Args:
         text: the line.
-        inactive: why nothing was compressed; "" if it was.
+        inactive: reason why nothing was compressed; "" if something was.
     """
     if not (failed() and inactive):
         print(f"dgc_horovod: {text}{' (ended by an error)' * failed()}", file=sys.stderr, flush=True)
 
 
 def watch(rank: int, config: DGCConfig) -> None:
-    """On rank 0, print the last line when this process ends; once for all optimizers.
+    """Print the last line on rank 0 when this process ends; once for all optimizers.
 
     Args:
         rank: index of this rank.
@@ -136,7 +136,7 @@ def _at_exit(process: int, config: DGCConfig) -> None:
 
 
 def _densities(exchanges: Sequence[ExchangeStats]) -> tuple[float, float]:
-    """The density that the warm-up comes down to, and that of the last step, where the warm-up was not over."""
+    """Return the density after the warm-up, and that of the last step if the warm-up was not over."""
     counts = min(exchanges, key=lambda counts: counts.density)
     return counts.density, max(counts.density, counts.density_now)
 
@@ -165,7 +165,7 @@ def _steps(stats: Mapping[str, Any], alone: int) -> str:
 
 
 def _density(final: float, last: float, stats: Mapping[str, Any]) -> str:
-    """What was sent on average, and what it came down to where that is not the same."""
+    """Return a text on the mean density, and on the final one if it is different."""
     if not stats["elements"]:
         return ""
     mean = stats["selected"] / stats["elements"]

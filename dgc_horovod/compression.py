@@ -17,7 +17,7 @@ _LOCAL: dict[str, Any] = {
     "outer_momentum": 0.5,
     "compress_1d": True,
     "check_every": 10,  # exchanges, of H steps each
-    "min_numel": 64,  # where a packet has so little, small tensors would be a sixth of it
+    "min_numel": 64,  # packets are so small that small tensors would be a sixth of them
 }
 
 # The fields in which a preset differs from DGCConfig's defaults.
@@ -69,7 +69,7 @@ class ConfiguredCompressor:
 
 
 class Presets:
-    """What to send: each choice takes any field of DGCConfig as keyword. An adapter adds Horovod's own."""
+    """The presets: each takes any field of DGCConfig as keyword. An adapter adds Horovod's compressors."""
 
     compressor: type[ConfiguredCompressor]
 
@@ -86,17 +86,17 @@ class Presets:
         Adam and AdamW divide the gradient by a second moment that all ranks share: docs/algorithm.md#adam.
 
         Memory: 8 bytes an element (u, v), 6 with ``momentum_dtype="bf16"``; Adam 4. Cost: one pass over gradient, u and
-        v, 20 bytes an element, or 16; Adam 12, and one more for what is measured.
+        v, 20 bytes an element, or 16; Adam 12, and one more pass for the second moment.
         """
         return cls._preset("dgc", density=density, **fields)
 
     @classmethod
     def auto(cls, total_steps: int | None = None, **fields: object) -> Any:
-        """Whatever is faster here: stock Horovod's exchange, or `dgc` at a density that fits the run.
+        """The faster of two here: stock Horovod's exchange, or `dgc` at a density that fits the run.
 
-        The job begins with stock Horovod's exchange, and times it. Where the cost model says that compression is
-        faster, it tries that for some tens of steps, and goes on with what the clock has found best: with stock
-        Horovod's unless compression gains 5%.
+        The job begins with stock Horovod's exchange, and times it. If the cost model predicts that compression is
+        faster, it tries that for some tens of steps, and goes on with compression if that gains 5%, otherwise with
+        stock Horovod's.
 
         Args:
             total_steps: number of steps of the run, >= 1: the density is then the smallest at which a coordinate is
@@ -185,7 +185,7 @@ class Presets:
 
 
 def method_of(config: DGCConfig) -> str:
-    """The preset that a config is of, or is nearest to."""
+    """Return the name of the preset of a config, or of the nearest one."""
     if config.local_steps is not None:
         return "local"
     if config.automatic:

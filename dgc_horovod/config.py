@@ -1,4 +1,4 @@
-"""What a user can set: one frozen record, validated once, the same for every framework."""
+"""The settings of one optimizer: one frozen record, validated once, the same for every framework."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rule:
     """A selection rule (its function is in ``core/selection.py``) and its needs of the pass over the bucket.
 
     Args:
-        wants_candidates: whether it sends the largest elements of a range, which the pass then collects for it.
+        wants_candidates: whether it sends the largest elements of a range, which the pass then collects.
         needs_sums: whether it looks at mean and deviation.
         on_device: whether the kernels of a device can make the whole selection.
         sets_density: whether its density is that of the config, which a warm-up changes; else ``max_density``.
@@ -67,7 +67,7 @@ VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
-# What fades by less than half a unit in the last of bfloat16's 8 binary digits, 2**-8 of it, does not fade at all.
+# A momentum that fades by less than half a unit in the last of bfloat16's 8 binary digits, 2**-8, does not fade at all.
 _MOST_MOMENTUM = {"fp32": 1.0, "bf16": 0.99}
 MOMENTUM_DTYPES = tuple(_MOST_MOMENTUM)
 ON_MISMATCH = ("stop", "broadcast")
@@ -88,7 +88,7 @@ class DGCConfig:
     """Settings of one compressed optimizer. Unlisted names and values out of range raise ConfigError.
 
     Args:
-        density: fraction of elements sent each step, in (0, 1]; lower sends less and waits longer.
+        density: fraction of elements sent each step, in (0, 1]; a lower one sends less, and elements wait longer.
         rule: selection rule: exact (top-k), sampled (threshold from a 1% sample), gaussian (threshold
             from mean and deviation), random, threshold (everything at or above a fixed magnitude).
         scope: elements ranked together: "bucket": all of a bucket; "tensor": those of each tensor, as in the papers.
@@ -105,25 +105,25 @@ class DGCConfig:
             rounding drops stays in the residual.
         dense_values: number format of the tensors that are not compressed (1-D, small): fp32, fp16 by allreduce;
             bf16, 8bit by allgather, with a residual of their own; auto: 8bit up to 4 workers, fp32 beyond.
-        exchange: who exchanges packets with whom: "flat": every worker with every other; "sharded": every worker with
-            the owners of elements, who send the largest sums on; "hierarchical": the workers of a node average their
-            gradients densely, then each exchanges its slice with the other nodes; "hierarchical+sharded": the nodes
-            with owners among them; "auto": hierarchical where the process sets of nodes are declared and their cards
-            are spared more than it costs, else flat; with owners where 32 or more would send more than
+        exchange: algorithm: "flat": every worker exchanges packets with every other; "sharded": every worker with the
+            shard owners, who send the largest sums on; "hierarchical": the workers of a node average their gradients
+            densely, then each exchanges its slice with the other nodes; "hierarchical+sharded": the same with shard
+            owners among the nodes; "auto": hierarchical where the process sets of nodes are declared and it saves the
+            network cards more than it costs, else flat; with shard owners where 32 or more senders would exceed
             `max_bytes_per_step`.
         node_size: number of workers of a node, >= 1; None: those on one host.
-        max_bytes_per_step: number of bytes that a network card is to receive at a step after the warm-up, >= 1: the
-            density is lowered until it does, not below 0.0001; None: no limit.
+        max_bytes_per_step: most bytes that a network card receives in a step after the warm-up, >= 1: the density is
+            lowered until they suffice, not below 0.0001; None: no limit.
         automatic: whether the job begins with stock Horovod's exchange, and takes the faster by its own clock: that, or
             this compression.
         total_steps: number of steps of the run, >= 1, where it is known: ``automatic`` takes the density from it.
-        local_steps: number of the optimizer's steps on each rank alone from one exchange to the next, H >= 1: what is
-            exchanged then is the weights' change. None: gradients are exchanged at every step.
-        local_decay: with local steps, factor of what waits at each exchange, in (0, 1].
+        local_steps: number of the optimizer's steps on each rank alone from one exchange to the next, H >= 1; the ranks
+            then exchange the change of the weights. None: gradients are exchanged at every step.
+        local_decay: with local steps, factor of the residual at each exchange, in (0, 1].
         outer_rate: with local steps, factor of the mean change, > 0.
         outer_momentum: with local steps, Nesterov momentum of the mean change, in [0, 1).
-        offload: PyTorch, with local steps: whether what waits, the weights of the last exchange and the outer momentum
-            lie in host memory, and changes are compressed there, where the model is on a GPU.
+        offload: PyTorch, with local steps: whether the residual, the weights of the last exchange and the outer
+            momentum are in host memory, and changes are compressed there, if the model is on a GPU.
         threshold: smallest magnitude that rule "threshold" sends, > 0 and within float32's normal range; else None.
         max_density: largest fraction of a bucket that rule "threshold" sends, in (0, 1]; it fixes the packet's size.
         min_numel: number of elements below which a tensor is exchanged densely, >= 1.
@@ -173,7 +173,7 @@ class DGCConfig:
     )
     # how it travels
     values: str = setting("bf16", "number format sent", choice(VALUE_CODECS), WIRE)
-    dense_values: str = setting("auto", "of small tensors, sent whole", choice(DENSE_VALUES), WIRE)
+    dense_values: str = setting("auto", "number format of small tensors, sent dense", choice(DENSE_VALUES), WIRE)
     exchange: str = setting("flat", "algorithm", choice(EXCHANGES), WIRE)
     node_size: int | None = setting(
         None, "workers of a node, averaged densely; not given: those of a host", whole(1), WIRE
@@ -181,7 +181,7 @@ class DGCConfig:
     max_bytes_per_step: int | None = setting(
         None, "most that a network card receives a step: lowers the density", SIZE, WIRE, flag="--dgc-budget"
     )
-    min_numel: int = setting(1024, "tensors of fewer elements are sent whole, >= 1", whole(1), WIRE)
+    min_numel: int = setting(1024, "tensors of fewer elements are sent dense, >= 1", whole(1), WIRE)
     compress_1d: bool = setting(False, "compress biases and norms too", SWITCH, WIRE)
     bucket_bytes: int = setting(64 * 2**20, "bytes of gradient that are exchanged together, >= 1", whole(1), WIRE)
     seed: int = setting(0, "seed of rules that draw at random, >= 0", whole(0), WIRE)
@@ -197,7 +197,7 @@ class DGCConfig:
             raise ConfigError(conflict)
 
     def _conflicts(self) -> Iterator[str]:
-        """What does not go together."""
+        """Yield an error text for each pair of settings that cannot be combined."""
         rule, local = RULES[self.rule], self.local_steps is not None
         if ("threshold" in rule.parameters) != (self.threshold is not None):
             yield (
@@ -257,7 +257,7 @@ class DGCConfig:
 
     @property
     def exchanges_weights(self) -> bool:
-        """Whether what the ranks exchange are changes of weights, after steps of their own, and no gradients."""
+        """Whether the ranks exchange changes of weights, after local steps, and not gradients."""
         return self.local_steps is not None
 
     def check_reduction(self, averages: bool) -> None:
@@ -267,7 +267,7 @@ class DGCConfig:
 
     @property
     def begins_dense(self) -> bool:
-        """Whether everything is sent at the first step, and no budget can change that."""
+        """Whether every element is sent at the first step, whatever the budget."""
         first = self.warmup.first_density if self.warmup is not None else 0
         whole = self.density == 1 and self.max_bytes_per_step is None
         return RULES[self.rule].sets_density and (first == 1 or whole or self.automatic)
@@ -284,11 +284,11 @@ class DGCConfig:
 
     @property
     def wants_nodes(self) -> bool:
-        """Whether it is to be hierarchical whatever that saves."""
+        """Whether the exchange must be hierarchical, also where that saves nothing."""
         return self.exchange.startswith(HIERARCHICAL)
 
     def replace(self, **changes: Any) -> DGCConfig:
-        """A copy with `changes`; a name that is no field raises ConfigError with the nearest one."""
+        """Return a copy with `changes`; an unknown name raises ConfigError, which names the nearest field."""
         check_field_names(changes)
         return dataclasses.replace(self, **changes)
 

@@ -1,4 +1,4 @@
-"""The ranks compare what they are about to do, once, before the first step."""
+"""Comparison of settings between the ranks, once, before the first step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dgc_horovod.errors import CheckpointError, DGCError, RankMismatch
 from dgc_horovod.stats import PROCESS
 
 _DIGEST_BYTES = 8
-_PART = 2**28  # bytes in one message, far below what a collective can carry
+_PART = 2**28  # bytes in one message, far below the limit of a collective
 
 
 class Gatherer(Protocol):
-    """An adapter's collectives, as far as they are needed here."""
+    """The collectives of an adapter that are needed here."""
 
     rank: int
     workers: int
@@ -26,7 +26,7 @@ class Gatherer(Protocol):
 
 
 def cut(everything: bytes, sizes: Iterable[int]) -> list[bytes]:
-    """What the ranks sent, one after another in `everything`, apart again."""
+    """Split `everything`, the ranks' data one after another, into one piece for each rank."""
     data = memoryview(everything)
     parts = []
     for size in sizes:
@@ -72,13 +72,13 @@ def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:
 
 @contextmanager
 def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
-    """Around the checks of a rank that compresses: what one rank refuses, or cannot do, stops every rank.
+    """Run the checks of a rank that compresses; an error on one rank stops every rank.
 
     Args:
-        compare: function that compares what each rank refuses, "nothing" or its words, and raises RankMismatch.
+        compare: function that compares the ranks' errors, "nothing" or the text of one, and raises RankMismatch.
 
     Raises:
-        RankMismatch: on every rank, if not all refuse the same; also if some do not compress.
+        RankMismatch: on every rank, if not all have the same error; also if some do not compress.
     """
     problem: Exception | None = None
     try:
@@ -95,14 +95,14 @@ def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def together(collectives: Gatherer, what: str) -> Iterator[None]:
-    """Around work that each rank does for itself: if it fails on one, it fails on every rank, with the same text.
+    """Run work that each rank does by itself; if it fails on one rank, every rank raises the same error.
 
     Args:
         collectives: transport of the group whose ranks do the work.
         what: name of the work, for the message.
 
     Raises:
-        CheckpointError: on every rank, if an Exception was raised inside on any.
+        CheckpointError: on every rank, if an exception was raised inside on any.
     """
     own, cause = "", None
     try:
@@ -112,14 +112,14 @@ def together(collectives: Gatherer, what: str) -> Iterator[None]:
     try:
         texts = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "together")]
     except Exception as lost:
-        raise lost from cause  # what went wrong here goes before what the others are missing
+        raise lost from cause  # the error here is the reason why the others are missing
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     if failed:
         raise CheckpointError(f"{what} failed; " + "; ".join(failed)) from cause
 
 
 def shared_from(collectives: Gatherer, data: bytes, name: str, root: int = 0) -> bytes:
-    """The `data` of rank `root`, on every rank; that of the others is not looked at. Blocks; in parts of 256 MiB."""
+    """Return the `data` of rank `root` on every rank; that of the others is ignored. Blocks; in parts of 256 MiB."""
     own = data if collectives.rank == root else b""
     size = int(collectives.gather_bytes(str(len(own)).encode(), f"{name}.size")[root])
     parts = []

@@ -1,4 +1,4 @@
-"""The settings of a process, whatever is compressed, and the environment, which has the value of every setting.
+"""The settings of a process, and the environment, which holds the value of every setting.
 
 No other file of the package reads ``os.environ``, but for two that run before it can be imported
 (``tools/build_horovod.py``, ``launch/site/sitecustomize.py``).
@@ -43,11 +43,11 @@ def _of_config() -> Iterator[Setting]:
             yield row
 
 
-COMPRESSION = Setting("method", None, "how", choice(METHODS), WHAT, "--compression")
+COMPRESSION = Setting("method", None, "compression method", choice(METHODS), WHAT, "--compression")
 FIELDS = tuple(_of_config())
 NODE_SIZE, LOCAL_STEPS = (next(row for row in FIELDS if row.field == name) for name in ("node_size", "local_steps"))
 TIMEOUT = Setting(
-    "timeout", 120, "seconds a rank waits for the others before it gives up", SECONDS, RUNNING, "--dgc-timeout",
+    "timeout", 120, "seconds a rank waits for the others before it raises an error", SECONDS, RUNNING, "--dgc-timeout",
     acts=EVERYWHERE,
 )  # fmt: skip
 BACKEND = Setting("backend", "auto", "kernel backend", choice(_BACKENDS), RUNNING, "--dgc-backend", acts=EVERYWHERE)
@@ -62,9 +62,11 @@ CUDA_GRAPHS = Setting(
     "cuda_graphs", True, "off: kernels of a GPU are launched one by one, not recorded", SWITCH, acts=EVERYWHERE
 )
 ENABLED = Setting("enabled", True, "off: nothing is activated; scripts that compress by themselves still do", SWITCH)
-CONFIG_FILE = Setting("config_file", None, "a config file for everyone; what a job sets itself goes before it", PATH)
-STATUS_SERVER = Setting("status_server", None, "where ranks report to their launcher; set by dgcrun", TEXT, BY_DGCRUN)
-STATUS_KEY = Setting("status_key", None, "with which they may; set by dgcrun, and on no command line", TEXT, BY_DGCRUN)
+CONFIG_FILE = Setting("config_file", None, "a config file for all jobs; settings of a job itself have priority", PATH)
+STATUS_SERVER = Setting("status_server", None, "address to which ranks report; set by dgcrun", TEXT, BY_DGCRUN)
+STATUS_KEY = Setting(
+    "status_key", None, "secret of that address; set by dgcrun, and on no command line", TEXT, BY_DGCRUN
+)
 HOSTS = Setting("hosts", None, "the hosts, in rank order; set by dgcrun", TEXT, BY_DGCRUN)
 SETTABLE = (COMPRESSION, *FIELDS, TIMEOUT, BACKEND, METRICS_FILE, ALLOW_INACTIVE)  # by flag and config file too
 ALL = (*SETTABLE, CUDA_GRAPHS, ENABLED, CONFIG_FILE, STATUS_SERVER, STATUS_KEY, HOSTS)
@@ -77,12 +79,12 @@ def value(setting: Setting) -> Any:
 
 
 def from_environment() -> dict[str, str]:
-    """What is set of `ALL`, by name; an empty text counts as not set."""
+    """Return the variables of `ALL` that are set, by name; an empty text counts as not set."""
     return {variable.name: os.environ[variable.name] for variable in ALL if os.environ.get(variable.name)}
 
 
 def is_off(given: Mapping[str, str]) -> bool:
-    """Whether ``DGC_ENABLED`` among these texts says so, before which nothing else is looked at.
+    """Whether ``DGC_ENABLED`` among these texts is off; it is read before all other settings.
 
     Raises:
         ConfigError: it is neither on nor off.
@@ -92,7 +94,7 @@ def is_off(given: Mapping[str, str]) -> bool:
 
 
 def unknown() -> dict[str, str]:
-    """Names in the environment that look like ours and are not, with the nearest that is, or ""."""
+    """Return unknown variables that begin with DGC_, each with the nearest known name, or ""."""
     known = [variable.name for variable in ALL]
     strangers = [name for name in os.environ if name.startswith("DGC_") and name not in known]
     return {name: nearest(name, known) for name in strangers}
@@ -124,7 +126,7 @@ def store_addresses() -> list[str]:
 
 
 def warn_of_stalls_within(seconds: float) -> None:
-    """Let Horovod name the ranks that a collective waits for, within `seconds`, unless the user has set a time."""
+    """Set Horovod's stall check, which names missing ranks, to at most `seconds`, unless the user has set it."""
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, int(min(60, seconds)))))
 
 
@@ -149,7 +151,7 @@ def torchrun_place() -> tuple[int, int, int]:
 
 
 def launched_workers() -> int:
-    """How many ranks the launcher has started; 0 where it does not say."""
+    """Return the number of ranks that the launcher has started; 0 if it does not say."""
     names = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
     text = next((os.environ[name] for name in names if os.environ.get(name)), "0")
     return int(text) if _COUNT.fullmatch(text) else 0
@@ -178,7 +180,7 @@ def horovod_autotune() -> bool:
 
 
 def checkpoint_seconds() -> float:
-    """How long a rank waits for others that write or read files: fifteen times `timeout_seconds`."""
+    """Return the seconds that a rank waits for others that write or read files: 15 times `timeout_seconds`."""
     return 15 * timeout_seconds()
 
 

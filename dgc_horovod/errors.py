@@ -24,7 +24,7 @@ class RankMismatch(DGCError, RuntimeError):
 
 
 class CorruptPacket(DGCError, RuntimeError):
-    """A received packet is not what its sender must have written. Raised before anything is changed."""
+    """A received packet is damaged or of another format. Raised before anything is changed."""
 
 
 class CollectiveTimeout(DGCError, RuntimeError):
@@ -52,8 +52,8 @@ class ReplicaMismatch(DGCError, RuntimeError):
 
 
 class NotFinite(DGCError, ArithmeticError):
-    """A gradient was NaN or infinite on some rank, and the job is to stop then; or an optimizer has made weights that
-    are, of gradients that were not. Raised on every rank."""
+    """A gradient was NaN or infinite on some rank and the job is to stop then, or an optimizer made such weights from
+    finite gradients. Raised on every rank."""
 
 
 def nearest(word: object, allowed: Iterable[str]) -> str:
@@ -62,8 +62,8 @@ def nearest(word: object, allowed: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A few words of a value that may be long, or hold itself."""
+    """Return a short text for a value that may be long, or contain itself."""
     try:
         return reprlib.repr(value)
-    except Exception:  # a number of thousands of digits, or what cannot describe itself
+    except Exception:  # a number of thousands of digits, or an object whose repr fails
         return f"a {type(value).__name__} that cannot be shown"

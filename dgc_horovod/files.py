@@ -1,6 +1,6 @@
-"""Files whose paths a user gives: opened without a wait, whatever is there.
+"""Files whose paths a user gives: opened without blocking, whatever kind of file it is.
 
-A pipe that nobody reads, or writes to, would hold up whoever opens it, for ever and without a word.
+A process that opens a pipe which nobody reads, or writes to, would wait for ever.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import stat
 from typing import IO
 
 AnyPath = str | os.PathLike[str]
-_OWN = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/self/fd/\d+")  # what whoever started us has opened
+_OWN = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/self/fd/\d+")  # opened by the parent process
 
 
 def read(path: AnyPath, most: int = -1) -> bytes:
-    """What is in a file, `most` bytes at most. Raises OSError: it is no regular file, say."""
+    """Read a file, `most` bytes at most. Raises OSError, also if it is no regular file."""
     with _opened(path, os.O_RDONLY, "rb") as file:
         return file.read(most)
 
 
 def write(path: AnyPath, data: bytes) -> None:
-    """Put `data` in place of what is in a file; the null device and a terminal take it too. Raises OSError."""
+    """Replace the content of a file by `data`; also the null device and a terminal. Raises OSError."""
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
         file.write(data)
 
@@ -30,7 +30,7 @@ def write(path: AnyPath, data: bytes) -> None:
 def append(path: AnyPath, data: bytes) -> None:
     """Add `data` to a file, in one piece: another job may write to the same one. Raises OSError.
 
-    A pipe that somebody reads takes it too, where it has room for it: nobody waits for the reader.
+    Also to a pipe that somebody reads, if it has room: this does not wait for the reader.
     """
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab") as file:
         number = file.fileno()
@@ -39,7 +39,7 @@ def append(path: AnyPath, data: bytes) -> None:
 
 
 def problem_with(path: AnyPath) -> str:
-    """Why `write` cannot write there; "" if nothing is known of. Nothing is opened, made or changed."""
+    """Return the reason why `write` would fail; "" if none is known. Nothing is opened, made or changed."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def problem_with(path: AnyPath) -> str:
 def _opened(path: AnyPath, flags: int, mode: str) -> IO[bytes]:
     try:
         number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
-    except ValueError as error:  # a zero byte, or what no name of a file can have
+    except ValueError as error:  # a zero byte, or another character that no file name can have
         raise OSError(errno.EINVAL, _words(error)) from None
     except OSError as error:
         if error.errno == errno.ENXIO:

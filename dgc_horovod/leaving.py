@@ -1,4 +1,4 @@
-"""The end of a process that has waited for another rank in vain: it does not wait for that one again."""
+"""The end of a process whose wait for another rank has timed out: it does not wait for that rank again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from types import ModuleType
 
 SHUTDOWN_SECONDS = 2.0  # of ranks that all answer it takes milliseconds
 _HANDLERS_SECONDS = 4.0
-has_given_up = threading.Event()  # set once this process has waited in vain
+has_given_up = threading.Event()  # set after a wait of this process has timed out
 
 
 def without_others(horovod: ModuleType) -> None:
-    """From now on neither Horovod's shutdown nor the end of this process waits for other ranks.
+    """Let neither Horovod's shutdown nor the end of this process wait for other ranks from now on.
 
-    Both need an answer of every rank, also at exit and then in a destructor of Horovod's library. One that is frozen
-    gives none: that is 30 s over Gloo, and for ever over MPI. All else stays: what a script does with the error, exit
-    handlers, the exit code.
+    Both need an answer of every rank, also at exit and then in a destructor of Horovod's library. A frozen rank gives
+    none: they would wait 30 s over Gloo, and for ever over MPI. The script's handling of the error, exit handlers and
+    the exit code stay as they are.
 
     Args:
         horovod: Horovod's module of a framework.
@@ -33,13 +33,13 @@ def without_others(horovod: ModuleType) -> None:
     library.horovod_shutdown = functools.partial(within, SHUTDOWN_SECONDS, library.horovod_shutdown)
     atexit.unregister(horovod.mpi_ops._basics.shutdown)
     c = ctypes.CDLL(None)
-    if hasattr(c, "on_exit"):  # glibc's: a handler that is given the exit code; what is registered last runs first
+    if hasattr(c, "on_exit"):  # glibc's: a handler that gets the exit code; the last one registered runs first
         c.on_exit(c._exit, None)
         c.__cxa_atexit(c.fflush, None, None)  # of all files that libraries in C have open
 
 
 def within(seconds: float, work: Callable[[], object]) -> bool:
-    """Whether `work` is done within `seconds`; if not, a thread of its own goes on with it."""
+    """Run `work` in a thread, and return whether it ends within `seconds`; if not, the thread goes on."""
     thread = threading.Thread(target=work, name="dgc-leaving", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -47,7 +47,7 @@ def within(seconds: float, work: Callable[[], object]) -> bool:
 
 
 def end_now() -> None:
-    """End this process, whose other threads wait for ever, with exit code 1, after its exit handlers."""
+    """End this process with exit code 1 after its exit handlers, although other threads wait for ever."""
     within(_HANDLERS_SECONDS, atexit._run_exitfuncs)
     within(1.0, _flush)
     os._exit(1)

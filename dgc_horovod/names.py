@@ -1,4 +1,4 @@
-"""Names of other libraries are replaced: by identity, wherever scripts have imported them, or for a while."""
+"""Replacement of names of other libraries: by identity, in every module that imported them, or for a while."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import ModuleType
 
 
 def replace_everywhere(old: object, new: object) -> None:
-    """Let every module that has `old`, under whatever name, have `new` instead.
+    """Replace `old` by `new` in every module that has it, under any name.
 
-    What is held elsewhere (in a closure, as an attribute of a class) stays.
+    References elsewhere (in a closure, as an attribute of a class) stay.
     """
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
@@ -22,7 +22,7 @@ def replace_everywhere(old: object, new: object) -> None:
 
 @contextlib.contextmanager
 def replaced(module: ModuleType, **names: object) -> Iterator[None]:
-    """While inside, `module` has these under its names."""
+    """Give `module` these names while inside."""
     before = {name: getattr(module, name) for name in names}
     vars(module).update(names)
     try:

@@ -1,4 +1,4 @@
-"""What an optimizer tells the user of itself, on rank 0."""
+"""Messages of an optimizer to the user, logged on rank 0."""
 
 from __future__ import annotations
 
@@ -17,89 +17,89 @@ from dgc_horovod.stats import ExchangeStats
 _log = logging.getLogger("dgc_horovod")
 
 ADAM_DIRECTIONS = (
-    "Adam runs with beta1 = 0 on compressed tensors, as what waits to be sent has momentum already, and with a second "
-    "moment by rows and columns that all ranks share (docs/tuning.md#adam-and-adamw)"
+    "on compressed tensors Adam runs with beta1 = 0, because the residual has the effect of momentum already, and with "
+    "a second moment by rows and columns that all ranks share (docs/tuning.md#adam-and-adamw)"
 )
 ADAM_AFTER = (
-    "with Adam the mathematics changes: Adam is given bursts of gradient, which costs quality; method dgc loses less "
+    "this method gives Adam the exchanged update, which comes in bursts and costs quality; method dgc loses less "
     "(docs/tuning.md#adam-and-adamw)"
 )
 _FIND_THEIR_RATE = ("Prodigy", "DAdapt")  # classes of prodigyopt and dadaptation
 NO_RATE = (
-    "{name} finds its learning rate in the gradients that it is given, and what compression gives it are rare bursts: "
-    "it MAY NOT LEARN AT ALL, as in our trials (docs/tuning.md#by-optimizer). Use SGD, Adam or AdamW with a learning "
-    "rate, or compression none or fp16"
+    "{name} finds its learning rate from the gradients, and compressed gradients arrive in rare bursts: it MAY NOT "
+    "LEARN AT ALL, as in our trials (docs/tuning.md#by-optimizer). Use SGD, Adam or AdamW with a learning rate, or "
+    "compression none or fp16"
 )
 MID_ROUND = (
     "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
 )
 WEIGHTS_SET = (
-    "something else than the optimizer has changed weights within a round of local steps. If the script clips or "
-    "normalizes them, all is well. If it has put in others, such as its best ones, they count as what this rank has "
-    "changed, of which little is sent at once: call optimizer.clear_residuals() on every rank, once all have the same"
+    "weights were changed within a round of local steps, and not by the optimizer. This is correct if the script clips "
+    "or normalizes them. If it set others, such as its best ones, they count as a change by this rank, of which only a "
+    "small part is sent at once: call optimizer.clear_residuals() on every rank after all have set the same weights"
 )
-LOOKS = 10  # steps after which the weights are looked at, of an optimizer whose arithmetic is not known
+LOOKS = 10  # first steps after which the weights are checked, if the arithmetic of the optimizer is not known
 _TOO_LARGE = {
     LEFT_OUT: "{what}: an update was too large for its parameter's dtype, or for float32, though every gradient was "
-    f"finite; it is left out on every rank, and after {IN_A_ROW} such steps in a row all that waits. Lower the loss "
-    "scale or the learning rate, pass clip_norm, or keep the parameters in float32",
+    f"finite; every rank drops it, and after {IN_A_ROW} such steps in a row the whole residual. Lower the loss scale "
+    "or the learning rate, pass clip_norm, or keep the parameters in float32",
     TRIED_AGAIN: "{what}: an update times the loss scale was too large for its parameter's dtype, or for float32, "
-    "though every gradient was finite; the step is applied on no rank, and the update is sent again while the loss "
-    "scale falls",
+    "though every gradient was finite; every rank skips the step, and the update is sent again while the loss scale "
+    "falls",
 }
 OF_A_TAPE = (
-    "; a tape applies nothing: it returns NaN, on every rank, and the script is to leave the step out "
-    "(tf.math.is_finite), else the weights become NaN"
+    "; a tape applies nothing: it returns NaN, on every rank, and the script must skip the step "
+    "(tf.math.is_finite), otherwise the weights become NaN"
 )
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
 
 def refusal(what: str, instead: str) -> str:
-    """What is said of an option that momentum correction would get wrong."""
+    """Return the error text for an option that momentum correction does not support."""
     return (
-        f"{what} has no form under momentum correction; use {instead}, or a compression without momentum "
-        "correction such as Compression.topk(...), under dgcrun --compression topk"
+        f"{what} cannot be combined with momentum correction; use {instead}, or a compression without momentum "
+        "correction, such as Compression.topk(...), or dgcrun --compression topk"
     )
 
 
 def of_other(optimizer: type, corrects: bool) -> list[str]:
-    """What is said of an optimizer that is none whose arithmetic can be split.
+    """Return the notices for an optimizer whose arithmetic cannot be split.
 
     Args:
-        optimizer: its class.
-        corrects: whether momentum is to be corrected.
+        optimizer: class of the optimizer.
+        corrects: whether momentum correction was asked for.
     """
     name = optimizer.__name__
     if any(base.__name__.startswith(_FIND_THEIR_RATE) for base in optimizer.__mro__):
         return [NO_RATE.format(name=name)]
     if not corrects:
         return []
-    runs = f"momentum correction has a form for SGD, Adam and AdamW; {name} runs with plain error feedback"
+    runs = f"momentum correction supports SGD, Adam and AdamW; {name} runs with plain error feedback"
     return [f"{runs}, which may cost quality (docs/algorithm.md)"]
 
 
 def no_momentum(optimizer: type) -> str:
-    """What is said of an optimizer that has no momentum that could be kept in bfloat16, by its class."""
-    return f"momentum_dtype is for SGD; what is kept for {optimizer.__name__} stays float32"
+    """Return the notice for a class of optimizers without a momentum that could be kept in bfloat16."""
+    return f"momentum_dtype is for SGD; the state of {optimizer.__name__} stays float32"
 
 
 def not_finite(step: int, where: str) -> str:
-    """What is said of a step that is not applied: its number from 0, and `Ending.where`."""
+    """Return the message on a skipped step: its number from 0, and `Ending.where`."""
     if where in _TOO_LARGE:
         return _TOO_LARGE[where].format(what=f"step {step}")
     if where.startswith(WEIGHTS):
         return (
-            f"step {step}: {where} are not finite, and so gradients are not; the step is applied on no rank, nor is "
-            "any other until the weights are sound: lower the learning rate, and go on from a checkpoint"
+            f"step {step}: {where} are not finite, and so gradients are not; every rank skips this step and all others "
+            "until the weights are finite: lower the learning rate, and continue from a checkpoint"
         )
-    return f"step {step}: a gradient was not finite on {where}; the step is applied on no rank"
+    return f"step {step}: a gradient was not finite on {where}; every rank skips the step"
 
 
 def of_skipped(exchange: OptimizerExchange) -> tuple[str, str]:
-    """What is said of the last step, or exchange of local steps, which was applied on no rank.
+    """Return the message on the last step, or exchange of local steps, which all ranks have skipped.
 
     Returns:
-        A key of what is said once: of each kind of reason, and again where 10, 100, 1,000, ... were skipped; the text.
+        A key under which it is logged once: one for each kind of reason, and for 10, 100, 1,000, ... skips; the text.
     """
     counts, rounds = exchange.counts, exchange.config.exchanges_weights
     said = round_not_finite if rounds else not_finite
@@ -111,45 +111,46 @@ def of_skipped(exchange: OptimizerExchange) -> tuple[str, str]:
 
 
 def is_round(count: int) -> bool:
-    """Whether it is 10, 100, 1,000, ...: what comes so often is told again."""
+    """Whether it is 10, 100, 1,000, ..., at which a repeated warning is logged again."""
     return count > 1 and str(count).rstrip("0") == "1"
 
 
 def stop_if_skipped(exchange: OptimizerExchange) -> None:
-    """After a step that was applied on no rank: raise NotFinite if the job is to stop. The same on every rank, as all
-    have skipped the same steps. Not for steps with a loss scale, which scalers look for in this way.
+    """Raise NotFinite after a skipped step if the job is to stop; on every rank, as all skip the same steps.
+
+    Not for steps with a loss scale: scalers find the largest one by such steps.
     """
     config, in_a_row = exchange.config, exchange.counts.skipped_in_a_row
     if config.on_nonfinite == "stop":
         raise NotFinite(of_skipped(exchange)[1])
     if 0 < config.max_skipped <= in_a_row:
         raise NotFinite(
-            f"{of_skipped(exchange)[1]}. {in_a_row:,} in a row were skipped, in which no weight has changed, so every "
-            "rank stops. Look at data and loss of the rank that is named; max_skipped (--dgc-max-skipped) "
-            "is how many may be, 0: any number"
+            f"{of_skipped(exchange)[1]}. {in_a_row:,} in a row were skipped, without a change of any weight, so every "
+            "rank stops. Check data and loss of the rank that is named; max_skipped (--dgc-max-skipped) sets the "
+            "limit, 0: none"
         )
 
 
 def made_not_finite(step: int, name: str, optimizer: str) -> str:
-    """What is said of an optimizer that has spoilt weights in the step of that number, from 0, or the one before."""
+    """Return the error text for an optimizer that made weights not finite in this step (from 0) or the one before."""
     return (
-        f"step {step}: {optimizer} has made {WEIGHTS}{name!r} that are not finite, though every gradient was: what "
-        "compression brings are bursts with zeros between, which not every optimizer can take. Use SGD, Adam or AdamW, "
-        "local steps (Compression.local), which leave its steps to it, or no compression"
+        f"step {step}: {optimizer} has made {WEIGHTS}{name!r} that are not finite, though every gradient was: "
+        "compressed updates are bursts with zeros between them, which not every optimizer tolerates. Use SGD, Adam or "
+        "AdamW, local steps (Compression.local), which give the optimizer plain gradients, or no compression"
     )
 
 
 def clips_alone(who: str, limit: float, workers: int) -> str:
-    """What is said with local steps of clipping by the script, or its optimizer."""
+    """Return the notice on clipping by `who`, the script or its optimizer, with local steps."""
     return (
-        f"{who} clips to {limit:g}, with local steps each rank's own gradient, which is noisier than the average. If "
-        f"{limit:g} is the limit of dense training, the like of it here is sqrt(N)*{limit:g} = "
-        f"{math.sqrt(workers) * limit:.3g} (docs/internet.md#steps)"
+        f"{who} clips to {limit:g}. With local steps that is each rank's own gradient, noisier than the average: a "
+        f"limit of {limit:g} in dense training corresponds to sqrt(N)*{limit:g} = "
+        f"{math.sqrt(workers) * limit:.3g} here (docs/internet.md#steps)"
     )
 
 
 def leave_out(counts: ExchangeStats, rank: int, spoilt: str) -> None:
-    """Count a local step that this rank has left out, as its own gradient was not finite; tell of some of them.
+    """Count a local step that this rank skips because its own gradient is not finite; log some of them.
 
     Args:
         counts: counters of the exchange.
@@ -158,39 +159,39 @@ def leave_out(counts: ExchangeStats, rank: int, spoilt: str) -> None:
     """
     counts.left_out += 1
     count = counts.left_out
-    text = f"a gradient was not finite on rank {rank}, and is left out there; the step counts as one of its local steps"
+    text = f"a gradient was not finite on rank {rank}, which skips the step; it counts as one of its local steps"
     if spoilt:
         text = (
-            f"{WEIGHTS}{spoilt!r} are not finite on rank {rank}, and so gradients are not, which are left out there; "
-            "such a step counts as one of its local steps"
+            f"{WEIGHTS}{spoilt!r} are not finite on rank {rank}, and so gradients are not; it skips such steps, which "
+            "count as local steps"
         )
     if count == 1 or is_round(count):
         _log.warning("dgc_horovod: %s%s", text, f"; {count:,} steps so far" if count > 1 else "")
 
 
 def round_not_finite(exchange: int, where: str) -> str:
-    """The same of an exchange of local steps."""
+    """Return the message on a skipped exchange of local steps; see `not_finite`."""
     if where in _TOO_LARGE:
         return _TOO_LARGE[where].format(what=f"exchange {exchange}")
-    return f"exchange {exchange}: a weight was not finite on {where}; the round is applied on no rank"
+    return f"exchange {exchange}: a weight was not finite on {where}; every rank rolls the round back"
 
 
 def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:
-    """What a rank says that waited in vain for the collective `what`."""
+    """Return the error text for a collective, `what`, that did not end in time."""
     return (
         f"rank {rank} of {workers} waited {seconds:g} s for {what}: another rank has stopped, has fewer steps or "
-        "epochs (unequal shards?), is in a callback that only some ranks have, did not take this "
+        "epochs (unequal shards?), is in a callback that only some ranks have, did not make this "
         f"step, is in another epoch of the warm-up, or runs without compression. {envvars.TIMEOUT.name} sets the limit"
     )
 
 
 def lost(rank: int, workers: int, what: str, reason: str) -> str:
-    """What a rank says whose collective `what` has failed: another rank has ended, and `reason` is the library's."""
+    """Return the error text for a collective, `what`, that failed as another rank ended; `reason`: the library's."""
     return f"rank {rank} of {workers}: {what} has failed, as another rank has ended or stopped with an error ({reason})"
 
 
 def going_back(error: BaseException | None) -> None:
-    """Tell why an elastic job goes back to its last commit: Horovod says nothing."""
+    """Log why an elastic job goes back to its last commit, which Horovod does not."""
     if error is None:  # the script has asked for it
         return
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -208,7 +209,7 @@ def make_visible() -> None:
 
 
 def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
-    """What is compressed and what is not, the one recommendation, and `notices` of the optimizer."""
+    """Log which tensors are compressed, at most one recommendation, and `notices` of the optimizer."""
     make_visible()
     config, numel, place = exchange.config, exchange.numel, exchange.topology
     sparse = [bucket for bucket in exchange.layout.buckets if not bucket.uncompressed]
@@ -216,8 +217,8 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
     whole = [name for name in numel if name not in set(compressed)]
     _log.info(
         "dgc_horovod: %s%s, density %g: %d tensors compressed in %d bucket%s, values %s; %d small ones with %.3g%% of "
-        "all elements are sent whole, values %s%s",
-        "auto: the uncompressed exchange first; to be tried: " if config.automatic else "",
+        "all elements are sent dense, values %s%s",
+        "auto: starts with the uncompressed exchange, then tries: " if config.automatic else "",
         config.rule,
         config.final_density,
         len(compressed),
@@ -233,7 +234,7 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
         _tell_budget(exchange, config.max_bytes_per_step)
     for notice in notices if sparse else ():
         _log.warning("dgc_horovod: %s", notice)
-    _log.debug("dgc_horovod: sent whole: %s", ", ".join(whole))
+    _log.debug("dgc_horovod: sent dense: %s", ", ".join(whole))
     if envvars.horovod_autotune():
         _log.warning(
             "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
@@ -256,13 +257,13 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
 
 
 def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: float | None, stock: str) -> None:
-    """What a trial has come to: what is tried next, or what stays, with the times that say so.
+    """Log the result of a comparison: the exchange that is tried next or stays, and the times.
 
     Args:
         exchange: buckets of the optimizer.
         trial: trial, after a comparison.
         expected: predicted seconds of a compressed step, after the dense steps; else None.
-        stock: whose the uncompressed exchange is, "stock Horovod" or "DDP".
+        stock: name of the uncompressed exchange, "stock Horovod" or "DDP".
     """
     names = {DENSE: stock, COMPRESSED: f"compression at density {exchange.density():g}"}
     timed = ", ".join(f"{names[mode]} {1e3 * seconds:,.0f} ms a step" for mode, seconds in trial.seconds.items())
@@ -278,25 +279,25 @@ def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: float | Non
 # Why the uncompressed exchange stays
 JOINED = "a rank has called hvd.join() before a choice was made"
 SPARSE = "there are sparse gradients, which compression would make dense"
-SEVERAL = "the variables that are trained have changed"
+SEVERAL = "the set of trained variables has changed"
 
 
 def tell_given_up(why: str, stock: str) -> None:
-    """Tell that nothing is chosen any more."""
+    """Log that the trial has ended without a choice, and why."""
     _log.info("dgc_horovod: auto: %s; %s stays", why, stock)
 
 
 def tell_stock(why: str, stock: str) -> None:
-    """Warn that a job which may choose its exchange has no choice."""
+    """Warn that a job of compression auto cannot be compressed, and why."""
     make_visible()
-    _log.warning("dgc_horovod: auto: %s stays, as this cannot be compressed: %s", stock, why)
+    _log.warning("dgc_horovod: auto: %s stays, because compression is not possible: %s", stock, why)
 
 
 def tell_too_short(total_steps: int, density: float, stock: str) -> None:
-    """Warn that a run is too short for anything to be gained by compression."""
+    """Warn that a run is too short to gain by compression."""
     make_visible()
     _log.warning(
-        "dgc_horovod: auto: %d steps are too few for compression, at the density that fits them, %g, or for a choice: "
+        "dgc_horovod: auto: %d steps are too few for compression, whose density would have to be %g, or for a trial: "
         "%s stays",
         total_steps,
         density,
@@ -305,26 +306,26 @@ def tell_too_short(total_steps: int, density: float, stock: str) -> None:
 
 
 def _who(exchange: OptimizerExchange) -> str:
-    """In words, who exchanges packets, unless it is every worker with every other."""
+    """Describe which workers exchange packets; "" if every worker does so with every other."""
     place, density = exchange.topology, exchange.config.final_density
     owned = any(engine.spec(density).exchange.keeps_remainder for engine in exchange.engines)
     nodes = f"; {place.nodes} nodes of {place.node_size}" if place.node_size > 1 else ""
     if owned:
-        return f"{nodes}; sharded: every element has an owner"
+        return f"{nodes}; sharded: every element has a shard owner"
     if not exchange.config.shards:
         return nodes
-    return f"{nodes}; not sharded: with {place.nodes} senders owners would bring more bytes"
+    return f"{nodes}; not sharded: with {place.nodes} senders, shard owners would add bytes"
 
 
 def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:
     density, found = exchange.config.final_density, exchange.card_bytes()
     if found <= budget:
         sizes = map(_size, (found, budget))
-        _log.info("dgc_horovod: a card receives %s a step, of at most %s, at density %g", *sizes, density)
+        _log.info("dgc_horovod: a network card receives %s a step, budget %s, at density %g", *sizes, density)
         return
     _log.warning(
-        "dgc_horovod: a card receives %s a step, more than the %s that it is to: at density %g a coordinate is sent "
-        "once in %.0f steps, and none lower is taken. Small tensors are sent whole, whatever the budget is",
+        "dgc_horovod: a network card receives %s a step, above the budget of %s: density %g, which sends an element "
+        "once in %.0f steps, is the lowest allowed, and small tensors are always sent dense",
         *map(_size, (found, budget)), density, 1 / density,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The metrics file of a run: a record of rank 0's counters every ten seconds, and one more at the end.
 
-Under `dgcrun` it begins with ``hvd.init()``, and has what the other ranks tell of themselves; in a script that imports
-dgc_horovod itself, with its first compressed optimizer or tape. One process has one such file.
+Under `dgcrun` it begins with ``hvd.init()``, and has figures of the other ranks; in a script that imports dgc_horovod
+itself it begins with the first compressed optimizer or tape. A process writes one such file.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from dgc_horovod.stats import PROCESS, ExchangeStats
 _log = logging.getLogger("dgc_horovod")
 EVERY = 10.0  # seconds
 _OFTEN = 500  # records while a run lasts e times as long
-RANKS_KEPT = 32  # in a record: those that wait least for the others, and those that wait most
+RANKS_KEPT = 32  # in a record: the ranks that wait least for the others, and those that wait most
 MLFLOW = "mlflow:"
 Record = Mapping[str, Any]  # numbers and texts by name; of buckets and of ranks a list
 RanksOf = Callable[[], Sequence[Mapping[str, Any]]]
 
 
 def rank_figures(rank: int) -> dict[str, Any]:
-    """What a rank tells of itself: times of all its exchanges, figures of the last step that was looked at, and how
-    many of its local steps it has left out.
+    """Return the figures of a rank: times of all its exchanges, figures of the last step that was examined, and the
+    number of local steps that it skipped.
     """
     tallies = list(PROCESS.exchanges)
     told = {"rank": rank, "host": socket.gethostname()[:64], **stats.times(tallies), **stats.figures(tallies)}
@@ -45,8 +45,8 @@ def rank_figures(rank: int) -> dict[str, Any]:
 
 
 def bounded(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """At most `RANKS_KEPT` of what the ranks tell: those that wait least, of which one may be slow, and those that wait
-    most; in the order of ranks.
+    """Return the figures of at most `RANKS_KEPT` ranks: those that wait least, one of which may be slow, and those that
+    wait most; in the order of ranks.
     """
     if len(ranks) > RANKS_KEPT:
         by_wait = sorted(ranks, key=lambda figures: figures["wait_seconds"])
@@ -55,13 +55,13 @@ def bounded(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def choice(tallies: Sequence[ExchangeStats]) -> dict[str, Any]:
-    """What a job that chooses its exchange (`planning.trial`) is at; of several exchanges, what the largest is.
+    """Return the state of a job that chooses its exchange (`planning.trial`); of several exchanges, of the largest.
 
     Returns:
         ``mode``, `DENSE` or `COMPRESSED`; ``trial_seconds``, see `ExchangeStats`; ``stock_steps``:
-        number of the steps of stock Horovod's exchange, which is `DENSE`. Empty where none chooses.
+        number of the steps of stock Horovod's exchange, which is `DENSE`. Empty if none chooses.
     """
-    # one that has compressed without a choice is of a script that has asked for that
+    # an exchange that has compressed without a choice was asked for by the script
     found = [counts for counts in tallies if counts.mode or not counts.offered]
     if not found:
         return {}
@@ -71,17 +71,17 @@ def choice(tallies: Sequence[ExchangeStats]) -> dict[str, Any]:
 
 
 class Writer(Protocol):
-    """Somewhere to write records to."""
+    """Destination of the records."""
 
     def write(self, record: Record) -> None:
-        """Add a record, or put it in place of the one before."""
+        """Add a record, or replace the one before."""
 
     def close(self) -> None:
-        """No more will come."""
+        """End: no more records will come."""
 
 
 def writer_for(path: str) -> Writer:
-    """The writer that the end of `path` asks for.
+    """Return the writer for `path`, by its ending.
 
     Args:
         path: path of the metrics; ``*.prom``: text format of Prometheus' node exporter, replaced at every write (extra
@@ -104,7 +104,7 @@ def is_json_lines(path: str) -> bool:
 
 
 class JsonLines:
-    """A line of JSON a record; where these say how many ``seconds`` a run has lasted, fewer as it goes on.
+    """A line of JSON for each record; fewer as the run goes on, if records have its length in ``seconds``.
 
     The next line comes after a 500th of that time at the earliest: ``500 * (1 + ln(T / 5000))`` lines of a record
     every ten seconds for T > 5,000 s, 2,900 in a week.
@@ -144,7 +144,7 @@ class Recording:
         method: name of the compression method, for the records.
         run: description of the job, as JSON, for the first record; its ``id`` stands in every one, by which a reader
             tells it from other jobs that write to the same file.
-        ranks_of: function that gives what every rank last told of itself.
+        ranks_of: function that returns the latest figures of every rank.
 
     Raises:
         ConfigError: it cannot be written.
@@ -209,10 +209,10 @@ class Recording:
 
 
 def begin(path: str, method: str, run: Mapping[str, Any] | None = None, ranks_of: RanksOf | None = None) -> Recording:
-    """The recording of this process, which has none yet (`Process.is_recorded`).
+    """Begin the recording of this process, which has none yet (`Process.is_recorded`).
 
     Args:
-        path, method, run, ranks_of: see `Recording`; without the last, this rank tells of itself alone.
+        path, method, run, ranks_of: see `Recording`; without the last, it has the figures of this rank alone.
 
     Raises:
         ConfigError: see `Recording`.
@@ -223,9 +223,9 @@ def begin(path: str, method: str, run: Mapping[str, Any] | None = None, ranks_of
 
 
 def begin_as_environment_says(config: DGCConfig) -> None:
-    """Begin for a script that has made a compressed optimizer, if ``DGC_METRICS_FILE`` is set; for rank 0 to call.
+    """Begin the recording of a script that has made a compressed optimizer, if ``DGC_METRICS_FILE`` is set; on rank 0.
 
-    What is to be said of it at its end is said in any case.
+    Warnings at the end of the process are given in any case.
 
     Args:
         config: compression settings of the optimizer.

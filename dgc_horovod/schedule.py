@@ -39,7 +39,7 @@ class WarmupSchedule:
         in_range("a number above 0", lambda value: value > 0, _no_warmup), WHEN,
     )  # fmt: skip
     steps_per_epoch: int | None = setting(
-        None, "steps in an epoch, where nothing tells the epoch", whole(1, _no_warmup), WHEN
+        None, "steps in an epoch, if the epoch cannot be observed", whole(1, _no_warmup), WHEN
     )
     first_density: float = setting(0.25, "density that the warm-up begins with, in (0, 1]", FRACTION, WHEN)
     factor: float = setting(
@@ -61,17 +61,17 @@ class WarmupSchedule:
 
     @property
     def needs_epoch(self) -> bool:
-        """Whether the epoch must come from outside, because the step alone does not give it."""
+        """Whether the epoch must be given from outside, because it cannot be computed from the step."""
         return self.epochs is not None and self.steps_per_epoch is None
 
     def stages(self, final_density: float) -> int:
-        """How many densities of the geometric row lie above `final_density` (0: nothing to warm up)."""
+        """Return the number of densities of the geometric row above `final_density` (0: nothing to warm up)."""
         if self.first_density <= final_density:
             return 0
         return math.ceil(math.log(final_density / self.first_density) / math.log(self.factor) - 1e-9)
 
     def fraction_done(self, step: int, epoch: int | None) -> float:
-        """How much of the warm-up lies behind `step`: 0 at its start, >= 1 after its end."""
+        """Return the fraction of the warm-up that is done before `step`: 0 at its start, >= 1 after its end."""
         if self.steps is not None:
             return step / self.steps
         assert self.epochs is not None
@@ -88,7 +88,7 @@ class WarmupSchedule:
 
 
 def densities(final_density: float, warmup: WarmupSchedule | None) -> set[float]:
-    """Every density that a run meets, see `density_at`."""
+    """Return all densities of a run, see `density_at`."""
     if warmup is None:
         return {final_density}
     row = (warmup.first_density * warmup.factor**stage for stage in range(warmup.stages(final_density)))

@@ -35,7 +35,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def can_carry(text: str) -> bool:
-    """Whether a variable of the environment, a command line or the name of a file can be `text`."""
+    """Whether `text` can be in a variable of the environment, a command line or the name of a file."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # a lone surrogate that stands for no byte
@@ -57,14 +57,14 @@ class Kind:
     """A kind of value.
 
     Args:
-        metavar: what stands for a value behind its flag.
-        text: what a text must be, in words.
-        read: function that makes a value of a text; ValueError if it stands for none.
-        must: what a value must be that comes from code, in words.
-        allows: whether a value is that.
-        plain: type of plain Python that it becomes, so that equal settings of two ranks also look equal.
-        hint: function of name and value that says what may have been meant.
-        choices: the texts that are allowed, where there are few; a script may add one while it runs.
+        metavar: placeholder for a value behind its flag.
+        text: demand on a text, in words.
+        read: function that converts a text to a value; ValueError if it cannot.
+        must: demand on a value that comes from code, in words.
+        allows: function that says whether a value fulfils `must`.
+        plain: function that converts a value to plain Python, so that equal settings of two ranks also look equal.
+        hint: function of name and value that returns what the user may have meant.
+        choices: the allowed texts, if they are few; a script may add one while it runs.
     """
 
     metavar: str
@@ -146,7 +146,7 @@ TEXT, PATH = Kind("TEXT", f"a text {CARRIED}", _text), Kind("PATH", f"a path {CA
 
 
 def check(name: str, value: object, kind: Kind, or_none: str = "") -> Any:
-    """`value` as plain Python. Raises ConfigError if it is not of that kind."""
+    """Return `value` as plain Python. Raises ConfigError if it is not of that kind."""
     if not kind.allows(value):
         must = f"one of {', '.join(kind.choices)}" if kind.choices else kind.must
         raise ConfigError(f"{name} must be {must}{or_none}, got {shown(value)}{kind.hint(name, value)}")
@@ -154,7 +154,7 @@ def check(name: str, value: object, kind: Kind, or_none: str = "") -> Any:
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Raise ConfigError, with the nearest of them, unless `value` is one of `allowed`."""
+    """Raise ConfigError, which names the nearest allowed value, unless `value` is one of `allowed`."""
     check(name, value, choice(allowed))
 
 
@@ -165,7 +165,7 @@ def check_whole(name: str, value: object, least: int) -> None:
 
 WHAT, WHEN, WIRE = "what is sent", "over the run: density warm-up, local steps", "how it travels"
 RUNNING, BY_DGCRUN = "running", "set by dgcrun"
-OF_METHODS = (WHAT, WHEN)  # the groups of what is chosen for a method; the others are a matter of the cluster
+OF_METHODS = (WHAT, WHEN)  # groups of settings that are chosen for a method; the others depend on the cluster
 ACTIVATED, EVERYWHERE = "activated", "everywhere"  # where a variable acts; docs/environment.md explains the words
 OF_METHOD = "of the method"
 
@@ -175,15 +175,15 @@ class Setting:
     """One row of the table.
 
     Args:
-        key: its name in a config file; that of its variable follows from it.
-        default: value where nobody sets it; None for none.
-        meaning: one line on what it does, with unit and range.
+        key: name in a config file; the name of the variable follows from it.
+        default: value if nobody sets it; None for none.
+        meaning: one line on its effect, with unit and range.
         kind: kind of its values.
-        group: heading that it stands under in ``dgcrun --help`` and docs/environment.md; "" if a method sets it.
+        group: heading in ``dgcrun --help`` and docs/environment.md; "" if a method sets it.
         flag: flag of dgcrun; "" for none.
         field: field of DGCConfig, or of WarmupSchedule as "warmup.FIELD"; "" for none.
-        method: method that it is for; "" for any.
-        by_method: whether every method says what it is.
+        method: method that it belongs to; "" for any.
+        by_method: whether every method sets it.
         acts: scripts in which it acts, ``ACTIVATED`` or ``EVERYWHERE``.
     """
 
@@ -200,29 +200,29 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Its variable in the environment."""
+        """Name of its environment variable."""
         return "DGC_COMPRESSION" if self.key == "method" else f"DGC_{self.key.upper()}"
 
     @property
     def default_text(self) -> str:
-        """Its default as a user would write it, "" for none."""
+        """Default as a user would write it, "" for none."""
         return OF_METHOD if self.by_method else as_text(self.default)
 
     @property
     def metavar(self) -> str:
-        """What stands behind its flag in a help text."""
+        """Placeholder for a value behind its flag in a help text."""
         return self.kind.metavar or self.key.split("_")[-1].upper()
 
     @property
     def explained(self) -> str:
-        """Its meaning, with the choices."""
+        """Meaning, with the choices."""
         return f"{self.meaning}: {', '.join(self.kind.choices)}" if self.kind.choices else self.meaning
 
     def parse(self, text: str, source: str = "") -> Any:
-        """`text` as a value; None for "none" where there is no default.
+        """Convert `text` to a value; None for "none" if there is no default.
 
         Raises:
-            ConfigError: it is not of the kind, or none of the choices; the message names `source`.
+            ConfigError: the text is not of the kind, or none of the choices; the message names `source`.
         """
         if self.default is None and text.lower() == "none" and not self.kind.choices:
             return None
@@ -236,18 +236,18 @@ class Setting:
 
 
 def as_text(value: object) -> str:
-    """A value as a user would write it."""
+    """Return a value as a user would write it."""
     return {None: "", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def setting(default: object, meaning: str, kind: Kind, group: str = "", **more: Any) -> Any:
-    """A field of a record, with its row; `more`: see `Setting`."""
+    """Return a dataclass field with its row; `more`: see `Setting`."""
     row = Setting("", default, meaning, kind, group, **more)
     return dataclasses.field(default=default, metadata={"row": row})
 
 
 def rows_of(record: Any, prefix: str = "") -> Iterator[Setting]:
-    """The rows of a record's fields; `prefix`: of its own name where it is a field of another, with a dot."""
+    """Yield the rows of a record's fields; `prefix`: name of the record as a field of another one, with a dot."""
     for field in dataclasses.fields(record):
         name = f"{prefix}{field.name}"
         key, row = name.replace(".", "_"), field.metadata["row"]
@@ -255,7 +255,7 @@ def rows_of(record: Any, prefix: str = "") -> Iterator[Setting]:
 
 
 def normalise(record: Any, where: str = "") -> None:
-    """Make every field of a record plain Python. Raises ConfigError for one that is not of its kind; `where`: of it."""
+    """Convert every field of a record to plain Python. Raises ConfigError for a wrong one; `where`: its begin."""
     for row in rows_of(record):
         value, optional = getattr(record, row.field), row.default is None
         if value is not None or not optional:

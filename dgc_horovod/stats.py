@@ -1,4 +1,4 @@
-"""What the exchanges of this process have sent, received and cost: counted where it happens, added up at the end."""
+"""Counters of all exchanges of this process: bytes sent and received, steps, seconds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ COUNTERS = ("timed_steps", "step_seconds", *PARTS)
 class Traffic:
     """Bytes this rank hands to collectives and receives from them, counted as for ring algorithms; and seconds.
 
-    What workers of one node tell each other crosses no network, and is counted apart.
+    Bytes between workers of one node cross no network, and are counted apart.
     """
 
     sent: int = 0
     received: int = 0
     inside: int = 0  # received inside the node
-    compressing: float = 0.0  # seconds in compression
-    decoding: float = 0.0  # and in putting together what came back
-    waiting: float = 0.0  # seconds in which nothing was left to do but wait for the other ranks
+    compressing: float = 0.0  # seconds of compression
+    decoding: float = 0.0  # seconds of decoding and adding packets
+    waiting: float = 0.0  # seconds in which this rank only waited for other ranks
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # buckets may be compressed by several threads
@@ -53,7 +53,7 @@ class Traffic:
             self._add(**{what: time.perf_counter() - start})
 
     def waited(self, seconds: float) -> None:
-        """Count time in which nothing was left to do."""
+        """Count seconds in which this rank only waited."""
         self._add(waiting=seconds)
 
     def _add(self, **amounts: float) -> None:
@@ -69,7 +69,7 @@ def ring_received(nbytes: int, workers: int) -> int:
 
 @dataclass
 class ExchangeStats:
-    """One exchange's counts. It is small and outlives the exchange, whose gradients and residuals are not.
+    """Counters of one exchange. They are small, and outlive the exchange with its gradients and residuals.
 
     Args:
         workers: N >= 1.
@@ -82,20 +82,22 @@ class ExchangeStats:
     elements: int
     traffic: Traffic = field(default_factory=Traffic)
     density: float = 1.0
-    mode: str = ""  # exchange at work, where a job chooses among several
-    trial_seconds: dict[str, float] = field(default_factory=dict)  # and what a step of each took, as it was timed
+    mode: str = ""  # present exchange, if a job chooses among several
+    trial_seconds: dict[str, float] = field(default_factory=dict)  # measured seconds of a step, by exchange
     steps: int = 0
-    steps_alone: int = 0  # of the script's, without an exchange
+    steps_alone: int = 0  # steps of the script without an exchange
     pending: int = 0  # local steps since the last exchange
-    count_pending: Callable[[], int] = lambda: 0  # the same, where a graph counts them
+    count_pending: Callable[[], int] = lambda: 0  # the same, if a graph counts them
     density_now: float = 0.0  # density of the last step; 0 before the first
     offered: int = 0  # elements on the sparse path, also of a step that was not finished
-    selected: int = 0  # and how many of them were sent
+    selected: int = 0  # elements that were sent
     skipped: int = 0  # steps that were applied on no rank
     skipped_in_a_row: int = 0  # up to the last step
-    left_out: int = 0  # local steps that this rank alone has not made
-    skips: list[tuple[int, str]] = field(default_factory=list)  # the first of them: number, and where the reason lay
-    figures: dict[str, float] = field(default_factory=dict)  # of how healthy the compression is
+    left_out: int = 0  # local steps that this rank alone has skipped
+    skips: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # the first skipped steps: number, and the place of the cause
+    figures: dict[str, float] = field(default_factory=dict)  # health of the compression
     buckets: Callable[[], Callable[[], list[dict[str, float]]] | None] = lambda: None  # while the exchange is alive
 
     def __post_init__(self) -> None:
@@ -105,7 +107,7 @@ class ExchangeStats:
         self._last_ended: dict[str, float] = {}
 
     def end_step(self, skipped_at: tuple[int, str] | None = None) -> None:
-        """Count a step; of one that is applied on no rank its number and where the reason lay."""
+        """Count a step; `skipped_at`: number of a skipped step, and the place of the cause."""
         if skipped_at is None:
             self.skipped_in_a_row = 0
         else:
@@ -119,7 +121,7 @@ class ExchangeStats:
         self._first_ended = self._first_ended or self._last_ended
 
     def close(self) -> None:
-        """The job ends: count local steps of a graph that no exchange has followed."""
+        """Count, at the end of the job, the local steps of a graph that no exchange has followed."""
         left, self.count_pending = self.count_pending(), lambda: 0
         self.pending += left
         self.steps_alone += left
@@ -128,14 +130,14 @@ class ExchangeStats:
         """Seconds of all steps but the first, in which ranks that are early wait for others to start, and compile.
 
         Returns:
-            ``timed_steps``: how many these are; ``step_seconds``, from the end of the first to the end of the last, and
-            of these ``compress_seconds``, ``decode_seconds``, ``wait_seconds``: waiting for other ranks.
+            ``timed_steps``: their number; ``step_seconds``, from the end of the first to the end of the last, and the
+            parts ``compress_seconds``, ``decode_seconds``, ``wait_seconds``: waiting for other ranks.
         """
         spent = {name: self._last_ended.get(name, 0) - self._first_ended.get(name, 0) for name in COUNTERS[1:]}
         return {"timed_steps": max(0, self.steps - 1), **spent}
 
     def span(self) -> tuple[float, float]:
-        """When its first and its last step ended, on one clock of this process."""
+        """Return the times at which the first and the last step ended, on one clock of this process."""
         return self._first_ended.get(COUNTERS[1], 0.0), self._last_ended.get(COUNTERS[1], 0.0)
 
     def _clocks(self) -> dict[str, float]:
@@ -143,7 +145,7 @@ class ExchangeStats:
         return dict(zip(COUNTERS[1:], spent, strict=True))
 
     def stats(self) -> dict[str, float]:
-        """The counts, beside those of fp32 ring allreduces of all tensors."""
+        """Return the counters, and those that fp32 ring allreduces of all tensors would have."""
         dense = 4 * (self.steps + self.steps_alone) * self.elements
         return {
             "steps": self.steps,
@@ -163,7 +165,7 @@ class ExchangeStats:
 
 @dataclass
 class ReplicaChecks:
-    """How often the ranks have compared their weights, and how often they were not the same."""
+    """Number of comparisons of the ranks' weights, and of those that found a difference."""
 
     made: int = 0
     differed: int = 0
@@ -175,14 +177,14 @@ class ReplicaChecks:
 
 
 class Process:
-    """What there is one of in a process, whatever it trains.
+    """State that a process has once, whatever it trains.
 
     Attributes:
-        exchanges: counts of every exchange that was made.
+        exchanges: counters of every exchange that was made.
         replica_checks: comparisons of the ranks' weights.
-        advice: what was said of the run, by kind.
-        is_recorded: whether its metrics go to a file.
-        tells_at_end: whether somebody has taken on what is to be said when it ends.
+        advice: warnings that were given, by kind.
+        is_recorded: whether metrics are written to a file.
+        tells_at_end: whether an exit handler will give the warnings of the end.
     """
 
     def __init__(self) -> None:
@@ -193,12 +195,12 @@ class Process:
         self._numbers: dict[str, Iterator[int]] = {}
 
     def next_number(self, of: str) -> int:
-        """A number from 0 for each thing of that name, in the order in which they are made: the same on every rank."""
+        """Return the next number, from 0, under the name `of`: the same on every rank if they ask in the same order."""
         return next(self._numbers.setdefault(of, itertools.count()))
 
 
-# The one object of the package that lives as long as the process: exit handlers, the metrics file and `dgcrun` want to
-# know of all optimizers, also of those that are gone, and Horovod is of the process too
+# The one object of the package that lives as long as the process: exit handlers, the metrics file and `dgcrun` need
+# the counters of all optimizers, also of those that are gone, and Horovod belongs to the process too
 PROCESS = Process()
 
 
@@ -222,17 +224,17 @@ def _sum(each: list[dict[str, float]]) -> dict[str, float]:
 
 
 def figures(tallies: list[ExchangeStats]) -> dict[str, float]:
-    """What the last step that was looked at was like: see `Diagnostics.close`. Of several exchanges, of the largest."""
+    """Return the figures of the last step that was examined, see `Diagnostics.close`; those of the largest exchange."""
     found = [counts for counts in tallies if counts.figures]
     return dict(max(found, key=lambda counts: counts.elements).figures) if found else {}
 
 
 def skips(tallies: list[ExchangeStats]) -> list[tuple[int, str]]:
-    """The first steps that were applied on no rank: numbers from 0, and where the reason lay."""
+    """Return the first skipped steps: numbers from 0, and the place of the cause."""
     return sorted(skip for counts in tallies for skip in counts.skips)[:_SKIPS_KEPT]
 
 
 def bucket_stats(tallies: list[ExchangeStats]) -> list[dict[str, float]]:
-    """What every bucket of several exchanges is like, of those that are still there."""
+    """Return the figures of every bucket of the exchanges that are still alive."""
     alive = [found for counts in tallies if (found := counts.buckets()) is not None]
     return [bucket for stats in alive for bucket in stats()]

@@ -1,1 +1,1 @@
-"""What a step costs with each exchange, and which of them a job takes."""
+"""Costs of a step with each exchange, and the choice between exchanges."""

@@ -1,4 +1,4 @@
-"""Links, who shares them, and what one worker costs beside them: what a plan knows of a cluster."""
+"""A cluster as a plan sees it: links, the workers that share them, and the times of one worker."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import Round
 
-PAYLOAD = 1448 / 1538  # of what Ethernet carries in full frames is what TCP delivers
-# Latencies of a message over Gloo, which leaves once the receiver has said that it is ready (docs/planning.md)
+PAYLOAD = 1448 / 1538  # payload of TCP over the bytes of full Ethernet frames
+# Latencies of a message over Gloo, which is sent once the receiver has reported ready (docs/planning.md)
 HANDSHAKE = 1.75
 _GLOO_FP32, _GLOO_FP16 = 2.8e-9, 20e-9  # seconds a byte: two ranks, ResNet-50, link not shaped (docs/planning.md)
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a network card, full duplex, or of what connects the workers of a node.
+    """One direction of a network card, full duplex, or of the connection between the workers of a node.
 
     Args:
         bits: bits a second, nominal, > 0 and finite.
@@ -37,7 +37,7 @@ class Link:
 
     @property
     def way(self) -> float:
-        """Seconds that the last byte of a message is under way."""
+        """Seconds that the last byte of a message travels."""
         return HANDSHAKE * self.latency
 
     @property
@@ -62,8 +62,8 @@ class Cluster:
         card: link of every node to all others.
         node_size: G >= 1, a divisor of N.
         inside: link of every worker to the others of its node.
-        cycle: seconds from one look of Horovod's at what is to be done to the next, >= 0.
-        mpi: whether workers agree on that along MPI's trees, not Gloo's rings.
+        cycle: seconds of a cycle of Horovod's background loop, >= 0.
+        mpi: whether workers negotiate along MPI's trees, not Gloo's rings.
     """
 
     workers: int
@@ -90,13 +90,13 @@ class Machine:
 
     Args:
         computing: seconds of a step without any exchange, T, > 0.
-        overlap: share of T behind which an exchange hides that begins during the backward pass, in [0, 1].
+        overlap: share of T that can hide an exchange which begins during the backward pass, in [0, 1].
         compress: seconds to accumulate and select, for each element of the model that the worker keeps.
         encode: seconds more, for each element sent.
         decode: seconds to decode and add, for each element received.
         update: seconds to write the update, for each element of the model.
-        overhead: seconds of a compressed step beside: hooks, and waiting for the slower of the workers.
-        add_fp32: seconds to add what a hop of an allreduce has brought, a byte of it.
+        overhead: seconds of hooks, and of waiting for slower workers, in a compressed step.
+        add_fp32: seconds to add a received byte in a hop of an allreduce.
         add_fp16: the same of 16-bit values.
         factorise: seconds of PowerSGD for each element of the model and each rank of its factors.
     """
@@ -113,7 +113,7 @@ class Machine:
     factorise: float = 4e-9
 
     def over_gloo(self) -> Machine:
-        """The same with allreduces as Gloo makes them on a CPU, where 16-bit values are added one by one."""
+        """Return a copy with allreduces as Gloo makes them on a CPU, where 16-bit values are added one by one."""
         return replace(self, add_fp32=_GLOO_FP32, add_fp16=_GLOO_FP16)
 
     def add(self, collective: Round) -> float:

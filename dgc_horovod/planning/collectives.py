@@ -1,6 +1,6 @@
 """Seconds of one collective on the links of a cluster, in closed form; `benchmarks.planning` checks them by messages.
 
-P participants, b bytes that each hands over, w(x) seconds of x bytes on a link, s(x) seconds to add them, a hop::
+P participants, b bytes that each sends, w(x) seconds of x bytes on a link, s(x) seconds to add them, a hop::
 
     allgather, ring    (P-1) * (w(b) + hop)                  b from one neighbour to the other
     allreduce, ring    (P-1) * (max(w, s)(b/P) + hop)        reduce-scatter: some bytes travel while others are added
@@ -24,17 +24,17 @@ from dgc_horovod.core.budget import through_card
 from dgc_horovod.exchange.contract import ALL, ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
 from dgc_horovod.planning.cluster import Cluster, Link
 
-NEGOTIATION = Round("negotiation", ALLREDUCE, "uint8", 64)  # bits of what is ready, in every cycle of Horovod's
-SIZES = Round("sizes", ALLTOALL, "uint8", 4)  # what Horovod sends before the parts of an alltoall, for each worker
+NEGOTIATION = Round("negotiation", ALLREDUCE, "uint8", 64)  # bits of ready tensors, in every cycle of Horovod's loop
+SIZES = Round("sizes", ALLTOALL, "uint8", 4)  # sent by Horovod before the parts of an alltoall, for each worker
 # A collective is called while Horovod negotiates, on average in the middle, and is begun after the next negotiation
 CYCLES_WAITED = 1.5
 
 
 def waiting(rounds: int, cluster: Cluster) -> float:
-    """Seconds from the call of a collective until Horovod begins it, of all rounds of a step that wait for another.
+    """Seconds between the calls of collectives and their begin by Horovod, for all dependent rounds of a step.
 
     Args:
-        rounds: number of them, >= 0.
+        rounds: number of rounds, each of which waits for the one before, >= 0.
         cluster: links and workers.
     """
     if cluster.workers == 1:
@@ -88,7 +88,7 @@ def _direct(collective: Round, cluster: Cluster, workers: int) -> float:
 
 
 def _ring(group: str, cluster: Cluster, nbytes: float, add: float = 0.0) -> float:
-    """P-1 hops of `nbytes`, each of which is added."""
+    """Seconds of P-1 hops of `nbytes`, each of which is added."""
     hops, size = participants(group, cluster) - 1, cluster.node_size
     on_card, inside = (_hop(link, nbytes, add) for link in (cluster.card, cluster.inside))
     if group == INSIDE or cluster.nodes == 1:
@@ -99,7 +99,7 @@ def _ring(group: str, cluster: Cluster, nbytes: float, add: float = 0.0) -> floa
         return (hops - 1) * max(others + occupied, on_card) + others + on_card
     if size == 1:
         return hops * on_card
-    # who begins just before a card has more hops over cards than the mean; some collectives all begin together
+    # a worker just before a card has more hops over cards than the mean; some collectives all begin together
     over = (hops / size + math.ceil(hops / size)) / 2
     return max(over * on_card + (hops - over) * inside, hops * occupied)
 

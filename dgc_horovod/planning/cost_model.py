@@ -1,16 +1,16 @@
-"""What a step costs by each way to exchange gradients: bytes of a card, seconds, memory of a worker.
+"""Costs of a step with each exchange of gradients: bytes of a network card, seconds, memory of a worker.
 
 n elements, k of them sent by a worker, N workers in M nodes of G, T of computing; a worker reads the packets of S
-senders: N, or M nodes, or, where elements have owners, as much as 2::
+senders: N, or M nodes, or, with shard owners, as much as 2::
 
     network   the collectives one after another, as Horovod's thread makes them (`collectives.seconds`),
-              + what each round that depends on another waits for Horovod (`collectives.waiting`)
+              + the wait for Horovod of each round that depends on another (`collectives.waiting`)
     cpu       compress * n/G + encode * k/G + decode * S*k + update * n + overhead; PowerSGD factorise * rank * n
-    step      T + cpu + network, less what of the network hides: at most overlap * T, and not the last bucket's
-    memory    bytes of momentum and what compression keeps: dense 4n, fp16 6n, PowerSGD 8n; ours 8n/G (6n/G
+    step      T + cpu + network, less the hidden part of the network: at most overlap * T, and not the last bucket's
+    memory    bytes of momentum and the state of compression: dense 4n, fp16 6n, PowerSGD 8n; ours 8n/G (6n/G
               with momentum in bf16), with owners 4n/N more, 80 for each element sent and 8 for each received
 
-What it leaves out: the density warm-up, workers that wait for the slowest, switches that are shared.
+Not in the model: the density warm-up, workers that wait for the slowest, shared switches.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from dgc_horovod.stats import ring_received
 DENSE, FP16, POWER_SGD = "dense", "fp16", "PowerSGD"
 EXCHANGES = (FLAT, HIERARCHICAL, SHARDED, f"{HIERARCHICAL}+{SHARDED}")
 METHODS = (DENSE, FP16, POWER_SGD, *EXCHANGES)
-FUSION_BYTES = 128 * 2**20  # what Horovod sends together by default
+FUSION_BYTES = 128 * 2**20  # bytes that Horovod sends together by default
 POWER_SGD_RANK = 1  # the default of torch's hook
-# Bytes of memory: for each element sent and received (docs/design.md, Memory); of the others, for each of the model:
-# momentum, with fp16 the copy that is sent, with PowerSGD what was not sent
+# Bytes of memory: for each element sent and received (docs/design.md, Memory); for other methods, for each element of
+# the model: momentum, with fp16 the copy that is sent, with PowerSGD the residual
 _SENT_BYTES, _RECEIVED_BYTES = 80, 8
 _MEMORY = {DENSE: 4, FP16: 6, POWER_SGD: 8}
 _HOOK = 30e-6  # seconds of a compressed step for each tensor: 5 ms of ResNet-50's 161 (docs/planning.md)
-_LEAST_SHARE = 0.05  # of a step at least is computing, whatever was measured
+_LEAST_SHARE = 0.05  # least share of a step that counts as computing, whatever was measured
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs by one method.
+    """Costs of a step with one method.
 
     Args:
         name: one of `METHODS`.
         card_bytes: bytes that a network card receives.
-        network_seconds: seconds of the collectives, were nothing hidden behind computing.
+        network_seconds: seconds of the collectives, without hiding behind computing.
         cpu_seconds: seconds of the method's own work on a worker.
         step_seconds: seconds of the whole step.
         memory_bytes: bytes of a worker beside weights and gradients, momentum included.
@@ -72,7 +72,7 @@ class Cost:
 
     @property
     def efficiency(self) -> float:
-        """Throughput of N workers over N times that of one that exchanges nothing."""
+        """Throughput of N workers over N times that of one without an exchange."""
         return self.computing / self.step_seconds
 
 
@@ -89,12 +89,12 @@ class Traffic:
 
     @cached_property
     def _alike(self) -> Counter[tuple[Round, ...]]:
-        """How many buckets have the same rounds: a large model has thousands of them, each of which costs as much."""
+        """Number of buckets for each sequence of rounds: a large model has thousands of buckets with the same costs."""
         return Counter(self.buckets)
 
     @property
     def depth(self) -> int:
-        """Number of rounds of which each waits for the one before; buckets make theirs together."""
+        """Number of rounds that depend on each other; rounds of different buckets do not."""
         return max(map(len, self.buckets), default=0)
 
     def seconds(self, cluster: Cluster, machine: Machine) -> float:
@@ -103,7 +103,7 @@ class Traffic:
         return collectives.waiting(self.depth, cluster) + every
 
     def last(self, cluster: Cluster, machine: Machine) -> float:
-        """Seconds of the last bucket, which the end of the backward pass sets free."""
+        """Seconds of the last bucket, which is sent at the end of the backward pass."""
         own = _of_bucket(self.buckets[-1], cluster, machine) if self.buckets else 0.0
         return collectives.waiting(self.depth, cluster) + own
 
@@ -171,10 +171,10 @@ def cost(
     machine: Machine,
     rank: int = POWER_SGD_RANK,
 ) -> Cost:
-    """What a step costs.
+    """Return the costs of a step.
 
     Args:
-        method: one of `METHODS`; it takes the place of the exchange of `config`.
+        method: one of `METHODS`; it replaces the exchange of `config`.
         specs: name and shape of every tensor, in the model's order.
         config: compression settings; a budget lowers the density, as it does in a job.
         cluster: workers and links.
@@ -213,7 +213,7 @@ def _compressed(
 
 
 class _Parts(NamedTuple):
-    """A method's collectives, and what `Cost` has of it that no link decides; `hides`: behind the backward pass."""
+    """A method's collectives, and the fields of `Cost` that no link changes; `hides`: behind the backward pass."""
 
     name: str
     traffic: Traffic
@@ -241,7 +241,7 @@ class Observed:
 
     Args:
         step: seconds of a step, > 0.
-        waited: of those, seconds in which nothing was left to do but wait for gradients, >= 0.
+        waited: seconds of the step in which this rank only waited for gradients, >= 0.
         one, many: seconds of an allreduce of one element and of `numel`, in fp32, > 0.
         numel: number of elements of the longer one, > 1.
     """
@@ -266,12 +266,12 @@ class Observed:
 def predicted(buckets: OptimizerExchange, observed: Observed, gloo: bool) -> float:
     """Seconds of a step with the compression of `buckets`.
 
-    The link's rate is that of the allreduces that were timed, with their sums; a round costs what the shorter one does;
-    what of the dense exchange was not waited for is hidden behind the backward pass. See `cost`.
+    The link's rate is that of the timed allreduces, sums included; a round costs as much as the shorter one; the dense
+    exchange that was not waited for is hidden behind the backward pass. See `cost`.
 
     Args:
         buckets: buckets of the compressed exchange.
-        observed: what was measured.
+        observed: measurements.
         gloo: whether allreduces are Gloo's, on a CPU, which adds 16-bit values one by one.
     """
     place, config, specs = buckets.topology, buckets.config, buckets.specs

@@ -7,16 +7,16 @@ import statistics
 
 from dgc_horovod.config import DGCConfig
 
-# How often a coordinate is to be sent over a run: fewer lose more (docs/quality.md)
+# Number of times that an element is to be sent over a run: fewer lose more (docs/quality.md)
 SENT = 20
 LEAST = 0.001  # of Lin et al., arXiv 1712.01887, who have no lower one
-# Runs that need a higher one are too short: masked, the momentum of an element seldom lasts until it is sent, and is
-# lost (docs/quality.md, Short runs and long ones)
+# Runs that need a higher one are too short: the momentum of an element is often masked before the element is sent, and
+# is lost (docs/quality.md, Short runs and long ones)
 MOST = 0.01
 
 
 def fitting(total_steps: int) -> float:
-    """The smallest density at which a coordinate is sent `SENT` times in a run: ``SENT / total_steps``, in [LEAST, 1].
+    """The smallest density at which an element is sent `SENT` times in a run: ``SENT / total_steps``, in [LEAST, 1].
 
     Args:
         total_steps: number of steps of the run, >= 1.
@@ -25,7 +25,7 @@ def fitting(total_steps: int) -> float:
 
 
 def is_too_short(total_steps: int) -> bool:
-    """Whether a run is so short that a coordinate is sent often enough only at a density above `MOST`."""
+    """Whether a run is so short that an element is sent `SENT` times only at a density above `MOST`."""
     return SENT > MOST * total_steps
 
 
@@ -36,22 +36,22 @@ def fitted(config: DGCConfig) -> DGCConfig:
 
 DENSE, COMPRESSED = "dense", "compressed"
 SETTLING, TIMED = 5, 20  # steps after a change that are not timed, at least 1, and steps that are, at least
-MOST_TIMED, _LEAST_SECONDS = 100, 1.0  # what else happens on a machine lasts some tenths of a second
-GAIN = 0.95  # of the dense step's time, or less, is faster
-_HOPEFUL = 1.1  # of the dense step's time: what is expected to take more is not tried
-_CLOSE = 1.3  # what is within this of another may turn out better
+MOST_TIMED, _LEAST_SECONDS = 100, 1.0  # disturbances by other programs last some tenths of a second
+GAIN = 0.95  # share of the dense step's time at which a compressed one counts as faster
+_HOPEFUL = 1.1  # share of the dense step's time above which a predicted step is not tried
+_CLOSE = 1.3  # ratio of times below which more steps are timed
 
 
 class Trial:
     """Times the dense steps, then compressed ones if those are predicted to be faster, and takes the faster exchange.
 
     Args:
-        dense_steps: number of dense steps before those that are timed, >= 0.
+        dense_steps: number of dense steps before the timed ones, >= 0.
 
     Attributes:
         mode: exchange of the steps to come, `DENSE` or `COMPRESSED`.
         ended: whether it stays.
-        seconds: time of a step of each exchange that was timed, by mode, mean over the ranks of their medians.
+        seconds: time of a step of each timed exchange, by mode: mean over the ranks of their medians.
     """
 
     def __init__(self, dense_steps: int = SETTLING) -> None:
@@ -68,8 +68,8 @@ class Trial:
         """Count a step.
 
         Args:
-            now: seconds on a clock that goes evenly.
-            waited: seconds of this step in which nothing was left to do but wait for gradients, >= 0.
+            now: seconds on a monotonic clock.
+            waited: seconds of this step in which this rank only waited for gradients, >= 0.
 
         Returns:
             Whether the ranks are to compare their times now: `own`, `times_more`, then `dense_timed` or `tried`.
@@ -84,11 +84,11 @@ class Trial:
         return len(self._times) == self._timed
 
     def own(self) -> tuple[float, float]:
-        """Median seconds of this rank's steps, and of those the seconds that it waited."""
+        """Return the median seconds of this rank's steps, and of its waits."""
         return statistics.median(self._times), statistics.median(self._waits)
 
     def times_more(self, seconds: float) -> bool:
-        """Whether more steps are timed before anything is concluded: short ones, unless the answer is plain.
+        """Whether more steps are timed before a conclusion: if steps are short, unless the difference is clear.
 
         Args:
             seconds: mean over the ranks of the times so far, > 0.
@@ -101,11 +101,11 @@ class Trial:
         return True
 
     def dense_timed(self, seconds: float, predicted: float | None) -> None:
-        """The dense steps are timed: try compression, unless that is expected to be slower.
+        """Note the time of the dense steps, and try compression unless it is predicted to be slower.
 
         Args:
             seconds: mean over the ranks of a dense step's time, > 0.
-            predicted: seconds of a compressed step, the same on every rank; None: there can be none.
+            predicted: seconds of a compressed step, the same on every rank; None: it cannot be compressed.
         """
         self.seconds[DENSE] = seconds
         if predicted is not None and predicted <= _HOPEFUL * seconds:
@@ -115,7 +115,7 @@ class Trial:
             self.stay()
 
     def tried(self, seconds: float) -> None:
-        """The compressed steps are timed: their mean over the ranks, > 0."""
+        """Note the time of the compressed steps, mean over the ranks, > 0, and choose."""
         self.seconds[COMPRESSED] = seconds
         self.stay(COMPRESSED if seconds <= GAIN * self.seconds[DENSE] else DENSE)
 

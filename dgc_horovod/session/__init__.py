@@ -1,1 +1,1 @@
-"""The owner of an optimizer's steps, as far as no framework's tensors are needed; adapters build on it."""
+"""The parts of sessions that need no tensors of a framework; adapters build on them."""

@@ -1,6 +1,6 @@
-"""One optimizer's choice of an exchange: what its ranks have measured, what that comes to, and what they say.
+"""One optimizer's choice of an exchange: measurements of the ranks, the decision, and its messages.
 
-Nothing here communicates: adapters sum what every rank gives, and tell every rank.
+Nothing here communicates: adapters sum the vectors of all ranks, and give every rank the sums.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dgc_horovod.planning.cost_model import Observed, predicted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, SETTLING, TIMED, Trial, is_too_short
 from dgc_horovod.state.residual_state import EARLIER_FP16, UNDECIDED
 
-PROBED, REPEATS = 2**20, 3  # elements, at most, of an allreduce that is timed, and how often
-_WORTH = 10  # a run has so many times the steps that a choice takes, or none is made
+PROBED, REPEATS = 2**20, 3  # most elements of a timed allreduce, and its repetitions
+_WORTH = 10  # a choice is made if the run has at least so many times the steps of a trial
 
 
 class Choice:
-    """A `Trial` of all ranks: in each comparison a rank gives `own`, and takes the sums over the ranks.
+    """A `Trial` of all ranks: in each comparison a rank gives `own`, and takes the sum over the ranks.
 
     Args:
         exchange: the compressed exchange.
-        stock: whose the uncompressed exchange is, in words.
-        on_gloo: whether it is Gloo's, on a CPU.
+        stock: name of the uncompressed exchange, for messages.
+        on_gloo: whether its allreduces are Gloo's, on a CPU.
 
     Attributes:
         trial: trial under way, or ended.
-        given_up: whether the uncompressed exchange is to stay, whatever the clock says: the same on every rank once all
-            have ended a step, or are in join.
-        script_clips: whether the script has clipped gradients of this rank by itself.
-        script_accumulates: whether it has made a step of several exchanged gradients, or of none.
+        given_up: whether the uncompressed exchange is to stay, whatever the times: the same on every rank once all have
+            ended a step, or are in join.
+        script_clips: whether the script itself has clipped gradients of this rank.
+        script_accumulates: whether the script has made a step of several exchanged gradients, or of none.
     """
 
     def __init__(self, exchange: OptimizerExchange, stock: str, on_gloo: bool) -> None:
@@ -40,7 +40,7 @@ class Choice:
         self.begin()
 
     def begin(self) -> None:
-        """Choose anew; where there is nothing to choose, the uncompressed exchange stays."""
+        """Begin a new trial; if no choice is possible, the uncompressed exchange stays."""
         config, self.trial = self.exchange.config, Trial()
         total = config.total_steps
         short = total is not None and (total < _WORTH * (SETTLING + TIMED) or is_too_short(total))
@@ -50,14 +50,14 @@ class Choice:
             tell_too_short(total, config.density, self._stock)
 
     def resume(self, mode: str) -> None:
-        """Go on with what was chosen, `ResidualState.mode`; what was saved without a choice was compressed."""
+        """Go on with the saved choice, `ResidualState.mode`; a state saved without one was compressed."""
         if mode == UNDECIDED:
             self.begin()
         else:
             self.trial.stay({"": COMPRESSED, EARLIER_FP16: DENSE}.get(mode, mode))
 
     def give_up(self, why: str) -> None:
-        """The present exchange stays until all ranks can go back to the uncompressed one, which then stays."""
+        """End the trial: the ranks go back to the uncompressed exchange as soon as all can, and stay with it."""
         if not self.given_up and self.speaks:
             tell_given_up(why, self._stock)
         self.given_up = True
@@ -81,25 +81,25 @@ class Choice:
         """Count the time of a step.
 
         Args:
-            now: seconds on a clock that goes evenly.
-            waited: seconds of it in which the uncompressed exchange was waited for, >= 0.
+            now: seconds on a monotonic clock.
+            waited: seconds of this step that were spent waiting for the uncompressed exchange, >= 0.
 
         Returns:
-            Whether the ranks are to compare: `own`, `compare`, and where that says so the link, `expect`.
+            Whether the ranks are to compare times: `own`, `compare`, and if that returns true, `observed` and `expect`.
         """
         if not self.trial.step_ended(now, waited):
             return False
         if self.exchange.ranks_in_join:
-            self.give_up(JOINED)  # those in join answer nothing but steps
+            self.give_up(JOINED)  # ranks in join take part in steps only
             return False
         return True
 
     def own(self) -> list[float]:
-        """What a rank gives of its times."""
+        """Return the times of this rank, a vector for a sum over the ranks."""
         return [1.0, *self.trial.own()]
 
     def compare(self, sums: Sequence[float]) -> bool:
-        """Take the sums of `own`; whether the link is to be timed as well: then `expect`."""
+        """Take the sums of `own`; returns whether the link is to be timed, for `expect`."""
         means = self._means(sums)
         if means is None:
             self.give_up(JOINED)
@@ -113,11 +113,11 @@ class Choice:
 
     @property
     def probed(self) -> int:
-        """Number of elements of the longer allreduce that is timed, > 1."""
+        """Number of elements of the longer of the timed allreduces, > 1."""
         return max(2, min(PROBED, sum(self.exchange.numel.values()) // 8))
 
     def observed(self, one: float, many: float, sparse: bool) -> list[float]:
-        """What a rank gives of the link and of its gradients.
+        """Return the times of the link and the state of the gradients, a vector for a sum over the ranks.
 
         Args:
             one, many: seconds of an allreduce of one element, and of `probed`.
@@ -130,7 +130,7 @@ class Choice:
         return [1.0, one, many, float(sparse), float(hindered)]
 
     def expect(self, sums: Sequence[float]) -> None:
-        """Take the sums of `observed`: compression is tried if the cost model does not expect it to be slower."""
+        """Take the sums of `observed`, and try compression unless the cost model predicts that it is slower."""
         found = self._means(sums)
         if found is None:
             return self.give_up(JOINED)
@@ -149,5 +149,5 @@ class Choice:
             tell_choice(self.exchange, self.trial, expected, self._stock)
 
     def _means(self, sums: Sequence[float]) -> list[float] | None:
-        """Means over the ranks; None where some have no more data: Horovod's join answers with zeros for them."""
+        """Means over the ranks; None if some have no more data: Horovod's join sends zeros for them."""
         return [total / sums[0] for total in sums[1:]] if round(sums[0]) == self.exchange.workers else None

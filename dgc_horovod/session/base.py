@@ -1,4 +1,4 @@
-"""The owner of one optimizer's steps, and when it exchanges: what is the same in every framework."""
+"""Sessions and strategies: the owner of one optimizer's steps, for every framework."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Tensor = TypeVar("Tensor")
 
 
 class Session(Generic[Wrapped]):
-    """Everything of ours about one optimizer, which has it as its one attribute.
+    """The state of compression of one optimizer, which refers to it by its one attribute of ours.
 
     Args:
         optimizer: wrapped optimizer; it owns the session.
 
     Attributes:
-        strategy: when it exchanges, and what.
-        told: keys of what the user has been told once.
+        strategy: decides when the ranks exchange, and what.
+        told: keys of the messages that were logged.
     """
 
     strategy: Strategy[Any, Any]
@@ -49,48 +49,48 @@ class Session(Generic[Wrapped]):
 
     @property
     def alive(self) -> bool:
-        """Whether the optimizer is still there."""
+        """Whether the optimizer still exists."""
         return self._optimizer() is not None
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank tells the user what concerns all."""
+        """Whether this rank logs messages that concern all ranks."""
         raise NotImplementedError
 
     def tell_once(self, key: str, text: str) -> None:
-        """Log `text` on the first rank, the first time that it is told under this key."""
+        """Log `text` on the first rank, once for each key."""
         if key not in self.told and self.speaks:
             self.told.add(key)
             _log.warning("dgc_horovod: %s", text)
 
     def enter(self) -> None:
-        """The session has begun: from now on it is among `sessions`."""
+        """Add the session to `sessions`."""
         _made[:] = [ref for ref in _made if ref() is not None]
         _made.append(weakref.ref(self))
 
 
 def sessions() -> list[Session[Any]]:
-    """Those of this process that are alive, in the order of wrapping."""
+    """Return the sessions of this process that are alive, in the order of wrapping."""
     found = [ref() for ref in _made]
     return [session for session in found if session is not None and session.alive]
 
 
 def weights_set(sent: Iterable[Any]) -> None:
-    """All ranks have the same values in `sent` now, of which some may be weights that an optimizer here trains."""
+    """Tell all sessions that the ranks now have equal values in `sent`, which may include weights that they train."""
     values = list(sent)
     for session in sessions():
         session.strategy.weights_set(values)
 
 
 class Strategy(StatePart, Generic[Owner, Tensor]):
-    """What a step of one session is, and what spans several steps: by default nothing does.
+    """The steps of one session, and state that spans several steps; by default there is none.
 
     Args:
         session: session that has it.
     """
 
     def __init__(self, session: Owner) -> None:
-        self._session = weakref.ref(session)  # which owns this: what is dropped is to go at once
+        self._session = weakref.ref(session)  # the owner; without a cycle, memory is freed at once
 
     @property
     def session(self) -> Owner:
@@ -101,41 +101,41 @@ class Strategy(StatePart, Generic[Owner, Tensor]):
 
     @property
     def apart(self) -> bool:
-        """Whether the ranks' weights may differ, as something that spans several steps is under way."""
+        """Whether the ranks' weights may differ now, within something that spans several steps."""
         return False
 
     def check_between_steps(self) -> None:
-        """Raise UnsupportedUse while something is under way of which a record of this rank holds nothing."""
+        """Raise UnsupportedUse within something that spans several steps and that no record holds."""
         if self.apart:
             raise UnsupportedUse(MID_ROUND)
 
     def conclude(self) -> None:
-        """End what spans several steps, on every rank."""
+        """End the round under way, if there is one, on every rank."""
 
     def before_flush(self) -> None:
-        """The script flushes, on every rank."""
+        """Prepare for a flush by the script, on every rank."""
         self.check_between_steps()
 
     def forget(self) -> None:
-        """The weights are about to be others, and what is known of those before is worth nothing."""
+        """Drop the state that belongs to the present weights, which are about to be replaced."""
 
     def weights_set(self, sent: Sequence[Any]) -> None:
-        """All ranks have the same values in `sent`, of which some may be weights of this session."""
+        """Note that all ranks have equal values in `sent`, which may include weights of this session."""
 
     def outer(self) -> list[Tensor]:
-        """What is the same on all ranks beside weights and the optimizer's state; in one order on all of them."""
+        """Return tensors beside weights and the optimizer's state that are equal on all ranks, in the same order."""
         return []
 
     # -- under Horovod Elastic
 
     def remembered(self) -> Any:
-        """What a commit keeps of what spans several steps."""
+        """Return the state that a commit keeps of this strategy."""
 
     def go_back(self, to: Any) -> None:
-        """Be again where this was `remembered`; what is under way is given up."""
+        """Go back to a `remembered` state; a round under way is dropped."""
 
     def meet(self, share: Callable[[], None]) -> None:
-        """The ranks are others: let `share` give all of them the weights and the optimizer of rank 0."""
+        """Meet other ranks: call `share`, which gives all of them the weights and the optimizer of rank 0."""
         share()
 
 
@@ -148,14 +148,17 @@ def left_of_all(
     combine: Callable[[np.ndarray, str], Combined],
     others: Iterable[str] = (),
 ) -> tuple[list[dict[str, Combined]], list[str]]:
-    """What all ranks have kept of each bucket, by part, and the names of what any has elsewhere; here u and v end.
+    """Combine the state of each bucket over the ranks, by part, and empty u and v.
 
     Args:
-        buckets: all that this rank keeps.
+        buckets: exchange of this optimizer.
         collectives: transport of the ranks.
         combine: function that averages or sums a vector over the ranks under a name, as gradients are; it is called
             for every part that any rank has.
-        others: names of what this rank has in no bucket.
+        others: names of tensors of which this rank has state in no bucket.
+
+    Returns:
+        The combined state of each bucket, and the names in `others` of any rank.
     """
     own = {"parts": [engine.state.parts for engine in buckets.engines], "others": sorted(others)}
     theirs = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "parts")]

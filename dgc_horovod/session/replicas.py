@@ -1,4 +1,4 @@
-"""Every so many steps the ranks compare a checksum of a part of their weights: a replica that drifts is found out."""
+"""Comparison of replicas: every few steps the ranks compare checksums of a part of their weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.stats import PROCESS
 
 _log = logging.getLogger("dgc_horovod")
-RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # what a rank sends of one comparison
-_PART_BYTES = 2**24  # of weights that are looked at together: 3 ms
+RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # sent by each rank in a comparison
+_PART_BYTES = 2**24  # of weights that are compared together: 3 ms
 _BROADCAST = "Broadcast weights and optimizer state from rank 0 before the first step"
 _WRITERS = (
-    "something that changes weights besides the optimizer's step (the script, a callback, a layer that writes to its "
+    "a change of weights outside of the optimizer's step (by the script, a callback, or a layer that writes to its "
     "weights in the forward pass, such as Embedding(max_norm=...) or spectral normalization); an option of the "
-    "optimizer or a loss scale that was another on some rank for a time; bad memory"
+    "optimizer or a loss scale that was different on some rank for a time; bad memory"
 )
-_GO_ON = 'on_mismatch="broadcast" goes on with the weights of the first rank, which cures no cause'
+_GO_ON = 'on_mismatch="broadcast" goes on with the weights of the first rank, but does not remove the cause'
 _NAMED = 3  # tensors in a message
 
 
@@ -38,7 +38,7 @@ def checksum(data: Iterable[np.ndarray]) -> int:
 
 
 class ReplicaCheck:
-    """Which weights of one optimizer are compared after which step, and what follows where they differ.
+    """Schedule of the comparisons of one optimizer's weights, and the reaction to a difference.
 
     Args:
         sizes: bytes of each tensor, in an order that is the same on every rank.
@@ -47,7 +47,7 @@ class ReplicaCheck:
 
     Attributes:
         parts: indices of the tensors that are compared together, part by part.
-        stops: whether the ranks stop where they differ; else they go on with what the first one has.
+        stops: whether the ranks stop at a difference; else they go on with the weights of the first rank.
         own_options: whether the inner optimizer, with its options, is each rank's own.
     """
 
@@ -65,44 +65,44 @@ class ReplicaCheck:
             filled += nbytes
 
     def due(self, step: int) -> int:
-        """Which part is compared after `step` steps, of all in turn; -1: none. The first step is looked at too."""
+        """Return the part that is compared after `step` steps, each in turn; -1: none. The first step counts too."""
         every, alone = self._every, self._collectives.workers == 1
         if alone or not every or not self.parts or not step or (step != 1 and step % every):
             return -1
         return step // every % len(self.parts)
 
     def note(self, part: int, step: int, alike: bool) -> bool:
-        """`part` was compared after `step` steps; returns whether the ranks were `alike`."""
+        """Note that `part` was compared after `step` steps; returns `alike`, whether the ranks were equal."""
         PROCESS.replica_checks.count(alike)
         if alike:
             self.alike_after[part] = step
         return alike
 
     def stop_or_tell(self, found: Difference, told: Sequence[Circumstances]) -> None:
-        """Raise ReplicaMismatch if the ranks are to stop; else log, on rank 0, that they go on. Both say `why`."""
+        """Raise ReplicaMismatch if the ranks are to stop; else warn on rank 0. Both texts contain `why`."""
         if self.stops:
             raise ReplicaMismatch(f"{found}. {why(found, told)}. {_GO_ON}")
         if self._collectives.rank == 0:
-            _log.warning("dgc_horovod: %s. All go on with those of the first rank. %s", found, why(found, told))
+            _log.warning("dgc_horovod: %s. All ranks go on with those of the first one. %s", found, why(found, told))
 
 
 def record(step: int, found: int) -> np.ndarray:
-    """What a rank sends, as bytes."""
+    """Return the record of this rank for a comparison, as bytes."""
     return np.array([(step, found)], RECORD).view(np.uint8)
 
 
 def same(received: np.ndarray) -> bool:
-    """Whether all ranks have sent the same."""
+    """Whether the records of all ranks are equal."""
     return len(set(received.view("<u8").tolist())) == 1
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the ranks differ.
+    """A difference between the ranks.
 
     Args:
         step: number of steps finished when they were compared.
-        ranks: ranks that are not as most are; none where there are two ranks, of which either may be wrong.
+        ranks: ranks that differ from the majority; none if there are two ranks, either of which may be wrong.
         names: names of the tensors in which they differ.
     """
 
@@ -113,12 +113,14 @@ class Difference:
     def __str__(self) -> str:
         more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
         ranks, names = ", ".join(map(str, self.ranks)), ", ".join(map(repr, self.names[:_NAMED]))
-        which = f"rank {ranks} has other weights than the others" if self.ranks else "the two ranks have other weights"
+        which = (
+            f"rank {ranks} has other weights than the others" if self.ranks else "the two ranks have different weights"
+        )
         return f"after step {self.step} {which}: {names}{more}"
 
 
 def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> Difference | None:
-    """Which ranks differ, and in what; None if all are the same.
+    """Return the ranks and tensors that differ; None if all are equal.
 
     Args:
         step: number of steps finished.
@@ -135,13 +137,13 @@ def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> 
 
 @dataclass
 class Circumstances:
-    """What a rank knows of why its weights may differ from the others'.
+    """Facts of one rank that may explain a difference of weights.
 
     Args:
         options: what its optimizer steps with (learning rate, loss scale, ...), as text, by name.
         writers: layers that change weights in the forward pass, in words, by the tensor's name.
-        before: checksums of tensors before the first step, where they were taken.
-        alike_after: number of steps after which the ranks had last found these tensors alike; 0: never.
+        before: checksums of tensors before the first step, if they were taken.
+        alike_after: number of steps after which these tensors were last equal on all ranks; 0: never.
         record: see `compared`.
     """
 
@@ -153,17 +155,17 @@ class Circumstances:
 
 
 def ask(collectives: Gatherer, own: Circumstances) -> list[Circumstances]:
-    """What every rank knows, in rank order; called on every rank once `same` was false. A small collective."""
+    """Return the facts of all ranks, in rank order; called on every rank if `same` is false. A small collective."""
     data = json.dumps(asdict(own)).encode()
     return [Circumstances(**json.loads(text)) for text in collectives.gather_bytes(data, "replicas.why")]
 
 
 def why(found: Difference, told: Sequence[Circumstances]) -> str:
-    """In words, why the ranks differ; where nobody knows, why they may.
+    """Describe why the ranks differ, or possible reasons if none is known.
 
     Args:
-        found: where they differ.
-        told: what each rank knows, in rank order.
+        found: difference.
+        told: facts of each rank, in rank order.
     """
     first = told[0]
     reasons: list[str] = []
@@ -172,7 +174,9 @@ def why(found: Difference, told: Sequence[Circumstances]) -> str:
         if other is not None and len(reasons) < _NAMED:
             reasons.append(f"The {name} is {ours} on rank 0 and {told[other].options.get(name)} on rank {other}")
     if reasons:
-        reasons.append("Give every rank the same; schedulers and GradScalers must not go by what one rank alone knows")
+        reasons.append(
+            "Give every rank the same; schedulers and GradScalers must not depend on values of one rank alone"
+        )
     reasons += [first.writers[name] for name in found.names if name in first.writers][:1]
     known = [name for name in found.names if all(name in each.before for each in told)]
     begun = [name for name in known if name not in first.writers]
@@ -180,10 +184,8 @@ def why(found: Difference, told: Sequence[Circumstances]) -> str:
         reasons.append(f"They differed before the first step was applied. {_BROADCAST}")
     if reasons:
         return ". ".join(reasons)
-    same = ". What the optimizer steps with (learning rate, ...) is the same on all ranks now" if first.options else ""
+    same = ". The optimizer's options (learning rate, ...) are the same on all ranks now" if first.options else ""
     if found.names == known or first.alike_after:
         when = f"after step {first.alike_after}" if first.alike_after else "before the first step"
-        return f"They were alike {when}{same}. It may be {_WRITERS}"
-    return (
-        f"It may be that nobody has sent the weights of rank 0 to the others. {_BROADCAST}{same}. Or it is {_WRITERS}"
-    )
+        return f"They were equal {when}{same}. Possible causes: {_WRITERS}"
+    return f"Perhaps the weights of rank 0 were never broadcast. {_BROADCAST}{same}. Other possible causes: {_WRITERS}"

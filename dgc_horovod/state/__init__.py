@@ -1,1 +1,1 @@
-"""What a rank keeps, written and read."""
+"""The state of a rank: records, checkpoints, redistribution to other ranks."""

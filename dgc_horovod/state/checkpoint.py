@@ -1,7 +1,7 @@
 """A checkpoint directory: a file of residuals for each rank, one of the model, and a manifest that is written last.
 
 Every file is written beside its place and moved there when it is complete, under a name that no other save has used:
-the manifest names either all files of this save, or all of the one before. Nothing that is read is ever executed.
+the manifest names either all files of this save, or all of the one before. Files are never executed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining
 
 _log = logging.getLogger("dgc_horovod")
 MODEL = "model"
-CALLS = "save_checkpoint or load_checkpoint, which every rank must call"  # what a rank waits for in vain
-_PREFIX = "dgc-"  # of every other file
+CALLS = "save_checkpoint or load_checkpoint, which every rank must call"  # named when a wait times out
+_PREFIX = "dgc-"  # of every file but the manifest
 _OURS = re.compile(rf"{_PREFIX}([0-9a-f]{{8}})(\.part|-rank\d+\.npz|-model\.\w+)")
 REQUIRED, IF_SOUND, IGNORED = RESIDUALS = ("required", "if sound", "ignored")
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank brings to a checkpoint.
+    """The content of a checkpoint from one rank.
 
     Args:
-        holds: digest of what is saved, see `Manifest`.
+        holds: digest of the saved optimizer, see `Manifest`.
         model: bytes of the model's file; those of rank 0 are written.
         state: residuals of this rank; None: there are none.
         config: compression settings; None: there are none.
@@ -61,15 +61,15 @@ def digest_of_names(names: Iterable[str], process_set_id: int) -> str:
 
 
 def save(given: str | os.PathLike[str], collectives: Gatherer, make: Callable[[], Content]) -> None:
-    """Write a checkpoint; called on every rank. The one that was there before is replaced when all is written.
+    """Write a checkpoint; called on every rank. It replaces the one before once all is written.
 
     Args:
         given: path of the directory, made if it is not there; other files in it are left alone.
         collectives: transport of the ranks that save.
-        make: function that makes what is written; an error of it is one on every rank.
+        make: function that makes the content; its error is raised on every rank.
 
     Raises:
-        CheckpointError: on every rank, if any could not write; what was there before is still there then.
+        CheckpointError: on every rank, if any could not write; the checkpoint before is kept then.
     """
     token = shared_from(collectives, secrets.token_hex(4).encode(), "token").decode()
     with together(collectives, "saving a checkpoint"):
@@ -80,18 +80,18 @@ def save(given: str | os.PathLike[str], collectives: Gatherer, make: Callable[[]
         _remove(directory, lambda found: found == token)  # a full disk would stay full
         raise
     if lasts:
-        _remove(directory, lambda found: found != token)  # earlier saves, and what was left of interrupted ones
+        _remove(directory, lambda found: found != token)  # earlier saves, and files of interrupted ones
 
 
 def _directory(given: object) -> Path:
-    """Raises CheckpointError for what names none: "" would be the current folder, which nobody has meant."""
+    """Return the path. Raises CheckpointError for anything else, also for "", the current folder."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise CheckpointError(f'the directory must be a path, got {given!r}; for the current folder pass "."')
     return Path(given)
 
 
 def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], token: str) -> bool:
-    """Whether the new manifest is known to be on the disk; if not, the one before may still be there after a crash."""
+    """Save; return whether the new manifest is surely on the disk; if not, a crash may bring back the one before."""
     lasts = True
     written: dict[str, File] = {}
     with together(collectives, f"saving to {directory}"):
@@ -117,7 +117,7 @@ def _save(directory: Path, collectives: Gatherer, make: Callable[[], Content], t
             _put(directory, MANIFEST, manifest.to_bytes())
             try:
                 _see_to_disk(directory)
-            except OSError as error:  # too late to take it back
+            except OSError as error:  # too late to undo the save
                 lasts = False
                 _log.warning("dgc_horovod: %s may not be on the disk yet: %s", directory / MANIFEST, error)
     return shared_from(collectives, b"yes" if lasts else b"no", "lasts") == b"yes"
@@ -132,11 +132,11 @@ def _check_own(directory: Path, holds: str) -> None:
         data = files.read(directory / MANIFEST)
         before = Manifest.from_bytes(data)
     except OSError:
-        return  # there is none
+        return  # there is no manifest
     except CheckpointError:
         if b"dgc_horovod" in data or not data:
-            return  # none that can be used
-        raise CheckpointError(f"{directory} has a {MANIFEST} of something else; give another directory") from None
+            return  # it cannot be used
+        raise CheckpointError(f"{directory} has a {MANIFEST} of another program; give another directory") from None
     if before.holds != holds:
         raise CheckpointError(
             f"{directory} has the checkpoint of another optimizer, process set or model; give each a directory of its "
@@ -145,7 +145,7 @@ def _check_own(directory: Path, holds: str) -> None:
 
 
 def _remove(directory: Path, which: Callable[[str], bool]) -> None:
-    """Remove those of our files of whose token `which` says so; several ranks may do it at once."""
+    """Remove our files whose token fulfils `which`; several ranks may do it at once."""
     with suppress(OSError):  # there may be no such folder
         for file in directory.glob(f"{_PREFIX}*"):
             ours = _OURS.fullmatch(file.name)
@@ -155,7 +155,7 @@ def _remove(directory: Path, which: Callable[[str], bool]) -> None:
 
 
 def _write(directory: Path, name: str, data: bytes) -> File:
-    """Put a file in its place at once, and see that it is on the disk."""
+    """Put a file in its place, whole, and sync it to the disk."""
     _put(directory, name, data)
     _see_to_disk(directory)  # the name too: files of the save before are removed after this
     return File(name, len(data), digest(data))
@@ -174,7 +174,7 @@ def _put(directory: Path, name: str, data: bytes) -> None:
 
 
 def _see_to_disk(directory: Path) -> None:
-    """Sync the names in it, where that can be asked for: some file systems know no such thing."""
+    """Sync the names in a directory; some file systems cannot."""
     with suppress(PermissionError):
         opened = os.open(directory, os.O_RDONLY)
         try:
@@ -188,7 +188,7 @@ def _see_to_disk(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` found: the manifest, the bytes of the model's file, and what this rank goes on from."""
+    """The result of `load`: the manifest, the bytes of the model's file, and the new state of this rank."""
 
     manifest: Manifest
     model: bytes
@@ -205,21 +205,21 @@ def load(
 ) -> Checkpoint:
     """Read a checkpoint; called on every rank.
 
-    Manifest and model are read by rank 0 and sent to the others; residuals are read by the rank that goes on from them.
-    With another number of ranks than before, or on nodes with other buckets, they are handed on
-    (`handing_on.handed_on`), for which the directory must be on a file system that all ranks see.
+    Manifest and model are read by rank 0 and sent to the others; residuals are read by the rank that uses them. With
+    another number of ranks, or on nodes with other buckets, they are redistributed (`handing_on.handed_on`); the
+    directory must then be on a file system that all ranks see.
 
     Args:
         given: path of the directory of `save`.
         collectives: transport of the ranks that load.
-        config: compression settings now; None: nothing is compressed, so that residuals would be lost.
+        config: compression settings now; None: nothing is compressed, and residuals would be lost.
         averages: whether gradients are averaged or summed now.
-        residuals: "required", "ignored", or "if sound": without those missing or damaged, whose content is lost.
+        residuals: "required", "ignored", or "if sound": missing or damaged ones are dropped.
         node_size: G >= 1, the workers of a node now, see `OptimizerExchange`.
 
     Raises:
-        CheckpointError: on every rank, if a file that is wanted is missing or damaged on any, or of another method,
-            or residuals are required that would be lost.
+        CheckpointError: on every rank, if a needed file is missing, damaged or of another method on any rank, or
+            residuals are required that would be lost.
         ConfigError: `residuals` is none of these.
     """
     check_choice("residuals", residuals, RESIDUALS)
@@ -236,8 +236,8 @@ def load(
     empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
     empty.clips = manifest.clips
     if config is not None and manifest.config and _differ_in_local_steps(manifest.config, _as_texts(config)):
-        empty.step = 0  # exchanges are counted there, and steps here
-    # stock Horovod's files know of no choice, nor do those from before the first step
+        empty.step = 0  # one counts exchanges, the other steps
+    # files of stock Horovod have no choice, nor do files from before the first step
     empty.mode = manifest.mode if manifest.config and manifest.workers else UNDECIDED
     if config is None and residuals != IGNORED and manifest.workers:
         _check_that_nothing_is_lost(directory, collectives, manifest, residuals)
@@ -258,22 +258,22 @@ def load(
 
 
 def _wanted(directory: Path, manifest: Manifest, old: int, residuals: str, rank: int) -> ResidualState | None:
-    """The residuals of an old rank; None where they are missing or damaged and `rank` may go on without."""
+    """Return the residuals of an old rank; None if they are missing or damaged, and not required."""
     try:
         return _residuals(directory, manifest, old)
     except CheckpointError as error:
         if residuals == REQUIRED:
             raise CheckpointError(
-                f"{error}. With another number of ranks than before ({manifest.workers}), or on nodes with other "
-                'buckets, every rank must see the directory. residuals="if sound" goes on without the file; what it '
-                "held is lost"
+                f"{error}. If the number of ranks is not that of the checkpoint ({manifest.workers}), or nodes have "
+                'other buckets, every rank must see the directory. residuals="if sound" drops the residuals of this '
+                "file, and loads the rest"
             ) from None
-        _log.warning("dgc_horovod: rank %d goes on without it: %s", rank, error)
+        _log.warning("dgc_horovod: rank %d continues without residuals of a file: %s", rank, error)
         return None
 
 
 def _with_second_of_any(state: ResidualState, collectives: Gatherer) -> ResidualState:
-    """`state` with Adam's second moment of the first rank that has it: one whose file is lost must know what all do."""
+    """Return `state` with Adam's second moment, which must be equal on all ranks, from the first rank that has it."""
     having = [data == b"yes" for data in collectives.gather_bytes(b"yes" if state.second else b"no", "second")]
     if all(having) or not any(having):
         return state
@@ -283,12 +283,12 @@ def _with_second_of_any(state: ResidualState, collectives: Gatherer) -> Residual
 
 
 def _check_that_nothing_is_lost(directory: Path, collectives: Gatherer, manifest: Manifest, residuals: str) -> None:
-    """Nothing is compressed now: what ranks had kept has no place to go to.
+    """Check, if nothing is compressed now, that no residuals are lost, or warn if they are not required.
 
     Raises:
-        CheckpointError: on every rank, if any had kept something and residuals are required.
+        CheckpointError: on every rank, if any file has residuals, and they are required.
     """
-    place = Topology(collectives.rank, collectives.workers, 1)  # what they need together is everything
+    place = Topology(collectives.rank, collectives.workers, 1)  # all ranks together read every file
     local, tensors, squares = manifest.config.get("local_steps", "None") != "None", 0, 0.0
     with together(collectives, f"loading {directory}"):
         for old in needed(place, manifest.workers, manifest.node_size):
@@ -298,14 +298,14 @@ def _check_that_nothing_is_lost(directory: Path, collectives: Gatherer, manifest
                 tensors, squares = max(tensors, left.tensors), squares + left.squares
         if tensors and residuals == REQUIRED:
             raise CheckpointError(
-                f"the checkpoint has residuals, of {tensors} parameters, and nothing is compressed now: flush() before "
-                'saving, or residuals="ignored": what was not sent is lost then'
+                f"the checkpoint has residuals of {tensors} parameters, and nothing is compressed now: flush() before "
+                'saving, or residuals="ignored", which drops them'
             )
     told = [json.loads(data) for data in collectives.gather_bytes(json.dumps([tensors, squares]).encode(), "left")]
     if collectives.rank == 0 and any(count for count, _ in told):
         _log.warning(
-            "dgc_horovod: nothing is compressed now, so what ranks had kept of %d parameters is dropped: a norm of "
-            "%.3g, of all ranks together",
+            "dgc_horovod: nothing is compressed now, so the residuals of %d parameters are dropped; their norm over "
+            "all ranks is %.3g",
             max(count for count, _ in told),
             math.sqrt(sum(each for _, each in told)),
         )
@@ -314,30 +314,31 @@ def _check_that_nothing_is_lost(directory: Path, collectives: Gatherer, manifest
 def tell_if_empty(found: Checkpoint, directory: object) -> None:
     """Log, on rank 0, that there were no residuals."""
     if not found.state.tensors and found.state.rank == 0:
-        _log.info("dgc_horovod: no residuals from %s; they start from zero", directory)
+        _log.info("dgc_horovod: the checkpoint %s has no residuals; they start from zero", directory)
 
 
 def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None:
-    """With momentum correction a residual holds updates, without it gradients: one is no good for the other.
+    """Raise CheckpointError if the residuals are of a method that this job cannot go on from.
 
-    Nor are those of a compressed tensor any good for an uncompressed one.
+    With momentum correction they hold updates, without it gradients; dense tensors have others than compressed ones.
     """
     now = _as_texts(config)
     for name in ("momentum_correction", "min_numel", "compress_1d"):
         if manifest.config.get(name) != now[name]:
             raise CheckpointError(
-                f"the residuals were kept with {name}={manifest.config.get(name)}, and it is {now[name]} now; call "
-                'flush() before saving to change it, or pass residuals="ignored": what was not sent is lost then'
+                f"the residuals were saved with {name}={manifest.config.get(name)}, and it is {now[name]} now; call "
+                'flush() before saving to change it, or pass residuals="ignored", which drops them'
             )
     if _differ_in_local_steps(manifest.config, now):
+        before, after = ("with", "without") if now["local_steps"] == "None" else ("without", "with")
         raise CheckpointError(
-            f"the residuals were kept {'with' if now['local_steps'] == 'None' else 'without'} local steps: of "
-            'gradients, or of weights; pass residuals="ignored" to go on without what was not sent'
+            f"the residuals were saved {before} local steps, and this job runs {after} them; pass "
+            'residuals="ignored", which drops them'
         )
     if manifest.averages != averages:
         raise CheckpointError(
-            f"the residuals were kept {combining(manifest.averages)} gradients, now {combining(averages)}; give the "
-            "same op, or call flush() before saving"
+            f"the residuals were saved {combining(manifest.averages)} gradients, and this job is {combining(averages)} "
+            "them; give the same op, or call flush() before saving"
         )
 
 
@@ -346,7 +347,7 @@ def _differ_in_local_steps(one: Mapping[str, str], other: Mapping[str, str]) -> 
 
 
 def _cut_alike(manifest: Manifest, config: DGCConfig) -> bool:
-    """Whether the buckets, of which each worker of a node keeps a slice, hold the same tensors as before."""
+    """Whether the buckets, of which each worker of a node has a slice, hold the same tensors as before."""
     now = _as_texts(config)
     return all(manifest.config.get(name, now[name]) == now[name] for name in ("bucket_bytes", "dense_values"))
 
@@ -373,5 +374,5 @@ def _read(path: Path) -> bytes:
 def _sound(directory: Path, file: File) -> bytes:
     data = _read(directory / file.name)
     if len(data) != file.nbytes or digest(data) != file.digest:
-        raise CheckpointError(f"{file.name} is damaged: its bytes are not those that were written")
+        raise CheckpointError(f"{file.name} is damaged: its length or its digest is wrong")
     return data

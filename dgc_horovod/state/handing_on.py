@@ -1,4 +1,4 @@
-"""How residuals of old ranks go to new ones, so that what all of them owe together stays the same."""
+"""Redistribution of residuals from old ranks to new ones, with the same combined residual."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _log = logging.getLogger("dgc_horovod")
 
 
 def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, float]:
-    """How much of each old rank's residual a new rank takes over, by old rank.
+    """Return the share of each old rank's residual that a new rank takes over, by old rank.
 
-    The old ranks' residuals lie beside each other on [0, 1), the new ranks' too; a new one takes what lies under it.
+    The old ranks' residuals divide [0, 1), the new ranks' too; a new one takes the parts that its own overlaps.
     The combined residual does not change: ``(1/N) * sum of v`` if gradients are averaged, ``sum of v`` if they are
     summed. From 4 to 2 ranks it is the mean (the sum) of pairs, from 2 to 4 copies (halves).
 
@@ -36,12 +36,12 @@ def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, fl
 
 
 def needed(topology: Topology, before: int, node_size: int, cut_alike: bool = True) -> list[int]:
-    """The old ranks whose states a worker goes on from.
+    """Return the old ranks whose states a worker needs.
 
     Args:
         topology: place of the worker now.
-        before, node_size: number of ranks before, and of those of a node.
-        cut_alike: whether the buckets are those of before, and with them what each worker of a node keeps.
+        before, node_size: number of ranks before, and of workers of a node.
+        cut_alike: whether the buckets are the same as before, and with them the slices of the workers of a node.
     """
     if _goes_on(topology, before, node_size, cut_alike):
         return [topology.rank]
@@ -49,22 +49,22 @@ def needed(topology: Topology, before: int, node_size: int, cut_alike: bool = Tr
 
 
 def _goes_on(topology: Topology, before: int, node_size: int, cut_alike: bool) -> bool:
-    """Whether a worker goes on from its own state; what is kept whole fits into any buckets."""
+    """Whether a worker goes on from its own state; one without slices fits into any buckets."""
     return (before, node_size) == (topology.workers, topology.node_size) and (cut_alike or node_size == 1)
 
 
 def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike: bool = True) -> ResidualState:
-    """The state of a worker, from those of the old ranks that `needed` names.
+    """Return the state of a worker from the states of the old ranks that `needed` names.
 
-    Where it shares its node, it is that of all its workers together: each takes what it keeps of it.
+    If the worker shares its node, it is the state of all workers of the node: each takes its slice of it.
 
     Args:
-        states: states of old ranks, by rank, at least one; one that is lost is left out, and counts as zero.
+        states: states of old ranks, by rank, at least one; a lost one is missing, and counts as zero.
         topology: place of the worker now.
         cut_alike: see `needed`.
 
     Raises:
-        CheckpointError: they are not of the same model.
+        CheckpointError: the states are not of the same model.
     """
     rank, workers, one = topology.rank, topology.workers, next(iter(states.values()))
     if _goes_on(topology, one.workers, one.node_size, cut_alike) and rank in states:
@@ -76,8 +76,8 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
     anew = set() if _of_whole_nodes(states, means) else _with_second(states)
     if anew and rank == 0:
         _log.warning(
-            "dgc_horovod: Adam's moments are dropped, and learnt anew: each worker of a node has kept a part of them, "
-            "and the workers are placed otherwise now"
+            "dgc_horovod: Adam's moments are dropped and start anew: each worker of a node had a part of them, and the "
+            "workers are placed differently now"
         )
     for old, state in states.items():
         for name, count in state.directions.items():
@@ -100,7 +100,7 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
 
 
 def _of_whole_nodes(states: Mapping[int, ResidualState], shares_of: Mapping[int, float]) -> bool:
-    """Whether all workers of a node come together, in equal shares: what is no residual is whole then only."""
+    """Whether all workers of a node come together, in equal shares: only then are Adam's moments whole."""
     size = next(iter(states.values())).node_size
     for start in {old // size * size for old in shares_of}:
         if len({shares_of.get(old, 0.0) if old in states else 0.0 for old in range(start, start + size)}) > 1:
@@ -109,5 +109,5 @@ def _of_whole_nodes(states: Mapping[int, ResidualState], shares_of: Mapping[int,
 
 
 def _with_second(states: Mapping[int, ResidualState]) -> set[str]:
-    """Names of the tensors of which any has a second moment of its own."""
+    """Return the names of the tensors for which any state has a second moment of its own."""
     return {name for state in states.values() for name, arrays in state.tensors.items() if SECOND in arrays}

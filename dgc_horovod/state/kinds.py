@@ -1,4 +1,4 @@
-"""What the fields of a record may be that was read from a file: looked at in one place, before anything is used."""
+"""Kinds of values of the fields of a file, and their check, before anything of the file is used."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Kind:
     """A kind of value.
 
     Args:
-        words: what a value must be, for a message.
-        holds: function that says whether a value is such a one.
+        words: description of the kind, for a message.
+        holds: function that says whether a value is of the kind.
     """
 
     words: str
@@ -41,7 +41,7 @@ def one_of(*choices: str) -> Kind:
 
 
 def list_of(kind: Kind, distinct: bool = False) -> Kind:
-    """Lists, each entry of which is of `kind`; the same twice only where they need not be `distinct`."""
+    """Lists of entries of `kind`; `distinct`: no entry may occur twice."""
     words = f"a list, each entry of which is {kind.words}{', none of them twice' if distinct else ''}"
     return Kind(words, lambda x: _all(x, kind) and not (distinct and len(set(x)) < len(x)))
 
@@ -87,14 +87,14 @@ NAMED = Kind("a mapping from texts to values", lambda x: isinstance(x, Mapping) 
 def checked(
     what: str, record: object, kinds: Mapping[str, Kind], missing: Collection[str] = (), within: str = ""
 ) -> dict[str, Any]:
-    """The fields of `record` that `kinds` names.
+    """Return the fields of `record` that `kinds` names.
 
     Args:
-        what: begin of the message: what is wrong with which file.
-        record: what was read.
+        what: begin of the message, with the name of the file.
+        record: content that was read.
         kinds: kind of each field.
-        missing: names of fields that need not be there.
-        within: where the record stands in the file, before the name of a field.
+        missing: names of optional fields.
+        within: place of the record in the file, before the name of a field.
 
     Raises:
         CheckpointError: `record` is no mapping, lacks a field, or has one of another kind; names the field.

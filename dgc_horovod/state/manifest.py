@@ -16,7 +16,7 @@ from dgc_horovod.state.residual_state import CLIPS, COMMON, FORMAT
 
 MANIFEST = "manifest.json"
 _DAMAGED = f"{MANIFEST} is damaged"
-_NAME = re.compile(r"(?!\.\.?$)[^/\0]+")  # none that leads elsewhere
+_NAME = re.compile(r"(?!\.\.?$)[^/\0]+")  # of a file in the directory itself
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The table of contents of a checkpoint.
 
     Args:
-        holds: digest of what it is a checkpoint of: another optimizer's is not replaced.
+        holds: digest of the saved optimizer: a checkpoint of another one is not replaced.
         step: number of steps finished, >= 0.
         epoch: last epoch that the density warm-up was told, from 0, or None.
         workers: N >= 1; 0 where there are no residuals.
         averages: whether the ranks' gradients were averaged or summed.
-        node_size: G >= 1, the workers of a node, each of which kept a part of its residual.
+        node_size: G >= 1, the workers of a node, each of which has a slice of its residual.
         config: compression settings as texts, by field; empty without compression.
         mode, clips: see `ResidualState`.
         files: file of "model" and of "rank 0", "rank 1", ..., by that key.
@@ -62,16 +62,16 @@ class Manifest:
         return self.files[key]
 
     def to_bytes(self) -> bytes:
-        """As JSON that carries its own digest."""
+        """Return it as JSON that carries its own digest."""
         body = {"format": FORMAT, "dgc_horovod": __version__, **dataclasses.asdict(self)}
         return json.dumps({**body, "digest": _digest_of(body)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """What `to_bytes` was called on.
+        """Read a manifest from the bytes of `to_bytes`.
 
         Raises:
-            CheckpointError: these are no such bytes.
+            CheckpointError: the bytes are not those of a manifest.
         """
         try:
             body = json.loads(data)
@@ -93,14 +93,14 @@ class Manifest:
 
     def _check(self) -> None:
         """Raise CheckpointError unless the fields go together."""
-        for rank in range(self.workers):  # ends at the first that is not there, however many are said to be
+        for rank in range(self.workers):  # ends at the first missing one, whatever number the file claims
             if f"rank {rank}" not in self.files:
                 raise CheckpointError(f"{_DAMAGED}: workers is {self.workers}, and files has no 'rank {rank}'")
         if self.workers % self.node_size:
             raise CheckpointError(f"{_DAMAGED}: node_size {self.node_size} must divide workers, {self.workers}")
 
 
-OF_ALL = (*COMMON, "clips")  # fields of the ranks' records that it has as well
+OF_ALL = (*COMMON, "clips")  # fields of the ranks' records that the manifest has as well
 _KINDS = {
     **COMMON, "holds": TEXT, "workers": whole(0), "config": mapping_of(TEXT), "clips": CLIPS,
     "files": mapping_of(MAPPING),
@@ -109,7 +109,7 @@ _OF_A_FILE = {
     "name": Kind("the name of a file in its directory", lambda x: TEXT.holds(x) and bool(_NAME.fullmatch(x))),
     "nbytes": whole(0), "digest": TEXT,
 }  # fmt: skip
-_EARLIER: dict[str, Any] = {"node_size": 1, "mode": "", "clips": []}  # what earlier versions did not know
+_EARLIER: dict[str, Any] = {"node_size": 1, "mode": "", "clips": []}  # unknown to earlier versions
 
 
 def _digest_of(body: dict[str, Any]) -> str:
@@ -117,5 +117,5 @@ def _digest_of(body: dict[str, Any]) -> str:
 
 
 def digest(data: bytes) -> str:
-    """What tells these bytes from others."""
+    """Return the digest of these bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: parts that register themselves, and the method that they belong to."""
+"""The parts of a checkpoint, which register themselves, and the method that they belong to."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ GRADIENTS, CHANGES, SGD_UPDATES, ADAM_UPDATES = "gradients", "changes of weights
 
 
 def check_kept(state: ResidualState, method: str) -> None:
-    """Raise CheckpointError unless residuals of `state` are some that an optimizer can go on from.
+    """Raise CheckpointError unless an optimizer can go on from the residuals of `state`.
 
     Args:
-        state: record, without what is the optimizer's own.
-        method: what those of the optimizer hold now.
+        state: record, without the slots that are the optimizer's own.
+        method: content of the optimizer's residuals now.
     """
     local = CHANGES in (state.method, method)  # the optimizer's own moments would be taken for others
     if state.method not in ("", method) and state.tensors and (local or not is_flushed(state, local=False)):
         flush = "" if local else "call flush() before saving to change them, "
         raise CheckpointError(  # records of earlier versions do not say what they hold
-            f"the residuals hold {state.method}, and this optimizer's hold {method}; go on with the method and the "
-            f"kind of optimizer that they were saved with, {flush}or go on without them "
-            '(residuals="ignored"): what was not sent is lost then'
+            f"the residuals hold {state.method}, and this optimizer's hold {method}; use the method and the kind of "
+            f"optimizer that they were saved with, {flush}or drop them "
+            '(residuals="ignored")'
         )
     if method != CHANGES:  # local steps: moments in the record are the optimizer's own
         refuse_moments(state)
@@ -48,18 +48,18 @@ def refuse_missing(names: Sequence[str]) -> NoReturn:
 
 @dataclass(frozen=True)
 class Left:
-    """What a rank has kept that the model has not had: of how many tensors, and its norm, squared."""
+    """The residual of a rank: the number of tensors that have one, and the square of its norm."""
 
     tensors: int
     squares: float
 
 
 def left_of(state: ResidualState, local: bool) -> Left:
-    """What of `state` is lost where nothing is compressed any more; nothing right after a flush.
+    """Return what would be lost of `state` if nothing is compressed any more; nothing right after a flush.
 
     Args:
         state: record of a rank.
-        local: whether it was kept with local steps: its momentum and moments are the optimizer's own then.
+        local: whether it was saved with local steps: its momentum and moments are the optimizer's own then.
     """
     lost = _lost(state, local)
     squares = sum(float(np.square(x, dtype=np.float64).sum()) for arrays in lost for x in arrays)
@@ -75,7 +75,7 @@ def _lost(state: ResidualState, local: bool) -> list[list[np.ndarray]]:
     parts = (RESIDUAL, REMAINDER) if local else (RESIDUAL, REMAINDER, MOMENTUM)
     kept = state.tensors.values()
     if state.method == ADAM_UPDATES and not state.second:
-        return []  # flushed: what is there is what coding has left of small tensors, which Adam cannot apply
+        return []  # flushed: only rounding errors of small tensors are left, which Adam cannot apply
     return [found for arrays in kept if (found := _some(arrays, parts))]
 
 
@@ -84,15 +84,15 @@ def _some(arrays: Arrays, parts: tuple[str, ...]) -> list[np.ndarray]:
 
 
 class StatePart:
-    """Something that a rank keeps beside what waits in buckets, and its place in the rank's record."""
+    """State of a rank beside the residuals in buckets, and its place in the rank's record."""
 
-    in_optimizer = False  # whether it stands in the user's optimizer, which is saved apart in an elastic job
+    in_optimizer = False  # whether it is in the user's optimizer, which is saved separately in an elastic job
 
     def put(self, state: ResidualState) -> None:
         """Put it into a record of this rank."""
 
     def without(self, state: ResidualState) -> ResidualState:
-        """`state` without what no other part knows; nothing is changed.
+        """Return `state` without the fields of this part; `state` is not changed.
 
         Raises:
             CheckpointError: it is of another model.
@@ -100,14 +100,14 @@ class StatePart:
         return state
 
     def resume(self, state: ResidualState) -> None:
-        """Go on from what `put` has put there; all parts have looked at the record before."""
+        """Go on from the record of `put`; all parts have checked it before."""
 
 
 class Waiting(Protocol):
-    """What waits in the buckets of one exchange."""
+    """The residuals in the buckets of one exchange."""
 
     def residuals(self) -> ResidualState:
-        """A copy of it: a record of this rank, with its place and the step."""
+        """Return a copy: a record of this rank, with its place and the step."""
 
     def check_fits(self, state: ResidualState) -> None:
         """Raise CheckpointError unless `load` can take `state`."""
@@ -117,11 +117,11 @@ class Waiting(Protocol):
 
 
 class StateRegister:
-    """All that one session keeps.
+    """The state of one session.
 
     Args:
-        waiting: what waits in its buckets.
-        method: what that is, in words, see `state.method`.
+        waiting: residuals in its buckets.
+        method: content of the residuals, in words, see `state.method`.
     """
 
     def __init__(self, waiting: Waiting, method: str) -> None:
@@ -129,11 +129,11 @@ class StateRegister:
         self._parts: list[StatePart] = []
 
     def register(self, part: StatePart) -> None:
-        """From now on `part` is saved and loaded as well."""
+        """Save and load `part` as well from now on."""
         self._parts.append(part)
 
     def record(self, own: bool = True) -> ResidualState:
-        """A copy of everything. `own`: also of what stands in the user's optimizer, and is this rank's alone."""
+        """Return a copy of everything; `own`: also of the slots in the user's optimizer that are this rank's alone."""
         state = self._waiting.residuals()
         state.method = self._method
         for part in self._parts:
@@ -142,7 +142,7 @@ class StateRegister:
         return state
 
     def check(self, state: ResidualState) -> ResidualState:
-        """What of `state` waits in buckets; nothing is changed.
+        """Check `state`, and return its residuals in buckets; nothing is changed.
 
         Raises:
             CheckpointError: no session of this method, model and place can go on from it.

@@ -1,7 +1,7 @@
-"""What one rank keeps of gradients that the model has not had yet: a record to save, to load, and to hand on.
+"""The record of one rank's residuals, which is saved, loaded, and redistributed to other ranks.
 
-It names tensors, not buckets: the layout may be another one when it is loaded. The rules that draw at random need no
-state: they are seeded by rank and step.
+It names tensors, not buckets: the layout may be different when it is loaded. Rules that draw at random need no state:
+they are seeded by rank and step.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from dgc_horovod.state.kinds import (
 
 _log = logging.getLogger("dgc_horovod")
 FORMAT = 1
-# residual v, momentum u, moments of Adam with local steps, what the rank owes of what it owns (zero where others own)
+# residual v, momentum u, moments of Adam with local steps, remainder of a shard owner (zero where others own)
 RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER = PARTS = ("v", "u", "first", "second", "remainder")
 _HEAD, _GUESS, _FACTORED = "head", "thresholds", "factored"
-FROZEN_SINCE = (  # what may be behind it where other tensors are trained than before, and what to do
+FROZEN_SINCE = (  # the probable cause if other tensors are trained than before, and what to do
     "a layer was frozen or thawed since they were saved, or it is another model. Train the same layers, call flush() "
-    'before saving to change them, or pass residuals="ignored": what was not sent is lost then'
+    'before saving to change them, or pass residuals="ignored", which drops them'
 )
-UNDECIDED = "undecided"  # mode of a job that chooses an exchange by its clock, and has not
+UNDECIDED = "undecided"  # mode of a job of compression auto before its choice
 EARLIER_FP16 = "fp16"  # stock's exchange in half precision, which earlier versions may have chosen
 MODES = ("", UNDECIDED, EARLIER_FP16, "dense", "compressed")  # the others are those of `planning.trial`
 Arrays = dict[str, np.ndarray]  # by one of PARTS; flat float32
 
 
 def combining(averages: bool) -> str:
-    """In words, what the ranks do with their gradients."""
+    """Return "averaging" or "summing", for messages."""
     return "averaging" if averages else "summing"
 
 
@@ -63,18 +63,17 @@ class ResidualState:
         averages: whether the ranks' gradients are averaged or summed.
         step: number of steps finished, >= 0.
         epoch: last epoch that the density warm-up was told, from 0, or None.
-        tensors: arrays kept of each tensor, flat float32, by name of the tensor and part, one of `PARTS`.
+        tensors: state of each tensor, flat float32 arrays, by name of the tensor and part, one of `PARTS`.
         directions: number of Adam's steps so far, by name of the tensor, with local steps.
-        thresholds: `BucketEngine.thresholds`, by bucket; they matter to the Gaussian rule, and are dropped where the
-            layout is another one.
-        node_size: number of workers of a node, each of which keeps a part of it, G >= 1.
-        runs: [index of the first element kept, number of elements of the tensor], by name, of those that are sliced.
-        mode: name of the exchange that was at work, where a job chooses among several; else "".
-        second: what is known of Adam's second moment, see `core.second_moment`, by name of the tensor; the same on
-            every rank.
-        clips: what the script clips, see `torch.clipping.local.records_of`; the same on every rank. In a checkpoint it
+        thresholds: `BucketEngine.thresholds`, by bucket; they matter to the Gaussian rule, and are dropped if the
+            layout is different.
+        node_size: number of workers of a node, each of which has a slice of it, G >= 1.
+        runs: [index of the first element here, number of elements of the tensor], by name, of sliced tensors.
+        mode: name of the exchange in use, if a job chooses among several; else "".
+        second: Adam's second moment, see `core.second_moment`, by name of the tensor; the same on every rank.
+        clips: clipping by the script, see `torch.clipping.local.records_of`; the same on every rank. In a checkpoint it
             is in the manifest.
-        method: what the residuals hold, see `state.method`; "" in records of earlier versions.
+        method: content of the residuals, see `state.parts`; "" in records of earlier versions.
     """
 
     rank: int
@@ -98,22 +97,22 @@ class ResidualState:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What is the same on every rank, and newcomers take over, by field."""
+        """Fields that are equal on every rank, and that newcomers take over."""
         return {name: getattr(self, name) for name in ("step", "epoch", "mode", "second", "clips")}
 
     def renamed(self, name_of: Callable[[str], str]) -> ResidualState:
-        """The same with other names of tensors."""
+        """Return a copy with other names of tensors."""
         every = {name: getattr(self, name) for name in ("tensors", "runs", "second")}
         renamed: dict[str, Any] = {name: {name_of(tensor): x for tensor, x in of.items()} for name, of in every.items()}
         return dataclasses.replace(self, **renamed)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dict of plain values and arrays."""
+        """Return it as a dict of plain values and arrays."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> ResidualState:
-        """What `to_dict` was called on.
+        """Make a record from the dict of `to_dict`.
 
         Raises:
             CheckpointError: it is no such dict.
@@ -132,7 +131,7 @@ class ResidualState:
         return state
 
     def to_bytes(self) -> bytes:
-        """As the bytes of an ``.npz`` file, which holds arrays and no code."""
+        """Return it as the bytes of an ``.npz`` file, which holds arrays and no code."""
         head = {name: getattr(self, name) for name in _HEAD_FIELDS}
         names, buckets = list(self.tensors), list(self.thresholds)
         arrays = {f"{i}.{part}": array for i, name in enumerate(names) for part, array in self.tensors[name].items()}
@@ -144,7 +143,7 @@ class ResidualState:
         return out.getvalue()
 
     def carried_on(self, rank: int, workers: int) -> ResidualState:
-        """What this rank goes on with as `rank` of `workers`, so that its part of the combined residual stays."""
+        """Return the record for this rank as `rank` of `workers`, with the same part of the combined residual."""
         if (rank, workers) == (self.rank, self.workers):
             return self
         changed = dataclasses.replace(self.as_one_of_all(), rank=rank, workers=workers)
@@ -159,14 +158,14 @@ class ResidualState:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str = "a residual file") -> ResidualState:
-        """What `to_bytes` was called on.
+        """Read a record from the bytes of `to_bytes`.
 
         Args:
             data: bytes of the file.
             name: name of the file, for messages.
 
         Raises:
-            CheckpointError: these are no such bytes.
+            CheckpointError: the bytes are not those of a record.
         """
         what = f"{name} is damaged"
         try:
@@ -215,12 +214,12 @@ class ResidualState:
                 )
 
     def check_fits(self, name: str, numel: int | None, first: int, last: int) -> None:
-        """Raise CheckpointError unless the record has what a rank keeps of a tensor.
+        """Raise CheckpointError unless the record has the elements that a rank needs of a tensor.
 
         Args:
             name: name of the tensor.
             numel: number of its elements in the model; None: there is no such tensor.
-            first, last: index of the first element that is kept, and that behind the last; equal where none is.
+            first, last: index of the first element, and the index behind the last one; equal if there is none.
         """
         sizes = {array.size for array in self.tensors[name].values()}
         size = max(sizes, default=0)
@@ -234,16 +233,16 @@ class ResidualState:
             )
         if first < last and not start <= first < last <= start + size:
             raise CheckpointError(
-                f"this rank keeps {last - first} elements of {name!r} from {first} on, and the residuals have {size} "
-                f"from {start} on: they were kept in other buckets. With another bucket_bytes or dense_values "
-                "load_checkpoint hands them on; parameter groups must be those of before"
+                f"this rank needs {last - first} elements of {name!r} from {first} on, and the record has {size} from "
+                f"{start} on: it was saved with other buckets. load_checkpoint redistributes residuals if bucket_bytes "
+                "or dense_values have changed; parameter groups must be the same as before"
             )
 
     def as_one_of_all(self) -> ResidualState:
-        """The same as a rank keeps it that has no node: zero where the other workers of its node keep something.
+        """Return the record without nodes: whole tensors, zero where other workers of the node have their slices.
 
-        The mean over all ranks is then the mean over nodes that it was, the sum the sum over nodes. What is owed of
-        elements that are owned is residual: of other ranks each owns others.
+        The mean (the sum) over all ranks is then the mean (the sum) over nodes that it was. The remainder of a shard
+        owner becomes residual: other ranks own other elements.
         """
         every = {name: released(arrays) for name, arrays in self.tensors.items()}
         if self.node_size == 1:
@@ -262,12 +261,12 @@ class ResidualState:
 
 
 def is_linear(part: str) -> bool:
-    """Whether the ranks' arrays of a part add up to what is applied: not those of Adam's own moments."""
+    """Whether the sum of the ranks' arrays of a part is applied; not so for Adam's own moments."""
     return part in (RESIDUAL, MOMENTUM)
 
 
 def released(arrays: Arrays) -> Arrays:
-    """The arrays of a tensor with the remainder made residual."""
+    """Return the arrays of a tensor with the remainder added to the residual."""
     if REMAINDER not in arrays:
         return arrays
     kept = {part: array for part, array in arrays.items() if part != REMAINDER}
@@ -275,13 +274,13 @@ def released(arrays: Arrays) -> Arrays:
 
 
 def refuse_moments(state: ResidualState) -> None:
-    """Raise CheckpointError for Adam's own moments of a rank, as earlier versions have kept them."""
+    """Raise CheckpointError for moments of Adam that are a rank's own, as in records of earlier versions."""
     for name, arrays in state.tensors.items():
         if FIRST in arrays:
             raise CheckpointError(
-                f"the residual of {name!r} was kept with moments of Adam that are each rank's own, as dgc_horovod did "
-                'before it learnt the second moment from all ranks: pass residuals="ignored" to load weights and '
-                "optimizer alone, or call flush() with the version that saved it, and save again"
+                f"the record of {name!r} has moments of Adam that are this rank's own, as in versions of dgc_horovod "
+                'without a shared second moment: pass residuals="ignored" to load weights and optimizer alone, or call '
+                "flush() with the version that saved it, and save again"
             )
 
 
@@ -291,7 +290,7 @@ _HEAD_FIELDS = (
 
 
 def _is_epoch(x: Any) -> bool:
-    """Scripts have whole floats and numbers of NumPy, too."""
+    """Whether it is an epoch: a number, also of NumPy, or None."""
     try:
         return x is None or (not isinstance(x, (bool, np.bool_)) and abs(math.floor(x)) < 2**63)
     except (TypeError, ValueError, OverflowError):
@@ -301,7 +300,7 @@ def _is_epoch(x: Any) -> bool:
 _ARRAY = Kind("an array", lambda x: isinstance(x, np.ndarray))
 _RUN = tuple_of(whole(0), whole(0))
 CLIPS = list_of(tuple_of(list_of(TEXT), NUMBER, optional(NUMBER), SWITCH))
-COMMON = {  # what the manifest has as well
+COMMON = {  # fields that the manifest has as well
     "workers": whole(1), "averages": SWITCH, "step": whole(0), "epoch": optional(whole(1 - 2**63)),
     "node_size": whole(1), "mode": one_of(*MODES),
 }  # fmt: skip
@@ -314,7 +313,7 @@ _OF_DICT = {
     "tensors": mapping_of(mapping_of(_ARRAY)), "thresholds": mapping_of(_ARRAY),
     "second": mapping_of(_ARRAY),
 }  # fmt: skip
-_EARLIER = ("node_size", "runs", "mode", "clips", "method", "second")  # earlier versions did not know
+_EARLIER = ("node_size", "runs", "mode", "clips", "method", "second")  # unknown to earlier versions
 _NO_DICT = "this is no dict of residual_state_dict()"
 
 

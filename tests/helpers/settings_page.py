@@ -10,28 +10,28 @@ _HEAD = """\
 
 <!-- Written by `python -m tests.helpers.settings_page`; a test compares. -->
 
-Every setting has three names. A flag of `dgcrun` goes before the environment variable, that before the key in the
-`compression:` section of a config file (`--config-file`, then the file that `DGC_CONFIG_FILE` names), that before the
-default. On and off may be written 1/0, true/false, yes/no. Where other settings are given and no method, it is `local`
-if `local_steps` is one of them, else `dgc`. Methods have [defaults of their own](guide.md#choices); the table has those
-of `dgc`. What is sent, and over the run, was chosen for the method that stands beside it: with another method from a
-place that goes before, it [is not used](clusters.md#for-everyone).
-`dgcrun --show-config` prints what a job would get and where each value comes from.
+Every setting has three names. The first of these sources that has a value is used: the flag of `dgcrun`, the
+environment variable, the key in the `compression:` section of a config file (`--config-file`, then the file that
+`DGC_CONFIG_FILE` names), the default. On and off may be written 1/0, true/false, yes/no. If settings are given without
+a method, the method is `local` if `local_steps` is one of them, otherwise `dgc`. Methods have
+[defaults of their own](guide.md#choices); the table has those of `dgc`. Settings under the two headings *what is sent*
+and *over the run* belong to the method of their source: they [are ignored](clusters.md#for-everyone) if a source of
+higher priority selects another method. `dgcrun --show-config` lists the settings of a job and their sources.
 
 ```yaml
-# job.yaml: Horovod's own sections may stand beside it
+# job.yaml: it may have Horovod's own sections as well
 compression:
   method: dgc
   density: 0.001
   warmup_steps: 2000
 ```
 
-Where it acts: a script for Horovod is *activated* if `dgcrun` starts it, if it runs with what `dgcrun --print-env`
-prints, or if it calls `dgc_horovod.launch.activate.activate()`; one for [DDP](ddp.md#without-changing-the-script) also
-if a variable is set, where the package is installed. A script that imports `dgc_horovod.torch` or
-`dgc_horovod.tensorflow` itself says in its code how it compresses; what acts *everywhere* acts there too. The metrics
-file begins with `hvd.init()` or `init_process_group()` where the script is activated, else with the first compressed
-optimizer or tape.
+Column *acts*: a script for Horovod is *activated* if `dgcrun` starts it, if it runs with the environment that
+`dgcrun --print-env` prints, or if it calls `dgc_horovod.launch.activate.activate()`; one for
+[DDP](ddp.md#without-changing-the-script) also if a variable is set and the package is installed. A script that imports
+`dgc_horovod.torch` or `dgc_horovod.tensorflow` itself sets its compression in its code; settings that act *everywhere*
+apply to it too. The metrics file begins with `hvd.init()` or `init_process_group()` in an activated script, otherwise
+with the first compressed optimizer or tape.
 """
 _TABLE = "| variable | flag | key | default | acts | |\n|---|---|---|---|---|---|\n"
 

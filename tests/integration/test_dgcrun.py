@@ -80,9 +80,9 @@ def test_owners_and_a_budget_by_flag():
     """The first line says who exchanges with whom and what a card receives, the last the density that came of it."""
     flags = ["--dgc-exchange", "sharded", "--dgc-budget", "4kB"]
     code, output = dgcrun(*DGC, *flags, *TORCH, workers=4)
-    assert code == 0 and "sharded: every element has an owner" in output, output
+    assert code == 0 and "sharded: every element has a shard owner" in output, output
     received, density = re.search(
-        r"a card receives (\S+) kB a step, of at most 4 kB, at density (\S+)\n", output
+        r"a network card receives (\S+) kB a step, budget 4 kB, at density (\S+)\n", output
     ).groups()
     assert 3.8 < float(received) <= 4 and 0.0001 < float(density) < 0.01
     assert summary(output)["density"] == pytest.approx(float(density), rel=0.05) and "in the end" not in output

@@ -52,7 +52,7 @@ def test_the_cause_of_a_difference_is_named_where_it_can_be_known(ranks):
     assert "'table.weight'. 'table.weight' belongs to an Embedding with max_norm" in found[0]["embedding"]
     assert not any("Broadcast" in text for text in found[0].values())
     drifted = ranks[0]["checks.drifting"]["stop"]["error"]
-    assert "They were alike after step 4. What the optimizer steps with (learning rate, ...) is the same" in drifted
+    assert "They were equal after step 4. The optimizer's options (learning rate, ...) are the same" in drifted
     assert "max_norm" in drifted and "Broadcast" not in drifted
 
 

@@ -161,5 +161,5 @@ def test_it_is_told_in_its_own_words(ranks_of):
     assert "clip_norm" in text and "float32" in text
     assert round_not_finite(3, where).startswith("exchange 3: an update was too large")
     assert not_finite(3, "rank 1, among 'w'") == (
-        "step 3: a gradient was not finite on rank 1, among 'w'; the step is applied on no rank"
+        "step 3: a gradient was not finite on rank 1, among 'w'; every rank skips the step"
     )

@@ -303,7 +303,7 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     monkeypatch.setattr(PROCESS, "exchanges", [counts])
     outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "15"}, []))
     counts.steps_alone = counts.pending = 10
-    assert "10 local steps, fewer than come before an exchange" in outcome.line()
+    assert "10 local steps, fewer than local_steps" in outcome.line()
     counts.steps_alone, counts.pending = 9, 0
     counts.end_step()
     counts.traffic.count(10, 10)
@@ -336,7 +336,7 @@ def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch,
     told = capsys.readouterr().err
     for text in ("skipped 800 of 1,002", "the ranks' weights differed at 1 of 2 comparisons"):
         assert text in outcome.line() and text in told
-    assert "rank 0 left out 3 of its local steps" in outcome.line()
+    assert "rank 0 skipped 3 of its local steps" in outcome.line()
 
 
 def test_a_script_that_compresses_by_itself_has_a_last_line_too(monkeypatch, capsys):
