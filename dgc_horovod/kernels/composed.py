@@ -1,9 +1,9 @@
-"""A bucket's kernels put together from one-tensor primitives: what the reference and torch_eager share."""
+"""A bucket's kernels composed of one-vector primitives, shared by the reference and torch_eager."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -25,18 +25,18 @@ from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, NumpyCoder, PacketFormat
 
 
-def first_sign(row: Any, columns: int) -> Any:
-    """Where the signs of a row begin in `Kernels.measure`: elsewhere for each, or rows that are alike had one sign."""
+def first_sign(row: Array, columns: int) -> Array:
+    """Return the index of a row's first sign in `Kernels.measure`; rows have different ones, as they may be equal."""
     return row * 7919 % columns
 
 
 def sum_stride(chunks: int) -> int:
-    """Distance between two summed chunks: 1 below 128 chunks, then ``chunks // 64``, at most 16."""
+    """Return the distance between two summed chunks: 1 below 128 chunks, then ``chunks // 64``, at most 16."""
     return 1 if chunks < 128 else min(chunks // 64, 16)
 
 
 def summed_numel(numel: int) -> int:
-    """How many of `numel` elements are in the chunks that `Kernels.sampled_sums` looks at."""
+    """Return how many of `numel` elements are in the chunks that `Kernels.sampled_sums` reads."""
     chunks = -(-numel // CHUNK)
     seen = range(0, chunks, sum_stride(chunks))
     last_seen = bool(seen) and seen[-1] == chunks - 1
@@ -58,7 +58,7 @@ class ListedOutputs:
 
 
 class Primitives(Protocol):
-    """What a backend does on one vector; vectors are changed in place. See `contract` for the arithmetic rules."""
+    """Operations of a backend on one vector, in place. See `contract` for the arithmetic rules."""
 
     def new(self, numel: int, dtype: str = "fp32") -> Array: ...
     def to_host(self, x: Array) -> np.ndarray: ...
@@ -73,16 +73,16 @@ class Primitives(Protocol):
     def sample(self, x: Array, start: int, stride: int) -> np.ndarray: ...
 
     def all_finite(self, x: Array) -> bool:
-        """Whether `x` holds neither NaN nor infinity."""
+        """Return whether `x` has neither NaN nor infinity."""
 
     def spread(self, x: Array, index: np.ndarray) -> Array:
         """``x[index]``, int64 on the host."""
 
     def zero_unless_finite(self, x: Array) -> Array:
-        """A copy of `x` with zero in place of what is not finite."""
+        """Return a copy of `x` with zero for elements that are not finite."""
 
     def chunks(self, x: Array, stride: int) -> Array:
-        """A copy of every `stride`-th chunk of `x`."""
+        """Return a copy of every `stride`-th chunk of `x`."""
 
     def accumulate_residual(self, v: Array, g: Array, scale: float) -> None:
         """``v += scale*g``."""
@@ -91,13 +91,13 @@ class Primitives(Protocol):
         """As `MomentumCorrection`."""
 
     def accumulate_shared(self, v: Array, g: Array, scale: float, rows: Array, columns: Array, bound: float) -> None:
-        """As `SharedMoment`, with a row's and a column's factor for every element."""
+        """As `SharedMoment`, with the row's and column's factors spread to every element."""
 
     def positions_at_least(self, x: Array, threshold: float) -> np.ndarray:
-        """Ascending int32 positions of the non-zero elements with ``|x| >= threshold``."""
+        """Return ascending int32 positions of the non-zero elements with ``|x| >= threshold``."""
 
     def top_positions(self, x: Array, k: int) -> np.ndarray:
-        """Ascending int32 positions of the k largest ``|x|``; ties go to the lower position; zeros never."""
+        """Return ascending int32 positions of the k largest ``|x|``; ties go to the lower position; zeros never."""
 
     def add_at(self, x: Array, positions: np.ndarray, values: np.ndarray) -> None:
         """``x[positions] += values``; the positions are unique."""
@@ -122,7 +122,7 @@ class ListedGradients:
 
 
 class ComposedKernels(Primitives, Protocol):
-    """The methods of `contract.Kernels` on whole buckets, by way of the primitives, which a backend adds."""
+    """The methods of `contract.Kernels` on whole buckets, composed of the primitives that a backend adds."""
 
     coder: Coder = NumpyCoder()
 

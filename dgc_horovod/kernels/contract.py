@@ -1,16 +1,16 @@
-"""The kernel contract: what every backend must do, bit for bit as `reference` does it.
+"""The kernel contract, which every backend implements with the same bits as `reference`.
 
 Arithmetic rules, so that backends, instruction sets and thread counts agree exactly:
 
-* float32 state, but for momentum in bfloat16, which is rounded to nearest even where it is written, what is finite to
-  what is finite;
+* float32 state, except momentum in bfloat16, which is rounded to nearest even when it is written; finite values stay
+  finite;
 * every product is rounded before it is added (no fused multiply-add);
 * hyper-parameters are rounded to float32 before use;
 * sums are taken in float64 over the fixed tree described in `Kernels.sums`;
 * denormals are kept (gradual underflow), never flushed.
 
-An ``Array`` is the backend's own flat float32 vector (NumPy array, torch tensor). Positions and the values at them
-cross the contract as NumPy arrays on the host (`Elements`): there are only about k of them.
+An ``Array`` is the backend's own flat float32 vector (NumPy array, torch tensor). Positions and their values are passed
+as NumPy arrays on the host (`Elements`), as there are only about k of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ErrorFeedback:
 class MomentumCorrection:
     """The momentum enters the residual (DGC 3.1): ``u = m*u + g; v += u``, Nesterov ``v += g; v += m*u``.
 
-    Of a u in bfloat16 what enters v is the sum before it is rounded.
+    With u in bfloat16, the sum enters v before it is rounded.
 
     Args:
         momentum: m in [0, 1), read from the parameter group at every step.
@@ -59,10 +59,10 @@ class SharedMoment:
     a tensor, seen as a matrix of b columns.
 
     Args:
-        rows, columns: what elements of a row and of a column are multiplied by, >= 0, float32 Arrays of the backend,
-            one a row of the tensor and b >= 1. Others may be written into them between two passes.
-        bound: the largest magnitude that enters, > 0. Adam's own is ``1/sqrt(1-b2)``, as the present gradient is in
-            its second moment.
+        rows, columns: factors of the rows and of the columns, >= 0, float32 Arrays of the backend, one for each row of
+            the tensor and b >= 1. They may be changed between two passes.
+        bound: the largest magnitude that enters, > 0. Adam's own is ``1/sqrt(1-b2)``, as its second moment includes
+            the present gradient.
         offset: index in the tensor of the segment's first element, >= 0.
     """
 
@@ -76,7 +76,7 @@ Accumulation = ErrorFeedback | MomentumCorrection | SharedMoment
 
 
 class Elements(NamedTuple):
-    """Some elements of a bucket: ascending int32 positions, and the float32 values there."""
+    """Elements of a bucket: ascending int32 positions, and the float32 values at them."""
 
     positions: np.ndarray
     values: np.ndarray
@@ -86,7 +86,7 @@ NO_ELEMENTS = Elements(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 def joined(parts: Sequence[Elements]) -> Elements:
-    """The elements of several ranges, in ascending order, as one."""
+    """Concatenate the elements of several ranges, which are in ascending order."""
     if not parts:
         return NO_ELEMENTS
     if len(parts) == 1:
@@ -95,14 +95,15 @@ def joined(parts: Sequence[Elements]) -> Elements:
 
 
 class State:
-    """What one rank keeps of a bucket: the residual v, and the momentum u, made at first use.
+    """The state of a bucket on one rank: the residual v, and the momentum u, allocated at first use.
 
-    All are float32 but u, which may be bfloat16.
+    All arrays are float32, except that u may be bfloat16.
 
-    What was sent has left v for whoever looks at it. A backend may put that off until then, or, without `masked`, until
-    its next pass over v, which has the elements in the cache: to write a hundredth of them costs a sixth of a pass.
+    Reading `v` gives the residual after sending. A backend may defer that write until v is read, or, without `masked`,
+    until its next pass over v, which has the elements in the cache: to write a hundredth of them costs a sixth of a
+    pass.
 
-    `remainder` is of the shard that the rank owns, if it owns one: what it was sent and has not sent on.
+    `remainder` is that of a shard owner: the sums of received elements that it has not sent on yet.
     """
 
     def __init__(self, v: Array, u: Array | None = None, remainder: Array | None = None) -> None:
@@ -116,24 +117,24 @@ class State:
         return self._v
 
     def put_off(self, elements: Elements) -> None:
-        """Let v be these at their positions, later; of a backend whose Arrays are NumPy's."""
+        """Defer the write of `elements` to v; for backends with NumPy Arrays."""
         self.settle()
         self._put_off = elements
 
     def settle(self) -> None:
-        """Do what was put off."""
+        """Make the deferred write."""
         v, elements = self.take()
         if elements.values.size:
             v[elements.positions] = elements.values
 
     def take(self) -> tuple[Array, Elements]:
-        """v as it is, and what was put off, for a backend that sees to it now."""
+        """Return v and the deferred elements, for a backend that writes them itself."""
         elements, self._put_off = self._put_off, NO_ELEMENTS
         return self._v, elements
 
 
-# A run of a bucket from which elements are selected together, as a pass sees it: its threshold, and its sums. The
-# layout is that of csrc/dgc.h.
+# A range of a bucket from which elements are selected, for a pass: its threshold, and its sums. The layout is that of
+# csrc/dgc.h.
 RANGE = np.dtype(
     [
         ("start", np.int64),
@@ -147,33 +148,33 @@ RANGE = np.dtype(
 
 
 class Gradients(Protocol):
-    """The gradients of one bucket as they become ready, and how each enters the residual."""
+    """The gradients of one bucket, and how each enters the residual."""
 
     def put(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
-        """Segment i's: a flat float32 Array, which must stay as it is until `Kernels.accumulate`, and is left so."""
+        """Set segment i's gradient: a flat float32 Array, which must not change before `Kernels.accumulate`."""
 
     def squared_norm(self) -> float:
-        """Sum of the squares of all gradients; what is not finite counts as zero. One read of them."""
+        """Return the sum of squares of all gradients; elements that are not finite count as zero. One read of them."""
 
 
 class Outputs(Protocol):
-    """Where the update of each segment of one bucket is put together."""
+    """The arrays that the update of each segment of one bucket is written to."""
 
     def put(self, i: int, output: Array) -> None:
-        """Segment i's: a flat float32 Array, overwritten by `Kernels.aggregate_into`."""
+        """Set segment i's array: a flat float32 Array, overwritten by `Kernels.aggregate_into`."""
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Release all arrays."""
 
 
 @dataclass(frozen=True)
 class AccumulateResult:
-    """What a pass over a bucket saw.
+    """The result of a pass over a bucket.
 
     Args:
-        gradients_finite, residual_finite: whether all gradients were finite, and whether v is.
+        gradients_finite, residual_finite: whether all gradients are finite, and whether v is.
         num_candidates: number of elements that reached their range's threshold.
-        candidates: elements that reached it, until the next pass over the bucket; None if there was no room for them.
+        candidates: these elements, valid until the next pass over the bucket; None if they exceeded the capacity.
     """
 
     gradients_finite: bool
@@ -183,30 +184,30 @@ class AccumulateResult:
 
 
 class SentRecord(Protocol):
-    """What a step sent, for as long as it may have to be taken back."""
+    """The elements that a step sent, for a rollback."""
 
     @property
     def count(self) -> int:
-        """How many elements."""
+        """Number of elements."""
 
     @property
     def min_magnitude(self) -> float:
-        """The smallest magnitude among them."""
+        """The smallest magnitude of the elements."""
 
     @property
     def positions(self) -> np.ndarray:
-        """Positions of what was sent, int32, ascending; on the host, for free."""
+        """Positions of the elements, int32, ascending; already on the host."""
 
     @property
     def elements(self) -> Elements:
-        """What was sent, as it stood in v; on the host."""
+        """The elements with their values in v before sending; on the host."""
 
     def rollback(self, state: State) -> None:
-        """Let u and v be, bit for bit, as after accumulation."""
+        """Restore u and v, bit for bit, as after accumulation."""
 
 
 class Sender(Protocol):
-    """A whole step on a device: pass, exact selection among the bucket, packet, and what is left, with one wait.
+    """A whole step on a device: pass, exact selection from the bucket, packet, and update of v, with one wait.
 
     Attributes:
         payload: packet, uint8, on the host, after `send`.
@@ -215,22 +216,23 @@ class Sender(Protocol):
     payload: np.ndarray
 
     def takes(self, gradients: Any) -> bool:
-        """Whether these can go this way; if not, `Kernels.accumulate` takes them."""
+        """Return whether `send` supports these gradients; if not, call `Kernels.accumulate`."""
 
     def send(
         self, gradients: Any, state: State, scale: float, candidate_threshold: float, step: int, masks: bool
     ) -> tuple[AccumulateResult, SentRecord | None]:
-        """Take in the gradients and send the largest elements of the bucket.
+        """Accumulate the gradients and send the largest elements of the bucket.
 
         Args:
             gradients, state, scale: see `Kernels.accumulate`.
             candidate_threshold: smallest magnitude that makes a candidate, > 0 and finite.
             step: schedule step, >= 0, for the packet's header.
-            masks: whether ``u = 0`` where something is sent (DGC 3.2).
+            masks: whether ``u = 0`` at sent elements (DGC 3.2).
 
         Returns:
-            What was seen, and what was sent; None where the candidates do not hold it, or a gradient is not finite, or
-            a value would be read as zero. Then only the pass has been made, and the host selects as after `accumulate`.
+            The result of the pass, and the sent elements; None if there were too few or too many candidates, a gradient
+            is not finite, or a value is rounded to zero. Then only the pass was made, and the host selects as after
+            `accumulate`.
         """
 
 
@@ -246,44 +248,44 @@ class Receiver(Protocol):
         """
 
     def aggregate_into(self, outputs: Any, scale: float) -> bool:
-        """As `Kernels.aggregate_into`, of what was read, from zero. It counts only if there are no `problems`."""
+        """As `Kernels.aggregate_into` with `fresh`, of the packets of `read`. Valid only if there are no `problems`."""
 
     @property
     def problems(self) -> dict[int, str]:
-        """What is wrong with which ranks' packets; asked before `aggregate_into`, it waits for the device."""
+        """Problem of each invalid packet, by rank; waits for the device if read before `aggregate_into`."""
 
     @property
     def contributions(self) -> list[Elements]:
-        """What each rank sent; copies on the host."""
+        """Copies, on the host, of the elements that each rank sent."""
 
 
 class Kernels(Protocol):
     """One backend on one device. All methods that change an array change it in place."""
 
     name: str
-    array_kind: str  # "numpy" or "torch": what an Array is; those of torch also have from_dlpack and to_dlpack
-    takes_tensors: bool  # whether gradients and outputs may be torch tensors too: contiguous, on the host, of any shape
+    array_kind: str  # type of an Array, "numpy" or "torch"; torch backends also have from_dlpack and to_dlpack
+    takes_tensors: bool  # whether gradients and outputs may be contiguous torch tensors of any shape on the host
     coder: Coder
 
     # -- arrays
 
     def new(self, numel: int, dtype: str = "fp32") -> Array:
-        """A zero vector of `numel` "fp32" or "bf16" numbers."""
+        """Return a zero vector of `numel` "fp32" or "bf16" numbers."""
 
     def to_host(self, x: Array) -> np.ndarray:
-        """`x` as a float32 NumPy array; a view where that is what the memory of the host has."""
+        """Return `x` as a float32 NumPy array; a view if x is float32 on the host."""
 
     def from_host(self, values: np.ndarray) -> Array:
-        """A host float32 vector as an Array; a view where the memory is the host's."""
+        """Return a float32 host vector as an Array; a view if Arrays are on the host."""
 
     def write(self, x: Array, values: np.ndarray) -> None:
-        """``x = values``, float32 of the host, rounded where x is bfloat16 (see above)."""
+        """``x = values``, from float32 on the host, rounded if x is bfloat16 (see above)."""
 
     def fill_zero(self, x: Array) -> None:
         """``x = 0``."""
 
     def take(self, x: Array, positions: np.ndarray) -> np.ndarray:
-        """The float32 values at `positions`, on the host."""
+        """Return the float32 values at `positions`, on the host."""
 
     def put(self, x: Array, elements: Elements) -> None:
         """``x[positions] = values``."""
@@ -291,31 +293,31 @@ class Kernels(Protocol):
     # -- the pass over a bucket
 
     def gradients(self, bucket: Bucket) -> Gradients:
-        """An empty set of gradients for `bucket`."""
+        """Return an empty set of gradients for `bucket`."""
 
     def accumulate(
         self, gradients: Any, state: State, scale: float, ranges: np.ndarray, max_candidates: int, want_sums: bool
     ) -> AccumulateResult:
-        """Add ``scale * gradient`` of every segment to u and v as its feed says; look at v on the way.
+        """Add ``scale * gradient`` of every segment to u and v by its accumulation, and collect candidates of v.
 
-        What is not finite in a gradient enters as 0.
+        Elements of a gradient that are not finite enter as 0.
 
         Args:
-            gradients: gradients of this backend, one of each segment; let go of afterwards.
-            state: v, and u where a feed needs it.
+            gradients: gradients of this backend, one for each segment; released afterwards.
+            state: v, and u if an accumulation needs it.
             scale: factor of the gradients, > 0.
             ranges: RANGE records of the bucket, in ascending order.
             max_candidates: largest number of candidates wanted, >= 0.
             want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
 
-        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element, 16 where u is bfloat16;
-        without 12, also with a shared second moment. What is written is in the cache already, and so takes little time.
+        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element, 16 if u is bfloat16;
+        without 12, also with a shared second moment. Writes are to elements in the cache, and take little time.
         """
 
-    # -- looking at v
+    # -- reading v
 
     def sums(self, x: Array) -> tuple[float, float]:
-        """Sum and sum of squares of `x` in float64, in one fixed order; what is not finite counts as zero.
+        """Return sum and sum of squares of `x` in float64, in one fixed order; not finite elements count as zero.
 
         x is cut into chunks of 4,096 (the last one filled with zeros), a chunk into 256 rows of 16
         lanes. Neighbouring rows are added pairwise until one is left, then the upper half of the lanes
@@ -324,53 +326,54 @@ class Kernels(Protocol):
         """
 
     def squares(self, arrays: Sequence[Array]) -> float:
-        """The sums of squares of `sums`, of several vectors, added in their order."""
+        """Return the sums of squares of `sums`, of several vectors, added in their order."""
 
     def measure(self, x: Array, offset: int, signs: Array) -> Array:
-        """Sums of squares of a run of a matrix by row and by column, and the product of each row with random signs.
+        """Return sums of squares of a part of a matrix by row and column, and products of its rows with random signs.
 
         Args:
-            x: elements `offset` and next of the matrix, in the order of rows; as a gradient, see `takes_tensors`.
-            offset: index of the first of them, >= 0.
-            signs: random signs, (2*b,) float32, for b columns: those of row r begin at `first_sign` of it.
+            x: elements of the matrix from index `offset` on, row by row; may be a tensor, see `takes_tensors`.
+            offset: index of the first element, >= 0.
+            signs: random signs, (2*b,) float32, for b columns: those of row r begin at ``first_sign(r, b)``.
 
         Returns:
-            Of the rows that x touches, of all columns, of those rows: one float32 vector, in an own order of addition.
+            One float32 vector: squares of the rows that x touches, squares of all columns, products of these rows. The
+            order of additions may differ between backends.
         """
 
     def sampled_sums(self, x: Array) -> tuple[float, float]:
-        """`sums` of every `sum_stride`-th chunk of x: a first guess needs no more."""
+        """Return `sums` of every `sum_stride`-th chunk of x, for a first guess."""
 
     def count_at_least(self, x: Array, threshold: float) -> int:
-        """How many elements have ``|x| >= threshold``. One read of x."""
+        """Count the elements with ``|x| >= threshold``. One read of x."""
 
     def at_least(self, x: Array, threshold: float) -> Elements:
-        """The non-zero elements with ``|x| >= threshold``. One read of x."""
+        """Return the non-zero elements with ``|x| >= threshold``. One read of x."""
 
     def top_k(self, x: Array, k: int) -> Elements:
-        """The k largest ``|x|``; ties go to the lower position; zeros never. Reads x several times."""
+        """Return the k largest ``|x|``; ties go to the lower position; zeros never. Reads x several times."""
 
     def sample(self, x: Array, start: int, stride: int) -> np.ndarray:
-        """Magnitudes of ``x[start::stride]``, on the host."""
+        """Return the magnitudes of ``x[start::stride]``, on the host."""
 
-    # -- among few elements, on the host
+    # -- few elements, on the host
 
     def keep_largest(self, elements: Elements, k: int) -> Elements:
-        """As `top_k`, among `elements`, whose memory is used for the result."""
+        """As `top_k`, for `elements`, whose memory is used for the result."""
 
     def keep_at_least(self, elements: Elements, threshold: float) -> Elements:
-        """As `at_least`, among `elements`, whose memory is used for the result."""
+        """As `at_least`, for `elements`, whose memory is used for the result."""
 
     def kth_largest(self, values: np.ndarray, k: int) -> float:
-        """The k-th largest magnitude of host values, 1 <= k <= size."""
+        """Return the k-th largest magnitude of host values, 1 <= k <= size."""
 
-    # -- what was sent leaves, what came back is added
+    # -- update of the residual, aggregation
 
     def update_residual(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
-        """``v = values - decoded`` at the positions; with `masked`, u's values go there and ``u = 0`` (DGC 3.2)."""
+        """``v = values - decoded`` at the positions; with `masked`, ``masked = u`` and ``u = 0`` there (DGC 3.2)."""
 
     def outputs(self, bucket: Bucket) -> Outputs:
-        """An empty set of outputs for `bucket`."""
+        """Return an empty set of outputs for `bucket`."""
 
     def aggregate_into(self, outputs: Any, contributions: Sequence[Elements], scale: float, fresh: bool) -> bool:
         """``update = sum over contributions of values * fp32(scale)``, added in their order.
@@ -379,7 +382,7 @@ class Kernels(Protocol):
             outputs: outputs of this backend, one for each segment.
             contributions: elements that each rank sent, in rank order.
             scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.
-            fresh: whether to begin with zero; if not, the sum is added to what is there.
+            fresh: whether outputs start from zero; if not, the sum is added to them.
 
         Returns:
             Whether every element is finite.
@@ -388,12 +391,12 @@ class Kernels(Protocol):
         """
 
     def aggregate_dense(self, outputs: Any, summed: Array, scale: float) -> bool:
-        """``update = summed * fp32(scale)``; returns whether every element is finite."""
+        """``update = summed * fp32(scale)``; return whether every element is finite."""
 
-    # -- the same without the host in between, where there is a device for it
+    # -- whole steps on a device
 
     def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> Sender | None:
-        """What sends the ``wire.capacity`` largest, from at most `max_candidates` candidates; None: the host does."""
+        """Return a Sender of the ``wire.capacity`` largest of up to `max_candidates` candidates; None: use the host."""
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
-        """What reads packets of that form; None: the host does."""
+        """Return a Receiver of packets of the format `wire`; None: use the host."""

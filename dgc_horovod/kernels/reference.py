@@ -1,4 +1,4 @@
-"""The kernels in NumPy: short, slow, and what every other backend is tested against."""
+"""The kernels in NumPy: short and slow; every other backend is tested against them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ DTYPES = {"fp32": np.float32, "bf16": np.uint16}
 
 
 def is_narrow(x: np.ndarray | None) -> bool:
-    """Whether it is bfloat16, as its bits."""
+    """Return whether `x` has the bits of bfloat16 numbers."""
     return x is not None and x.dtype == DTYPES["bf16"]
 
 
 def _as_in(x: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Float32 values as `x` has them."""
+    """Convert float32 values to the format of `x`."""
     return rounded(values) if is_narrow(x) else values
 
 
 class NumpyArrays:
-    """What `contract.Kernels` does with its arrays, of the `DTYPES`."""
+    """The methods of `contract.Kernels` on NumPy arrays of the `DTYPES`."""
 
     array_kind = "numpy"
 
@@ -56,7 +56,7 @@ def _scaled(g: np.ndarray, scale: float) -> np.ndarray:
 
 
 def _tree_sum(x: np.ndarray) -> float:
-    """Sum of float64 `x` in the order that `Kernels.sums` fixes."""
+    """Sum float64 `x` in the order that `Kernels.sums` defines."""
     filled = np.zeros(-(-x.size // CHUNK) * CHUNK)
     filled[: x.size] = x
     rows = filled.reshape(-1, CHUNK // LANES, LANES)

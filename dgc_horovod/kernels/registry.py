@@ -1,4 +1,4 @@
-"""Which kernels run: an explicit choice must work, the automatic one may fall back and says why."""
+"""The choice of a backend: an explicit choice must work; the automatic one may fall back, and logs the reason."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _torch_eager(device: str, threads: int) -> Kernels:
 
 def _triton(device: str, threads: int) -> Kernels:
     if device.startswith("cpu") and envvars.value(envvars.BACKEND) != "triton":
-        raise BackendUnavailable("its kernels are for CUDA tensors")  # not the interpreter, which is for tests
-    if "tensorflow" in sys.modules and "triton" not in sys.modules:  # both bring LLVM: the process would be aborted
+        raise BackendUnavailable("its kernels are for CUDA tensors")  # the interpreter is for tests only
+    if "tensorflow" in sys.modules and "triton" not in sys.modules:  # both load LLVM, which aborts the process
         raise BackendUnavailable("Triton cannot be loaded after TensorFlow: import triton before it")
     try:
         from dgc_horovod.kernels.triton.kernels import TritonKernels
@@ -44,7 +44,7 @@ def _triton(device: str, threads: int) -> Kernels:
 
 
 def host_coder(threads: int) -> Coder | None:
-    """The native coder, for packets that the host writes; None without it."""
+    """Return the native coder, for packets that the host writes, or None."""
     try:
         return _native("cpu", threads).coder
     except BackendUnavailable:
@@ -59,8 +59,8 @@ def _reference(device: str, threads: int) -> Kernels:
     return ReferenceKernels()
 
 
-# Name -> what makes its kernels for a device ("cpu", "cuda:0") and a number of threads, or raises BackendUnavailable;
-# the first are preferred.
+# Name -> function that makes the kernels for a device ("cpu", "cuda:0") and a number of threads, or raises
+# BackendUnavailable; in order of preference.
 BACKENDS: dict[str, Callable[[str, int], Kernels]] = {
     "native": _native,
     "triton": _triton,
@@ -82,7 +82,7 @@ def _say_once_what_runs(name: str, device: str) -> None:
 
 
 def choose(device: str, threads: int = 0) -> Kernels:
-    """The kernels for tensors of `device` ("cpu", "cuda:0"), as ``DGC_BACKEND`` asks.
+    """Choose the kernels for tensors of `device` by ``DGC_BACKEND``.
 
     Args:
         device: device that holds the gradients, such as "cpu" or "cuda:0".

@@ -19,7 +19,7 @@ def _scaled(g: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _copy(x: torch.Tensor, values: torch.Tensor) -> None:
-    """``x = values``, float32; where x is bfloat16, what is finite stays finite."""
+    """``x = values``, from float32; if x is bfloat16, finite values stay finite."""
     if x.dtype == torch.bfloat16:
         bits = values.contiguous().view(torch.int32)
         values = torch.where((bits & 0x7FFF0000) == 0x7F7F0000, bits & -0x10000, bits).view(torch.float32)
@@ -27,7 +27,7 @@ def _copy(x: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _chunk_sums(x: torch.Tensor) -> torch.Tensor:
-    """One float64 sum per chunk of `x`, in the order that `Kernels.sums` fixes."""
+    """Return one float64 sum for each chunk of `x`, in the order that `Kernels.sums` defines."""
     rows = torch.nn.functional.pad(x, (0, -x.numel() % CHUNK)).view(-1, CHUNK // LANES, LANES)
     while rows.shape[1] > 1:
         rows = rows[:, 0::2] + rows[:, 1::2]
@@ -62,15 +62,15 @@ class TorchEagerKernels(ComposedKernels):
     def new(self, numel: int, dtype: str = "fp32") -> torch.Tensor:
         return torch.zeros(numel, dtype=_DTYPES[dtype], device=self.device)
 
-    def from_dlpack(self, capsule: Any) -> torch.Tensor:
-        """Another framework's vector, on this device, as an Array that shares its memory."""
-        if self.device.type == "cuda":  # torch's stream knows nothing of the one that it is written on
+    def from_dlpack(self, capsule: object) -> torch.Tensor:
+        """Convert another framework's vector on this device to an Array in the same memory."""
+        if self.device.type == "cuda":  # torch's stream does not wait for the stream that writes the vector
             torch.cuda.synchronize(self.device)
         return torch.from_dlpack(capsule)
 
     def to_dlpack(self, x: torch.Tensor) -> Any:
-        """`x` as a capsule that shares its memory, with everything written that was to be written."""
-        if x.is_cuda:  # the consumer's stream knows nothing of torch's
+        """Return `x` as a capsule with the same memory, after all writes to it are done."""
+        if x.is_cuda:  # the consumer's stream does not wait for torch's stream
             torch.cuda.current_stream(x.device).synchronize()
         return torch.utils.dlpack.to_dlpack(x)
 
@@ -103,7 +103,7 @@ class TorchEagerKernels(ComposedKernels):
         self, u: torch.Tensor, v: torch.Tensor, g: torch.Tensor, scale: float, momentum: float, nesterov: bool
     ) -> None:
         g = _scaled(g, scale)
-        # mul_ then add_, never add_(alpha=): that one fuses, and differs in a quarter of the elements
+        # mul_ then add_, never add_(alpha=), which fuses them and differs in a quarter of the elements
         moved = u.float().mul_(momentum).add_(g)  # u itself, if it is float32
         if moved is not u:
             _copy(u, moved)

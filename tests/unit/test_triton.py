@@ -101,7 +101,7 @@ def test_chosen_by_the_registry(monkeypatch):
 def test_an_older_triton_is_refused(monkeypatch):
     monkeypatch.setenv("DGC_BACKEND", "triton")
     monkeypatch.setattr("triton.__version__", "3.5.1")
-    with pytest.raises(BackendUnavailable, match=r"Triton 3\.5\.1 rounds denormals away, 3\.6 or later"):
+    with pytest.raises(BackendUnavailable, match=r"Triton 3\.5\.1 flushes denormals; 3\.6 or later"):
         registry.choose("cpu")
 
 

@@ -1,1 +1,1 @@
-"""The kernels in C++, and how Python finds and calls them."""
+"""The kernels in C++, and their Python interface."""

@@ -1,4 +1,4 @@
-"""The kernels in C++, for torch CPU tensors and NumPy buffers alike: one call a bucket, no copy, no GIL."""
+"""The kernels in C++, for torch CPU tensors and NumPy arrays: one call a bucket, without copies or the GIL."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dgc_horovod.kernels.contract import (
     NO_ELEMENTS,
     RANGE,
     AccumulateResult,
+    Array,
     Elements,
     State,
 )
@@ -35,8 +36,8 @@ from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Co
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
 _PROBLEMS = ("", BAD_POSITIONS, BAD_VALUES)
-_FEW = 8  # elements for each that is sent, from which to put off what is left of it is worth a copy
-_INDICES = frozenset(("elias-fano", "every"))  # what csrc/codecs.h knows; any other is left to NumPy
+_FEW = 8  # elements of the bucket for each sent one, from which a deferred write is worth its copy
+_INDICES = frozenset(("elias-fano", "every"))  # index codecs of csrc/codecs.h; NumPy handles others
 
 
 class NativeCoder:
@@ -88,7 +89,7 @@ class NativeKernels(NumpyArrays):
 
     Args:
         threads: largest number of threads, >= 0; 0: as many as torch uses, one without torch.
-        library: compiled library that `library.load` returned; None: loaded here.
+        library: compiled library from `library.load`; None: loaded here.
     """
 
     name = "native"
@@ -101,17 +102,17 @@ class NativeKernels(NumpyArrays):
 
     @property
     def threads(self) -> int:
-        """Threads that a call may use now."""
+        """Number of threads that a call may use now."""
         torch = sys.modules.get("torch")
         return self._fixed_threads or (torch.get_num_threads() if torch is not None else 1)
 
     @property
     def instructions(self) -> str:
-        """The instruction set in use: plain, AVX2 or AVX-512."""
+        """Instruction set in use: plain, AVX2 or AVX-512."""
         return self._library.dgc_instructions().decode()
 
     def use_instructions(self, name: str) -> bool:
-        """Use instruction set `name`, in the whole process; returns whether this processor has it."""
+        """Use instruction set `name` in the whole process; return whether this processor has it."""
         return bool(self._library.dgc_use_instructions(name.encode()))
 
     # -- arrays
@@ -158,7 +159,7 @@ class NativeKernels(NumpyArrays):
         scale: float = 1.0,
         left: Elements = NO_ELEMENTS,
     ) -> tuple[Any, ...]:
-        """Those of `dgc_pass`: addresses, so the caller holds what is there."""
+        """Return the arguments of `dgc_pass`: addresses, whose memory the caller keeps alive."""
         scratch.make_room(max_candidates)
         return (
             address(v), address(u), is_narrow(u), address(segments), len(segments), scale, address(ranges), len(ranges),
@@ -168,18 +169,18 @@ class NativeKernels(NumpyArrays):
     def _range(self, x: np.ndarray, candidate_threshold: float) -> np.ndarray:
         return np.array([(0, x.size, 0.0, 0.0, candidate_threshold, 0)], RANGE)
 
-    # -- looking at v
+    # -- reading v
 
     def sums(self, x: np.ndarray) -> tuple[float, float]:
         return self.sums_at(address(x), x.size)
 
     def sums_at(self, place: int | None, numel: int) -> tuple[float, float]:
-        """`sums` of what lies at an address."""
+        """Return `sums` of the vector at an address."""
         out, chunk_sums = np.empty(2), np.empty(2 * (numel // CHUNK + 1))
         self._library.dgc_sums(place, numel, address(chunk_sums), self.threads, address(out))
         return float(out[0]), float(out[1])
 
-    def measure(self, x: Any, offset: int, signs: np.ndarray) -> np.ndarray:
+    def measure(self, x: Array, offset: int, signs: np.ndarray) -> np.ndarray:
         numel, b = x.nbytes // 4, signs.size // 2
         rows = -(-(offset % b + numel) // b)
         out = np.zeros(2 * rows + b, np.float32)
@@ -212,7 +213,7 @@ class NativeKernels(NumpyArrays):
         into = Elements(np.empty(room + 1, np.int32), np.empty(room + 1, np.float32))
         return self._kept(into, self._library.dgc_keep_largest(None, address(x), x.size, k, *map(address, into)))
 
-    # -- among few elements
+    # -- few elements
 
     @staticmethod
     def _kept(elements: Elements, count: int) -> Elements:
@@ -230,7 +231,7 @@ class NativeKernels(NumpyArrays):
     def kth_largest(self, values: np.ndarray, k: int) -> float:
         return self._library.dgc_kth_largest(address(values), values.size, k)
 
-    # -- what was sent leaves, what came back is added
+    # -- update of the residual, aggregation
 
     def update_residual(self, state: State, elements: Elements, decoded: np.ndarray, masked: np.ndarray | None) -> None:
         if masked is None and _FEW * decoded.size < len(state.v):
@@ -258,7 +259,7 @@ class NativeKernels(NumpyArrays):
         return bool(self._library.dgc_fill_summed(address(outputs.table), len(outputs.table), address(summed), scale))
 
     def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> None:
-        """None: here elements are on the host anyway."""
+        """Return None: elements are on the host already."""
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> None:
-        """None: here packets are on the host anyway."""
+        """Return None: packets are on the host already."""

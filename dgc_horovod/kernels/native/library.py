@@ -1,4 +1,4 @@
-"""The native library (csrc/): found and loaded, its memory, and the tables that it reads and writes."""
+"""The native library (csrc/): loading, memory, and the tables that it reads and writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dgc_horovod.errors import BackendUnavailable, UnsupportedUse
-from dgc_horovod.kernels.contract import CHUNK, Accumulation, Elements, MomentumCorrection, SharedMoment
+from dgc_horovod.kernels.contract import CHUNK, Accumulation, Array, Elements, MomentumCorrection, SharedMoment
 from dgc_horovod.wire.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -63,19 +63,19 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def library_paths() -> list[Path]:
-    """The built libraries beside this file, that of this Python first: a folder may serve several machines."""
+    """Return the built libraries beside this file, that of this Python first: a folder may serve several machines."""
     ours = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     return sorted(Path(__file__).parent.glob("_native*.so"), key=lambda path: (path.name != ours, path.name))
 
 
 def load(path: Path | None = None) -> ctypes.CDLL:
-    """The library with its functions declared: that at `path`, else the first of `library_paths` that loads.
+    """Load the library at `path`, or the first of `library_paths` that loads, and declare its functions.
 
     Raises:
-        BackendUnavailable: it was not built, or does not load; or this machine orders bytes as packets do not.
+        BackendUnavailable: it was not built, or does not load; or this machine is big-endian.
     """
     if sys.byteorder != "little":
-        raise BackendUnavailable("the native library writes packets as memory has them; this machine is big-endian")
+        raise BackendUnavailable("the native library needs a little-endian machine; this one is big-endian")
     problems = []
     for each in [path] if path else library_paths():
         try:
@@ -104,7 +104,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def openmp_of_the_process() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded, or None."""
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch has loaded, or None."""
     if "torch" not in sys.modules:
         return None
     maps = Path("/proc/self/maps")
@@ -125,24 +125,24 @@ _HUGE_PAGE = 2 << 20
 
 
 def zeros(numel: int, dtype: type = np.float32) -> np.ndarray:
-    """A vector of zeros that begins with a page; a large one lies in huge pages, where Linux lets it.
+    """Return a zero vector that begins at a page; a large one is in huge pages if Linux allows it.
 
-    A pass reads a gradient and writes u and v at the same pace. Gradients begin up to a cache line behind a page
-    (malloc's header). A vector that began behind them would be written just ahead of where they are read, modulo the
-    size of a page; processors take that for the same place and wait (4K aliasing). Small pages cost time too, most on a
-    virtual machine, if the allocator has not been told (GLIBC_TUNABLES) to ask for huge ones.
+    A pass reads a gradient and writes u and v at the same pace. Gradients begin up to a cache line after a page
+    (malloc's header). If u or v began later within a page, they would be written just ahead of the gradient's reads
+    modulo the page size; processors take these for the same address and wait (4K aliasing). Small pages are slower too,
+    mostly on a virtual machine, unless the allocator is set (GLIBC_TUNABLES) to use huge ones.
 
     Args:
-        numel: elements, >= 0.
-        dtype: of them.
+        numel: number of elements, >= 0.
+        dtype: dtype of the elements.
 
     Returns:
-        A vector, written nowhere yet.
+        A vector whose memory has not been written yet.
 
     Raises:
-        MemoryError: there is not so much.
+        MemoryError: there is not enough memory.
 
-    Cost: up to 4 KiB more, of a large one up to 2 MiB, and 4 MiB of addresses.
+    Cost: up to 4 KiB more; for a large vector up to 2 MiB more, and 4 MiB of addresses.
     """
     nbytes = np.dtype(dtype).itemsize * numel
     if nbytes < _HUGE_PAGE:
@@ -151,7 +151,7 @@ def zeros(numel: int, dtype: type = np.float32) -> np.ndarray:
         room = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no memory for {nbytes:,} bytes of residual or momentum: {error}") from error
-    with contextlib.suppress(AttributeError, OSError):  # another system, a kernel without them
+    with contextlib.suppress(AttributeError, OSError):  # another system, or a kernel without huge pages
         room.madvise(mmap.MADV_HUGEPAGE)
     return _aligned(np.frombuffer(room, np.uint8), nbytes, _HUGE_PAGE).view(dtype)
 
@@ -163,7 +163,7 @@ def _aligned(room: np.ndarray, nbytes: int, multiple: int) -> np.ndarray:
 
 _RESIDUAL, _MOMENTUM, _NESTEROV, _SHARED = 1, 2, 3, 4  # enum Kind
 
-# Structures of csrc/dgc.h, as records, so that a whole table is one array.
+# Structures of csrc/dgc.h as NumPy records; a table is one array.
 SEGMENT = np.dtype(
     [("gradient", np.uintp), ("start", np.int64), ("numel", np.int64), ("kind", np.int32), ("momentum", np.float32)]
     + [("rows", np.uintp), ("columns", np.uintp), ("width", np.int64), ("offset", np.int64), ("bound", np.float32)]
@@ -184,15 +184,15 @@ LAYOUT = np.dtype(
 NO_SEGMENTS = np.empty(0, SEGMENT)
 
 
-def address(array: Any) -> int | None:
-    """Where a contiguous array or tensor begins, for a call; the caller keeps it alive."""
+def address(array: Array | None) -> int | None:
+    """Return the address of a contiguous array or tensor for a call; the caller keeps it alive."""
     if array is None:
         return None
     return array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
 
 
 class Scratch:
-    """Memory for what passes over vectors of up to `numel` elements find; grows and is used again."""
+    """Reusable memory for the candidates and sums of passes over vectors of up to `numel` elements."""
 
     def __init__(self, numel: int, ranges: int) -> None:
         chunks = numel // CHUNK + 1 + ranges
@@ -205,11 +205,11 @@ class Scratch:
 
     @property
     def count(self) -> int:
-        """How many elements were found."""
+        """Number of elements found."""
         return int(self.found["count"][0])
 
     def elements(self) -> Elements | None:
-        """What was found, or None if it is more than there is room for."""
+        """Return the elements found, or None if they exceed the capacity."""
         count = self.count
         return Elements(self.positions[:count], self.values[:count]) if count <= self.positions.size else None
 
@@ -225,7 +225,7 @@ class Scratch:
 
 
 def _table(bucket: Bucket, record: np.dtype) -> np.ndarray:
-    """One record a segment, with its place in the bucket."""
+    """Return a table with one record for each segment, with its start and numel."""
     table = np.zeros(len(bucket.segments), record)
     table["start"] = [segment.start for segment in bucket.segments]
     table["numel"] = [segment.numel for segment in bucket.segments]
@@ -240,27 +240,27 @@ class NativeGradients:
         self.table = _table(bucket, SEGMENT)
         self._addresses = self.table["gradient"]
         self._nbytes = [4 * segment.numel for segment in bucket.segments]
-        self._dtype: Any = None  # the object that was seen to be float32: NumPy's, torch's
-        self.arrays: list[Any] = [None] * len(bucket.segments)
+        self._dtype: object = None  # the dtype object that was found to be float32, NumPy's or torch's
+        self.arrays: list[Array | None] = [None] * len(bucket.segments)
         self._feeds: list[Accumulation | None] = [None] * len(bucket.segments)
         self.scratch: Scratch | None = None
 
-    def put(self, i: int, gradient: Any, accumulation: Accumulation) -> None:
+    def put(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
         if gradient.dtype is not self._dtype or gradient.nbytes != self._nbytes[i]:
             self._check(i, gradient)
         self.arrays[i] = gradient
         self._addresses[i] = address(gradient)
-        if accumulation is not self._feeds[i] and accumulation != self._feeds[i]:  # it seldom changes, except Adam's
+        if accumulation is not self._feeds[i] and accumulation != self._feeds[i]:  # it changes rarely
             self._feeds[i] = accumulation
             self._describe(self.table[i], accumulation)
 
-    def _check(self, i: int, gradient: Any) -> None:
-        """Raise UnsupportedUse unless the library, which sees an address alone, would read what is there."""
+    def _check(self, i: int, gradient: Array) -> None:
+        """Raise UnsupportedUse unless `gradient` has the dtype and size that the library reads at its address."""
         dtype, segment = gradient.dtype, self.bucket.segments[i]
         if str(dtype).removeprefix("torch.") != "float32" or gradient.nbytes != self._nbytes[i]:
             raise UnsupportedUse(
-                f"the gradient of {segment.name!r} has {gradient.nbytes} bytes of {dtype}; {segment.numel} numbers of "
-                "float32 are needed"
+                f"the gradient of {segment.name!r} has {gradient.nbytes} bytes of {dtype}, expected {segment.numel} "
+                "numbers of float32"
             )
         self._dtype = dtype
 
@@ -269,7 +269,7 @@ class NativeGradients:
         row["kind"], row["rows"], row["columns"] = _RESIDUAL, 0, 0
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             row["kind"], row["momentum"] = (_NESTEROV if accumulation.nesterov else _MOMENTUM), accumulation.momentum
-        elif isinstance(accumulation, SharedMoment):  # which is kept with the feeds, and its arrays with it
+        elif isinstance(accumulation, SharedMoment):  # its arrays stay alive in `_feeds`
             row["kind"], row["offset"], row["width"] = _SHARED, accumulation.offset, len(accumulation.columns)
             row["rows"], row["columns"] = address(accumulation.rows), address(accumulation.columns)
             row["bound"] = accumulation.bound
@@ -288,9 +288,9 @@ class NativeOutputs:
     def __init__(self, bucket: Bucket) -> None:
         self.table = _table(bucket, TARGET)
         self._addresses = self.table["out"]
-        self._arrays: list[Any] = [None] * len(bucket.segments)
+        self._arrays: list[Array | None] = [None] * len(bucket.segments)
 
-    def put(self, i: int, output: Any) -> None:
+    def put(self, i: int, output: Array) -> None:
         self._arrays[i] = output
         self._addresses[i] = address(output)
 

@@ -7,46 +7,46 @@ import triton.language as tl
 
 from dgc_horovod.kernels.contract import CHUNK, LANES
 
-BLOCK = tl.constexpr(512)  # elements of a program, of all kernels that look at the bucket
-# Few threads, so that many programs share a multiprocessor: each waits for memory, for its place in the list, and again
+BLOCK = tl.constexpr(512)  # elements of a program, for all kernels that read the bucket
+# Few threads, so that many programs share a multiprocessor while each waits for memory and for its place in the list
 WARPS = 2  # of a program of `accumulate`
 BINS, FINE_BITS = tl.constexpr(4096), tl.constexpr(13)  # four octaves above the candidate threshold; 1,024 bins each
 
-# What `numbers` holds
+# Indices in `numbers`
 SCALE, MOMENTUM, BOUND = (tl.constexpr(i) for i in range(3))
-# What the `report` holds
+# Indices in `report`
 FLAGS, NOTED, READY, ZEROS, LEAST, TIES = (tl.constexpr(i) for i in range(6))
 BAD_GRADIENT, BAD_RESIDUAL = tl.constexpr(1), tl.constexpr(2)
 
 RESIDUAL_FEED, MOMENTUM_FEED, NESTEROV_FEED, SHARED_FEED = (tl.constexpr(i) for i in range(4))
-# What `factors` holds of each segment with a shared second moment: two addresses, the columns, the offset
+# Indices in `factors` of a segment with a shared second moment: two addresses, number of columns, offset
 ROWS, COLUMNS, WIDTH, OFFSET, FACTORS = (tl.constexpr(i) for i in range(5))
 
 _SIZE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
-_UPPER, _LARGEST = tl.constexpr(0x7FFF0000), tl.constexpr(0x7F7F0000)  # of a bfloat16: its size, the largest finite one
+_UPPER, _LARGEST = tl.constexpr(0x7FFF0000), tl.constexpr(0x7F7F0000)  # bfloat16: mask of the magnitude, largest finite
 
 
 @triton.jit
 def touch(x):
-    """Does next to nothing: to see whether kernels run."""
+    """Write one number, to test whether kernels run."""
     tl.store(x, 1)
 
 
 @triton.jit
 def size_of(x):
-    """The magnitude of float32 `x` as whole numbers in the same order; those from `_INFINITE` on are not finite."""
+    """Return the magnitude of float32 `x` as integers in the same order; from `_INFINITE` on it is not finite."""
     return x.to(tl.int32, bitcast=True) & _SIZE
 
 
 @triton.jit
 def is_finite(x):
-    """Whether each of float32 `x` is neither NaN nor infinite."""
+    """Return whether each of float32 `x` is neither NaN nor infinite."""
     return size_of(x) < _INFINITE
 
 
 @triton.jit
 def momentum_at(u, at, inside, NARROW: tl.constexpr):
-    """Elements of u as float32; NARROW: u has the bits of bfloat16 numbers, int16."""
+    """Load elements of u as float32; NARROW: u has the bits of bfloat16 numbers, int16."""
     if NARROW:
         x = (tl.load(u + at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -56,7 +56,7 @@ def momentum_at(u, at, inside, NARROW: tl.constexpr):
 
 @triton.jit
 def _keep_momentum(u, at, x, inside, NARROW: tl.constexpr):
-    """Write float32 `x` to u; where it is narrow rounded to nearest even, what is finite to what is finite."""
+    """Write float32 `x` to u; with NARROW rounded to nearest even, and finite values stay finite."""
     if NARROW:
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where((bits & _UPPER) == _LARGEST, (bits >> 16) << 16, bits)  # no carry to infinity
@@ -67,7 +67,7 @@ def _keep_momentum(u, at, x, inside, NARROW: tl.constexpr):
 
 @triton.jit
 def factors_of(factors, segment):
-    """Where factors of the rows and of the columns of a segment's tensor are, its columns, and where it begins."""
+    """Return pointers to the row and column factors of a segment's tensor, its number of columns, and its offset."""
     at = factors + segment * FACTORS
     rows = tl.load(at + ROWS).to(tl.pointer_type(tl.float32))
     columns = tl.load(at + COLUMNS).to(tl.pointer_type(tl.float32))
@@ -79,30 +79,30 @@ def accumulate(
     v, u, gradients, factors, starts, spread, thresholds, numbers, report, positions, values, bases, counts,
     histogram, numel, max_candidates, FEED: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """``v += accumulate(g)`` and the list of those elements that reach their segment's threshold.
+    """``v += accumulate(g)``; list the elements that reach their segment's threshold.
 
     Args:
         v, u: state of the bucket, flat float32. NARROW: u has the bits of bfloat16 numbers, int16.
         gradients: address of each segment's gradient, int64.
         factors: of a shared second moment, int64, FACTORS a segment.
-        starts: position of each segment's first element, int32, and behind the last the end.
+        starts: position of each segment's first element, int32, followed by the end of the bucket.
         spread: first and last segment that have elements in each block, int32, two a block.
         thresholds: smallest magnitude that makes a candidate, float32, one a segment; infinity: none.
-        numbers: scale and hyper-parameters of this step, float32, at the places above.
+        numbers: scale and hyper-parameters of this step, float32, at the indices above.
         report: report of the step, int32; FLAGS and NOTED are added to.
-        positions, values: candidates, int32 and float32, `max_candidates` of them; the rest is only counted.
+        positions, values: candidates, int32 and float32, at most `max_candidates`; others are only counted.
         ALIGNED: whether segments begin at multiples of four elements, in the bucket and in memory.
-        bases, counts: place in the list of each block's candidates, and their number, int32.
-        histogram: number of candidates by height above the threshold, BINS of int32; the last one is open.
+        bases, counts: index in the list of each block's first candidate, and their number, int32.
+        histogram: number of candidates by height above the threshold, BINS of int32; the last bin is open.
 
-    Cost: 20 bytes an element with momentum, 16 where it is narrow, 12 without, or with a shared second moment.
+    Cost: 20 bytes an element with momentum, 16 with NARROW, 12 without momentum or with a shared second moment.
     """
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     if ALIGNED:
-        numel = (numel // 4) * 4  # which it is; now the compiler knows
+        numel = (numel // 4) * 4  # unchanged; it tells the compiler
     inside = at < numel
-    # asked for before the gradient, whose address takes two loads
+    # loaded before the gradient, whose address takes two loads
     scale, momentum = tl.load(numbers + SCALE), tl.load(numbers + MOMENTUM)
     kept = tl.load(v + at, mask=inside, other=0.0)
     if FEED == MOMENTUM_FEED or FEED == NESTEROV_FEED:
@@ -143,7 +143,7 @@ def accumulate(
     left = inside & ~is_finite(kept)
     size = size_of(kept)
     num_candidates = (inside & (size >= candidate_threshold) & (size != 0)).to(tl.int32)
-    # one sum for all that must be known: each costs the program a wait
+    # one sum for all counts: each sum costs the program a wait
     seen = tl.sum(num_candidates + ((~sound | left).to(tl.int32) << 16))
     count = seen & 0xFFFF
     if seen != count:
@@ -167,7 +167,7 @@ _CHUNK, _LANES = tl.constexpr(CHUNK), tl.constexpr(LANES)
 
 @triton.jit
 def _tree(x):
-    """Sum of a chunk: neighbouring rows pairwise until one is left, then the upper half of the lanes to the lower."""
+    """Sum a chunk: neighbouring rows pairwise until one is left, then the upper half of the lanes to the lower."""
     rows: tl.constexpr = _CHUNK // _LANES
     x = tl.reshape(x, [rows, _LANES])
     for level in tl.static_range(0, 8):
@@ -180,11 +180,11 @@ def _tree(x):
 
 @triton.jit
 def chunk_sums(vectors, table, sums):
-    """Sum and sum of squares of each chunk, in float64; what is not finite counts as zero.
+    """Compute sum and sum of squares of each chunk, in float64; elements that are not finite count as zero.
 
     Args:
         vectors: address of each vector, int64.
-        table: vector of each program, place where it begins there, and number of elements of the vector, int32.
+        table: for each program: index of its vector, its first element, number of elements of the vector, int32.
         sums: sum and sum of squares of each program, float64.
     """
     number = tl.program_id(0)

@@ -1,7 +1,7 @@
-"""Triton device code: packets read again, all ranks' at once, and added up rank by rank.
+"""Triton device code: decodes all ranks' packets at once, and adds them up rank by rank.
 
-No program adds to what another one adds to: each has a block of the bucket, and takes the ranks in their order. So the
-sums are the same bits on every rank, without float atomics.
+Each program has a block of the bucket of its own, and adds the ranks in their order. So the sums have the same bits on
+every rank, without float atomics.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dgc_horovod.kernels.triton.encode import (
     two_bits_back,
 )
 
-BITS = tl.constexpr(4096)  # of the bitmap, of a program
-FILL_BLOCK = tl.constexpr(2048)  # elements of the bucket that a program zeroes in one go
-_ADDED = tl.constexpr(128)  # elements that it adds in one go: one a thread
+BITS = tl.constexpr(4096)  # bits of the bitmap of a program
+FILL_BLOCK = tl.constexpr(2048)  # elements of the bucket that a program zeroes at once
+_ADDED = tl.constexpr(128)  # elements that it adds at once: one a thread
 
 BAD_POSITIONS, BAD_VALUES = tl.constexpr(1), tl.constexpr(2)
 
@@ -40,11 +40,11 @@ def _bits(area, bit, bits):
 
 @triton.jit(do_not_specialize=["packet_words", "high_at", "bits", "chunks"])
 def count_ones(packets, ones, packet_words, high_at, bits, chunks):
-    """How many positions begin in each chunk of each rank's bitmap.
+    """Count the positions in each chunk of each rank's bitmap.
 
     Args:
         packets: packets of all ranks, int32 words, one after another.
-        ones: number of those positions, int32, chunk by chunk, rank by rank.
+        ones: number of positions, int32, chunk by chunk, rank by rank.
         high_at: index of the word of a packet where the bitmap begins.
         bits: number of bits in the bitmap.
     """
@@ -59,14 +59,14 @@ def decode_positions(
     packets, ones, counts, positions, starts, problems, packet_words, high_at, bits, chunks, capacity, blocks,
     LOW: tl.constexpr, BLOCK_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The positions of all ranks, and where those of each block of the bucket begin.
+    """Decode the positions of all ranks, and find the first element of each block of the bucket.
 
     Args:
         ones: result of `count_ones`.
         counts: number of each rank's elements, int32, as its header says.
-        positions: positions read, int32, `capacity` for each rank.
-        starts: index of the first element in each block (``2**BLOCK_BITS`` elements) and behind the last, int32, for
-            each rank. That of the first block is not written, and the one behind the last not always.
+        positions: decoded positions, int32, `capacity` for each rank.
+        starts: index of the first element in each block (``2**BLOCK_BITS`` elements) and after the last, int32, for
+            each rank. The index of the first block is not written, that after the last not always.
         problems: problems of each rank, int32; BAD_POSITIONS is set if the bitmap has another count.
     """
     rank, chunk = tl.program_id(1), tl.program_id(0)
@@ -86,11 +86,11 @@ def decode_positions(
     if LOW > 0:
         word = low_area + ((i * LOW) >> 5)
         lower = tl.load(word, mask=listed, other=0).to(tl.int64) & 0xFFFFFFFF
-        upper = tl.load(word + 1, mask=listed, other=0).to(tl.int64)  # behind the last one comes the bitmap
+        upper = tl.load(word + 1, mask=listed, other=0).to(tl.int64)  # the last word is followed by the bitmap
         low = (lower | (upper << 32)) >> ((i * LOW) & 31).to(tl.int64)
         position = position | (low.to(tl.int32) & ((1 << LOW) - 1))
     tl.store(positions + rank.to(tl.int64) * capacity + i, position, mask=listed)
-    # a zero ends an upper part; where that ends a block, the next one begins with element i
+    # a zero ends an upper part; if that ends a block, the next block begins with element i
     block = (zero + 1) >> (BLOCK_BITS - LOW)
     ends = (((zero + 1) & ((1 << (BLOCK_BITS - LOW)) - 1)) == 0) & (is_one == 0) & (bit < bits) & (block <= blocks)
     tl.store(starts + rank.to(tl.int64) * (blocks + 1) + block, i, mask=ends)
@@ -105,10 +105,10 @@ def decode_values(
     packets, counts, positions, values, problems, packet_words, values_at, scales_at, capacity, numel,
     CODEC: tl.constexpr,
 ):  # fmt: skip
-    """The values of all ranks; and whether what was read is what a sender can have written.
+    """Decode the values of all ranks, and check positions, values and scales.
 
     Args:
-        values: values read, float32, `capacity` for each rank.
+        values: decoded values, float32, `capacity` for each rank.
         values_at, scales_at: indices of the words of a packet where the values and their scales begin.
     """
     rank = tl.program_id(1)
@@ -159,7 +159,7 @@ def decode_values(
 
 @triton.jit
 def _not_a_scale(scale):
-    """BAD_VALUES if `scale` is negative or not finite, else 0."""
+    """Return BAD_VALUES if `scale` is negative or not finite, else 0."""
     bits = scale.to(tl.int32, bitcast=True)
     return ((bits < 0) | (size_of(scale) >= 0x7F800000)).to(tl.int32) * BAD_VALUES
 
@@ -169,17 +169,17 @@ def aggregate_into(
     outputs, segment_starts, spread, positions, values, starts, counts, scale, flag, ranks, capacity, blocks,
     BLOCK_BITS: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """``update = sum over ranks of values * scale``, in their order.
+    """``update = sum over ranks of values * scale``, in rank order.
 
     Args:
         outputs: address of each segment's update, int64.
-        segment_starts: position of each segment's first element, int32, and behind the last the end.
+        segment_starts: position of each segment's first element, int32, followed by the end of the bucket.
         spread: first and last segment that have elements in each block (``2**BLOCK_BITS`` elements), int32.
         positions, values: elements of the ranks, int32 and float32, `capacity` for each rank.
         starts, counts: see `decode_positions`.
         scale: factor of the sum, one float32.
         flag: one int32, set to 1 if an element is not finite.
-        FRESH: whether the outputs are zeroed first; if not, the sum is added to what is there.
+        FRESH: whether the outputs are zeroed first; if not, the sum is added to them.
 
     Cost: one write of the bucket, 4 bytes an element, and 16 bytes for each element that is added.
     """
@@ -200,8 +200,8 @@ def aggregate_into(
         begin = tl.load(starts + block, mask=block > 0, other=0)
         end = tl.load(starts + block + 1, mask=block + 1 < blocks, other=0)
         end = tl.where(block + 1 < blocks, end, count)
-        begin, end = tl.maximum(begin, 0), tl.minimum(end, count)  # of a damaged packet they are anything
-        tl.debug_barrier()  # what this program has written before is read by other threads of it
+        begin, end = tl.maximum(begin, 0), tl.minimum(end, count)  # arbitrary if the packet is damaged
+        tl.debug_barrier()  # other threads of the program read its earlier writes
         for first in range(begin, end, _ADDED):
             i = first + tl.arange(0, _ADDED)
             listed = i < end

@@ -1,4 +1,4 @@
-"""Triton device code: the selected elements as a packet, byte for byte as `packet.NumpyCoder` does; u, v after it."""
+"""Triton device code: encodes a packet, byte for byte as `packet.NumpyCoder` does, and updates u and v."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import triton.language as tl
 
 from dgc_horovod.kernels.triton.accumulate import READY, ZEROS, momentum_at, size_of
 
-CODED = tl.constexpr(256)  # elements of a program: those that share scales
+CODED = tl.constexpr(256)  # elements of a program: one block of common scales
 SUMMED = tl.constexpr(1024)  # elements, and words, of a program of `update_residual`
 HEADER_WORDS = tl.constexpr(9)
-CHECKSUM = tl.constexpr(6)  # where in the report the sum begins, 64 bits
+CHECKSUM = tl.constexpr(6)  # index in the report of the sum, 64 bits
 
 FP32, FP16, BF16, EIGHT_BIT, FOUR_BIT, TWO_BIT = (tl.constexpr(code) for code in range(1, 7))  # as in packets
 _LARGEST_FP16, _LARGEST_FP32 = tl.constexpr(65504.0), tl.constexpr(3.4028234663852886e38)
 _LARGEST_BF16 = tl.constexpr(0x7F7F0000)
-_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it leaves no room for a fraction
-OCTAVES = tl.constexpr(7 << 23)  # at most between the least and the largest of four bits
+_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has no digits for a fraction
+OCTAVES = tl.constexpr(7 << 23)  # largest distance of the least and the largest magnitude of the codec 4bit
 
 
 @triton.jit
 def _nearest(x):
-    """Small float32 `x` rounded to whole numbers, halves to even ones."""
+    """Round small float32 `x` to integers, ties to even."""
     return (x + _ROUNDER) - _ROUNDER
 
 
 @triton.jit
 def bf16_of(x):
-    """`x` as the 16 bits of a bfloat16, rounded to nearest even, saturating."""
+    """Return `x` as the 16 bits of a bfloat16, rounded to nearest even, saturating."""
     size = tl.minimum(size_of(x), _LARGEST_BF16)
     rounded = (size + 0x7FFF + ((size >> 16) & 1)) >> 16
     return rounded | ((x.to(tl.int32, bitcast=True) >> 16) & 0x8000)
@@ -35,13 +35,13 @@ def bf16_of(x):
 
 @triton.jit
 def eight_bits_back(code, scale):
-    """The value of a code of -127 to 127."""
+    """Return the value of a code of -127 to 127."""
     return tl.minimum(tl.maximum(code.to(tl.float32) * scale, -_LARGEST_FP32), _LARGEST_FP32)
 
 
 @triton.jit
 def four_bits_back(code, least, most):
-    """The value of four bits: sign, and step between `least` and `most`, which are float32 as whole numbers."""
+    """Return the value of four bits: sign, and step between `least` and `most`, the bits of float32 numbers."""
     wide = (most - least).to(tl.int64) * (code & 7).to(tl.int64)
     size = least + ((wide + 3) // 7).to(tl.int32)
     return (size | ((code & 8) << 28)).to(tl.float32, bitcast=True)
@@ -49,14 +49,14 @@ def four_bits_back(code, least, most):
 
 @triton.jit
 def two_bits_back(code, low, high):
-    """The value of two bits: sign, and which of two magnitudes."""
+    """Return the value of two bits: sign, and the choice of two magnitudes."""
     size = tl.where((code & 1) != 0, high, low)
     return tl.where((code & 2) != 0, -size, size)
 
 
 @triton.jit
 def _in_order(values, first, count, least):
-    """Sums, one after another in float64, of those magnitudes that are at least `least`, and of the others."""
+    """Sum, one after another in float64, the magnitudes of at least `least`, and the others."""
     high = tl.zeros([], tl.float64)
     low = tl.zeros([], tl.float64)
     for i in range(0, count):
@@ -70,13 +70,13 @@ def _in_order(values, first, count, least):
 
 @triton.jit
 def _put_bits(area, i, code, BITS: tl.constexpr, inside):
-    """Write `code` at bit ``BITS*i`` of `area`; BITS divides 32, and the area is zero there."""
+    """Write `code` at bit ``BITS*i`` of `area`; BITS divides 32, and these bits must be zero."""
     tl.atomic_or(area + ((i * BITS) >> 5), code << ((i * BITS) & 31), mask=inside, sem="relaxed")
 
 
 @triton.jit
 def _encode_values(values, x, i, inside, first, area, scales, CODEC: tl.constexpr):
-    """Write a block's values; returns them as receivers read them."""
+    """Write a block's values; return the decoded values."""
     magnitudes = scales.to(tl.pointer_type(tl.float32))
     block = first // CODED
     if CODEC == FP32:
@@ -135,8 +135,8 @@ def encode(
 
     Args:
         positions, values: selected elements, int32 and float32, `capacity` of them, ascending.
-        decoded: values as receivers read them, float32, written here.
-        report: report of the step; ZEROS counts values that are read as zero, which must not be sent.
+        decoded: decoded values, float32, written here.
+        report: report of the step; ZEROS counts values that are rounded to zero, which must not be sent.
         packet: words of the packet, int32.
         header: first words of the packet, int32, without the checksum.
         values_at, scales_at: indices of the words of the packet where the values and their scales begin.
@@ -173,13 +173,13 @@ def encode(
 def update_residual(
     positions, values, decoded, masked, v, u, report, packet, capacity, words, MASKS: tl.constexpr, NARROW: tl.constexpr
 ):
-    """``v = values - decoded`` and, with MASKS, ``u = 0`` at the positions; and the packet's sum, for its checksum.
+    """``v = values - decoded`` and, with MASKS, ``u = 0`` at the positions; sum the packet for its checksum.
 
     Args:
         masked: values of u at the positions, float32, written here.
         u: see `accumulate`.
         report: report of the step; the sum is added to the 64 bits at CHECKSUM.
-        packet, words: packet that is summed, its checksum still zero, and the number of its words.
+        packet, words: packet with a checksum of zero, and the number of its words.
     """
     if (tl.load(report + READY) != 0) & (tl.load(report + ZEROS) == 0):
         i = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
@@ -189,7 +189,7 @@ def update_residual(
         tl.store(v + at, left, mask=inside)
         if MASKS:
             tl.store(masked + i, momentum_at(u, at, inside, NARROW), mask=inside)
-            tl.debug_barrier()  # what one thread has yet to read another may zero
+            tl.debug_barrier()  # another thread may zero an element that is still to be read
             tl.store(u + at, tl.zeros([SUMMED], tl.int16 if NARROW else tl.float32), mask=inside)
         word = tl.load(packet + i, mask=i < words, other=0).to(tl.int64) & 0xFFFFFFFF
         total = tl.sum(word * (2 * i + 1).to(tl.int64))

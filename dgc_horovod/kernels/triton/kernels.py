@@ -1,8 +1,7 @@
-"""The kernels in Triton, for CUDA tensors; and for torch CPU tensors under Triton's interpreter, for tests.
+"""The kernels in Triton for CUDA tensors; in tests also for torch CPU tensors, under Triton's interpreter.
 
-A pass, an exact selection of the bucket and the coder run one after another on the device (`sender`), and so
-does what comes back (`receiver`). Everything else, other rules and the seldom paths, is `torch_eager`'s, around
-the same pass.
+The pass, an exact selection from the bucket and the encoder run one after another on the device (`sender`); decoding
+and aggregation do too (`receiver`). Other rules and rare paths use the same pass and `torch_eager`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, PacketFormat
 
 _MOST_LOW_BITS = 16
-_INDICES = "elias-fano"  # what the device code knows; packets in any other codec go by way of the host
+_INDICES = "elias-fano"  # index codec of the device code; the host handles others
 
 
 class TritonGradients(ListedGradients):
-    """`contract.Gradients`, and the pass that takes them in."""
+    """`contract.Gradients`, and the pass that accumulates them."""
 
     def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
         super().__init__(bucket, kernels)
@@ -36,7 +35,7 @@ class TritonGradients(ListedGradients):
 
 
 class TritonOutputs(ListedOutputs):
-    """`contract.Outputs`, and the kernel that fills them where the host has decoded."""
+    """`contract.Outputs`, and the kernel that fills them with elements that the host has decoded."""
 
     def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
         super().__init__(bucket)
@@ -47,11 +46,11 @@ class TritonKernels(TorchEagerKernels):
     """`contract.Kernels` on flat float32 torch tensors of one CUDA device.
 
     Args:
-        device: CUDA device, such as "cuda:0"; "cpu" with TRITON_INTERPRET=1 alone.
+        device: CUDA device, such as "cuda:0"; "cpu" only with TRITON_INTERPRET=1.
         coder: coder of packets that the host writes and reads; None: NumPy's.
 
     Raises:
-        BackendUnavailable: Triton has nothing to run its kernels on here.
+        BackendUnavailable: Triton cannot run kernels on the device.
     """
 
     name = "triton"
@@ -119,20 +118,20 @@ class TritonKernels(TorchEagerKernels):
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> TritonReceiver | None:
         if wire.values not in COMPILED_VALUES or wire.indices != _INDICES:
             return None
-        if wire.low_bits > _MOST_LOW_BITS:  # next to nothing is sent, and one program would have to zero most of it
+        if wire.low_bits > _MOST_LOW_BITS:  # so few elements that one program would have to zero most of the bucket
             return None
         return TritonReceiver(bucket, wire, ranks, self.device)
 
 
 def _sums_of(tensors: Sequence[torch.Tensor], stride: int = 1) -> np.ndarray:
-    """Sum and sum of squares of each of `tensors`, of every `stride`-th chunk; (tensors, 2) float64. One launch.
+    """Return sum and sum of squares of each tensor, of every `stride`-th chunk; (tensors, 2) float64. One launch.
 
     Args:
         tensors: flat float32 tensors on one device.
         stride: distance between two summed chunks, >= 1, see `Kernels.sampled_sums`.
     """
     numels = np.array([len(x) for x in tensors])
-    chunks = np.ceil(np.ceil(numels / CHUNK) / stride).astype(np.int64)  # of each that are looked at
+    chunks = np.ceil(np.ceil(numels / CHUNK) / stride).astype(np.int64)  # number of summed chunks of each tensor
     ends = np.cumsum(chunks)
     if not ends.size or not ends[-1]:
         return np.zeros((len(tensors), 2))
@@ -149,7 +148,7 @@ def _sums_of(tensors: Sequence[torch.Tensor], stride: int = 1) -> np.ndarray:
 
 
 def _pairwise(sums: np.ndarray) -> np.ndarray:
-    """Neighbours added until one is left, an odd last one with zero."""
+    """Add neighbours until one is left, an odd last one with zero."""
     while len(sums) > 1:
         sums = np.concatenate([sums, np.zeros((len(sums) % 2, 2))])
         sums = sums[0::2] + sums[1::2]

@@ -1,4 +1,4 @@
-"""What Triton kernels are given: tables that describe a bucket, and what goes to the device and back at each step."""
+"""Memory of Triton kernels: tables of a bucket, uploads and downloads of each step, recorded launches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Upload:
 
     Attributes:
         host: NumPy arrays to be written, by name.
-        device: tensors as after the last `send`, by name.
+        device: tensors with the content of the last `send`, by name.
     """
 
     def __init__(self, device: torch.device, fields: dict[str, tuple[torch.dtype, int]]) -> None:
@@ -49,11 +49,11 @@ class Upload:
             self.device[name] = self._device[place].view(dtype)
 
     def send(self) -> None:
-        """Start the copy; what was sent before must have been read."""
+        """Start the copy; the device must have read the previous one."""
         self._device.copy_(self._host, non_blocking=True)
 
 
-# Of the process, as torch's allocator is: one graph is recorded at a time, and one whose recording has failed is kept
+# One for the process, as torch's allocator is: one graph is recorded at a time; graphs of failed recordings are kept
 _recording = threading.Lock()
 _spoiled: list[torch.cuda.CUDAGraph] = []
 
@@ -64,12 +64,12 @@ def _recording_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Recorded:
-    """Kernels that are launched alike at every step: recorded once as a CUDA graph, then replayed by one launch.
+    """A sequence of launches that is equal at every step: recorded once as a CUDA graph, then replayed by one launch.
 
-    Launching a Triton kernel takes the host some ten microseconds, as long as many of these kernels run.
+    A launch of a Triton kernel takes the host about ten microseconds, as long as many of these kernels run.
 
     Args:
-        device: device that the kernels run on; on others than CUDA's they are launched each time.
+        device: device of the kernels; on other devices than CUDA they are launched one by one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,16 +77,16 @@ class Recorded:
         self._may_record = device.type == "cuda" and envvars.value(envvars.CUDA_GRAPHS)
 
     def launch(self, key: Hashable, kernels: Callable[[], None]) -> None:
-        """Have the kernels run on the current stream.
+        """Launch the kernels on the current stream.
 
         Args:
-            key: all that the launches depend on but the contents of memory: where tensors lie, forms of kernels; not
-                None.
-            kernels: launches them, and neither waits nor allocates.
+            key: everything that the launches depend on except contents of memory: addresses of tensors, forms of
+                kernels; not None.
+            kernels: function that launches the kernels, without waits and allocations.
         """
         if key == self._key and self._graph is None and self._may_record:
             self._graph = self._record(kernels)
-        elif key != self._key:  # Triton compiles what it has not seen: that is not recorded
+        elif key != self._key:  # the first launch of a key may compile, which cannot be recorded
             self._key, self._graph = key, None
         if self._graph is not None:
             self._graph.replay()
@@ -94,7 +94,7 @@ class Recorded:
             kernels()
 
     def _record(self, kernels: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """The graph; None if another thread has done to the device meanwhile what no recording survives."""
+        """Record the graph; return None if an operation of another thread on the device made the recording fail."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         stream, current = _recording_stream(self._device), torch.cuda.current_stream(self._device)
         try:
@@ -107,18 +107,18 @@ class Recorded:
                     finally:
                         graph.capture_end()
                 current.wait_stream(stream)
-        except RuntimeError as error:  # a synchronize(), say: nothing has run, and launches do as well
-            _log.warning("dgc_horovod: kernels are launched one by one from now on, recording them failed: %s", error)
+        except RuntimeError as error:  # for example a synchronize(): nothing has run, and single launches work
+            _log.warning("dgc_horovod: recording a CUDA graph failed; kernels are launched one by one: %s", error)
             self._may_record = False
             _spoiled.append(graph)
-            with suppress(Exception):  # what capture_end() does last, after the call that raised
+            with suppress(Exception):  # the last action of capture_end(), after the call that raised
                 torch._C._cuda_endAllocateToPool(current.device_index, pool)
             return None
         return graph
 
 
 class BucketMap:
-    """Where the segments of a bucket are, for programs that have a block of it each.
+    """The segments of a bucket, for programs that have one block each.
 
     Args:
         bucket: layout of the bucket.
@@ -133,68 +133,68 @@ class BucketMap:
         spread = np.stack([np.searchsorted(starts, at, side="right") - 1 for at in (first, last)], axis=1)
         self.blocks = len(first)
         self.aligned = not (starts % 4).any()
-        self.bounds = first[1:]  # between two blocks
+        self.bounds = first[1:]  # first elements of the blocks after the first
         self.starts = torch.from_numpy(starts.astype(np.int32)).to(device)
         self.spread = torch.from_numpy(spread.astype(np.int32).ravel()).to(device)
 
 
 def addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """Where each begins; all must be there."""
+    """Return the address of each tensor; none may be None."""
     assert all(tensor is not None for tensor in tensors)
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
 def is_narrow(u: torch.Tensor | None) -> bool:
-    """Whether it is bfloat16."""
+    """Return whether `u` is bfloat16."""
     return u is not None and u.dtype == torch.bfloat16
 
 
 def bits_of(u: torch.Tensor | None) -> torch.Tensor | None:
-    """A bfloat16 vector as its bits, int16, which kernels round to as the CPU does; others as they are."""
+    """Return a bfloat16 vector as its bits, int16, which kernels round as the CPU does; others unchanged."""
     return u.view(torch.int16) if u is not None and is_narrow(u) else u
 
 
 def value_words(wire: PacketFormat) -> tuple[int, int]:
-    """The words of a packet where its values and their scales begin."""
+    """Return the indices of the words of a packet where its values and their scales begin."""
     return HEADER_WORDS.value + wire.values_at // _WORD, HEADER_WORDS.value + wire.scales_at // _WORD
 
 
 def using(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels that are launched inside run on `device`."""
+    """Inside, kernels are launched on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done what the current stream was given: the only thing here that blocks the host."""
+    """Wait for the current stream of the device; nothing else in this module blocks the host."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def check_that_it_runs(device: torch.device) -> None:
-    """Launch a kernel: Triton builds its launcher with the machine's C compiler, and not every GPU is one of its.
+    """Launch a test kernel: Triton needs a C compiler for its launcher, and does not support every GPU.
 
     Raises:
-        BackendUnavailable: no kernel runs there.
+        BackendUnavailable: no kernel runs on the device.
     """
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
-        raise BackendUnavailable(f"Triton {triton.__version__} rounds denormals away, {oldest} or later is needed")
+        raise BackendUnavailable(f"Triton {triton.__version__} flushes denormals; {oldest} or later is needed")
     interpreted = not isinstance(touch, triton.JITFunction)
     if device.type != "cuda" and not interpreted:
         raise BackendUnavailable(f"Triton runs on CUDA devices, not on {device.type}")
     if device.type == "cuda" and (interpreted or torch.version.hip):
-        raise BackendUnavailable("TRITON_INTERPRET is set" if interpreted else "AMD GPUs have not been tried")
+        raise BackendUnavailable("TRITON_INTERPRET is set" if interpreted else "AMD GPUs have not been tested")
     try:
         found = torch.zeros(1, dtype=torch.int32, device=device)
         with using(device):
             touch[(1,)](found)
         wait_for(device)
-    except Exception as error:  # of many kinds: a compiler is missing, the driver is old
+    except Exception as error:  # of any kind: a missing compiler, an old driver
         raise BackendUnavailable(f"Triton runs no kernel here ({type(error).__name__}: {error})") from None
 
 
 def on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory into which a device can copy while the host goes on."""
+    """Allocate host memory for asynchronous copies from the device."""
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 

@@ -1,4 +1,4 @@
-"""What the ranks sent, decoded and added up on the device."""
+"""Decoding and aggregation of all ranks' packets on the device."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _FILL_WARPS = 4  # 128 threads, as many as `aggregate_into` adds elements at onc
 
 
 def block_bits(numel: int) -> int:
-    """Two to this power is the part of a bucket that a program of `aggregate_into` has.
+    """Return the exponent of a program's block size in `aggregate_into`, a power of two.
 
-    Few elements come for 2,048: a program would wait for memory most of the time. A small bucket needs many programs.
+    A block of 2,048 gets few elements, and its program mostly waits for memory; but a small bucket needs many programs.
     """
     return _SMALL_BLOCK_BITS + 2 if numel >= _LARGE else _SMALL_BLOCK_BITS
 
@@ -53,7 +53,7 @@ class Filler:
     Args:
         bucket: layout of the bucket.
         device: device that holds the outputs.
-        bits: exponent of a program's part of the bucket, which is ``2**bits`` elements; None: `block_bits`.
+        bits: exponent of a program's block of ``2**bits`` elements; None: `block_bits`.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, bits: int | None = None) -> None:
@@ -74,7 +74,7 @@ class Filler:
         scale: float,
         fresh: bool,
     ) -> bool:
-        """See `decode.aggregate_into`; returns whether every element is finite."""
+        """See `decode.aggregate_into`; return whether every element is finite."""
         self._settings.host["outputs"][:] = addresses(outputs.arrays)
         self._settings.host["scale"][:] = scale
         self._settings.send()
@@ -96,7 +96,7 @@ class Filler:
         return not int(self._back[0])
 
     def listed(self, outputs: ListedOutputs, contributions: list[Elements], scale: float, fresh: bool) -> bool:
-        """The same for elements on the host."""
+        """As `__call__`, for elements on the host."""
         most = max(1, max(elements.values.size for elements in contributions))
         positions = np.zeros((len(contributions), most), np.int32)
         values = np.zeros((len(contributions), most), np.float32)
@@ -111,7 +111,7 @@ class Filler:
 
 
 class TritonReceiver:
-    """`contract.Receiver` for one bucket and one form of packet.
+    """`contract.Receiver` for one bucket and one packet format.
 
     Args:
         bucket: layout of the bucket.
@@ -162,11 +162,11 @@ class TritonReceiver:
             )  # fmt: skip
 
         with using(self.device):
-            self._recorded.launch((), kernels)  # all that they are given is the receiver's own
+            self._recorded.launch((), kernels)  # all arguments are the receiver's own memory
         self._back.copy_(self._problems, non_blocking=True)
 
     def aggregate_into(self, outputs: ListedOutputs, scale: float) -> bool:
-        """See `contract.Receiver`. One wait, for `read` too."""
+        """See `contract.Receiver`. One wait, also for `read`."""
         counts = self._arrived.device["counts"]
         return self._fill(outputs, self._positions, self._values, self._starts, counts, scale, fresh=True)
 
@@ -179,7 +179,7 @@ class TritonReceiver:
 
     @property
     def contributions(self) -> list[Elements]:
-        """What each rank sent; copies on the host."""
+        """See `contract.Receiver`."""
         positions = self._positions.view(self.ranks, -1).cpu().numpy()
         values = self._values.view(self.ranks, -1).cpu().numpy()
         counts = self._arrived.host["counts"]

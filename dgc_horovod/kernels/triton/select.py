@@ -1,10 +1,9 @@
-"""Triton device code: of the candidates of a pass, the k largest, in the order of their positions.
+"""Triton device code: selects the k largest candidates of a pass, in the order of their positions.
 
-Two histograms find the k-th magnitude exactly: `accumulate` counts by the upper bits of the height above the
-candidate threshold, `refine` by the lower bits within the one bin that matters. Whole numbers are added, so the order
-in which programs run does not show. Where the list does not hold what is wanted (too few reach the candidate
-threshold, more than there is room for, a threshold that is far off), or something was not finite, READY stays 0, every
-later kernel does nothing, and the host selects from the bucket itself.
+Two histograms find the k-th magnitude exactly: `accumulate` counts by the upper bits of the height above the candidate
+threshold, `refine` by the lower bits within the bin of the k-th. Integers are added, so the order of programs does not
+matter. If the candidates are not usable (too few, too many, a threshold that is far off, or a number that is not
+finite), READY stays 0, later kernels do nothing, and the host selects from the bucket.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dgc_horovod.kernels.triton.accumulate import BINS, FINE_BITS, FLAGS, LEAST,
 
 LIST_BLOCK = tl.constexpr(1024)  # candidates of a program
 GROUP = tl.constexpr(128)  # blocks of a program
-_AT_ONCE = tl.constexpr(16)  # candidates of each block that a program looks at in one go
+_AT_ONCE = tl.constexpr(16)  # candidates of each block that a program reads at once
 FINE_BINS = tl.constexpr(1 << 13)
 
 
 @triton.jit
 def _bin_of(histogram, k, SIZE: tl.constexpr):
-    """The highest bin from which upwards there are at least k, or -1, and how many are above it."""
+    """Return the highest bin so that it and those above have at least k, or -1, and the count above it."""
     bins = tl.arange(0, SIZE)
     counts = tl.load(histogram + bins)
     from_here = tl.sum(counts) - tl.cumsum(counts) + counts
@@ -36,9 +35,9 @@ def refine(values, thresholds, report, histogram, fine, k, max_candidates):
 
     Args:
         values: values of the candidates, float32.
-        thresholds: smallest magnitude of a candidate, float32; the first is that of the whole bucket.
+        thresholds: smallest magnitude of a candidate, float32; the first is used for the whole bucket.
         report: report of the pass; NOTED is read.
-        histogram, fine: counts by upper and by lower bits, see above, BINS and FINE_BINS of int32; `fine` is added to.
+        histogram, fine: counts by upper and by lower bits, BINS and FINE_BINS of int32; `fine` is added to.
     """
     num_candidates = tl.load(report + NOTED)
     at = tl.program_id(0) * LIST_BLOCK + tl.arange(0, LIST_BLOCK)
@@ -66,11 +65,11 @@ def count(
     max_candidates,
     blocks,
 ):
-    """Of each block, how many are larger than the k-th largest and how many equal; of each group, the sums.
+    """Count the candidates of each block larger than and equal to the k-th largest, and sum the counts by group.
 
     Args:
         report: report of the step; READY, LEAST (the k-th magnitude as `size_of`) and TIES (equal ones sent) are set.
-        bases, counts: place in the list of each block's candidates, and their number, int32.
+        bases, counts: index in the list of each block's first candidate, and their number, int32.
         larger, equal: number of larger and of equal candidates, int32, one a block.
         larger_sums, equal_sums: sums of `larger` and of `equal`, int32, one a group.
     """
@@ -107,7 +106,7 @@ def count(
 
 @triton.jit
 def _before(sums, group):
-    """The sum over the groups before this one."""
+    """Sum over the groups before this one."""
     total = 0
     for first in range(0, group, 1024):
         at = first + tl.arange(0, 1024)
@@ -120,7 +119,7 @@ def gather(
     positions, values, report, bases, counts, larger, equal, larger_sums, equal_sums, chosen_positions, chosen_values,
     blocks,
 ):  # fmt: skip
-    """Write the k largest one after another, by ascending position; of equal ones the first are taken.
+    """Write the k largest candidates by ascending position; of equal ones the first are taken.
 
     Args:
         positions, values: candidates, int32 and float32.
@@ -135,7 +134,7 @@ def gather(
         most = tl.load(counts + block, mask=inside, other=0)
         more = tl.load(larger + block, mask=inside, other=0)
         same = tl.load(equal + block, mask=inside, other=0)
-        more = _before(larger_sums, group) + tl.cumsum(more) - more  # of those before the block
+        more = _before(larger_sums, group) + tl.cumsum(more) - more  # counts before the block
         same = _before(equal_sums, group) + tl.cumsum(same) - same
         for first in range(0, tl.max(most), _AT_ONCE):
             rank = first + tl.arange(0, _AT_ONCE)[None, :]

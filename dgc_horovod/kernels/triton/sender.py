@@ -1,4 +1,4 @@
-"""A whole step of compression on the device: pass, exact selection, packet, u and v after it; the host waits once."""
+"""A whole step of compression on the device: pass, exact selection, packet, update of u and v; the host waits once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _NUMBERS = 16
 
 
 def _described(accumulation: Accumulation) -> tuple[int, dict[int, float]]:
-    """Which form of `accumulate` a feed needs, and its numbers."""
+    """Return the form of `accumulate` for an accumulation, and its hyper-parameters by index."""
     if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
         return (NESTEROV_FEED if accumulation.nesterov else MOMENTUM_FEED).value, {
             MOMENTUM.value: accumulation.momentum
@@ -75,7 +75,7 @@ def _described(accumulation: Accumulation) -> tuple[int, dict[int, float]]:
 
 
 def _factors(accumulation: Accumulation) -> tuple[int, ...]:
-    """What the device is told of a shared second moment."""
+    """Return the entries of `factors` for a segment."""
     if not isinstance(accumulation, SharedMoment):
         return (0,) * FACTORS.value
     rows, columns = accumulation.rows, accumulation.columns
@@ -83,14 +83,14 @@ def _factors(accumulation: Accumulation) -> tuple[int, ...]:
 
 
 def alike(gradients: ListedGradients) -> bool:
-    """Whether all of them enter the residual in the same way, as one pass takes them."""
+    """Return whether all gradients enter the residual in the same way, as one pass needs."""
     accumulations = gradients.accumulations
     how: list[Any] = [each.bound if isinstance(each, SharedMoment) else each for each in accumulations]
     return how.count(how[0]) == len(how)
 
 
 class Form(NamedTuple):
-    """Which of the forms of `accumulate` a step takes: how gradients enter, and whether they lie on the grid."""
+    """The form of `accumulate` of a step: kind of accumulation, and whether segments are aligned."""
 
     feed: int
     aligned: bool
@@ -115,7 +115,7 @@ class BucketPass:
                 "factors": (torch.int64, FACTORS.value * segments),
                 "thresholds": (torch.float32, segments),
                 "numbers": (torch.float32, _NUMBERS),
-                "header": (torch.int32, HEADER_WORDS.value),  # of a packet, if one is written
+                "header": (torch.int32, HEADER_WORDS.value),  # of the packet, if one is written
             },
         )
         self.bases, self.counts = (torch.empty(self.map.blocks, dtype=torch.int32, device=device) for _ in range(2))
@@ -123,14 +123,14 @@ class BucketPass:
         self.make_room(0)
 
     def make_room(self, max_candidates: int) -> None:
-        """Have memory for that many candidates."""
+        """Allocate memory for `max_candidates` candidates."""
         if max_candidates != self.max_candidates:
             self.max_candidates = max_candidates
             self.positions = torch.empty(max(max_candidates, 1), dtype=torch.int32, device=self.device)
             self.values = torch.empty(max(max_candidates, 1), dtype=torch.float32, device=self.device)
 
     def prepare(self, gradients: ListedGradients, scale: float, thresholds: Sequence[float]) -> Form:
-        """Send the device what is new at this step; all gradients must have the same feed.
+        """Send the step's addresses, thresholds and numbers to the device; all gradients must be `alike`.
 
         Args:
             gradients, scale: see `Kernels.accumulate`; gradients stay until the device has read them.
@@ -155,7 +155,7 @@ class BucketPass:
         Args:
             form: from `prepare`.
             state: see `Kernels.accumulate`.
-            report, histogram: int32 zeros, REPORT and HISTOGRAM of them, for what is seen.
+            report, histogram: int32 zeros for the results, of size REPORT and HISTOGRAM.
         """
         u = state.v if state.u is None else bits_of(state.u)
         given = self.settings.device
@@ -168,7 +168,7 @@ class BucketPass:
         )  # fmt: skip
 
     def candidates(self, num_candidates: int) -> Elements | None:
-        """The candidates, on the host, by ascending position; None if there was no room for them."""
+        """Return the candidates, on the host, by ascending position; None if they exceeded the capacity."""
         if num_candidates > self.max_candidates:
             return None
         positions, order = torch.sort(self.positions[:num_candidates])
@@ -176,26 +176,26 @@ class BucketPass:
 
 
 def thresholds_of(bucket: Bucket, ranges: np.ndarray) -> list[float]:
-    """For each segment the candidate threshold of its range."""
+    """Return for each segment the candidate threshold of its range."""
     starts = [segment.start for segment in bucket.segments]
     at = np.searchsorted(ranges["start"], starts, side="right") - 1
     return [float(candidate_threshold) for candidate_threshold in ranges["threshold"][at]]
 
 
 def seen(report: np.ndarray, candidates: Callable[[int], Elements | None]) -> AccumulateResult:
-    """What a pass saw, from its report on the host; `candidates` is asked only if nothing was wrong."""
+    """Return the result of a pass from its report; `candidates` is called only if all numbers are finite."""
     flags, num_candidates = int(report[FLAGS.value]), int(report[NOTED.value])
     found = None if flags else candidates(num_candidates)
     return AccumulateResult(not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value, num_candidates, found)
 
 
 _WORD = 4  # bytes
-_ALIGNED = 4  # words; kernels are compiled anew for what is less
+_ALIGNED = 4  # words; for a smaller alignment kernels are compiled again
 
 
 @dataclass(frozen=True)
 class DeviceSentRecord:
-    """`contract.SentRecord` on the device; its memory is used again at the next step."""
+    """`contract.SentRecord` on the device; its memory is reused at the next step."""
 
     count: int
     min_magnitude: float
@@ -206,11 +206,11 @@ class DeviceSentRecord:
 
     @property
     def elements(self) -> Elements:
-        """A copy on the host."""
+        """See `contract.SentRecord`; a copy."""
         return Elements(self.positions.copy(), self.values.cpu().numpy().copy())
 
     def rollback(self, state: State) -> None:
-        """u and v as they were before the elements were taken out."""
+        """See `contract.SentRecord`."""
         at = self.device_positions.long()
         state.v[at] = self.values
         if self.masked is not None:
@@ -219,7 +219,7 @@ class DeviceSentRecord:
 
 
 class TritonSender:
-    """`contract.Sender` for one bucket and one form of packet.
+    """`contract.Sender` for one bucket and one packet format.
 
     Args:
         bucket: layout of the bucket.
@@ -233,7 +233,7 @@ class TritonSender:
         words = wire.nbytes // _WORD
         sizes = [REPORT, words, k, HISTOGRAM, FINE_BINS.value]
         starts = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
-        self._board = torch.zeros(starts[-1], dtype=torch.int32, device=device)  # what a step begins with as zeros
+        self._board = torch.zeros(starts[-1], dtype=torch.int32, device=device)  # zero at the begin of a step
         parts = (self._board[start:][:size] for start, size in zip(starts, sizes, strict=False))
         self._report, self._packet, self._positions, self._histogram, self._fine = parts
         self._back = on_host(starts[3], torch.int32, device)  # report, packet and positions, by one copy
@@ -329,6 +329,6 @@ class TritonSender:
 
 
 def _places(taking: BucketPass, state: State) -> list[int]:
-    """Where everything lies that a step's kernels are given and the sender does not keep itself."""
+    """Return the addresses of a step's kernel arguments that are not the sender's own memory."""
     vectors = (state.v, state.u, taking.positions, taking.counts)
     return [0 if x is None else x.data_ptr() for x in vectors]

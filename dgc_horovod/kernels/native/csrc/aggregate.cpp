@@ -1,4 +1,4 @@
-// What was sent leaves the residual; what came back is added up.
+// Update of the residual at sent elements; aggregation of all ranks' elements.
 #include <atomic>
 
 #if defined(__x86_64__)
@@ -13,8 +13,8 @@ using namespace dgc;
 
 namespace {
 
-// Elements that are written one by one are far apart: their cache lines are prefetched so many elements ahead, into L2.
-// L1 can wait for a few misses at a time only, and would make this loop wait for each of them.
+// Elements that are written one by one are far apart: their cache lines are prefetched this many elements ahead, into
+// L2. L1 handles only a few misses at a time, and would make this loop wait for each of them.
 constexpr int64_t kAhead = 64;
 
 void prefetch(const void* x) { __builtin_prefetch(x, 1, 2); }
@@ -37,7 +37,7 @@ void settle(float* v, Bits* u, const int32_t* positions, const float* values, co
 
 }  // namespace
 
-// v at the positions becomes what is left of it, u (if given; bfloat16 if `narrow`) zero; u's old values go to `masked`.
+// v = values - decoded at the positions, u = 0 (if given; bfloat16 if `narrow`); u's old values go to `masked`.
 DGC_API void dgc_settle(float* v, void* u, int32_t narrow, const int32_t* positions, const float* values,
                         const float* decoded, int64_t count, float* masked) {
     if (narrow) {
@@ -55,7 +55,7 @@ namespace {
 
 bool not_finite(float x) { return (bits_of(x) & kInfinity) == kInfinity; }
 
-// Zeroes memory that is not looked at again soon: lines that are only written need not be read first.
+// Zeroes memory that is not read again soon: lines that are only written need not be loaded first.
 void zero_past_cache(float* x, int64_t numel) {
 #if defined(__x86_64__)
     for (; numel > 0 && reinterpret_cast<uintptr_t>(x) % 64; numel--) *x++ = 0.0f;
@@ -68,7 +68,7 @@ void zero_past_cache(float* x, int64_t numel) {
     memset(x, 0, 4 * numel);
 }
 
-// Adds what the ranks have before `end` to one target, rank by rank. Returns whether all that was added to is finite.
+// Adds the ranks' elements before `end` to one target, rank by rank. Returns whether all changed elements are finite.
 bool add(const Target& target, int64_t end, const Contribution* ranks, int64_t workers, float scale, int64_t* next) {
     float* const out = target.out - target.start;
     bool finite = true;
@@ -87,11 +87,12 @@ bool add(const Target& target, int64_t end, const Contribution* ranks, int64_t w
 }
 
 constexpr int64_t kFillBlock = 1 << 14;
-constexpr int64_t kFewAdditions = 24;  // elements for each that is added, from which zeroing past the cache pays
+constexpr int64_t kFewAdditions = 24;  // elements for each addition, from which zeroing past the cache pays
 
 }  // namespace
 
-// See Kernels.fill. `next` has room for one number per rank and thread. Returns whether every element is finite.
+// See Kernels.aggregate_into. `next` has room for one number per rank and thread. Returns whether every element is
+// finite.
 DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contribution* ranks, int64_t workers,
                          float scale, int32_t fresh, int64_t* next, int64_t threads) {
     const int64_t numel = targets[num_targets - 1].start + targets[num_targets - 1].numel;
@@ -127,7 +128,7 @@ DGC_API int32_t dgc_fill(const Target* targets, int64_t num_targets, const Contr
     return finite;
 }
 
-// See Kernels.fill_summed. Returns whether every element is finite.
+// See Kernels.aggregate_dense. Returns whether every element is finite.
 DGC_API int32_t dgc_fill_summed(const Target* targets, int64_t num_targets, const float* summed, float scale) {
     const KeepDenormals here;
     bool finite = true;

@@ -1,4 +1,5 @@
-// The C interface of the native kernels. kernels/native/library.py declares the same; kernels/reference.py says what each must do.
+// The C interface of the native kernels. kernels/native/library.py declares the same; kernels/reference.py defines the
+// results.
 //
 // Arithmetic, bit for bit the same for every instruction set and number of threads: float32 state, each product rounded
 // before it is added (-ffp-contract=off), sums in float64 over a fixed tree, denormals kept.
@@ -11,7 +12,7 @@
 
 namespace dgc {
 
-constexpr int64_t kChunk = 4096;  // elements summed together, and looked at by one thread at a time
+constexpr int64_t kChunk = 4096;  // elements summed together, and read by one thread at a time
 constexpr int kLanes = 16;        // of the sums' tree
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 
@@ -38,11 +39,11 @@ struct Segment {
     float momentum;
     const float *rows, *columns;  // a shared second moment's factors
     int64_t width, offset;        // number of columns; index in the tensor of the first element
-    float bound;                  // of the magnitude of what enters
+    float bound;                  // largest magnitude that enters
     int32_t unused;
 };
 
-// A run of a bucket from which elements are selected together; sum and squares are filled in.
+// A range of a bucket from which elements are selected; sum and squares are filled in.
 struct Range {
     int64_t start, numel;
     double sum, squares;
@@ -50,33 +51,33 @@ struct Range {
     int32_t unused;
 };
 
-// Where a pass over a bucket leaves what it found.
+// The results of a pass over a bucket.
 struct Found {
     int32_t* positions;  // of the candidates, ascending, and the values there
     float* values;
     int32_t* loose_positions;  // the same in the order in which threads found them
     float* loose_values;
     int64_t capacity;     // of each of the four
-    int64_t* chunk_at;    // per chunk: where its candidates are among the loose ones, and how many
+    int64_t* chunk_at;    // per chunk: index of its first candidate among the loose ones, and their number
     int32_t* chunk_count;
     double* chunk_sums;   // per chunk: sum, sum of squares
-    int64_t count;        // out: candidates; if more than `capacity`, none of them are to be used
+    int64_t count;        // out: number of candidates; if more than `capacity`, none may be used
 };
 
-// Where one parameter's share of the update goes.
+// The output of one parameter's part of the update.
 struct Target {
     float* out;
     int64_t start, numel;
 };
 
-// What one rank sent.
+// The elements of one rank.
 struct Contribution {
     const int32_t* positions;
     const float* values;
     int64_t count;
 };
 
-// The first of ascending positions that is at or after `position`.
+// Index of the first of ascending positions that is at or after `position`.
 inline int64_t first_from(const int32_t* positions, int64_t count, int64_t position) {
     int64_t low = 0, high = count;
     while (low < high) {
@@ -90,10 +91,10 @@ inline int64_t first_from(const int32_t* positions, int64_t count, int64_t posit
     return low;
 }
 
-// How a packet's body is laid out: packet.py's PacketFormat in numbers.
+// Layout of a packet's body: packet.py's PacketFormat in numbers.
 struct Layout {
     int64_t numel, capacity;
-    int64_t values_at;  // in the body, which begins behind the header
+    int64_t values_at;  // byte offset in the body, which follows the header
     int32_t index_codec, value_codec;
     int32_t low_bits;  // Elias-Fano: bits of a position that are stored as they are
     int32_t unused;

@@ -1,4 +1,4 @@
-// Which instruction set runs: the widest that this processor has, unless a narrower one is asked for.
+// The choice of the instruction set: the widest that this processor has, unless a narrower one is set.
 #include <string.h>
 
 #include "instructions.h"
@@ -28,7 +28,7 @@ const Instructions& instructions() { return *chosen; }
 
 }  // namespace dgc
 
-// Grows with every change of this interface: a library left over from another version is not used.
+// Increased with every change of this interface, so that a library of another version is not used.
 DGC_API int32_t dgc_interface() { return 9; }
 
 DGC_API const char* dgc_instructions() { return dgc::instructions().name; }

@@ -8,7 +8,7 @@ namespace {
 void encode_elias_fano(const Layout& layout, const int32_t* positions, int64_t count, uint32_t* out) {
     const int low = layout.low_bits;
     uint32_t* const unary = out + words(layout.capacity * low);
-    uint64_t pending = 0, ones = 0, word = 0;  // of the unary part: 64 bits that are being filled, and which ones
+    uint64_t pending = 0, ones = 0, word = 0;  // of the unary part: 64 bits that are being filled, and their index
     int filled = 0;
     for (int64_t i = 0; i < count; i++) {
         const uint32_t position = (uint32_t)positions[i];
@@ -31,10 +31,10 @@ void encode_elias_fano(const Layout& layout, const int32_t* positions, int64_t c
     if (filled) *out = (uint32_t)pending;
 }
 
-// The high parts of `count` positions; false if there are more or fewer.
+// Reads the high parts of `count` positions; returns false if there are more or fewer.
 bool decode_high(const uint32_t* unary, int64_t unary_words, int64_t count, int32_t* high) {
     int64_t found = 0;
-    for (int64_t w = 0; w < unary_words; w += 2) {  // the longer a word, the fewer ends of this loop are mispredicted
+    for (int64_t w = 0; w < unary_words; w += 2) {  // with longer words fewer ends of this loop are mispredicted
         uint64_t ones = unary[w];
         if (w + 1 < unary_words) ones |= (uint64_t)unary[w + 1] << 32;
         if (!ones) continue;

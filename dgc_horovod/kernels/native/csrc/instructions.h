@@ -17,15 +17,15 @@ struct Piece {
     const float* columns;
 };
 
-// Elements are fetched into L2 so far ahead, a page: what the processor fetches by itself ends with a page, and it seldom
-// is ahead enough where there is more to do with an element than to add it.
+// Elements are prefetched into L2 this far ahead, a page: the processor's own prefetching ends at a page, and is rarely
+// far enough ahead where an element needs more work than an addition.
 constexpr int64_t kAhead = 1024;
 
 // Positions of the candidates of one chunk. Room for a few more: they are written four at a time.
 struct Hits {
     int32_t positions[kChunk + 4];
     int32_t count = 0;
-    bool many = false;  // whether many are expected
+    bool many = false;  // whether many candidates are expected
 };
 
 struct Instructions {
@@ -33,9 +33,9 @@ struct Instructions {
     // Updates u and v with a gradient (kLook: with nothing), notes candidates; returns Bad flags.
     int32_t (*update)(const Segment& how, const Piece& piece, Hits& hits);
     int64_t (*count_at_least)(const float* x, int64_t numel, float threshold);
-    // Sum and sum of squares of at most kChunk elements, in the tree's order; what is not finite counts as zero.
+    // Sum and sum of squares of at most kChunk elements, in the tree's order; elements not finite count as zero.
     void (*sums)(const float* x, int64_t numel, double* out);
-    // Part of one row: adds squares to those of the columns; the sum of squares, and the product with `signs`.
+    // Part of one row: adds squares to those of the columns; returns the sum of squares, and the product with `signs`.
     void (*measure_row)(const float* x, int64_t numel, const float* signs, float* columns, float* out);
 };
 

@@ -30,7 +30,7 @@ typedef double Doubles __attribute__((vector_size(4 * kWidth), aligned(4)));
 inline Floats load(const float* x) { return *reinterpret_cast<const Floats*>(x); }
 inline void store(float* x, Floats y) { *reinterpret_cast<Floats*>(x) = y; }
 
-// The same of bfloat16, rounded to nearest even, what is finite to what is finite.
+// The same for bfloat16, rounded to nearest even; finite values stay finite.
 inline Floats load(const uint16_t* x) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const HalfBits*>(x), Bits) << 16);
 }
@@ -63,14 +63,14 @@ inline Floats within(Floats x, float bound) {
 
 inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 
-// Whether any of the magnitudes is that of an infinity or a NaN.
+// Whether any of the magnitudes is an infinity or a NaN.
 inline bool beyond_finite(Ints magnitudes) {
     bool found = false;
     for (int i = 0; i < kWidth; i++) found |= magnitudes[i] >= (int32_t)kInfinity;
     return found;
 }
 
-// x * scale; zero where x is not finite, which `largest` will tell, of magnitudes.
+// x * scale; zero where x is not finite, which shows in `largest`, the maximum of magnitudes.
 inline Floats scaled_if_finite(Floats x, float scale, Ints& largest) {
     const Ints size = magnitude_bits(x);
     largest = larger(largest, size);
@@ -97,8 +97,8 @@ inline uint32_t at_least(Floats x, float threshold) {
 #endif
 }
 
-// Append the places that are set in `found`, of the elements from `position` on. If there are `many`, in every other word
-// one, a branch would cost more than to write four places each time and to count how many of them count.
+// Append the positions of the bits set in `found`, from `position` on. If there are `many`, in every other word one, a
+// branch costs more than to write four positions each time and to count the valid ones.
 inline void note(Hits& hits, uint64_t found, int32_t position) {
     int32_t* out = hits.positions + hits.count;
 #if defined(__BMI__)
@@ -114,7 +114,7 @@ inline void note(Hits& hits, uint64_t found, int32_t position) {
     hits.count = (int32_t)(out - hits.positions);
 }
 
-// A last, incomplete vector goes by way of a full one.
+// A last, incomplete vector is copied to a full one.
 template <class Number = float>
 struct Padded {
     Number x[kWidth];
@@ -220,7 +220,7 @@ inline Row operator+(const Row& a, const Row& b) {
     return c;
 }
 
-// Half a vector of x as float64; what is not finite as zero.
+// Half a vector of x as float64; zero for elements that are not finite.
 inline Doubles widened(const float* x) {
     HalfFloats y = *reinterpret_cast<const HalfFloats*>(x);
     y = (HalfFloats)((HalfInts)y & ~(((HalfInts)y & (int32_t)kInfinity) == (int32_t)kInfinity));
@@ -251,7 +251,7 @@ inline Rows add_rows(const float* x) {
 
 constexpr int kRowBlockLevel = 3, kRowBlock = kLanes << kRowBlockLevel;
 
-// The rest of the tree, over blocks of rows; what lies beyond numel is zero.
+// The rest of the tree, over blocks of rows; elements beyond numel are zero.
 Rows add_blocks(const float* x, int64_t numel, int64_t block) {
     if (block == kRowBlock) {
         if (numel >= kRowBlock) return add_rows<kRowBlockLevel>(x);

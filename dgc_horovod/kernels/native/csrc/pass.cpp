@@ -1,4 +1,4 @@
-// One pass over a bucket: gradients in, momentum and residual updated, candidates and moments noted on the way.
+// One pass over a bucket: accumulates gradients into momentum and residual, and collects candidates and sums.
 #include <atomic>
 
 #include "instructions.h"
@@ -9,8 +9,8 @@ namespace {
 
 int64_t chunks_of(const Range& range) { return (range.numel + kChunk - 1) / kChunk; }
 
-// Sums are taken of every so many chunks (Kernels.sampled_sums): they are for a first guess, and all of them would cost
-// half as much time as the pass itself.
+// Only some chunks are summed (Kernels.sampled_sums), for a first guess: the sums of all would cost half as much time
+// as the pass itself.
 int64_t sum_stride(int64_t chunks) { return chunks < 128 ? 1 : (chunks < 1024 ? chunks / 64 : 16); }
 
 // A threshold of zero means every element that is not zero: those from the smallest denormal on.
@@ -27,18 +27,18 @@ struct Pass {
     float scale;
     Range* ranges;
     int64_t num_ranges;
-    const int32_t* left_at;  // what v is to be there before anything is added
+    const int32_t* left_at;  // positions, and values that v gets there before anything is added
     const float* left;
     int64_t num_left;
     bool want_sums;
     Found* found;
-    int32_t *positions;  // where hits are put as they come
+    int32_t *positions;  // hits in the order of finding
     float* values;
     std::atomic<int64_t> filled{0};
     std::atomic<int32_t> bad{0};
 };
 
-// The pieces of segments that lie in [start, end); `segment` is the first of them, and afterwards the last.
+// The pieces of segments in [start, end); `segment` is the first segment before, and the last afterwards.
 int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float threshold, int64_t& segment, Hits& hits) {
     const Instructions& code = instructions();
     if (!pass.num_segments) {
@@ -75,8 +75,8 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
     return bad;
 }
 
-// A run of a chunk: v becomes what was left of it, from `next` of `left` on, and then takes in the gradients. Page by page,
-// as far as it has been fetched: the lines of a whole chunk are not there yet, and writing would wait for them.
+// A part of a chunk: makes deferred writes to v, from `next` of `left` on, then accumulates the gradients. Page by
+// page, as far as memory has been prefetched: writing a whole chunk would wait for its lines.
 int32_t update_run(const Pass& pass, int64_t start, int64_t end, float threshold, int64_t& next, int64_t& segment,
                    Hits& hits) {
     int32_t bad = 0;
@@ -120,9 +120,9 @@ void run_chunks(Pass& pass, int64_t first, int64_t last) {
     pass.bad.fetch_or(bad, std::memory_order_relaxed);
 }
 
-// Put what several threads found into ascending order.
+// Put the candidates of several threads into ascending order.
 void order(Found& found, int64_t chunks) {
-    if (!found.count) return;  // there may be no memory then, and memcpy takes no null pointer, for no bytes either
+    if (!found.count) return;  // memory may be null then, which memcpy does not allow, even for zero bytes
     int64_t at = 0;
     for (int64_t i = 0; i < chunks; i++) {
         memcpy(found.positions + at, found.loose_positions + found.chunk_at[i], 4 * found.chunk_count[i]);
@@ -145,8 +145,8 @@ double add_up(double* sums, int64_t chunks, int kind) {
 
 using namespace dgc;
 
-// See Kernels.accumulate; u is bfloat16 if `narrow`. With no segments: looks at v only. First of all, v becomes `left` at
-// the ascending positions `left_at`. Returns Bad flags.
+// See Kernels.accumulate; u is bfloat16 if `narrow`. Without segments it only reads v. First, v is set to `left` at the
+// ascending positions `left_at`. Returns Bad flags.
 DGC_API int32_t dgc_pass(float* v, void* u, int32_t narrow, const Segment* segments, int64_t num_segments,
                          float scale, Range* ranges, int64_t num_ranges, const int32_t* left_at, const float* left,
                          int64_t num_left, int32_t want_sums, Found* found, int64_t threads) {

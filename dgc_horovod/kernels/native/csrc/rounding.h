@@ -1,4 +1,4 @@
-// One arithmetic, whatever a program has asked its threads for (torch.set_flush_denormal): denormals are kept.
+// One arithmetic for all settings of a thread (torch.set_flush_denormal): denormals are kept.
 #pragma once
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -8,7 +8,7 @@
 
 namespace dgc {
 
-// While one of these lives, this thread flushes no denormals.
+// While an object of this class lives, this thread does not flush denormals.
 class KeepDenormals {
 #if defined(__x86_64__)
     static constexpr unsigned kFlushes = 0x8000 | 0x0040;  // results to zero, operands as zero

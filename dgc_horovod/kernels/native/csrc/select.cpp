@@ -1,4 +1,4 @@
-// Exact selection by size among elements that are given: by the bits of their magnitudes, which are in order as integers.
+// Exact selection by magnitude from given elements: by the bits of the magnitudes, whose order as integers is the same.
 #include <vector>
 
 #include "dgc.h"
@@ -11,11 +11,11 @@ uint32_t magnitude_bits(float x) { return bits_of(x) & kMagnitude; }
 
 struct Rank {
     uint32_t bits;   // magnitude of the k-th largest
-    int64_t larger;  // how many are strictly larger
+    int64_t larger;  // number of strictly larger elements
 };
 
-// A radix select that spreads its digits over the range that is really there: selected values lie close together, and
-// the top bits of all of them would be the same digit. What is in the digit of the k-th is looked at again, and is little.
+// A radix select whose digits cover the range of the given values: selected values lie close together, and would share
+// their top bits. Only the few elements in the digit of the k-th are read again.
 Rank kth_largest(const float* x, int64_t numel, int64_t k) {
     constexpr int kDigit = 12;
     std::vector<float> rest;
@@ -53,9 +53,9 @@ DGC_API float dgc_kth_largest(const float* x, int64_t numel, int64_t k) {
     return float_of(kth_largest(x, numel, k).bits);
 }
 
-// Keeps the k largest of the elements, in their order; of equal ones the first; zeros never. `from` gives the positions,
-// or is null where they are 0, 1, 2, ...; `positions` and `values` are where the elements come from, or others with
-// room for min(k, numel) + 1: an element is written before it is known whether it is kept. Returns how many are.
+// Keeps the k largest of the elements, in their order; of equal ones the first; zeros never. `from` has the positions,
+// or is null if they are 0, 1, 2, ...; `positions` and `values` are the inputs themselves, or other memory for min(k,
+// numel) + 1 elements: an element is written before it is known whether it is kept. Returns the number kept.
 DGC_API int64_t dgc_keep_largest(const int32_t* from, const float* x, int64_t numel, int64_t k, int32_t* positions,
                                  float* values) {
     Rank rank{1, 0};  // everything that is not zero
@@ -71,13 +71,13 @@ DGC_API int64_t dgc_keep_largest(const int32_t* from, const float* x, int64_t nu
         const uint32_t size = magnitude_bits(value);
         positions[kept] = from ? from[i] : (int32_t)i;
         values[kept] = value;
-        kept += size >= rank.bits;  // no branch: which are kept cannot be foreseen
+        kept += size >= rank.bits;  // no branch, which could not be predicted
         if (__builtin_expect(size == rank.bits, 0) && ties-- <= 0) kept--;
     }
     return kept;
 }
 
-// Keeps the elements of at least `threshold`, in place. Returns how many.
+// Keeps the elements of at least `threshold`, in place. Returns their number.
 DGC_API int64_t dgc_keep_at_least(int32_t* positions, float* values, int64_t numel, float threshold) {
     const KeepDenormals here;
     int64_t kept = 0;

@@ -11,8 +11,8 @@
 namespace dgc {
 namespace {
 
-// GOMP_parallel of the OpenMP runtime that is in the process already (torch's own), or none. Its idle threads spin for
-// a while after each of torch's operations: a second pool would fight them for the cores.
+// GOMP_parallel of the OpenMP runtime that the process has loaded (torch's own), or null. Its idle threads spin for a
+// while after each torch operation, so a second pool would compete with them for the cores.
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 GompParallel gomp_parallel = nullptr;
 
@@ -43,7 +43,7 @@ void share(int64_t parts, Work work, void* context) {
         std::vector<std::thread> helpers;
         try {
             while (static_cast<int64_t>(helpers.size()) + 1 < parts) helpers.emplace_back(take_parts, &shared);
-        } catch (const std::system_error&) {  // no more threads to be had: those that are here do it
+        } catch (const std::system_error&) {  // no more threads available: continue with those started
         }
         take_parts(&shared);
         for (std::thread& helper : helpers) helper.join();
@@ -52,5 +52,5 @@ void share(int64_t parts, Work work, void* context) {
 
 }  // namespace dgc
 
-// Use the OpenMP runtime whose GOMP_parallel is at `address`; 0: start threads as they are needed.
+// Use the OpenMP runtime whose GOMP_parallel is at `address`; 0: start threads when needed.
 DGC_API void dgc_use_openmp(void* address) { dgc::gomp_parallel = reinterpret_cast<dgc::GompParallel>(address); }

@@ -1,4 +1,4 @@
-// Work shared by several threads: those that the process already has.
+// Parallel work on the threads that the process already has.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,7 @@ void in_parts(int64_t parts, Body&& body) {
     share(parts, [](void* context, int64_t part) { (*static_cast<Body*>(context))(part); }, &body);
 }
 
-// Parts worth making of `numel` elements when up to `threads` may be used.
+// Number of parts of `numel` elements that are worth their start, with up to `threads` threads.
 inline int64_t parts_of(int64_t numel, int64_t threads) {
     constexpr int64_t kWorthAThread = 1 << 17;  // about 100 us of a pass, several times what a start costs
     const int64_t most = numel / kWorthAThread;

@@ -37,7 +37,7 @@ bool impossible(float scale) { return bits_of(scale) >= kInfinity; }
 
 float saturated(float x) { return x > FLT_MAX ? FLT_MAX : (x < -FLT_MAX ? -FLT_MAX : x); }
 
-// -- a scale per block, 127 steps of it on either side
+// -- a scale per block, 127 steps on either side of zero
 
 void encode_8bit(const float* x, int64_t numel, uint8_t* codes, float* scale) {
     uint32_t largest = 0;
@@ -46,7 +46,7 @@ void encode_8bit(const float* x, int64_t numel, uint8_t* codes, float* scale) {
         largest = size > largest ? size : largest;
     }
     *scale = float_of(largest) / 127.0f;
-    constexpr float kToWhole = 12582912.0f;  // adding it rounds to a whole number, half to even
+    constexpr float kToWhole = 12582912.0f;  // adding it rounds to an integer, ties to even
     for (int64_t i = 0; i < numel; i++) {
         const float steps = *scale > 0 ? x[i] / *scale : 0.0f;
         const float whole = (steps + kToWhole) - kToWhole;
@@ -95,7 +95,7 @@ bool decode_4bit(const uint8_t* codes, int64_t numel, const float* ends, float* 
     return true;
 }
 
-// -- sign and one of two magnitudes: the means of what is below and of what is above the block's mean
+// -- sign and one of two magnitudes: the means of the magnitudes below and above the block's mean
 
 void encode_2bit(const float* x, int64_t numel, uint8_t* codes, float* means) {
     double sum = 0;
@@ -122,7 +122,7 @@ bool decode_2bit(const uint8_t* codes, int64_t numel, const float* means, float*
     return true;
 }
 
-// -- blocks: codes of all of them, then their scales
+// -- the codes of all blocks, then their scales
 
 struct BlockCodec {
     int bits, scales;
@@ -190,8 +190,8 @@ bool decode_values(const Layout& layout, const uint8_t* data, int64_t count, flo
 
 using namespace dgc;
 
-// Writes the body of a packet, which is zero beforehand, and the values as the receivers will read them. Returns how
-// many of those are zero.
+// Writes the body of a packet, which must be zero before, and the decoded values. Returns the number of decoded values
+// that are zero.
 DGC_API int64_t dgc_encode(const Layout* layout, const int32_t* positions, const float* values, int64_t count,
                            uint8_t* body, float* decoded) {
     const KeepDenormals here;
@@ -203,7 +203,7 @@ DGC_API int64_t dgc_encode(const Layout* layout, const int32_t* positions, const
     return zeros;
 }
 
-// Reads the body of a packet of `count` elements. Returns 0, or 1 for impossible positions, 2 for impossible values.
+// Decodes the body of a packet of `count` elements. Returns 0, or 1 for invalid positions, 2 for invalid values.
 DGC_API int32_t dgc_decode(const Layout* layout, const uint8_t* body, int64_t count, int32_t* positions, float* values) {
     const KeepDenormals here;
     if (!decode_indices(*layout, reinterpret_cast<const uint32_t*>(body), count, positions)) return 1;
